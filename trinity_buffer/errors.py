@@ -1,0 +1,128 @@
+"""Every error that Trinity Buffer raises on purpose.
+
+TrinityBufferError
+├── InvalidArgumentError (ValueError)
+│   ├── InvalidExperienceError          an experience was refused at the door
+│   └── UnknownNameError (LookupError)  a strategy, loss, algorithm ... that is not registered
+├── ConflictError (ValueError)
+│   ├── ConflictingExperienceError      one EID, two contents
+│   ├── ConflictingPlanError            one batch, two plans
+│   ├── ConflictingSealError            one batch, two counts
+│   └── ConflictingStrategyError        one annotation set, two configurations
+├── CodecError (ValueError)             bytes that are not ours, or damaged
+│   └── CodecVersionError               bytes of a newer version
+└── StoreError (RuntimeError)
+    ├── UnknownStoreError               not there, or not ours
+    ├── UnknownExperimentError (LookupError)
+    ├── SchemaOutdatedError             an older store: migrate it
+    ├── SchemaTooNewError               a newer store: upgrade the package
+    ├── ReadOnlyStoreError
+    ├── UnsafeStoreError                a file system or SQLite library that would lose data
+    ├── StoreBusyError (TimeoutError)
+    ├── DamagedSegmentError             a checksum that does not hold
+    ├── CursorConflictError             another process decided these experiences first
+    ├── LeaseHeldError                  another trainer holds this consumer
+    ├── LeaseLostError                  a newer token fences this trainer
+    └── CheckpointError                 a checkpoint that is missing or does not match its digest
+
+To add one: put it in the picture, inherit the builtin that a caller would have guessed, let the message name
+the thing, the place and the remedy, and keep it picklable (one positional argument: the message).
+"""
+
+
+class TrinityBufferError(Exception):
+    """Base of every error of this package."""
+
+
+class InvalidArgumentError(TrinityBufferError, ValueError):
+    """An argument that cannot be right; the message names it and what is accepted."""
+
+
+class InvalidExperienceError(InvalidArgumentError):
+    """An experience was refused at the door; nothing of that call was written."""
+
+
+class UnknownNameError(InvalidArgumentError, LookupError):
+    """A name that is not registered; the message says what is, and what was probably meant."""
+
+    __str__ = Exception.__str__  # LookupError would not change it, KeyError-like quoting must not creep in
+
+
+class ConflictError(TrinityBufferError, ValueError):
+    """What is asked for contradicts what is recorded."""
+
+
+class ConflictingExperienceError(ConflictError):
+    """An EID is already stored with other content."""
+
+
+class ConflictingPlanError(ConflictError):
+    """A batch is already planned with other tasks, or by another actor."""
+
+
+class ConflictingSealError(ConflictError):
+    """A batch holds, or was sealed with, another number of experiences."""
+
+
+class ConflictingStrategyError(ConflictError):
+    """An annotation set of this name has another configuration; choose another ``name=``."""
+
+
+class CodecError(TrinityBufferError, ValueError):
+    """Bytes that this package did not write, or that were damaged since."""
+
+
+class CodecVersionError(CodecError):
+    """Bytes written by a newer version of this package."""
+
+
+class StoreError(TrinityBufferError, RuntimeError):
+    """The store refuses, or cannot do, what was asked."""
+
+
+class UnknownStoreError(StoreError):
+    """There is no store at this URL, or the database there is not one of ours."""
+
+
+class UnknownExperimentError(StoreError, LookupError):
+    """The store holds no experiment of this name."""
+
+
+class SchemaOutdatedError(StoreError):
+    """The store was written by an older version: run ``trinity-buffer migrate``."""
+
+
+class SchemaTooNewError(StoreError):
+    """The store was written by a newer version: upgrade trinity-buffer."""
+
+
+class ReadOnlyStoreError(StoreError):
+    """The store was opened read-only, or its file cannot be written."""
+
+
+class UnsafeStoreError(StoreError):
+    """The file system or the SQLite library would lose data here."""
+
+
+class StoreBusyError(StoreError, TimeoutError):
+    """Another process held the database for longer than the busy timeout."""
+
+
+class DamagedSegmentError(StoreError):
+    """A segment's checksum does not hold."""
+
+
+class CursorConflictError(StoreError):
+    """Another process with the same consumer name decided these experiences first."""
+
+
+class LeaseHeldError(StoreError):
+    """Another live process holds the lease of this consumer."""
+
+
+class LeaseLostError(StoreError):
+    """A newer holder took the lease; what this process trained since is not committed."""
+
+
+class CheckpointError(StoreError):
+    """A checkpoint is missing, or is not the one that was committed."""

@@ -1,0 +1,131 @@
+"""The news that somebody, in this process or another, committed something."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import anyio
+from pysqlite3 import dbapi2
+from sqlalchemy.engine import URL
+
+CHANNEL = "trinity_buffer"
+FIRST_POLL_S = 0.001
+SLOWEST_POLL_S = 0.008
+
+
+class Changes(ABC):
+    """Wakes whoever waits for the next commit.
+
+    The pattern: take `state`, read, and if there was nothing, ``await changed(state)``: a commit between the two
+    returns at once. The wait may return early; callers read again.
+    """
+
+    def __init__(self) -> None:
+        self._own = 0
+        self._event = anyio.Event()
+
+    def notify(self) -> None:
+        """Wake those of this process: its own commits do not reach it through the database."""
+        self._own += 1
+        self._event.set()
+        self._event = anyio.Event()
+
+    @abstractmethod
+    async def state(self) -> tuple[int, int]:
+        """Return a mark of the database as it is now."""
+
+    @abstractmethod
+    async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
+        """Return as soon as there was a commit after ``state`` was taken, or after ``timeout_s``."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go of the connection."""
+
+
+class SQLiteChanges(Changes):
+    """Polls ``PRAGMA data_version`` on a plain connection of its own, and only while somebody waits.
+
+    The pragma reads one word of shared memory (some 5 µs), so it may run on the event loop. It says nothing on a
+    pooled connection, whose own commits do not move it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._connection: Any = dbapi2.connect(
+            f"file:{path.resolve()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False
+        )
+
+    def _version(self) -> int:
+        return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+
+    async def state(self) -> tuple[int, int]:
+        """Return (own commits, the others' commits)."""
+        return self._own, self._version()
+
+    async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
+        """Poll every 1 to 8 ms until the version moves."""
+        own = self._event
+        pause_s = FIRST_POLL_S
+        with anyio.move_on_after(timeout_s):
+            while (self._own, self._version()) == state:
+                with anyio.move_on_after(pause_s):
+                    await own.wait()
+                pause_s = min(pause_s * 1.1, SLOWEST_POLL_S)
+
+    async def close(self) -> None:
+        """Close the polling connection."""
+        self._connection.close()
+
+
+class PostgresChanges(Changes):
+    """Listens on one channel, over a connection of its own that is opened by the first who waits."""
+
+    def __init__(self, url: URL) -> None:
+        super().__init__()
+        self._url = url
+        self._others = 0
+        self._connection: Any = None
+        self._lock = anyio.Lock()
+
+    async def _listen(self) -> None:
+        import asyncpg  # noqa: PLC0415 - an optional extra; SQLite users do not have it
+
+        async with self._lock:
+            if self._connection is None or self._connection.is_closed():
+                self._connection = await asyncpg.connect(_dsn(self._url), **_connect_args(self._url))
+                await self._connection.add_listener(CHANNEL, self._heard)
+                self._others += 1  # what came before the connection stood was not heard: read once more
+
+    def _heard(self, *_: Any) -> None:
+        self._others += 1
+        self._event.set()
+        self._event = anyio.Event()
+
+    async def state(self) -> tuple[int, int]:
+        """Return (own commits, notifications heard)."""
+        await self._listen()
+        return self._own, self._others
+
+    async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
+        """Wait for a notification."""
+        own = self._event
+        if (self._own, self._others) == state:
+            with anyio.move_on_after(timeout_s):
+                await own.wait()
+
+    async def close(self) -> None:
+        """Close the listening connection."""
+        if self._connection is not None:
+            with anyio.CancelScope(shield=True):
+                await self._connection.close()
+
+
+def _dsn(url: URL) -> str:
+    return url.set(drivername="postgresql").render_as_string(hide_password=False)
+
+
+def _connect_args(url: URL) -> dict[str, Any]:
+    return {}

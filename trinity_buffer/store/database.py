@@ -1,0 +1,223 @@
+"""One database, SQLite or PostgreSQL: connections, transactions, and the news that something changed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import anyio
+import anyio.to_thread
+from pysqlite3 import dbapi2
+from sqlalchemy import event as listen_to
+from sqlalchemy import make_url, text
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from trinity_buffer.errors import (
+    InvalidArgumentError,
+    ReadOnlyStoreError,
+    StoreBusyError,
+    StoreError,
+    UnknownStoreError,
+)
+from trinity_buffer.store import schema, sqlite
+from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
+
+Durability = Literal["normal", "full"]
+READERS = 2
+"""Connections that only read. One more writes; on SQLite there can be no second writer anyway."""
+
+
+def parse_url(url: str) -> URL:
+    """Return the parsed URL of a store; a bare path is a SQLite file.
+
+    Raises:
+        InvalidArgumentError: neither sqlite nor postgresql.
+    """
+    try:
+        parsed = make_url(url if "://" in url else f"sqlite:///{url}")
+    except ArgumentError as error:
+        raise InvalidArgumentError(f"the store's URL cannot be read; {_ACCEPTED}") from error
+    backend = parsed.get_backend_name()
+    if backend == "sqlite":
+        if parsed.database in (None, "", ":memory:"):
+            raise InvalidArgumentError("a store in memory would not survive anything; name a file: sqlite:///runs/a.db")
+        return parsed.set(drivername="sqlite+pysqlite3async")
+    if backend == "postgresql":
+        return parsed.set(drivername="postgresql+asyncpg")
+    raise InvalidArgumentError(f"a store cannot live in {backend!r}; {_ACCEPTED}")
+
+
+_ACCEPTED = "accepted are sqlite:///path/to/file.db and postgresql://user@host/database"
+
+
+class Database:
+    """Connections to one database. Opened with `open_database`, closed by leaving its context.
+
+    Attributes:
+        dialect: ``"sqlite"`` or ``"postgresql"``.
+        name: the URL without its password, for messages.
+        version: of the database library or server.
+    """
+
+    def __init__(self, url: URL, *, read_only: bool, durability: Durability) -> None:
+        self.url = url
+        self.name = url.set(drivername=url.get_backend_name()).render_as_string(hide_password=True)
+        self.dialect = url.get_backend_name()
+        self.read_only = read_only
+        self.durability = durability
+        self.version = ""
+        self._write_lock = anyio.Lock()
+        self._engine: AsyncEngine
+        self.changes: Changes
+
+    @property
+    def path(self) -> Path:
+        """The file of a SQLite store."""
+        return Path(self.url.database or "")
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[AsyncConnection]:
+        """Open the one writing transaction; it commits on leaving, or rolls back on an error.
+
+        The body is shielded: a cancellation takes effect after it. So it must be short, and compute nothing.
+        """
+        if self.read_only:
+            raise ReadOnlyStoreError(f"{self.name} is open read-only; open it without read_only to write")
+        async with AsyncExitStack() as stack:
+            if self.dialect == "sqlite":
+                await stack.enter_async_context(self._write_lock)
+            with anyio.CancelScope(shield=True), self._errors():
+                async with self._engine.connect() as connection:
+                    await connection.execution_options(trinity_buffer_writes=True)
+                    async with connection.begin():
+                        yield connection
+        self.changes.notify()
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[AsyncConnection]:
+        """Open a transaction that sees one state of the database and changes nothing. Keep it below a second."""
+        with anyio.CancelScope(shield=True), self._errors():
+            async with self._engine.connect() as connection, connection.begin():
+                yield connection
+
+    def _errors(self) -> Any:
+        return _foreign_errors(self.name)
+
+    async def open(self, stack: AsyncExitStack) -> Self:
+        """Check, connect, create what is missing; whatever is opened is closed by ``stack``."""
+        exists = True
+        if self.dialect == "sqlite":
+            self.version = sqlite.require_safe_library()
+            exists = sqlite.check_path(self.path, read_only=self.read_only)
+        self._engine = self._create_engine(exists)
+        stack.push_async_callback(self._close)
+        with self._errors():
+            if self.dialect == "sqlite" and not self.read_only:
+                await anyio.to_thread.run_sync(sqlite.prepare_file, self.path)
+            self.changes = PostgresChanges(self.url) if self.dialect == "postgresql" else SQLiteChanges(self.path)
+            stack.push_async_callback(self.changes.close)
+            async with self._engine.connect() as connection:
+                if self.dialect == "postgresql":
+                    self.version = str((await connection.execute(text("SHOW server_version"))).scalar_one())
+                found = await schema.inspect(connection, self.name)
+        if not found:
+            if self.read_only:
+                raise UnknownStoreError(f"{self.name} is empty: there is no store to read")
+            async with self.writing() as tx:
+                await schema.create(tx, self.name)
+        return self
+
+    async def _close(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._engine.dispose()
+
+    def _create_engine(self, exists: bool) -> AsyncEngine:
+        if self.dialect == "postgresql":
+            engine = create_async_engine(self.url, pool_size=READERS + 2, max_overflow=8)
+            listen_to.listen(engine.sync_engine, "begin", _begin_postgresql)
+            return engine
+        url = self.url
+        if self.read_only:
+            url = url.set(database=f"file:{self.path.resolve()}", query={"mode": "ro", "uri": "true"})
+        engine = create_async_engine(
+            url, pool_size=READERS + 1, max_overflow=2, connect_args={"isolation_level": None, "cached_statements": 256}
+        )
+        statements = sqlite.pragmas(durability=self.durability, read_only=self.read_only)
+
+        def connect(connection: Any, _record: Any) -> None:
+            cursor = connection.cursor()
+            for statement in statements:
+                cursor.execute(statement)
+            cursor.close()
+
+        listen_to.listen(engine.sync_engine, "connect", connect)
+        listen_to.listen(engine.sync_engine, "begin", _begin_sqlite)
+        return engine
+
+
+def _begin_sqlite(connection: Any) -> None:
+    # The driver is in autocommit: it must not begin a transaction on its own. Writers take the write lock at once, as
+    # a deferred transaction that is upgraded later fails without waiting for the busy timeout.
+    writes = connection.get_execution_options().get("trinity_buffer_writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _begin_postgresql(connection: Any) -> None:
+    if not connection.get_execution_options().get("trinity_buffer_writes", False):
+        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+
+
+class _foreign_errors:  # noqa: N801 - read as a statement: `with _foreign_errors(name)`
+    """Turn the database's errors into ours, the most specific first."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, (DBAPIError, dbapi2.Error)):
+            raise _translate(error, self.name) from error
+        if isinstance(error, (ConnectionError, OSError)) and not isinstance(error, TimeoutError):
+            raise StoreError(f"{self.name}: cannot reach the database: {error}") from error
+
+
+def _translate(error: Exception, name: str) -> Exception:
+    cause = " ".join(str(getattr(error, "orig", error)).split())
+    lowered = cause.lower()
+    if "database is locked" in lowered or "database is busy" in lowered:
+        return StoreBusyError(
+            f"{name}: another process held the database for over {sqlite.BUSY_TIMEOUT_MS // 1000} s; "
+            "`trinity-buffer leases` shows who is at work"
+        )
+    if "readonly database" in lowered or "read-only transaction" in lowered:
+        return ReadOnlyStoreError(f"{name} cannot be written: {cause}")
+    if "not a database" in lowered or "file is encrypted" in lowered:
+        return UnknownStoreError(f"{name} is not a Trinity Buffer store, nor a SQLite database")
+    if "full" in lowered and "disk" in lowered:
+        return StoreError(f"{name}: the disk is full; nothing of this transaction was written")
+    return StoreError(f"{name}: {cause}")
+
+
+@asynccontextmanager
+async def open_database(
+    url: str, *, read_only: bool = False, durability: Durability = "normal"
+) -> AsyncIterator[Database]:
+    """Open the database at ``url``, creating the schema in an empty one.
+
+    Raises:
+        UnknownStoreError: nothing there to read, a missing folder, or a database that is not ours.
+        SchemaOutdatedError: written by an older version.
+        SchemaTooNewError: written by a newer version.
+        UnsafeStoreError: a network file system, or a SQLite library that may lose commits.
+    """
+    if durability not in ("normal", "full"):
+        raise InvalidArgumentError(f"durability={durability!r}: accepted are 'normal' and 'full'")
+    async with AsyncExitStack() as stack:
+        database = Database(parse_url(url), read_only=read_only, durability=durability)
+        yield await database.open(stack)

@@ -1,0 +1,43 @@
+"""The few places in which SQLite and PostgreSQL are written differently."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from sqlalchemy import BigInteger, ColumnElement, Table, Text, cast, func, literal, select, text
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+CHANNEL = "trinity_buffer"
+
+
+def among(tx: AsyncConnection, column: ColumnElement[Any], values: Iterable[int | str]) -> ColumnElement[bool]:
+    """Return ``column IN (values)`` with one bound parameter, however many values there are."""
+    listed = list(values)
+    if tx.dialect.name == "sqlite":
+        return column.in_(select(func.json_each(json.dumps(listed)).table_valued("value").c.value))
+    kind = Text() if listed and isinstance(listed[0], str) else BigInteger()
+    return column == func.any(cast(literal(listed, postgresql.ARRAY(kind)), postgresql.ARRAY(kind)))
+
+
+def upsert(tx: AsyncConnection, table: Table) -> Any:
+    """Return an ``INSERT`` of ``table`` that has ``on_conflict_do_update`` and ``on_conflict_do_nothing``."""
+    return sqlite.insert(table) if tx.dialect.name == "sqlite" else postgresql.insert(table)
+
+
+async def lock_experiment(tx: AsyncConnection, experiment: int) -> None:
+    """Let this transaction be the only one that appends to ``experiment`` until it ends.
+
+    A position given out under the lock is committed before the next one is given out, so a reader that has seen a
+    position has seen every lower one. On SQLite, ``BEGIN IMMEDIATE`` has done it already.
+    """
+    if tx.dialect.name == "postgresql":
+        await tx.execute(text("SELECT pg_advisory_xact_lock(:space, :experiment)"), {"space": 7, "experiment": experiment})
+
+
+async def announce(tx: AsyncConnection) -> None:
+    """Tell the other processes at commit; on SQLite they see it by themselves."""
+    if tx.dialect.name == "postgresql":
+        await tx.execute(text(f"NOTIFY {CHANNEL}"))

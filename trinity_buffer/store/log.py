@@ -1,0 +1,121 @@
+"""The log: append-only, one order per experiment, every event folded into the projections as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import func, insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from trinity_buffer.store import projections
+from trinity_buffer.store.dialect import announce, lock_experiment, upsert
+from trinity_buffer.store.tables import event, experiment
+
+
+@dataclass(frozen=True, slots=True)
+class NewEvent:
+    """A fact that is about to be recorded.
+
+    Attributes:
+        kind: in past tense, such as ``ExperiencesRecorded``.
+        body: what the projections fold.
+        encoded: the same as bytes, which is what is stored.
+    """
+
+    kind: str
+    body: Mapping[str, Any]
+    encoded: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEvent:
+    """A fact as it lies in the log; ``recorded_at`` is in microseconds since 1970."""
+
+    position: int
+    kind: str
+    actor: str
+    recorded_at: int
+    body: bytes
+
+
+async def append(
+    tx: AsyncConnection, experiment_id: int, events: Sequence[NewEvent], *, actor: str, now_us: int
+) -> list[int]:
+    """Append ``events`` in order, fold them, and return their positions. Never commits."""
+    await lock_experiment(tx, experiment_id)
+    position = await head(tx, experiment_id)
+    positions = []
+    for new in events:
+        position += 1
+        row = {
+            "experiment": experiment_id,
+            "position": position,
+            "kind": new.kind,
+            "actor": actor,
+            "recorded_at": now_us,
+            "body": new.encoded,
+        }
+        await tx.execute(insert(event), row)
+        await projections.fold(tx, experiment_id, position, new.kind, new.body, actor)
+        positions.append(position)
+    await announce(tx)
+    return positions
+
+
+async def head(tx: AsyncConnection, experiment_id: int) -> int:
+    """Return the last position of the experiment, 0 if it has none."""
+    query = select(func.max(event.c.position)).where(event.c.experiment == experiment_id)
+    return int((await tx.execute(query)).scalar() or 0)
+
+
+async def read_after(
+    tx: AsyncConnection,
+    experiment_id: int,
+    after: int,
+    *,
+    limit: int,
+    kinds: Sequence[str] | None = None,
+    up_to: int | None = None,
+) -> list[StoredEvent]:
+    """Return up to ``limit`` events with a position above ``after`` (and at most ``up_to``), in order."""
+    query = (
+        select(event.c.position, event.c.kind, event.c.actor, event.c.recorded_at, event.c.body)
+        .where(event.c.experiment == experiment_id, event.c.position > after)
+        .order_by(event.c.position)
+        .limit(limit)
+    )
+    if kinds is not None:
+        query = query.where(event.c.kind.in_(kinds))
+    if up_to is not None:
+        query = query.where(event.c.position <= up_to)
+    return [StoredEvent(*row) for row in (await tx.execute(query)).all()]
+
+
+async def read_at(tx: AsyncConnection, experiment_id: int, positions: Sequence[int]) -> list[StoredEvent]:
+    """Return the events at ``positions``, in order of position."""
+    query = (
+        select(event.c.position, event.c.kind, event.c.actor, event.c.recorded_at, event.c.body)
+        .where(event.c.experiment == experiment_id, event.c.position.in_(positions))
+        .order_by(event.c.position)
+    )
+    return [StoredEvent(*row) for row in (await tx.execute(query)).all()]
+
+
+async def find_experiment(tx: AsyncConnection, name: str) -> int | None:
+    """Return the id of the experiment, or None."""
+    found = (await tx.execute(select(experiment.c.id).where(experiment.c.name == name))).scalar_one_or_none()
+    return None if found is None else int(found)
+
+
+async def create_experiment(tx: AsyncConnection, name: str) -> int:
+    """Return the id of the experiment, new or not."""
+    await tx.execute(upsert(tx, experiment).values(name=name).on_conflict_do_nothing())
+    return int((await tx.execute(select(experiment.c.id).where(experiment.c.name == name))).scalar_one())
+
+
+async def experiment_names(tx: AsyncConnection) -> dict[str, int]:
+    """Return all experiments of the store: name to id, in order of creation."""
+    rows = await tx.execute(select(experiment.c.name, experiment.c.id).order_by(experiment.c.id))
+    return {name: int(key) for name, key in rows.all()}

@@ -1,0 +1,295 @@
+"""The fold: how each kind of event changes the projections.
+
+The same functions run in the transaction that records an event and when `rebuild` folds the whole log again, so the
+two cannot differ. A fold reads nothing but its event's body and the projections, and opens no segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from itertools import repeat
+from typing import Any
+
+from sqlalchemy import Text, bindparam, delete, func, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from trinity_buffer.errors import CursorConflictError
+from trinity_buffer.store.address import address_of, first_address
+from trinity_buffer.store.dialect import among, upsert
+from trinity_buffer.store.tables import (
+    PROJECTIONS,
+    annotation,
+    batch,
+    configuration,
+    consumer,
+    delivery,
+    experience,
+    plan,
+    policy,
+    rejection,
+    step,
+    waiting,
+)
+
+Body = Mapping[str, Any]
+
+
+async def fold(tx: AsyncConnection, experiment: int, position: int, kind: str, body: Body, actor: str) -> None:
+    """Apply one event. An unknown kind changes nothing: an older version may meet a newer log read-only."""
+    handler = _FOLDS.get(kind)
+    if handler is not None:
+        await handler(tx, experiment, position, body, actor)
+
+
+async def clear(tx: AsyncConnection, experiment: int) -> None:
+    """Delete every projection of the experiment, before `fold` makes them again."""
+    for table in PROJECTIONS:
+        await tx.execute(delete(table).where(table.c.experiment == experiment))
+
+
+async def _configured(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+    row = {"experiment": experiment, "position": position, "config": body["config"], "finished": False}
+    statement = upsert(tx, configuration).values(row)
+    changed = {"position": position, "config": body["config"], "finished": False}
+    await tx.execute(statement.on_conflict_do_update(index_elements=["experiment"], set_=changed))
+
+
+async def _finished(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+    await tx.execute(update(configuration).where(configuration.c.experiment == experiment).values(finished=True))
+
+
+async def _planned(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+    key = body["batch"]
+    row = {
+        "experiment": experiment,
+        "batch": str(key),
+        "batch_is_int": isinstance(key, int),
+        "actor": actor,
+        "rollouts_per_group": body["rollouts_per_group"],
+        "planned_at": position,
+        "sealed_at": None,
+        "expected": None,
+    }
+    await tx.execute(insert(batch), row)
+    last = select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == experiment)
+    first = int((await tx.execute(last)).scalar_one()) + 1
+    tasks = [
+        {
+            "experiment": experiment,
+            "batch": str(key),
+            "task": str(task),
+            "task_is_int": isinstance(task, int),
+            "ordinal": ordinal,
+        }
+        for ordinal, task in enumerate(body["tasks"], first)
+    ]
+    await tx.execute(insert(plan), tasks)
+
+
+async def _sealed(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+    key, sealed = body["batch"], {"sealed_at": position, "expected": body["expected"]}
+    row = {"experiment": experiment, "batch": str(key), "batch_is_int": isinstance(key, int), "actor": actor, **sealed}
+    statement = upsert(tx, batch).values(row)
+    await tx.execute(statement.on_conflict_do_update(index_elements=["experiment", "batch"], set_=sealed))
+
+
+async def _recorded(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+    meta, refused, key = body["meta"], body["refused"], body["segment"]
+    base = first_address(position)
+    columns = zip(
+        meta["batch"],
+        meta["task"],
+        meta["run"],
+        meta["step"],
+        meta["suffix"],
+        meta["reward"],
+        meta["policy_version"],
+        meta["prompt_length"],
+        meta["length"],
+        meta["trained_tokens"],
+        meta["finish_reason"],
+        meta["digest"],
+        strict=True,
+    )
+    rows = [
+        {
+            "experiment": experiment,
+            "address": base + slot,
+            "batch": str(batch_key),
+            "task": str(task),
+            "run": run,
+            "step": turn,
+            "suffix": suffix,
+            "int_keys": isinstance(batch_key, int) + 2 * isinstance(task, int),
+            "reward": reward,
+            "policy_version": version,
+            "prompt_length": prompt_length,
+            "length": length,
+            "trained_tokens": trained_tokens,
+            "finish_reason": finish_reason,
+            "refused": refused.get(slot),
+            "segment": key,
+            "digest": digest,
+        }
+        for slot, (
+            batch_key,
+            task,
+            run,
+            turn,
+            suffix,
+            reward,
+            version,
+            prompt_length,
+            length,
+            trained_tokens,
+            finish_reason,
+            digest,
+        ) in enumerate(columns)
+    ]
+    await tx.execute(insert(experience), rows)
+
+
+async def _registered(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+    numbers = dict.fromkeys(("cursor", "calls", "rejected_groups", "token", "leased_step", "committed_step"), 0)
+    row = {"experiment": experiment, "name": body["consumer"], "kind": body["kind"], "config": body["config"]}
+    await tx.execute(insert(consumer), row | numbers)
+
+
+async def _see(tx: AsyncConnection, experiment: int, body: Body) -> None:
+    """Move the cursor of a strategy to ``seen``; what lies between becomes waiting."""
+    name, seen = body["consumer"], body["seen"]
+    mine = (consumer.c.experiment == experiment, consumer.c.name == name)
+    cursor = int((await tx.execute(select(consumer.c.cursor).where(*mine))).scalar_one())
+    if seen > cursor:
+        unseen = select(experience.c.experiment, _literal(name), experience.c.address).where(
+            experience.c.experiment == experiment,
+            experience.c.address >= first_address(cursor + 1),
+            experience.c.address < first_address(seen + 1),
+            experience.c.refused.is_(None),
+        )
+        await tx.execute(insert(waiting).from_select(["experiment", "consumer", "address"], unseen))
+    await tx.execute(update(consumer).where(*mine).values(cursor=max(seen, cursor), calls=body["calls"]))
+
+
+def _literal(value: str) -> Any:
+    return bindparam(None, value, type_=Text())
+
+
+async def _decide(tx: AsyncConnection, experiment: int, name: str, addresses: list[int]) -> None:
+    """Take ``addresses`` out of waiting. Each can be taken once: whoever comes second fails here."""
+    if not addresses:
+        return
+    mine = (waiting.c.experiment == experiment, waiting.c.consumer == name)
+    gone = await tx.execute(delete(waiting).where(*mine, among(tx, waiting.c.address, addresses)))
+    if gone.rowcount != len(addresses):
+        raise CursorConflictError(
+            f"strategy {name!r}: {len(addresses) - gone.rowcount} of {len(addresses)} experiences were decided by "
+            "another process of the same name; it goes on from what that one left"
+        )
+
+
+async def _annotated(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+    await _see(tx, experiment, body)
+    name, addresses = body["consumer"], body["experiences"]
+    await _decide(tx, experiment, name, sorted(set(addresses)))
+    planned = body["planned"]
+    rows = [
+        {
+            "experiment": experiment,
+            "consumer": name,
+            "address": address_of(position, slot),
+            "experience": address,
+            "group_slot": group,
+            "planned": planned[group],
+        }
+        for slot, (address, group) in enumerate(zip(addresses, body["groups"], strict=True))
+    ]
+    await tx.execute(insert(annotation), rows)
+
+
+async def _rejected(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+    name, addresses = body["consumer"], body["experiences"]
+    if body["by"] == "strategy":
+        await _see(tx, experiment, body)
+        await _decide(tx, experiment, name, addresses)
+    rows = [
+        {"experiment": experiment, "consumer": name, "address": address, "reason": reason, "position": position}
+        for address, reason in zip(addresses, body["reasons"], strict=True)
+    ]
+    if rows:
+        await tx.execute(insert(rejection), rows)
+    if body["planned_groups"]:
+        mine = (consumer.c.experiment == experiment, consumer.c.name == name)
+        more = consumer.c.rejected_groups + body["planned_groups"]
+        await tx.execute(update(consumer).where(*mine).values(rejected_groups=more))
+
+
+async def _leased(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+    name, number = body["consumer"], body["step"]
+    addresses = body["annotations"]
+    mine = (step.c.experiment == experiment, step.c.consumer == name)
+    before = await tx.execute(select(step.c.planned_groups_so_far).where(*mine, step.c.step == number - 1))
+    row = {
+        "experiment": experiment,
+        "consumer": name,
+        "step": number,
+        "leased_at": position,
+        "rows": len(addresses),
+        "groups": body["num_groups"],
+        "planned_groups_so_far": int(before.scalar() or 0) + body["planned_groups"],
+        "manifest_digest": body["digest"],
+    }
+    await tx.execute(insert(step), row)
+    keys = ("experiment", "consumer", "address", "step")
+    rows = [
+        dict(zip(keys, values, strict=True))
+        for values in zip(repeat(experiment, len(addresses)), repeat(name), addresses, repeat(number), strict=False)
+    ]
+    await tx.execute(insert(delivery), rows)
+    handed_out = {"leased_step": number, "token": body["token"]}
+    await tx.execute(
+        update(consumer).where(consumer.c.experiment == experiment, consumer.c.name == name).values(handed_out)
+    )
+
+
+async def _committed(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+    name, last = body["consumer"], body["steps"][-1]
+    mine = (step.c.experiment == experiment, step.c.consumer == name)
+    new = update(step).where(*mine, step.c.step <= last, step.c.committed_at.is_(None)).values(committed_at=position)
+    await tx.execute(new)
+    checkpoint = {"checkpoint": body["checkpoint"], "checkpoint_digest": body["checkpoint_digest"]}
+    await tx.execute(update(step).where(*mine, step.c.step == last).values(checkpoint))
+    done = {"committed_step": last, "token": body["token"]}
+    await tx.execute(update(consumer).where(consumer.c.experiment == experiment, consumer.c.name == name).values(done))
+
+
+async def _rewound(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+    name, kept = body["consumer"], body["step"]
+    mine = (step.c.experiment == experiment, step.c.consumer == name, step.c.step > kept)
+    superseded = {"committed_at": None, "checkpoint": None, "checkpoint_digest": None}
+    await tx.execute(update(step).where(*mine).values(superseded))
+    live = (consumer.c.experiment == experiment, consumer.c.name == name)
+    await tx.execute(update(consumer).where(*live).values(committed_step=kept))
+
+
+async def _published(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+    row = {"experiment": experiment, "position": position, "version": body["version"]}
+    await tx.execute(insert(policy), row | {"uri": body["uri"], "digest": body["digest"]})
+
+
+_FOLDS: dict[str, Callable[[AsyncConnection, int, int, Body, str], Awaitable[None]]] = {
+    "ExperimentCreated": _configured,
+    "ConfigurationChanged": _configured,
+    "ExperimentFinished": _finished,
+    "BatchPlanned": _planned,
+    "BatchSealed": _sealed,
+    "ExperiencesRecorded": _recorded,
+    "ConsumerRegistered": _registered,
+    "ExperiencesAnnotated": _annotated,
+    "ExperiencesRejected": _rejected,
+    "BatchLeased": _leased,
+    "StepsCommitted": _committed,
+    "TrainerRewound": _rewound,
+    "PolicyPublished": _published,
+}
+EVENT_KINDS = tuple(_FOLDS)

@@ -1,0 +1,76 @@
+"""Segments: the columnar blobs that events refer to, in parts, each with a checksum."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from trinity_buffer.errors import DamagedSegmentError
+from trinity_buffer.store.tables import segment
+
+PART_BYTES = 64 * 1024 * 1024
+
+
+def new_key() -> bytes:
+    """Return a fresh key: 48 bits of milliseconds, so that inserts stay at the end of the index, and 80 random bits."""
+    return int(time.time() * 1000).to_bytes(6, "big") + os.urandom(10)
+
+
+def rows_of(key: bytes, families: Mapping[str, bytes]) -> list[dict[str, object]]:
+    """Return the rows that store ``families`` under ``key``. Computes checksums: call it outside transactions."""
+    rows = []
+    for family, blob in families.items():
+        view = memoryview(blob)
+        for part, start in enumerate(range(0, max(len(blob), 1), PART_BYTES)):
+            data = view[start : start + PART_BYTES]
+            whole = len(data) == len(blob)
+            rows.append(
+                {
+                    "key": key,
+                    "family": family,
+                    "part": part,
+                    "checksum": zlib.crc32(data),
+                    "data": blob if whole else bytes(data),
+                }
+            )
+    return rows
+
+
+async def write(tx: AsyncConnection, rows: Sequence[Mapping[str, object]]) -> None:
+    """Insert what `rows_of` made."""
+    if rows:
+        await tx.execute(insert(segment), list(rows))
+
+
+async def read(
+    tx: AsyncConnection, keys: Sequence[bytes], families: Sequence[str]
+) -> dict[tuple[bytes, str], list[tuple[int, int, bytes]]]:
+    """Return (key, family) -> its parts as (part, checksum, data). Check and join them with `joined` afterwards."""
+    query = select(segment).where(segment.c.key.in_(keys), segment.c.family.in_(families))
+    query = query.order_by(segment.c.key, segment.c.family, segment.c.part)
+    found: dict[tuple[bytes, str], list[tuple[int, int, bytes]]] = {}
+    for key, family, part, checksum, data in (await tx.execute(query)).all():
+        found.setdefault((bytes(key), family), []).append((part, checksum, data))
+    return found
+
+
+def joined(key: bytes, family: str, parts: Sequence[tuple[int, int, bytes]]) -> bytes:
+    """Return the blob of ``parts``. Computes checksums: call it outside transactions.
+
+    Raises:
+        DamagedSegmentError: a part is missing or its checksum does not hold.
+    """
+    for expected, (part, checksum, data) in enumerate(parts):
+        if part != expected or zlib.crc32(data) != checksum:
+            raise DamagedSegmentError(
+                f"segment {key.hex()} family {family!r} part {part}: the checksum does not hold; "
+                "`trinity-buffer verify` lists every damaged segment, restore it from a backup of the store"
+            )
+    if not parts:
+        raise DamagedSegmentError(f"segment {key.hex()} family {family!r} is missing")
+    return parts[0][2] if len(parts) == 1 else b"".join(data for _, _, data in parts)

@@ -1,0 +1,173 @@
+"""SQLite as this store uses it: the library, the pragmas, the file systems that are refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import aiosqlite
+import pysqlite3
+from pysqlite3 import dbapi2
+from sqlalchemy.dialects import registry
+from sqlalchemy.dialects.sqlite.aiosqlite import AsyncAdapt_aiosqlite_dbapi, SQLiteDialect_aiosqlite
+
+from trinity_buffer.errors import ReadOnlyStoreError, UnknownStoreError, UnsafeStoreError
+
+APPLICATION_ID = 0x54425546  # "TBUF": tells our files from other SQLite databases
+PAGE_SIZE_BYTES = 16384  # rows are blobs of 0.1 to 1 MB: 1.4 times the write rate of 4 KiB pages
+BUSY_TIMEOUT_MS = 30_000
+# Checkpoints run beside the writers (see `checkpoint.py`); this bound is for a process that never gets to one.
+WAL_AUTOCHECKPOINT_PAGES = 16_384
+JOURNAL_SIZE_LIMIT_BYTES = 1 << 28
+
+# Releases in which a checkpoint that races a commit cannot lose it (sqlite.org/wal.html, "the WAL-reset bug").
+_FIXED_IN = ((3, 44, 6), (3, 50, 7), (3, 51, 3))
+_FIRST_AFFECTED = (3, 7, 0)
+
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        "9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.gpfs", "fuse.juicefs",
+        "fuse.rclone", "fuse.s3fs", "fuse.sshfs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
+        "orangefs", "panfs", "smb3", "smbfs", "wekafs",
+    }
+)  # fmt: skip
+
+
+class _Driver(AsyncAdapt_aiosqlite_dbapi):  # type: ignore[misc, unused-ignore]
+    """aiosqlite over pysqlite3, whose exceptions are its own and not those of the standard library."""
+
+    def _init_dbapi_attributes(self) -> None:
+        super()._init_dbapi_attributes()
+        for name in (
+            "DatabaseError", "Error", "IntegrityError", "NotSupportedError", "OperationalError", "ProgrammingError",
+            "InterfaceError", "DataError", "InternalError", "Warning", "sqlite_version", "sqlite_version_info",
+        ):  # fmt: skip
+            setattr(self, name, getattr(dbapi2, name))
+
+    def connect(self, *args: Any, **kwargs: Any) -> Any:
+        """Open a connection of pysqlite3, in a thread that does not keep the interpreter from ending."""
+
+        def connection(*a: Any, **k: Any) -> aiosqlite.Connection:
+            opened = aiosqlite.Connection(lambda: dbapi2.connect(*a, **k), iter_chunk_size=64)
+            opened._thread.daemon = True  # noqa: SLF001 - what SQLAlchemy itself does for the usual driver
+            return opened
+
+        return super().connect(*args, async_creator_fn=connection, **kwargs)
+
+
+class PySQLite3Dialect(SQLiteDialect_aiosqlite):
+    """``sqlite+pysqlite3async://``: SQLAlchemy's aiosqlite dialect on the SQLite that pysqlite3 carries."""
+
+    driver = "pysqlite3async"
+    supports_statement_cache = True
+
+    @classmethod
+    def import_dbapi(cls) -> Any:
+        """Return the driver."""
+        return _Driver(aiosqlite, dbapi2)
+
+
+registry.register("sqlite.pysqlite3async", __name__, "PySQLite3Dialect")
+
+
+def require_safe_library(library: ModuleType = pysqlite3) -> str:
+    """Return the version of the SQLite library in use.
+
+    Raises:
+        UnsafeStoreError: the library has the WAL-reset bug.
+    """
+    version: tuple[int, ...] = tuple(int(part) for part in library.sqlite_version.split("."))
+    fixed = version >= _FIXED_IN[-1] or any(version[:2] == low[:2] and version >= low for low in _FIXED_IN)
+    if version >= _FIRST_AFFECTED and not fixed:
+        raise UnsafeStoreError(
+            f"SQLite {library.sqlite_version} can lose committed transactions when a checkpoint races a commit "
+            "(the WAL-reset bug, sqlite.org/wal.html): install pysqlite3 >= 0.6.1, which carries a fixed one"
+        )
+    return str(library.sqlite_version)
+
+
+def file_system_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Return the type of the file system that holds ``path``, or "" where the system does not tell."""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return ""
+    target = str(path.resolve())
+    best, kind = -1, ""
+    for line in lines:
+        _, mount_point, file_system, *_ = line.split(" ")
+        mount_point = mount_point.replace("\\040", " ")
+        inside = target == mount_point or target.startswith(mount_point.rstrip("/") + "/")
+        if inside and len(mount_point) >= best:
+            best, kind = len(mount_point), file_system
+    return kind
+
+
+def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/mounts")) -> bool:
+    """Return whether there is a file at ``path`` already; refuse what could not work or would lose data.
+
+    Raises:
+        UnknownStoreError: no such folder, a folder in place of a file, or nothing to read.
+        ReadOnlyStoreError: the file or its folder cannot be written.
+        UnsafeStoreError: the folder is on a network file system, where SQLite's locks and shared memory do not hold.
+    """
+    folder = path.parent
+    if not folder.is_dir():
+        raise UnknownStoreError(f"{folder}: no such directory; create it first (mkdir -p {folder})")
+    if path.is_dir():
+        raise UnknownStoreError(f"{path} is a directory; name a file in it, such as {path / 'run.db'}")
+    exists = path.exists()
+    if read_only and not exists:
+        raise UnknownStoreError(f"{path}: there is no store to read")
+    kind = file_system_of(folder, mounts)
+    if kind in _NETWORK_FILE_SYSTEMS:
+        raise UnsafeStoreError(
+            f"{path} is on a network file system ({kind}), where SQLite's locks and shared memory do not hold: put the "
+            "store on a local disk, or use PostgreSQL (postgresql://...)"
+        )
+    if not read_only and not os.access(path if exists else folder, os.W_OK):
+        raise ReadOnlyStoreError(
+            f"{path if exists else folder} cannot be written; open it with read_only=True or mend its permissions"
+        )
+    return exists
+
+
+def pragmas(*, durability: str, read_only: bool) -> list[str]:
+    """Return the statements that every new connection runs first."""
+    every = [
+        f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}",
+        "PRAGMA mmap_size=0",
+        "PRAGMA cache_size=-65536",
+        "PRAGMA temp_store=MEMORY",
+        "PRAGMA foreign_keys=OFF",
+    ]
+    if read_only:
+        return [*every, "PRAGMA query_only=ON", "PRAGMA wal_autocheckpoint=0"]
+    return [
+        *every,
+        f"PRAGMA synchronous={'FULL' if durability == 'full' else 'NORMAL'}",
+        f"PRAGMA wal_autocheckpoint={WAL_AUTOCHECKPOINT_PAGES}",
+        f"PRAGMA journal_size_limit={JOURNAL_SIZE_LIMIT_BYTES}",
+    ]
+
+
+# page_size and auto_vacuum are silently ignored once the database is in WAL mode, hence the order.
+CREATION_PRAGMAS = (
+    f"PRAGMA page_size={PAGE_SIZE_BYTES}",
+    "PRAGMA auto_vacuum=INCREMENTAL",
+    "PRAGMA journal_mode=WAL",
+    f"PRAGMA application_id={APPLICATION_ID}",
+)
+
+
+def prepare_file(path: Path) -> None:
+    """Give an empty file its page size and its journal mode, which must stand before the first table."""
+    connection = dbapi2.connect(str(path), isolation_level=None, timeout=BUSY_TIMEOUT_MS / 1000)
+    try:
+        if connection.execute("PRAGMA page_count").fetchone()[0] == 0:
+            for statement in CREATION_PRAGMAS:
+                connection.execute(statement)
+    finally:
+        connection.close()

@@ -1,0 +1,313 @@
+"""The single truth of the schema: every table, constraint, index and trigger.
+
+Truth is `experiment`, `event` and `segment`; triggers keep it immutable. `lease` holds promises, which may be
+forgotten at any time. Everything else is a projection: written in the transaction of its event, droppable, and
+equal row for row when the log is folded again.
+
+An `address` is ``position * 2**20 + slot`` (see `address.py`): the row of an event that an entry talks about.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sqlalchemy import (
+    DDL,
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    TypeDecorator,
+    event as listen_to,
+)
+
+SCHEMA_REVISION = "0001"
+"""The alembic revision that equals these tables; a test holds them together."""
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+    }
+)
+
+
+class CanonicalJSON(TypeDecorator[Any]):
+    """JSON with sorted keys, as text: the same value is the same bytes on every backend."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Any) -> str | None:
+        """Return the canonical text."""
+        return None if value is None else json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+    def process_result_value(self, value: str | None, dialect: Any) -> Any:
+        """Return the value of the text."""
+        return None if value is None else json.loads(value)
+
+
+def _key(name: str, kind: type[Any] = BigInteger) -> Column[Any]:
+    return Column(name, kind, primary_key=True, autoincrement=False)
+
+
+experiment = Table(
+    "experiment",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    sqlite_autoincrement=True,
+)
+
+event = Table(
+    "event",
+    metadata,
+    _key("experiment", Integer),
+    _key("position"),
+    Column("kind", Text, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("recorded_at", BigInteger, nullable=False),  # microseconds since 1970, for people: order is `position`
+    Column("body", LargeBinary, nullable=False),
+    CheckConstraint("position >= 1", name="position"),
+    CheckConstraint("kind <> ''", name="kind"),
+    sqlite_with_rowid=False,
+)
+
+# The key is random within its millisecond and not the position: on PostgreSQL the big rows are inserted before the
+# experiment's lock is taken, when the position is not known yet.
+segment = Table(
+    "segment",
+    metadata,
+    _key("key", LargeBinary),
+    _key("family", Text),
+    _key("part", Integer),
+    Column("checksum", BigInteger, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+    CheckConstraint("part >= 0", name="part"),
+)
+
+configuration = Table(
+    "configuration",
+    metadata,
+    _key("experiment", Integer),
+    Column("position", BigInteger, nullable=False),
+    Column("config", CanonicalJSON, nullable=False),
+    Column("finished", Boolean, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+batch = Table(
+    "batch",
+    metadata,
+    _key("experiment", Integer),
+    _key("batch", Text),
+    Column("batch_is_int", Boolean, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("rollouts_per_group", Integer),  # None: the batch was never planned
+    Column("planned_at", BigInteger),
+    Column("sealed_at", BigInteger),
+    Column("expected", BigInteger),
+    sqlite_with_rowid=False,
+)
+
+plan = Table(
+    "plan",
+    metadata,
+    _key("experiment", Integer),
+    _key("batch", Text),
+    _key("task", Text),
+    Column("task_is_int", Boolean, nullable=False),
+    Column("ordinal", BigInteger, nullable=False),  # 1, 2, ... over the experiment: the last one is their number
+    Index("ix_plan_ordinal", "experiment", "ordinal"),
+    sqlite_with_rowid=False,
+)
+
+experience = Table(
+    "experience",
+    metadata,
+    _key("experiment", Integer),
+    _key("address"),
+    Column("batch", Text, nullable=False),
+    Column("task", Text, nullable=False),
+    Column("run", Integer, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("suffix", Text, nullable=False),
+    Column("int_keys", Integer, nullable=False),  # 1: the batch id is a number, 2: the task id is one
+    Column("reward", Float(53)),
+    Column("policy_version", BigInteger),
+    Column("prompt_length", Integer, nullable=False),
+    Column("length", Integer, nullable=False),
+    Column("trained_tokens", Integer, nullable=False),
+    Column("finish_reason", Text),
+    Column("refused", Text),  # why no strategy will see it: late, invalid; None for all others
+    Column("segment", LargeBinary, nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+    Index("uq_experience_eid", "experiment", "batch", "task", "run", "step", "suffix", unique=True),
+    sqlite_with_rowid=False,
+)
+
+consumer = Table(
+    "consumer",
+    metadata,
+    _key("experiment", Integer),
+    _key("name", Text),
+    Column("kind", Text, nullable=False),
+    Column("config", CanonicalJSON, nullable=False),
+    # Of a strategy: the position up to which the log was seen, how often `add` was called, and how many planned
+    # groups it left out as a whole.
+    Column("cursor", BigInteger, nullable=False),
+    Column("calls", BigInteger, nullable=False),
+    Column("rejected_groups", BigInteger, nullable=False),
+    # Of a trainer: the highest fencing token, the last step handed out, and the last one committed on the live line.
+    Column("token", BigInteger, nullable=False),
+    Column("leased_step", BigInteger, nullable=False),
+    Column("committed_step", BigInteger, nullable=False),
+    CheckConstraint("kind IN ('strategy', 'trainer')", name="kind"),
+    CheckConstraint("committed_step <= leased_step", name="committed_after_leased"),
+    sqlite_with_rowid=False,
+)
+
+waiting = Table(
+    "waiting",
+    metadata,
+    _key("experiment", Integer),
+    _key("consumer", Text),
+    _key("address"),
+    sqlite_with_rowid=False,
+)
+
+annotation = Table(
+    "annotation",
+    metadata,
+    _key("experiment", Integer),
+    _key("consumer", Text),
+    _key("address"),
+    Column("experience", BigInteger, nullable=False),
+    Column("group_slot", Integer, nullable=False),  # rows of one event with the same number are one group
+    Column("planned", Boolean, nullable=False),  # False for copies and for batches that nobody planned
+    Index("ix_annotation_experience", "experiment", "experience", "consumer"),
+    sqlite_with_rowid=False,
+)
+
+# Of a strategy, `address` is an experience's; of a trainer, an annotation's.
+rejection = Table(
+    "rejection",
+    metadata,
+    _key("experiment", Integer),
+    _key("consumer", Text),
+    _key("address"),
+    Column("reason", Text, nullable=False),
+    Column("position", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+# A delivery is committed when its step is at most the consumer's `committed_step`: a commit touches one row.
+delivery = Table(
+    "delivery",
+    metadata,
+    _key("experiment", Integer),
+    _key("consumer", Text),
+    _key("address"),
+    Column("step", BigInteger, nullable=False),
+    Index("ix_delivery_step", "experiment", "consumer", "step"),
+    sqlite_with_rowid=False,
+)
+
+step = Table(
+    "step",
+    metadata,
+    _key("experiment", Integer),
+    _key("consumer", Text),
+    _key("step"),
+    Column("leased_at", BigInteger, nullable=False),
+    Column("rows", Integer, nullable=False),
+    Column("groups", Integer, nullable=False),
+    Column("planned_groups_so_far", BigInteger, nullable=False),  # of this and all earlier steps of the consumer
+    Column("manifest_digest", LargeBinary, nullable=False),
+    Column("committed_at", BigInteger),  # None: not committed on the live line
+    Column("checkpoint", Text),
+    Column("checkpoint_digest", Text),
+    sqlite_with_rowid=False,
+)
+
+policy = Table(
+    "policy",
+    metadata,
+    _key("experiment", Integer),
+    _key("position"),
+    Column("version", BigInteger, nullable=False),
+    Column("uri", Text, nullable=False),
+    Column("digest", Text, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+lease = Table(
+    "lease",
+    metadata,
+    _key("experiment", Integer),
+    _key("consumer", Text),
+    Column("owner", Text, nullable=False),
+    Column("token", BigInteger, nullable=False),
+    Column("expires_at", BigInteger, nullable=False),  # microseconds since 1970
+    sqlite_with_rowid=False,
+)
+
+TRUTH = (experiment, event, segment)
+PROJECTIONS = (
+    configuration,
+    batch,
+    plan,
+    experience,
+    consumer,
+    waiting,
+    annotation,
+    rejection,
+    delivery,
+    step,
+    policy,
+)
+
+_IMMUTABLE = (
+    (experiment, ("UPDATE", "DELETE")),
+    (event, ("UPDATE", "DELETE")),
+    (segment, ("UPDATE", "DELETE")),
+)
+
+
+def immutability_statements(dialect: str) -> list[tuple[Table, str]]:
+    """Return the statements that make truth immutable on ``dialect``, each with the table that it guards."""
+    statements = []
+    for table, operations in _IMMUTABLE:
+        for operation in operations:
+            name = f"{table.name}_forbids_{operation.lower()}"
+            message = f"{table.name}: {operation} is forbidden, the log is append-only"
+            if dialect == "sqlite":
+                body = f"BEFORE {operation} ON {table.name} BEGIN SELECT RAISE(ABORT, '{message}'); END"
+                statements.append((table, f"CREATE TRIGGER {name} {body}"))
+            else:
+                function = (
+                    f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS "
+                    f"$$ BEGIN RAISE EXCEPTION '{message}'; END $$"
+                )
+                trigger = (
+                    f"CREATE TRIGGER {name} BEFORE {operation} ON {table.name} "
+                    f"FOR EACH STATEMENT EXECUTE FUNCTION {name}()"
+                )
+                statements += [(table, function), (table, trigger)]
+    return statements
+
+
+for _dialect in ("sqlite", "postgresql"):
+    for _table, _statement in immutability_statements(_dialect):
+        # DDL() formats with %, which none of these statements contain.
+        listen_to.listen(_table, "after_create", DDL(_statement).execute_if(dialect=_dialect))
