@@ -1,0 +1,384 @@
+"""Strategies: how a group of experiences gets its advantages, or is left out.
+
+A strategy sees whole units (``unit``: a group, or a batch), sorted by (task, run, step), and hands
+what it keeps to its writer. What it leaves out it rejects with a reason, so that nothing is dropped
+silently.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from trinity_buffer.experience import Experience, group_by
+
+from trinity_buffer.algorithm import group_scores
+from trinity_buffer.algorithm.arguments import (
+    declared_arguments,
+    default_arguments,
+    one_of,
+    refuse_unknown,
+)
+from trinity_buffer.algorithm.registry import ADD_STRATEGY
+from trinity_buffer.errors import InvalidExperienceError
+from trinity_buffer.metrics import gather_metrics
+from trinity_buffer.writer import BufferWriter
+
+__all__ = [
+    "ADD_STRATEGY",
+    "AddStrategy",
+    "GRPOAddStrategy",
+    "GroupAdvantageStrategy",
+    "OPMDAddStrategy",
+    "RewardVarianceAddStrategy",
+    "annotate",
+    "group_by",
+    "reward_of",
+    "unusable",
+]
+
+Unit = Literal["group", "batch"]
+OnUnknown = Literal["error", "ignore"]
+
+
+def annotate(experience: Experience, score: float) -> None:
+    """Set advantages and returns to ``score`` on the tokens of the action mask, 0 elsewhere."""
+    mask = experience.action_mask
+    if mask is None:
+        raise InvalidExperienceError(
+            f"{experience.eid.uid}: advantages need an action_mask, it is None"
+        )
+    weights = mask if mask.is_floating_point() else mask.to(torch.float32)
+    experience.advantages = weights * score
+    experience.returns = experience.advantages.clone()
+
+
+def unusable(experience: Experience, fields: Sequence[str]) -> str | None:
+    """Return which of ``fields`` is missing or broken, in words, or None."""
+    for field in fields:
+        value = getattr(experience, field)
+        if value is None:
+            return f"{field} is None"
+        if isinstance(value, Tensor):
+            if field == "logprobs" and not (value.numel() and bool(torch.isfinite(value).all())):
+                return f"{field} are empty or not finite"
+        elif isinstance(value, int | float) and not math.isfinite(value):
+            return f"{field} is {value}"
+    return None
+
+
+def reward_of(experience: Experience) -> float:
+    """Return the reward as a float.
+
+    Raises:
+        InvalidExperienceError: there is none.
+    """
+    if experience.reward is None:
+        raise InvalidExperienceError(f"{experience.eid.uid}: its reward is None")
+    return float(experience.reward)
+
+
+class AddStrategy(ABC):
+    """Takes experiences from an explorer, gives them to a writer: annotated, filtered, or both.
+
+    Class attributes, which the consumer reads:
+        unit: what one call of `add` must see whole.
+        families: the column families that are read from the store; the fields of the others are
+            empty.
+        annotates: whether `add` sets advantages (False: it only chooses).
+        needs: fields without which an experience is rejected as ``invalid`` before the strategy
+            computes.
+        reference_args: constructor arguments with which the class computes what the reference
+            implementation does.
+
+    Args:
+        writer: where the kept experiences go.
+        on_unknown: ``"ignore"`` swallows misspelt arguments, as the reference does.
+        kwargs: refused; here so that subclasses can hand on what they do not know.
+
+    Raises:
+        InvalidArgumentError: an argument that no class in the line of inheritance declares.
+    """
+
+    unit: ClassVar[Unit] = "group"
+    families: ClassVar[tuple[str, ...]] = ("light", "tokens", "text")
+    annotates: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("reward", "action_mask")
+    reference_args: ClassVar[Mapping[str, Any]] = {}
+    runtime_args: ClassVar[tuple[str, ...]] = ("writer", "on_unknown", "rng")
+
+    def __init__(
+        self, writer: BufferWriter, *, on_unknown: OnUnknown = "error", **kwargs: Any
+    ) -> None:
+        one_of("on_unknown", on_unknown, ("error", "ignore"))
+        if on_unknown == "error":
+            accepted = set(declared_arguments(type(self))) - {"writer"}
+            refuse_unknown(type(self).__name__, kwargs, accepted)
+        self.writer = writer
+
+    @abstractmethod
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        """Write what is kept; return how many experiences were written, and metrics.
+
+        All input is examined before the first write. ``step`` counts the calls.
+        """
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """Return the defaults of the constructor, without run-time arguments like the writer."""
+        return default_arguments(cls, leave_out=cls.runtime_args)
+
+    @classmethod
+    def unit_for(cls, **arguments: Any) -> Unit:  # noqa: ARG003 - subclasses look at them
+        """Return the unit that a strategy with these constructor arguments needs."""
+        return cls.unit
+
+    @classmethod
+    def families_for(cls, **arguments: Any) -> tuple[str, ...]:  # noqa: ARG003
+        """Return the column families that a strategy with these constructor arguments reads."""
+        return cls.families
+
+    def reject(self, experiences: Sequence[Experience], reason: str) -> bool:
+        """Tell the writer why ``experiences`` are left out; False if it is one that only takes."""
+        record: Callable[[Sequence[Experience], str], None] | None = getattr(
+            self.writer, "reject", None
+        )
+        if record is None:
+            return False
+        if experiences:
+            record(experiences, reason)
+        return True
+
+    def usable(
+        self, experiences: Sequence[Experience], needs: Sequence[str] | None = None
+    ) -> list[Experience]:
+        """Return those that have the fields ``needs``, by default the class's.
+
+        The others are rejected as ``invalid``.
+
+        Raises:
+            InvalidExperienceError: one lacks a field and the writer cannot record a rejection.
+        """
+        kept = []
+        for experience in experiences:
+            problem = unusable(experience, self.needs if needs is None else needs)
+            if problem is None:
+                kept.append(experience)
+            else:
+                self.refuse([experience], experience, problem)
+        return kept
+
+    def refuse(self, together: Sequence[Experience], culprit: Experience, problem: str) -> None:
+        """Reject ``together`` as ``invalid`` because of what is wrong with ``culprit``.
+
+        Raises:
+            InvalidExperienceError: the writer cannot record a rejection.
+        """
+        if not self.reject(together, "invalid"):
+            raise InvalidExperienceError(
+                f"{culprit.eid.uid}: {type(self).__name__} cannot use it, its {problem}"
+            )
+
+
+class GroupAdvantageStrategy(AddStrategy):
+    """Scores one group at a time: write `group_experiences` and `calculate_group_advantage`."""
+
+    @abstractmethod
+    def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
+        """Return the groups by their id, in order of first appearance."""
+
+    @abstractmethod
+    def calculate_group_advantage(
+        self, group_id: str, exps: list[Experience]
+    ) -> tuple[list[Experience], dict[str, float]]:
+        """Set the advantages of one group; return the members to write, and the group's metrics.
+
+        Members that are not returned are rejected as ``filtered``.
+        """
+
+    def needs_of(self, exps: Sequence[Experience]) -> Sequence[str]:
+        """Return the fields without which a member of the group ``exps`` cannot be scored."""
+        return self.needs
+
+    async def add(self, exps: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        """Score all groups, then write them one by one, in order of first appearance."""
+        groups = {
+            group_id: self.usable(group, self.needs_of(group))
+            for group_id, group in self.group_experiences(exps).items()
+        }
+        scored = [
+            (group, *self.calculate_group_advantage(group_id, list(group)))
+            for group_id, group in groups.items()
+            if group
+        ]
+        for group, kept, _ in scored:
+            await self._write(group, kept)
+        metrics = [found for _, _, found in scored]
+        count = sum(len(kept) for _, kept, _ in scored)
+        return count, gather_metrics(metrics, "group_advantages") if metrics else {}
+
+    async def _write(self, group: list[Experience], kept: list[Experience]) -> None:
+        """Write ``kept`` and reject the rest of ``group``."""
+        written = {id(experience) for experience in kept}
+        self.reject([e for e in group if id(e) not in written], self.left_out)
+        if kept:
+            await self.writer.write_async(kept)
+
+    left_out: ClassVar[str] = "filtered"
+    """Reason that is recorded for members which `calculate_group_advantage` does not return."""
+
+
+@ADD_STRATEGY.register_module("grpo")
+class GRPOAddStrategy(GroupAdvantageStrategy):
+    """Group-relative advantages: ``(reward - mean) / (std + epsilon)`` (arXiv:2402.03300).
+
+    Args:
+        writer: where the scored groups go.
+        epsilon: added to the deviation.
+        ddof: 1 for the sample deviation, 0 for the population's.
+        std_floor: deviations below this share of the largest reward are 0, and so are the
+            advantages.
+        single_member: ``"raw"`` scores the reward of a group of one, ``"zero"`` scores nothing.
+        std_threshold: groups with a deviation at or below it, and groups of one, are rejected; None
+            keeps all.
+    """
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+    left_out: ClassVar[str] = "zero_variance"
+    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "std_floor": 0.0}
+
+    def __init__(
+        self,
+        writer: BufferWriter,
+        epsilon: float = 1e-6,
+        *,
+        ddof: int = 1,
+        std_floor: float = group_scores.RELATIVE_FLOOR,
+        single_member: group_scores.SingleMember = "raw",
+        std_threshold: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(writer, **kwargs)
+        group_scores.check_scale(epsilon, ddof, std_floor, single_member)
+        self.epsilon = epsilon
+        self.ddof = ddof
+        self.std_floor = std_floor
+        self.single_member: group_scores.SingleMember = single_member
+        self.std_threshold = std_threshold
+
+    def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
+        """Return the runs of each task."""
+        return group_by(exps, "task")
+
+    def rewards_of(self, exps: Sequence[Experience]) -> group_scores.Rewards:
+        """Return the rewards that enter the statistics, shape ``(G,)``."""
+        return group_scores.as_rewards([reward_of(e) for e in exps])
+
+    def calculate_group_advantage(
+        self, group_id: str, exps: list[Experience]
+    ) -> tuple[list[Experience], dict[str, float]]:
+        """Score one group; return nothing of it if its deviation is at or below the threshold."""
+        rewards = self.rewards_of(exps)
+        mean, std = group_scores.moments(rewards, ddof=self.ddof, std_floor=self.std_floor)
+        metrics = {"reward_mean": mean, "reward_std": std}
+        if self.std_threshold is not None and (len(exps) == 1 or std <= self.std_threshold):
+            return [], metrics
+        scores = group_scores.normalized_scores(
+            rewards,
+            epsilon=self.epsilon,
+            ddof=self.ddof,
+            std_floor=self.std_floor,
+            single_member=self.single_member,
+        )
+        for experience, score in zip(exps, scores, strict=True):
+            annotate(experience, float(score))
+        return exps, metrics
+
+
+@ADD_STRATEGY.register_module("opmd")
+class OPMDAddStrategy(GroupAdvantageStrategy):
+    """Online policy mirror descent: the reward less a baseline of its group (arXiv:2404.09656).
+
+    Args:
+        writer: where the scored groups go.
+        opmd_baseline: ``"mean"`` or ``"logavgexp"``: ``tau log(mean(exp(reward / tau)))``.
+        tau: temperature of the second.
+    """
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore"}
+
+    def __init__(
+        self, writer: BufferWriter, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any
+    ) -> None:
+        super().__init__(writer, **kwargs)
+        group_scores.check_baseline(opmd_baseline, tau)
+        self.opmd_baseline = opmd_baseline
+        self.tau = tau
+
+    def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
+        """Return the runs of each task."""
+        return group_by(exps, "task")
+
+    def calculate_group_advantage(
+        self, group_id: str, exps: list[Experience]
+    ) -> tuple[list[Experience], dict[str, float]]:
+        """Score one group with its distance from the baseline."""
+        rewards = group_scores.as_rewards([reward_of(e) for e in exps])
+        reference = group_scores.baseline(rewards, self.opmd_baseline, self.tau)
+        for experience, reward in zip(exps, rewards, strict=True):
+            annotate(experience, float(reward) - reference)
+        return exps, {"group_baseline": reference}
+
+
+@ADD_STRATEGY.register_module("reward_variance")
+class RewardVarianceAddStrategy(AddStrategy):
+    """Keeps the groups whose rewards differ; the others have nothing to teach. Sets no advantages.
+
+    Args:
+        writer: where the kept groups go.
+        variance_threshold: groups with a population variance at or below it, and groups of one, are
+            rejected.
+        std_floor: deviations below this share of the largest reward are 0.
+    """
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+    annotates: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ("reward",)
+    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "std_floor": 0.0}
+
+    def __init__(
+        self,
+        writer: BufferWriter,
+        variance_threshold: float = 0.0,
+        *,
+        std_floor: float = group_scores.RELATIVE_FLOOR,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(writer, **kwargs)
+        self.variance_threshold = variance_threshold
+        self.std_floor = std_floor
+
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        """Write the groups whose rewards differ, unchanged."""
+        groups = list(group_by(self.usable(experiences), "task").values())
+        kept = self.informative(groups)
+        for group in kept:
+            await self.writer.write_async(group)
+        metrics = {"kept_groups": len(kept), "filtered_groups": len(groups) - len(kept)}
+        return sum(len(group) for group in kept), metrics if groups else {}
+
+    def informative(self, groups: Sequence[list[Experience]]) -> list[list[Experience]]:
+        """Return the groups above the threshold; reject the others, with what they lack."""
+        kept = []
+        for group in groups:
+            spread = group_scores.variance([reward_of(e) for e in group], std_floor=self.std_floor)
+            if len(group) > 1 and spread > self.variance_threshold:
+                kept.append(group)
+            else:
+                self.reject(group, "filtered" if spread > 0 else "zero_variance")
+        return kept

@@ -1,0 +1,67 @@
+"""Group-relative advantages in which likely answers earn less."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from trinity_buffer.experience import Experience
+
+from trinity_buffer.algorithm import group_scores
+from trinity_buffer.algorithm.add_strategy.add_strategy import (
+    ADD_STRATEGY,
+    GRPOAddStrategy,
+    reward_of,
+)
+from trinity_buffer.errors import InvalidExperienceError
+from trinity_buffer.writer import BufferWriter
+
+
+def likelihood_of(experience: Experience) -> float:
+    """Return the mean of all recorded log-probabilities of the response.
+
+    Raises:
+        InvalidExperienceError: there are none.
+    """
+    if experience.logprobs is None or not experience.logprobs.numel():
+        raise InvalidExperienceError(
+            f"{experience.eid.uid}: its likelihood needs logprobs, there are none"
+        )
+    return float(experience.logprobs.mean())
+
+
+@ADD_STRATEGY.register_module("correct_bias")
+class CorrectBiasAddStrategy(GRPOAddStrategy):
+    """GRPO on rewards that shrink with the rank of the answer's likelihood (arXiv:2506.02355).
+
+    ``r' = r (1 - rank_penalty x rank / n)``, the likeliest answer ranking highest; mean and
+    deviation are of ``r'``.
+
+    Args:
+        writer: where the scored groups go.
+        epsilon: added to the deviation.
+        rank_penalty: how much of its reward the likeliest answer of a large group loses.
+        kwargs: the options of `GRPOAddStrategy`.
+    """
+
+    families: ClassVar[tuple[str, ...]] = ("light", "tokens")
+    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "std_floor": 0.0}
+
+    def __init__(
+        self, writer: BufferWriter, epsilon: float = 1e-6, rank_penalty: float = 0.25, **kwargs: Any
+    ) -> None:
+        super().__init__(writer, epsilon, **kwargs)
+        self.rank_penalty = rank_penalty
+
+    def needs_of(self, exps: Sequence[Experience]) -> Sequence[str]:
+        """Return the fields of GRPO, and logprobs where there is somebody to rank against."""
+        return (*self.needs, "logprobs") if len(exps) > 1 else self.needs
+
+    def rewards_of(self, exps: Sequence[Experience]) -> group_scores.Rewards:
+        """Return the penalized rewards, shape ``(G,)``."""
+        rewards = group_scores.as_rewards([reward_of(e) for e in exps])
+        if len(exps) == 1:
+            return rewards
+        return group_scores.rank_penalized(
+            rewards, [likelihood_of(e) for e in exps], self.rank_penalty
+        )

@@ -1,0 +1,140 @@
+"""Keeps the groups that teach something, and repeats them until the batch is as large as it was."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from trinity_buffer.experience import Experience, group_by
+
+from trinity_buffer.algorithm import group_scores
+from trinity_buffer.algorithm.add_strategy.add_strategy import (
+    ADD_STRATEGY,
+    RewardVarianceAddStrategy,
+)
+from trinity_buffer.algorithm.add_strategy.copies import copy_experience
+from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.identity import Key
+from trinity_buffer.writer import BufferWriter
+
+Group = list[Experience]
+
+
+@ADD_STRATEGY.register_module("duplicate_informative")
+class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
+    """Replaces uninformative groups by copies of informative ones (POLARIS, https://hkunlp.github.io/blog/2025/Polaris).
+
+    Copies are whole groups, as evenly many of each as possible; each is a group of its own, under a
+    task id that the batch does not have. Their ``info["copy_of"]`` names the original. No
+    advantages are set.
+
+    Args:
+        writer: where the kept groups and their copies go.
+        variance_threshold: groups with a population variance at or below it, and groups of one, are
+            rejected.
+        exact_size: cut the last copy, so that exactly as many experiences are written as came in;
+            by default the last copy stays whole and the number may exceed that by less than one
+            group.
+        copy_ids: ``"fresh"``: ``task~c1`` and so on, with suffix ``c1``; ``"offset"``: the task
+            plus a multiple of the number of groups, as the reference does, which collides where ids
+            have gaps and fails for texts.
+        seed: of the order in which groups are repeated; None draws from the global generator, as
+            the reference does.
+        rng: a generator in place of ``seed``.
+        std_floor: deviations below this share of the largest reward are 0.
+    """
+
+    unit: ClassVar[Literal["group", "batch"]] = "batch"
+    reference_args: ClassVar[Mapping[str, Any]] = {
+        "on_unknown": "ignore",
+        "std_floor": 0.0,
+        "copy_ids": "offset",
+        "seed": None,
+    }
+
+    def __init__(
+        self,
+        writer: BufferWriter,
+        variance_threshold: float = 0.0,
+        *,
+        exact_size: bool = False,
+        copy_ids: Literal["fresh", "offset"] = "fresh",
+        seed: int | None = 0,
+        rng: random.Random | None = None,
+        std_floor: float = group_scores.RELATIVE_FLOOR,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(writer, variance_threshold, std_floor=std_floor, **kwargs)
+        one_of("copy_ids", copy_ids, ("fresh", "offset"))
+        self.exact_size = exact_size
+        self.copy_ids = copy_ids
+        if rng is None and seed is not None:
+            rng = random.Random(seed)
+        self._shuffle = random.shuffle if rng is None else rng.shuffle
+
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        """Write the informative groups, then their copies, a write each."""
+        groups = list(group_by(self.usable(experiences), "task").values())
+        kept = self.informative(groups)
+        written = [*kept, *self._copies(kept, groups, len(experiences))]
+        for group in written:
+            await self.writer.write_async(group)
+        count = sum(len(group) for group in written)
+        metrics = {
+            "kept_groups": len(kept),
+            "filtered_groups": len(groups) - len(kept),
+            "copied_groups": len(written) - len(kept),
+        }
+        return count, metrics if groups else {}
+
+    def _copies(
+        self, kept: Sequence[Group], groups: Sequence[Group], target: int
+    ) -> Iterator[Group]:
+        """Yield copies of ``kept`` until ``target`` experiences are written."""
+        written = sum(len(group) for group in kept)
+        taken = {group[0].eid.tid for group in groups}
+        queue: list[Group] = []
+        turn = 0
+        while kept and written < target:
+            if not queue:
+                # Each group once per turn: first from the end, then in random order.
+                queue, turn = list(kept), turn + 1
+                if turn > 1:
+                    self._shuffle(queue)
+            source = queue.pop()
+            room = target - written if self.exact_size else len(source)
+            copied = self._copy(source[:room], turn, taken, len(groups))
+            written += len(copied)
+            yield copied
+
+    def _copy(self, group: Group, turn: int, taken: set[str], num_groups: int) -> Group:
+        """Return copies of ``group`` as a group of its own, under an id not in ``taken``."""
+        first = group[0].eid
+        if self.copy_ids == "offset":
+            task, suffixes = (
+                _offset_task(first.task, turn * num_groups),
+                [e.eid.suffix for e in group],
+            )
+        else:
+            number = next(n for n in itertools.count(turn) if f"{first.tid}~c{n}" not in taken)
+            task, suffixes = f"{first.task}~c{number}", [f"{e.eid.suffix}c{number}" for e in group]
+        taken.add(f"{first.batch}/{task}")
+        return [
+            copy_experience(e, task=task, suffix=s) for e, s in zip(group, suffixes, strict=True)
+        ]
+
+
+def _offset_task(task: Key, offset: int) -> Key:
+    """Return ``task + offset``.
+
+    Raises:
+        InvalidArgumentError: the task is a text.
+    """
+    if not isinstance(task, int):
+        raise InvalidArgumentError(
+            f"copy_ids='offset' needs whole numbers as task ids, not {task!r}; use copy_ids='fresh'"
+        )
+    return task + offset

@@ -1,0 +1,127 @@
+"""Group-relative advantages for rollouts of several steps: the last one's reward scores all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from trinity_buffer.experience import Experience, group_by
+
+from trinity_buffer.algorithm import group_scores
+from trinity_buffer.algorithm.add_strategy.add_strategy import (
+    ADD_STRATEGY,
+    AddStrategy,
+    annotate,
+    reward_of,
+    unusable,
+)
+from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.metrics import gather_metrics
+from trinity_buffer.writer import BufferWriter
+
+Runs = dict[str, list[Experience]]
+
+
+@ADD_STRATEGY.register_module("step_wise_grpo")
+class StepWiseGRPOStrategy(AddStrategy):
+    """Scores each run by its last step, as GRPO does, and gives the score to all its steps.
+
+    Inspired by rLLM (https://github.com/rllm-org/rllm). One write per run.
+
+    Args:
+        writer: where the scored runs go.
+        epsilon: added to the deviation.
+        enable_step_norm: divide the advantages of a run by its number of steps.
+        ddof: 1 for the sample deviation over the runs, 0 for the population's.
+        std_floor: deviations below this share of the largest reward are 0, and so are the scores.
+        single_member: ``"raw"`` scores the reward of an only run, ``"zero"`` scores nothing.
+        last_step: which step is the last: ``"list"``, the one that comes last (the consumer
+            delivers runs sorted by step), or ``"step"``, the one with the largest ``eid.step``,
+            whatever the order.
+    """
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "std_floor": 0.0}
+
+    def __init__(
+        self,
+        writer: BufferWriter,
+        epsilon: float = 1e-6,
+        enable_step_norm: bool = False,
+        *,
+        ddof: int = 1,
+        std_floor: float = group_scores.RELATIVE_FLOOR,
+        single_member: group_scores.SingleMember = "raw",
+        last_step: Literal["list", "step"] = "list",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(writer, **kwargs)
+        group_scores.check_scale(epsilon, ddof, std_floor, single_member)
+        one_of("last_step", last_step, ("list", "step"))
+        self.epsilon = epsilon
+        self.enable_step_norm = enable_step_norm
+        self.ddof = ddof
+        self.std_floor = std_floor
+        self.single_member: group_scores.SingleMember = single_member
+        self.last_step = last_step
+
+    def calculate_group_advantage(
+        self, exps: dict[str, Experience]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the score of each run, given its last step, and the metrics of the task."""
+        rewards = [reward_of(exp) for exp in exps.values()]
+        mean, std = group_scores.moments(rewards, ddof=self.ddof, std_floor=self.std_floor)
+        scores = group_scores.normalized_scores(
+            rewards,
+            epsilon=self.epsilon,
+            ddof=self.ddof,
+            std_floor=self.std_floor,
+            single_member=self.single_member,
+        )
+        return dict(zip(exps, scores.tolist(), strict=True)), {
+            "reward_mean": mean,
+            "reward_std": std,
+        }
+
+    def broadcast_advantages(self, run_exps: Runs, scores: dict[str, float]) -> Runs:
+        """Set the advantages of every step of every run to the run's score; return the runs."""
+        for run_id, exps in run_exps.items():
+            length = len(exps) if self.enable_step_norm else 1
+            for experience in exps:
+                annotate(experience, scores[run_id] / length)
+        return run_exps
+
+    async def add(self, exps: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        """Score all tasks, then write run by run, in order of first appearance."""
+        tasks = [self._sound(group_by(task, "run")) for task in group_by(exps, "task").values()]
+        metrics = []
+        for runs in filter(None, tasks):
+            scores, found = self.calculate_group_advantage(
+                {run: self._last(steps) for run, steps in runs.items()}
+            )
+            self.broadcast_advantages(runs, scores)
+            metrics.append(found)
+        for runs in tasks:
+            for steps in runs.values():
+                await self.writer.write_async(steps)
+        count = sum(len(steps) for runs in tasks for steps in runs.values())
+        return count, gather_metrics(metrics, "group_advantages") if metrics else {}
+
+    def _last(self, steps: list[Experience]) -> Experience:
+        """Return the step that carries the reward of its run."""
+        return steps[-1] if self.last_step == "list" else max(steps, key=lambda e: e.eid.step)
+
+    def _sound(self, runs: Runs) -> Runs:
+        """Return the runs of which all steps have a mask and the last a reward; refuse the others."""
+        kept = {}
+        for run_id, steps in runs.items():
+            last = self._last(steps)
+            problems = [
+                (e, unusable(e, self.needs if e is last else ["action_mask"])) for e in steps
+            ]
+            broken = next(((e, problem) for e, problem in problems if problem is not None), None)
+            if broken is None:
+                kept[run_id] = steps
+            else:
+                self.refuse(steps, *broken)
+        return kept

@@ -1,0 +1,79 @@
+"""Arguments of the named parts: what a constructor accepts, and the refusal of the rest.
+
+A default is written once, in the signature. `declared_arguments` reads it from there; nothing
+repeats it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trinity_buffer.errors import InvalidArgumentError
+
+REQUIRED = inspect.Parameter.empty
+"""Stands for the default of an argument that has none."""
+
+
+def declared_arguments(cls: type) -> dict[str, Any]:
+    """Return ``{name: default}`` of all that the constructor of ``cls`` takes.
+
+    `REQUIRED` stands where there is no default.     A signature with ``**kwargs`` hands these on to
+    its base class, whose arguments therefore count too; the most derived default wins.
+    """
+    found: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        found = {p.name: p.default for p in named} | found
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return found
+
+
+def default_arguments(cls: type, *, leave_out: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the defaults of ``cls``, without ``leave_out`` and what must be given."""
+    skipped = set(leave_out)
+    return {
+        name: default
+        for name, default in declared_arguments(cls).items()
+        if default is not REQUIRED and name not in skipped
+    }
+
+
+def did_you_mean(name: str, accepted: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the closest of ``accepted``, or an empty text."""
+    close = difflib.get_close_matches(name, list(accepted), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def refuse_unknown(owner: str, given: Mapping[str, Any], accepted: Iterable[str]) -> None:
+    """Return if every name in ``given`` is in ``accepted``.
+
+    Raises:
+        InvalidArgumentError: names the first that is not, what was probably meant, and what is
+            accepted.
+    """
+    names = sorted(accepted)
+    for name in given:
+        if name not in names:
+            raise InvalidArgumentError(
+                f"{owner} takes no argument {name!r}{did_you_mean(name, names)} "
+                f"(accepted: {', '.join(names) or 'none'})"
+            )
+
+
+def one_of(name: str, value: Any, accepted: Iterable[Any]) -> None:
+    """Return if ``value`` is one of ``accepted``.
+
+    Raises:
+        InvalidArgumentError: names the argument, its value and what is accepted.
+    """
+    choices = list(accepted)
+    if value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise InvalidArgumentError(f"{name} must be one of {listed}, not {value!r}")

@@ -1,0 +1,159 @@
+"""Arithmetic on the rewards of one group: baselines, deviations, scores; numbers in and out.
+
+Strategies (a list of experiences) and trainer-side advantages (a batch of tensors) both call these,
+so that the two doors cannot disagree. Everything is float64: the rewards of a group are few, and a
+float32 mean of equal rewards is not equal to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.errors import InvalidArgumentError
+
+Rewards = NDArray[np.float64]
+SingleMember = Literal["raw", "zero"]
+Baseline = Literal["mean", "logavgexp"]
+
+RELATIVE_FLOOR = 1e-7
+"""Deviations below this share of the largest reward count as 0: seven rewards of 0.1 are equal.
+
+About float32's resolution (1.2e-7), since rewards often come out of a float32 model.
+"""
+
+
+def as_rewards(rewards: Sequence[float] | Rewards) -> Rewards:
+    """Return ``rewards`` as float64, shape ``(G,)``."""
+    return np.asarray(rewards, dtype=np.float64)
+
+
+def variance(
+    rewards: Sequence[float] | Rewards, *, ddof: int = 0, std_floor: float = RELATIVE_FLOOR
+) -> float:
+    """Return the variance with divisor ``n - ddof``.
+
+    It is 0 if its root is at most ``std_floor`` times the largest absolute reward.
+    A group that is no larger than ``ddof`` has variance 0.
+    """
+    values = as_rewards(rewards)
+    if len(values) <= max(ddof, 0):
+        return 0.0
+    found = float(np.var(values, ddof=ddof))
+    negligible = std_floor * float(np.abs(values).max())
+    return 0.0 if found <= negligible * negligible else found
+
+
+def deviation(
+    rewards: Sequence[float] | Rewards, *, ddof: int = 1, std_floor: float = RELATIVE_FLOOR
+) -> float:
+    """Return the root of `variance`: of the sample (``ddof=1``) or the population (``ddof=0``)."""
+    return float(np.sqrt(variance(rewards, ddof=ddof, std_floor=std_floor)))
+
+
+def scaled(centred: Rewards, std: float, epsilon: float) -> Rewards:
+    """Return ``centred / (std + epsilon)``, zeros if ``std`` is 0.
+
+    Rounding leaves differences of 1e-17 between equal rewards; with ``epsilon=0`` they would become
+    scores of 1.
+    """
+    if std == 0.0:
+        return np.zeros_like(centred)
+    return centred / (std + epsilon)
+
+
+def moments(
+    rewards: Sequence[float] | Rewards, *, ddof: int = 1, std_floor: float = RELATIVE_FLOOR
+) -> tuple[float, float]:
+    """Return the mean and deviation for GRPO: 0 and 1 for a group of one, as the reference does."""
+    values = as_rewards(rewards)
+    if len(values) == 1:
+        return 0.0, 1.0
+    return float(values.mean()), deviation(values, ddof=ddof, std_floor=std_floor)
+
+
+def normalized_scores(
+    rewards: Sequence[float] | Rewards,
+    *,
+    epsilon: float,
+    ddof: int = 1,
+    std_floor: float = RELATIVE_FLOOR,
+    single_member: SingleMember = "raw",
+    std: float | None = None,
+) -> Rewards:
+    """Return ``(r - mean) / (std + epsilon)``, shape ``(G,)`` (arXiv:2402.03300, section 4.1.2).
+
+    Args:
+        rewards: rewards of one group, shape ``(G,)``.
+        epsilon: added to the deviation.
+        ddof: 1 divides by ``n - 1`` (the reference), 0 by ``n``.
+        std_floor: relative size below which the deviation is 0, and so are the scores.
+        single_member: a group of one has nothing to be compared with: ``"raw"`` scores its reward
+            (mean 0, std 1, as the reference does), ``"zero"`` scores nothing.
+        std: a deviation found elsewhere (of the batch), in place of the group's own.
+    """
+    values = as_rewards(rewards)
+    if len(values) == 1 and single_member == "zero":
+        return np.zeros_like(values)
+    mean, own = moments(values, ddof=ddof, std_floor=std_floor)
+    return scaled(values - mean, own if std is None else std, epsilon)
+
+
+def baseline(rewards: Sequence[float] | Rewards, kind: str = "mean", tau: float = 1.0) -> float:
+    """Return what OPMD compares a group with: its mean, or ``tau log(mean(exp(r / tau)))``.
+
+    See arXiv:2404.09656. 0 for a group of one, as the reference does.
+    """
+    values = as_rewards(rewards)
+    if len(values) == 1:
+        return 0.0
+    if kind == "mean":
+        return float(values.mean())
+    return tau * float(np.logaddexp.reduce(values / tau) - np.log(len(values)))
+
+
+def check_baseline(kind: str, tau: float) -> None:
+    """Return if ``kind`` and ``tau`` are a baseline.
+
+    Raises:
+        InvalidArgumentError: an unknown kind, or a temperature that is not positive.
+    """
+    one_of("opmd_baseline", kind, ("mean", "logavgexp"))
+    if not tau > 0:
+        raise InvalidArgumentError(f"tau must be positive, not {tau!r}")
+
+
+def check_scale(epsilon: float, ddof: int, std_floor: float, single_member: str) -> None:
+    """Return if the four choices of a deviation are sound.
+
+    Raises:
+        InvalidArgumentError: names the one that is not.
+    """
+    if not epsilon >= 0:
+        raise InvalidArgumentError(f"epsilon must not be negative, it is {epsilon!r}")
+    if not std_floor >= 0:
+        raise InvalidArgumentError(f"std_floor must not be negative, it is {std_floor!r}")
+    one_of("ddof", ddof, (0, 1))
+    one_of("single_member", single_member, ("raw", "zero"))
+
+
+def likelihood_ranks(likelihoods: Sequence[float]) -> Rewards:
+    """Return each rank / n, the most likely member highest, the earlier of equals lower."""
+    order = np.argsort(np.asarray(likelihoods, dtype=np.float64), kind="stable")
+    ranks = np.empty(len(order), dtype=np.float64)
+    ranks[order] = np.arange(len(order))
+    return ranks / max(len(order), 1)
+
+
+def rank_penalized(
+    rewards: Sequence[float] | Rewards, likelihoods: Sequence[float], penalty: float
+) -> Rewards:
+    """Return ``r (1 - penalty x rank)``: likely answers earn less (arXiv:2506.02355, section 4).
+
+    The factor also shrinks negative rewards, so that for these likelihood is a bonus.
+    """
+    return as_rewards(rewards) * (1.0 - likelihood_ranks(likelihoods) * penalty)
