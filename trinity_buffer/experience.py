@@ -1,0 +1,401 @@
+"""What a rollout produced: one trainable unit, and how such units are grouped."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
+from trinity_buffer.identity import EID, Key, order_of
+
+__all__ = [
+    "EID",
+    "FAMILIES",
+    "CustomField",
+    "Experience",
+    "ExperienceType",
+    "Key",
+    "group_by",
+    "order_of",
+    "split_dpo_experience",
+]
+
+ExperienceType = Literal["single_turn", "multi_turn", "dpo"]
+TensorLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[float] | Sequence[int]"
+Messages: TypeAlias = "list[dict[str, Any]]"
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "light": (
+        "action_mask",
+        "token_level_reward",
+        "advantages",
+        "returns",
+        "info",
+        "metrics",
+        "truncate_status",
+        "custom_fields",
+    ),
+    "tokens": ("tokens", "logprobs", "teacher_logprobs", "chosen", "rejected"),
+    "text": (
+        "response_text",
+        "prompt_text",
+        "messages",
+        "tools",
+        "chosen_messages",
+        "rejected_messages",
+    ),
+    "heavy": ("multi_modal_inputs", "routed_experts"),
+}
+"""Which fields are stored together; a reader loads only the families that it names."""
+
+_FAMILY_OF = {field: family for family, fields in FAMILIES.items() for field in fields}
+
+
+@dataclass(frozen=True, slots=True)
+class CustomField:
+    """An entry of ``info`` that becomes a column of the training batch.
+
+    Attributes:
+        source_field: key in ``info``.
+        destination_field: key in the batch.
+        data_type: dtype of the column.
+    """
+
+    source_field: str
+    destination_field: str
+    data_type: torch.dtype
+
+
+class Experience:
+    """One trainable unit: tokens, log-probs, masks, reward. Addressed by its `EID`.
+
+    L is the number of all tokens, P = ``prompt_length``, R = L - P the length of the response.
+    Lists become tensors; a tensor is kept as it is, dtype included. Mutable: strategies assign
+    ``advantages`` and ``returns``.
+
+    What kind of experience it is follows from what is given: an ``action_mask`` makes it
+    ``multi_turn``, ``chosen`` and ``rejected`` make it ``dpo``, else it is ``single_turn`` and
+    every response token is trained.
+
+    One that was read from a store may hold only some `FAMILIES` of fields; asking for a field that
+    was not loaded raises AttributeError. ``prompt_length``, `length` and `response_length` are
+    always known.
+
+    Args:
+        eid: address; a mapping of its five fields is accepted.
+        tokens: ``[L]`` int32 unless a tensor, prompt and response; the prompt alone for ``dpo``.
+        prompt_length: P, 1 <= P < L; ``dpo``: always L.
+        logprobs: ``[R]`` float32, what the explorer's policy gave to the response tokens.
+        reward: of the whole experience; an int stays an int.
+        token_level_reward: ``[R]`` float32.
+        advantages: ``[R]`` float32.
+        returns: ``[R]`` float32.
+        truncate_status: ``"prompt_truncated"``, ``"response_truncated"`` or None.
+        info: what strategies and readers may need; ``model_version`` is the policy version.
+        metrics: numbers for people; not part of the content.
+        response_text: the response, decoded.
+        prompt_text: the prompt, decoded.
+        action_mask: ``[R]`` bool unless a tensor: which tokens are trained.
+        messages: the conversation.
+        tools: the tools that were offered.
+        chosen_messages: the preferred conversation.
+        rejected_messages: the other one.
+        chosen: ``[Rc]`` int32, the preferred response.
+        rejected: ``[Rr]`` int32, the other one.
+        multi_modal_inputs: name -> tensor, for the model's other senses.
+        teacher_logprobs: ``[R]`` float32, for distillation.
+        routed_experts: ``[L - 1, layers, topk]`` uint8, for replay of the routing in a mixture of
+            experts.
+        custom_fields: entries of ``info`` that become columns of the batch.
+
+    Raises:
+        InvalidExperienceError: a single-turn experience without a prompt or without a response, or
+            a field that cannot be made a tensor.
+    """
+
+    eid: EID
+    prompt_length: int
+    reward: float | None
+    experience_type: ExperienceType
+    address: int | None
+    tokens: Tensor
+    logprobs: Tensor | None
+    token_level_reward: Tensor | None
+    advantages: Tensor | None
+    returns: Tensor | None
+    action_mask: Tensor | None
+    teacher_logprobs: Tensor | None
+    chosen: Tensor | None
+    rejected: Tensor | None
+    routed_experts: Tensor | None
+    multi_modal_inputs: dict[str, Tensor] | None
+    truncate_status: str | None
+    info: dict[str, Any]
+    metrics: dict[str, Any]
+    response_text: str | None
+    prompt_text: str | None
+    messages: Messages | None
+    tools: Messages | None
+    chosen_messages: Messages | None
+    rejected_messages: Messages | None
+    custom_fields: list[CustomField]
+
+    def __init__(  # noqa: PLR0913 (the reference's signature; all by keyword)
+        self,
+        *,
+        eid: EID | Mapping[str, Any] | None = None,
+        tokens: TensorLike,
+        prompt_length: int = 1,
+        logprobs: TensorLike | None = None,
+        reward: float | None = None,
+        token_level_reward: TensorLike | None = None,
+        advantages: TensorLike | None = None,
+        returns: TensorLike | None = None,
+        truncate_status: str | None = None,
+        info: dict[str, Any] | None = None,
+        metrics: dict[str, Any] | None = None,
+        response_text: str | None = None,
+        prompt_text: str | None = None,
+        action_mask: TensorLike | Sequence[bool] | None = None,
+        messages: Messages | None = None,
+        tools: Messages | None = None,
+        chosen_messages: Messages | None = None,
+        rejected_messages: Messages | None = None,
+        chosen: TensorLike | None = None,
+        rejected: TensorLike | None = None,
+        multi_modal_inputs: Mapping[str, TensorLike] | None = None,
+        teacher_logprobs: TensorLike | None = None,
+        routed_experts: TensorLike | None = None,
+        custom_fields: Sequence[CustomField] | None = None,
+    ) -> None:
+        self.eid = eid if isinstance(eid, EID) else EID(**(eid or {}))
+        self.address = None
+        tensor = self._tensor
+        self.tokens = tensor("tokens", tokens, torch.int32)
+        self.prompt_length = prompt_length
+        self.logprobs = tensor("logprobs", logprobs, torch.float32)
+        self.reward = _python_number(reward)
+        self.token_level_reward = tensor("token_level_reward", token_level_reward, torch.float32)
+        self.advantages = tensor("advantages", advantages, torch.float32)
+        self.returns = tensor("returns", returns, torch.float32)
+        self.truncate_status = truncate_status
+        self.info = info or {}
+        self.metrics = metrics or {}
+        self.response_text = response_text
+        self.prompt_text = prompt_text
+        self.action_mask = tensor("action_mask", action_mask, torch.bool)
+        self.messages = messages
+        self.tools = tools
+        self.chosen_messages = chosen_messages
+        self.rejected_messages = rejected_messages
+        self.chosen = tensor("chosen", chosen, torch.int32)
+        self.rejected = tensor("rejected", rejected, torch.int32)
+        self.multi_modal_inputs = None if multi_modal_inputs is None else {
+            name: tensor(f"multi_modal_inputs[{name!r}]", value, None)
+            for name, value in multi_modal_inputs.items()
+        }  # fmt: skip
+        self.teacher_logprobs = tensor("teacher_logprobs", teacher_logprobs, torch.float32)
+        self.routed_experts = tensor("routed_experts", routed_experts, torch.uint8)
+        self.custom_fields = list(custom_fields or ())
+        self._settle_type()
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Experience:
+        """Return an experience that holds exactly ``state``: attributes by name, none checked.
+
+        For decoders. ``state`` becomes the attributes of the experience and must hold ``eid``,
+        ``prompt_length``, ``reward``, ``experience_type`` and ``address``. Where families are left
+        out it must also hold what is always known: ``_length``, ``_response_length``,
+        ``_policy_version`` and ``_finish_reason``.
+        """
+        made = cls.__new__(cls)
+        made.__dict__ = state
+        return made
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, L; known even where the tokens were not loaded."""
+        tokens = self.__dict__.get("tokens")
+        return int(self.__dict__["_length"]) if tokens is None else int(tokens.numel())
+
+    @property
+    def response_length(self) -> int:
+        """Length of the action mask, R; for ``dpo`` that of the longer response."""
+        known = self.__dict__
+        if known["experience_type"] == "dpo":
+            if "chosen" not in known:
+                return int(known["_response_length"])
+            return max(len(known["chosen"]), len(known["rejected"]))
+        mask = known.get("action_mask")
+        return int(known.get("_response_length", 0)) if mask is None else len(mask)
+
+    @property
+    def policy_version(self) -> int | None:
+        """Version of the weights that generated it: ``info["model_version"]``."""
+        info = self.__dict__.get("info")
+        found = self.__dict__.get("_policy_version") if info is None else info.get("model_version")
+        return None if found is None else int(found)
+
+    @policy_version.setter
+    def policy_version(self, version: int | None) -> None:
+        self.info["model_version"] = version
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why generation ended: ``info["finish_reason"]``, else ``truncate_status``."""
+        if "info" not in self.__dict__:
+            found = self.__dict__.get("_finish_reason")
+        else:
+            found = self.info.get("finish_reason") or self.truncate_status
+        return None if found is None else str(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what people want to read of it, ready for JSON; no tensors."""
+        shown = ("reward", "truncate_status", "info", "metrics", *FAMILIES["text"])
+        known = {name: self.__dict__[name] for name in shown if self.__dict__.get(name) is not None}
+        return {
+            "eid": self.eid.to_dict(),
+            "type": self.experience_type,
+            "prompt_length": self.prompt_length,
+            "response_length": self.response_length,
+            **known,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        family = _FAMILY_OF.get(name)
+        if family is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        loaded = tuple(f for f, fields in FAMILIES.items() if fields[0] in self.__dict__)
+        raise AttributeError(
+            f"{name} of {self.__dict__.get('eid')} was not loaded: the reader declares "
+            f"families={loaded}, {name} needs {family!r} among them"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Experience({self.eid.uid!r}, {self.experience_type}, reward={self.reward}, "
+            f"prompt_length={self.prompt_length}, length={self.length})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Experience:
+        # A tensor that was read from a store is a view of its whole segment, and torch's own
+        # deepcopy copies all of what a view looks at: a thousand times too much.
+        made = Experience.from_state({})
+        memo[id(self)] = made
+        for name, value in self.__dict__.items():
+            made.__dict__[name] = _deep_copied(value, memo)
+        return made
+
+    def _tensor(self, name: str, value: Any, dtype: torch.dtype | None) -> Any:
+        """Return ``value`` as a tensor, a list as one of ``dtype``; None stays None."""
+        if value is None or isinstance(value, Tensor):
+            return value
+        try:
+            if isinstance(value, np.ndarray):
+                return torch.from_numpy(value)
+            return torch.tensor(value, dtype=dtype)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidExperienceError(
+                f"experience {self.eid.uid}: {name} cannot be made a tensor ({error}); give a list "
+                "of numbers, all rows of one length, or a tensor"
+            ) from error
+
+    def _settle_type(self) -> None:
+        if self.action_mask is not None:
+            self.experience_type = "multi_turn"
+        elif self.chosen is not None and self.rejected is not None:
+            self.experience_type = "dpo"
+            self.prompt_length = self.tokens.numel()
+        else:
+            self.experience_type = "single_turn"
+            self.action_mask = self._full_mask()
+
+    def _full_mask(self) -> Tensor:
+        size = self.tokens.numel()
+        if self.truncate_status == "prompt_truncated":
+            known = self.logprobs
+            return torch.zeros(
+                max(0, size - self.prompt_length) if known is None else len(known), dtype=torch.bool
+            )
+        if self.prompt_length < 1:
+            raise InvalidExperienceError(
+                f"experience {self.eid.uid}: prompt_length is {self.prompt_length}, a single-turn "
+                "experience needs at least one prompt token"
+            )
+        if size <= self.prompt_length:
+            raise InvalidExperienceError(
+                f"experience {self.eid.uid}: tokens has {size} elements and prompt_length is "
+                f"{self.prompt_length}: a single-turn experience needs at least one response token"
+            )
+        return torch.ones(size - self.prompt_length, dtype=torch.bool)
+
+
+def group_by(
+    experiences: Iterable[Experience], id_type: Literal["task", "run", "step"]
+) -> dict[str, list[Experience]]:
+    """Return the experiences by ``tid``, ``rid`` or ``sid``, in order of first appearance.
+
+    Raises:
+        ValueError: another ``id_type``.
+    """
+    attribute = {"task": "tid", "run": "rid", "step": "sid"}.get(id_type)
+    if attribute is None:
+        raise InvalidArgumentError(
+            f"Unknown id_type: {id_type!r}; accepted are 'task', 'run' and 'step'"
+        )
+    groups: dict[str, list[Experience]] = {}
+    for experience in experiences:
+        groups.setdefault(getattr(experience.eid, attribute), []).append(experience)
+    return groups
+
+
+def split_dpo_experience(experience: Experience) -> tuple[Experience, Experience]:
+    """Return the chosen and the rejected half of a ``dpo`` experience, as single-turn experiences.
+
+    The prompt and the reward are shared; suffixes end in ``c`` and ``r``, so that both have an
+    address of their own.
+
+    Raises:
+        InvalidExperienceError: it is of another type.
+    """
+    if experience.chosen is None or experience.rejected is None:
+        raise InvalidExperienceError(
+            f"experience {experience.eid.uid}: chosen or rejected is missing, it is not a pair"
+        )
+    return (
+        _half(experience, "c", experience.chosen, experience.chosen_messages),
+        _half(experience, "r", experience.rejected, experience.rejected_messages),
+    )
+
+
+def _half(pair: Experience, mark: str, response: Tensor, messages: Messages | None) -> Experience:
+    eid = pair.eid
+    return Experience(
+        eid=EID(eid.batch, eid.task, eid.run, eid.step, eid.suffix + mark),
+        tokens=torch.cat([pair.tokens, response]),
+        prompt_length=len(pair.tokens),
+        reward=pair.reward,
+        info=dict(pair.info),
+        metrics=dict(pair.metrics),
+        prompt_text=pair.prompt_text,
+        messages=messages,
+    )
+
+
+def _python_number(value: Any) -> Any:
+    """Return a 0-d tensor or NumPy scalar as a Python number, anything else as it is."""
+    return value.item() if isinstance(value, (Tensor, np.generic)) else value
+
+
+def _deep_copied(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _deep_copied(item, memo) for key, item in value.items()}
+    return copy.deepcopy(value, memo)

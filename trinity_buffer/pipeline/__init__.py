@@ -1,0 +1,1 @@
+"""The one place that sees both wings: the store's bytes and the algorithms' tensors."""
