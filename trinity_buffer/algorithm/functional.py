@@ -1,0 +1,279 @@
+"""Tensor arithmetic that the losses share: masked reductions, aggregation, ratios, clipping.
+
+Pure functions. Nothing here writes to its inputs, reads a number back from the device, or loops
+over rows. What a mask leaves out is removed from the *inputs*, before any ``exp``: a NaN behind a
+mask then reaches neither the value nor the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.errors import InvalidArgumentError
+
+EPSILON = 1e-8
+"""Keeps a mean over nothing at 0; the reference's value."""
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are cut to ± this before ``exp`` where a formula allows it (the reference's value)."""
+
+AGGREGATION_MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-sum-const",
+    "active-seq-mean-token-sum",
+    "active-seq-mean-token-mean",
+    "active-seq-mean-token-sum-const",
+)
+"""How per-token losses become one number, see `aggregate_loss`. The first four: the reference's."""
+
+
+def check_aggregation_mode(loss_agg_mode: str | None) -> None:
+    """Return if ``loss_agg_mode`` is one of `AGGREGATION_MODES`.
+
+    Raises:
+        InvalidArgumentError: it is not.
+    """
+    one_of("loss_agg_mode", loss_agg_mode, AGGREGATION_MODES)
+
+
+# ------------------------------------------------------------------------------ masked reductions
+def wide(values: Tensor) -> Tensor:
+    """Return ``values`` in at least float32: 16-bit sums lose what a loss is about."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def keep(mask: Tensor, values: Tensor) -> Tensor:
+    """Return ``values``, widened, with 0 where the mask is 0; no gradient flows back from there."""
+    return torch.where(mask != 0, wide(values), 0.0)
+
+
+def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Return the sum of ``values * mask``, of all or along ``axis``; masks may be weights."""
+    kept = keep(mask, values)
+    return (kept * mask.to(kept.dtype)).sum(dim=axis)
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Return ``masked_sum / (sum(mask) + 1e-8)``: 0 where nothing is selected.
+
+    As in the reference the count of a bool or int mask becomes a float32, so that the 1e-8 vanishes
+    beside it even where the values are float64.
+    """
+    return masked_sum(values, mask, axis) / (mask.sum(dim=axis) + EPSILON)
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Return the variance of the selected values, with divisor n - 1 unless ``unbiased`` is False.
+
+    Raises:
+        InvalidArgumentError: too few values are selected.
+    """
+    centred = keep(mask, values) - masked_mean(values, mask)
+    variance = masked_mean(centred * centred, mask)
+    if not unbiased:
+        return variance
+    count = mask.sum()
+    if bool(count == 0) or bool(count == 1):
+        raise InvalidArgumentError(
+            f"a variance needs at least two values, the mask selects {int(count)}"
+        )
+    # As in the reference, the factor of a bool or int mask is a float32, whatever the values are.
+    return variance * (count / (count - 1))
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """Return ``(values - mean) / sqrt(var + 1e-8)``, mean and variance of the selected values.
+
+    Values outside the mask are scaled by the same numbers (the reference does so).
+    ``shift_mean=False`` leaves the mean where it was.
+    """
+    mean, variance = masked_mean(values, mask), masked_var(values, mask)
+    whitened = (wide(values) - mean) * torch.rsqrt(variance + EPSILON)
+    return whitened if shift_mean else whitened + mean
+
+
+# ------------------------------------------------------------------------------ rows
+def row_sums(values: Tensor, layout: BatchLayout | None = None) -> Tensor:
+    """Return the sum of each sequence, shape ``[N]``, of a padded ``[B, T]`` or a packed ``[T]``.
+
+    Summed in float64, so that both shapes give one number; and by segments rather than by
+    scattering, which is not deterministic on a GPU.
+    """
+    doubled = values.double()
+    if layout is None or layout.cu_seqlens is None:
+        return doubled.sum(-1).to(values.dtype)
+    offsets = layout.cu_seqlens.to(torch.int64)
+    summed = torch.segment_reduce(doubled, "sum", offsets=offsets, unsafe=True, initial=0.0)
+    return summed.to(values.dtype)
+
+
+def row_means(values: Tensor, mask: Tensor, layout: BatchLayout | None = None) -> Tensor:
+    """Return the masked mean of each sequence, shape ``[N]``; 0 for a fully masked one."""
+    kept = keep(mask, values)
+    weights = mask if mask.is_floating_point() else mask.float()
+    return row_sums(kept * mask.to(kept.dtype), layout) / (row_sums(weights, layout) + EPSILON)
+
+
+def spread(rows: Tensor, like: Tensor, layout: BatchLayout | None = None) -> Tensor:
+    """Return one value per token from one per sequence: ``[N]`` to the shape of ``like``."""
+    if layout is None or layout.cu_seqlens is None:
+        return rows.unsqueeze(-1).expand_as(like)
+    lengths = layout.cu_seqlens.diff()
+    return rows.repeat_interleave(lengths, output_size=like.shape[-1])
+
+
+def mask_of_rows(rows: Tensor, like: Tensor, layout: BatchLayout | None = None) -> Tensor:
+    """Return a bool per token, shaped as ``like``, from one per sequence (``[N]``) or per token."""
+    if rows.shape == like.shape:
+        return rows.bool()
+    return spread(rows.bool(), like, layout)
+
+
+# ------------------------------------------------------------------------------ aggregation
+def aggregate_loss(
+    values: Tensor,
+    mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    normalizer: float | None = None,
+    layout: BatchLayout | None = None,
+) -> Tensor:
+    """Return per-token losses as one number, shape ``[]``.
+
+    ==================================  ===========================================================
+    ``token-mean``                      every token weighs the same (DAPO, arXiv:2503.14476)
+    ``seq-mean-token-sum``              mean over sequences of their sums
+    ``seq-mean-token-mean``             mean over sequences of their means (GRPO, arXiv:2402.03300)
+    ``seq-mean-token-sum-norm``         sum of all tokens / normalizer
+    ``seq-mean-token-sum-const``        mean over sequences of sum / normalizer (Dr. GRPO,
+                                        arXiv:2503.20783)
+    ``active-seq-mean-...``             the mean is over the sequences that have an action token
+    ==================================  ===========================================================
+
+    Without ``layout`` it reduces over what it is given, exactly as the reference. With it the
+    micro-batch is summed and divided by the counts of the whole step (times the ranks whose mean
+    the trainer takes), so the results of a step's micro-batches add up to the loss of the step.
+
+    Args:
+        values: losses, ``[B, T]``, or ``[T]`` packed (with a layout).
+        mask: what counts, bool or weights, same shape.
+        loss_agg_mode: one of `AGGREGATION_MODES`.
+        normalizer: a constant of the run for the ``-norm`` and ``-const`` modes; None: that of the
+            layout; without either the width T.
+        layout: boundaries and denominators.
+
+    Raises:
+        InvalidArgumentError: an unknown mode, or a denominator that nobody stated.
+    """
+    check_aggregation_mode(loss_agg_mode)
+    kept = keep(mask, values)
+    weights = mask.to(kept.dtype)
+    if loss_agg_mode == "token-mean":
+        tokens = mask.sum() + EPSILON if layout is None else max(layout.total.tokens, 1)
+        return _ranks(layout) * ((kept * weights).sum() / tokens)
+    if loss_agg_mode.endswith("token-mean"):
+        summed = row_means(kept, mask, layout).sum()
+    else:
+        summed = (kept * weights).sum()
+    if loss_agg_mode.endswith(("-norm", "-const")):
+        summed = summed / (_constant(values, normalizer, layout) + EPSILON)
+    if not loss_agg_mode.endswith("-norm"):
+        summed = summed / _sequences(weights, layout, active=loss_agg_mode.startswith("active-"))
+    return _ranks(layout) * summed
+
+
+def aggregate_rows(
+    values: Tensor, layout: BatchLayout | None = None, *, rows_per_value: int = 1
+) -> Tensor:
+    """Return the mean of per-sequence losses, shape ``[]``.
+
+    Args:
+        values: losses, ``[N]``, or ``[N / 2]`` of pairs.
+        layout: denominators of the step.
+        rows_per_value: 2 if each value stands for a pair of rows.
+    """
+    if layout is None:
+        return wide(values).sum() / max(len(values), 1)
+    return _ranks(layout) * wide(values).sum() / max(layout.total.sequences / rows_per_value, 1)
+
+
+def _ranks(layout: BatchLayout | None) -> int:
+    return 1 if layout is None else layout.world_size
+
+
+def _sequences(weights: Tensor, layout: BatchLayout | None, *, active: bool) -> Tensor | int:
+    """Return the number of sequences that a mean over sequences divides by, at least 1."""
+    if layout is None:
+        if active:
+            return (weights != 0).any(-1).sum().clamp(min=1)
+        return max(len(weights), 1)
+    count = layout.total.active_sequences if active else layout.total.sequences
+    if count is None:
+        raise InvalidArgumentError(
+            "an active-... aggregation mode needs layout.total.active_sequences, it is None"
+        )
+    return max(count, 1)
+
+
+def _constant(values: Tensor, normalizer: float | None, layout: BatchLayout | None) -> float:
+    """Return the divisor of the ``-norm`` and ``-const`` modes."""
+    if normalizer is not None:
+        return normalizer
+    if layout is None:
+        return values.shape[-1]
+    if layout.normalizer is None:
+        raise InvalidArgumentError(
+            "a ...-norm or ...-const aggregation mode needs a constant of the run: "
+            "pass normalizer=, or set layout.normalizer (the width of a micro-batch is no constant)"
+        )
+    return layout.normalizer
+
+
+# ------------------------------------------------------------------------------ ratios and clipping
+def log_ratio(logprob: Tensor, old_logprob: Tensor, limit: float = LOG_RATIO_LIMIT) -> Tensor:
+    """Return ``logprob - old_logprob`` cut to ± ``limit``; beyond it the gradient is 0."""
+    return (wide(logprob) - wide(old_logprob)).clamp(-limit, limit)
+
+
+def bounded_exp(values: Tensor) -> Tensor:
+    """Return ``exp(values)``, held where the dtype could no longer represent a sum of results.
+
+    For formulas that know no limit of their own: it differs from ``exp`` only where that is within
+    e^8 of overflowing.
+    """
+    return values.clamp(max=math.log(torch.finfo(values.dtype).max) - 8.0).exp()
+
+
+def clip_limits(
+    clip_range: float | None, clip_range_low: float | None, clip_range_high: float | None
+) -> tuple[float, float]:
+    """Return how far a ratio may fall below and rise above 1; the two-sided limits win.
+
+    Raises:
+        InvalidArgumentError: a side has no limit.
+    """
+    low = clip_range if clip_range_low is None else clip_range_low
+    high = clip_range if clip_range_high is None else clip_range_high
+    if low is None or high is None:
+        missing = "clip_range_low" if low is None else "clip_range_high"
+        raise InvalidArgumentError(
+            f"set clip_range, or both clip_range_low and clip_range_high ({missing} is missing)"
+        )
+    return low, high
+
+
+def clipped_objective(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """Return ``-A clip(ratio, 1 - low, 1 + high)`` per token."""
+    return -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+
+
+def inside(ratio: Tensor, low: float, high: float) -> Tensor:
+    """Return where ``low <= ratio <= high``."""
+    return (ratio >= low) & (ratio <= high)

@@ -1,0 +1,128 @@
+"""Policy losses: from log-probabilities to one number that an optimizer can lower."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from trinity_buffer.algorithm.arguments import default_arguments, did_you_mean
+from trinity_buffer.errors import UnknownNameError
+
+Metrics = dict[str, Tensor]
+LossAndMetrics = tuple[Tensor, Metrics]
+"""The loss, shape ``[]``, and what to log about it: detached tensors of shape ``[]``."""
+
+BACKEND_NAMES: Mapping[str, Mapping[str, str]] = {
+    "trinity": {},
+    "tinker": {},
+    "verl": {
+        "logprob": "log_prob",
+        "old_logprob": "old_log_probs",
+        "ref_logprob": "ref_log_prob",
+        "action_mask": "response_mask",
+    },
+}
+"""What each training framework calls the tensors; other names are the same everywhere."""
+
+NOT_SELECTED = frozenset({"logprob", "layout"})
+"""The trainer computes the one; the other is no tensor of the batch."""
+
+
+class PolicyLossFn(ABC):
+    """A policy loss: a class whose ``__call__`` names the tensors that it needs.
+
+    Subclasses write ``__call__(self, logprob, ..., *, layout=None)`` with the names that this
+    package uses (`old_logprob`, `ref_logprob`, `action_mask`, `advantages`, ...). Callers may use
+    these or those of the backend. ``layout`` carries the denominators of the step: hand it to
+    `aggregate_loss`.
+
+    Metrics whose name ends in ``loss`` are shares of the step's loss: with a layout they add up
+    over micro-batches. All others describe the micro-batch at hand.
+
+    Attributes:
+        tuned: defaults for configuration files where they differ from the constructor's.
+        run_time: constructor arguments that describe a run, hence have no default to offer.
+        reference_args: constructor arguments that reproduce the reference where it is wrong.
+    """
+
+    tuned: ClassVar[Mapping[str, Any]] = {}
+    run_time: ClassVar[frozenset[str]] = frozenset()
+    reference_args: ClassVar[Mapping[str, Any]] = {}
+    _tensors: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Read the tensors off the signature, and let callers use the backend's names for them."""
+        super().__init_subclass__(**kwargs)
+        if "__call__" not in vars(cls):
+            return
+        parameters = list(inspect.signature(cls.__call__).parameters.values())[1:]
+        cls._tensors = tuple(
+            p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        )
+        # The one place where names are translated: subclasses are asked for a plain `__call__`.
+        cls.__call__ = _with_backend_names(cls.__call__)  # type: ignore[method-assign]
+
+    def __init__(self, backend: str = "verl") -> None:
+        """Remember whose names callers may use.
+
+        Raises:
+            UnknownNameError: an unknown backend.
+        """
+        if backend not in BACKEND_NAMES:
+            raise UnknownNameError(
+                f"no backend {backend!r}{did_you_mean(backend, BACKEND_NAMES)} "
+                f"(there are: {', '.join(sorted(BACKEND_NAMES))})"
+            )
+        self.backend = backend
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> LossAndMetrics:
+        """Return the loss and its metrics; subclasses name the tensors they need."""
+
+    @property
+    def select_keys(self) -> list[str]:
+        """Names, in the backend's words, of the tensors that a call takes beside ``logprob``."""
+        names = BACKEND_NAMES[self.backend]
+        return [names.get(name, name) for name in self._tensors if name not in NOT_SELECTED]
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """Return the constructor's arguments for a configuration: signature, then `tuned`."""
+        found = default_arguments(cls, leave_out={"backend", *cls.run_time})
+        return {name: value for name, value in found.items() if value is not None} | dict(cls.tuned)
+
+
+def _with_backend_names(call: Callable[..., LossAndMetrics]) -> Callable[..., LossAndMetrics]:
+    """Return ``call`` taking the backend's names too, and naming what is unknown or missing."""
+    parameters = list(inspect.signature(call).parameters.values())[1:]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    accepted = {p.name for p in named}
+    required = [p.name for p in named if p.default is p.empty]
+
+    @functools.wraps(call)
+    def translated(self: PolicyLossFn, *args: Any, **tensors: Any) -> LossAndMetrics:
+        theirs = BACKEND_NAMES[self.backend]
+        ours = {name: ours for ours, name in theirs.items()}
+        given = {ours.get(name, name): value for name, value in tensors.items()}
+        owner = type(self).__name__
+        for name in given:
+            if name not in accepted and not open_ended:
+                known = [theirs.get(p.name, p.name) for p in named]
+                raise TypeError(
+                    f"{owner} takes no tensor {name!r}{did_you_mean(name, known)} "
+                    f"(it takes: {', '.join(known)})"
+                )
+        for name in required[len(args) :]:
+            if name not in given:
+                raise TypeError(
+                    f"{owner} needs the tensor {theirs.get(name, name)!r}, it was not given"
+                )
+        return call(self, *args, **given)
+
+    return translated

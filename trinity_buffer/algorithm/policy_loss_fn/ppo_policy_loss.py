@@ -1,0 +1,119 @@
+"""PPO (arXiv:1707.06347) with a dual clip (arXiv:1912.09729), or with DAPO's clip-higher."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trinity_buffer.algorithm.functional import (
+    aggregate_loss,
+    check_aggregation_mode,
+    clip_limits,
+    clipped_objective,
+    keep,
+    log_ratio,
+    masked_mean,
+    row_sums,
+    spread,
+    wide,
+)
+from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
+    LossAndMetrics,
+    Metrics,
+    PolicyLossFn,
+)
+from trinity_buffer.algorithm.registry import POLICY_LOSS_FN
+from trinity_buffer.errors import InvalidArgumentError
+
+
+@POLICY_LOSS_FN.register_module("ppo")
+class PPOPolicyLossFn(PolicyLossFn):
+    """``max(-A r, -A clip(r, 1 - low, 1 + high))``, and at most ``-A c`` where A is negative.
+
+    Args:
+        backend: whose names callers use.
+        clip_range: both limits at once; the two below win.
+        clip_range_low: how far the ratio may fall below 1.
+        clip_range_high: how far it may rise above 1 (DAPO's clip-higher, arXiv:2503.14476: 0.28).
+        clip_ratio_c: bound of the ratio for negative advantages, above 1.
+        loss_agg_mode: see `aggregate_loss`.
+        enable_sequence_masking: leave out negative-advantage tokens of sequences that drifted too
+            far (DeepSeek-V3.2, arXiv:2512.02556, section 3.1); they count in the denominator.
+        delta_sequence_masking: how far is too far, in mean ``old_logprob - logprob``.
+        fallback_to_policy_gradient: ignore ``old_logprob``: the ratio is 1, its gradient that of
+            ``logprob``.
+    """
+
+    tuned = {"clip_range": 0.2}
+
+    def __init__(
+        self,
+        backend: str = "verl",
+        clip_range: float | None = None,
+        clip_range_low: float | None = None,
+        clip_range_high: float | None = None,
+        clip_ratio_c: float = 3.0,
+        loss_agg_mode: str | None = "token-mean",
+        enable_sequence_masking: bool = False,
+        delta_sequence_masking: float = 0.1,
+        fallback_to_policy_gradient: bool = False,
+    ) -> None:
+        super().__init__(backend)
+        self.low, self.high = clip_limits(clip_range, clip_range_low, clip_range_high)
+        if not clip_ratio_c > 1.0:
+            raise InvalidArgumentError(f"clip_ratio_c must be greater than 1, it is {clip_ratio_c}")
+        self.clip_ratio_c = clip_ratio_c
+        self.loss_agg_mode = loss_agg_mode or "token-mean"
+        check_aggregation_mode(self.loss_agg_mode)
+        self.enable_sequence_masking = enable_sequence_masking
+        self.delta_sequence_masking = delta_sequence_masking
+        self.fallback_to_policy_gradient = fallback_to_policy_gradient
+
+    def __call__(
+        self,
+        logprob: Tensor,
+        old_logprob: Tensor,
+        action_mask: Tensor,
+        advantages: Tensor,
+        *,
+        layout: BatchLayout | None = None,
+    ) -> LossAndMetrics:
+        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
+        logprob = keep(action_mask, logprob)
+        fallback = self.fallback_to_policy_gradient
+        old = logprob.detach() if fallback else keep(action_mask, old_logprob)
+        kept_advantages = keep(action_mask, advantages)
+        difference = log_ratio(logprob, old)
+        ratio = difference.exp()
+
+        plain = -kept_advantages * ratio
+        clipped = clipped_objective(ratio, kept_advantages, self.low, self.high)
+        worse = torch.maximum(plain, clipped)
+        bound = -kept_advantages * self.clip_ratio_c
+        negative = kept_advantages < 0
+        losses = torch.where(negative, torch.minimum(bound, worse), worse)
+
+        metrics: Metrics = {
+            "pg_clipfrac": masked_mean((clipped > plain).to(ratio), action_mask),
+            "pg_clipfrac_lower": masked_mean(((worse > bound) & negative).to(ratio), action_mask),
+            "ppo_kl": masked_mean(-difference, action_mask),
+        }
+        if self.enable_sequence_masking:
+            drift = _sequence_drift(difference, action_mask, layout)
+            far = spread(drift > self.delta_sequence_masking, ratio, layout)
+            losses = torch.where(far & negative, 0.0, losses)
+            dropped = (far & (wide(advantages) < 0)).to(ratio)
+            tokens = action_mask.to(ratio).sum() + 1e-10
+            metrics["seq_mask/masked_tokens"] = dropped.sum() / tokens
+            metrics["seq_mask/mean_sequence_kl"] = drift.mean()
+        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
+        metrics["pg_loss"] = loss
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def _sequence_drift(difference: Tensor, mask: Tensor, layout: BatchLayout | None) -> Tensor:
+    """Return the mean ``old_logprob - logprob`` of each sequence, shape ``[N]``, detached."""
+    weights = mask.to(difference.dtype)
+    summed = row_sums(-difference.detach() * weights, layout)
+    return summed / (row_sums(weights, layout) + 1e-10)

@@ -1,0 +1,79 @@
+"""Names of the parts of an algorithm: for configurations; in Python, pass the object."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+
+if TYPE_CHECKING:
+    from trinity_buffer.algorithm.algorithm import AlgorithmType
+    from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import EntropyLossFn
+    from trinity_buffer.algorithm.kl_fn.kl_fn import KLFn
+    from trinity_buffer.algorithm.sample_strategy.sample_strategy import SampleStrategy
+
+    from trinity_buffer.algorithm.add_strategy.add_strategy import AddStrategy
+    from trinity_buffer.algorithm.advantage_fn.advantage_fn import AdvantageFn
+    from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import PolicyLossFn
+
+T = TypeVar("T")
+Registered = TypeVar("Registered", bound=type)
+
+
+class Registry(Generic[T]):
+    """Names of one kind of class, filed by decorator or entry point (``trinity_buffer.<kind>``)."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._classes: dict[str, T] = {}
+
+    def register_module(self, name: str) -> Callable[[Registered], Registered]:
+        """Return a decorator that files a class under ``name``.
+
+        Raises:
+            InvalidArgumentError: the name belongs to another class.
+        """
+
+        def register(cls: Registered) -> Registered:
+            known = self._classes.get(name)
+            if known is not None and getattr(known, "__qualname__", None) != cls.__qualname__:
+                raise InvalidArgumentError(
+                    f"{self.kind} {name!r} is taken by {known!r}; choose another name"
+                )
+            self._classes[name] = cls  # type: ignore[assignment]  # a class of kind T by contract
+            return cls
+
+        return register
+
+    def get(self, name: str) -> T:
+        """Return the class of ``name``; installed packages are asked the first time it is missing.
+
+        Raises:
+            UnknownNameError: lists the names there are, and the one probably meant.
+        """
+        if name not in self._classes:
+            for entry in entry_points(group=f"trinity_buffer.{self.kind}", name=name):
+                self._classes[name] = entry.load()
+        if name in self._classes:
+            return self._classes[name]
+        close = difflib.get_close_matches(name, self._classes, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UnknownNameError(
+            f"no {self.kind} {name!r}{hint} (there are: {', '.join(self.names())})"
+        )
+
+    def names(self) -> tuple[str, ...]:
+        """Return the registered names, sorted."""
+        return tuple(sorted(self._classes))
+
+
+ADD_STRATEGY: Registry[type[AddStrategy]] = Registry("add_strategy")
+ADVANTAGE_FN: Registry[type[AdvantageFn]] = Registry("advantage_fn")
+POLICY_LOSS_FN: Registry[type[PolicyLossFn]] = Registry("policy_loss_fn")
+KL_FN: Registry[type[KLFn]] = Registry("kl_fn")
+ENTROPY_LOSS_FN: Registry[type[EntropyLossFn]] = Registry("entropy_loss_fn")
+SAMPLE_STRATEGY: Registry[type[SampleStrategy]] = Registry("sample_strategy")
+ALGORITHM_TYPE: Registry[type[AlgorithmType]] = Registry("algorithm_type")
