@@ -9,24 +9,41 @@ from trinity_buffer.algorithm.add_strategy.add_strategy import (
     RewardVarianceAddStrategy,
     group_by,
 )
-from trinity_buffer.algorithm.add_strategy.copies import COPY_OF, original_uid
+from trinity_buffer.algorithm.add_strategy.advantage_add_strategy import (
+    AdvantageAddStrategy,
+    ASYMREAddStrategy,
+    GiGPOAddStrategy,
+    GRPOGroupedAddStrategy,
+    RECAddStrategy,
+    REINFORCEAddStrategy,
+)
+from trinity_buffer.algorithm.add_strategy.compose import CompositeAddStrategy, compose
 from trinity_buffer.algorithm.add_strategy.correct_bias_add_strategy import CorrectBiasAddStrategy
 from trinity_buffer.algorithm.add_strategy.duplicate_add_strategy import (
     DuplicateInformativeAddStrategy,
 )
 from trinity_buffer.algorithm.add_strategy.step_wise_add_strategy import StepWiseGRPOStrategy
+from trinity_buffer.algorithm.copies import COPY_OF, original_uid
 
 __all__ = [
     "ADD_STRATEGY",
     "COPY_OF",
+    "ASYMREAddStrategy",
     "AddStrategy",
+    "AdvantageAddStrategy",
+    "CompositeAddStrategy",
     "CorrectBiasAddStrategy",
     "DuplicateInformativeAddStrategy",
     "GRPOAddStrategy",
+    "GRPOGroupedAddStrategy",
+    "GiGPOAddStrategy",
     "GroupAdvantageStrategy",
     "OPMDAddStrategy",
+    "RECAddStrategy",
+    "REINFORCEAddStrategy",
     "RewardVarianceAddStrategy",
     "StepWiseGRPOStrategy",
+    "compose",
     "group_by",
     "original_uid",
 ]

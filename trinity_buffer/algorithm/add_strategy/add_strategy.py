@@ -7,16 +7,12 @@ silently.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
-from trinity_buffer.experience import Experience, group_by
-
 from trinity_buffer.algorithm import group_scores
+from trinity_buffer.algorithm.annotating import Problem, annotate, reward_of, unusable
 from trinity_buffer.algorithm.arguments import (
     declared_arguments,
     default_arguments,
@@ -24,7 +20,7 @@ from trinity_buffer.algorithm.arguments import (
     refuse_unknown,
 )
 from trinity_buffer.algorithm.registry import ADD_STRATEGY
-from trinity_buffer.errors import InvalidExperienceError
+from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
 from trinity_buffer.writer import BufferWriter
 
@@ -35,51 +31,11 @@ __all__ = [
     "GroupAdvantageStrategy",
     "OPMDAddStrategy",
     "RewardVarianceAddStrategy",
-    "annotate",
     "group_by",
-    "reward_of",
-    "unusable",
 ]
 
 Unit = Literal["group", "batch"]
 OnUnknown = Literal["error", "ignore"]
-
-
-def annotate(experience: Experience, score: float) -> None:
-    """Set advantages and returns to ``score`` on the tokens of the action mask, 0 elsewhere."""
-    mask = experience.action_mask
-    if mask is None:
-        raise InvalidExperienceError(
-            f"{experience.eid.uid}: advantages need an action_mask, it is None"
-        )
-    weights = mask if mask.is_floating_point() else mask.to(torch.float32)
-    experience.advantages = weights * score
-    experience.returns = experience.advantages.clone()
-
-
-def unusable(experience: Experience, fields: Sequence[str]) -> str | None:
-    """Return which of ``fields`` is missing or broken, in words, or None."""
-    for field in fields:
-        value = getattr(experience, field)
-        if value is None:
-            return f"{field} is None"
-        if isinstance(value, Tensor):
-            if field == "logprobs" and not (value.numel() and bool(torch.isfinite(value).all())):
-                return f"{field} are empty or not finite"
-        elif isinstance(value, int | float) and not math.isfinite(value):
-            return f"{field} is {value}"
-    return None
-
-
-def reward_of(experience: Experience) -> float:
-    """Return the reward as a float.
-
-    Raises:
-        InvalidExperienceError: there is none.
-    """
-    if experience.reward is None:
-        raise InvalidExperienceError(f"{experience.eid.uid}: its reward is None")
-    return float(experience.reward)
 
 
 class AddStrategy(ABC):
@@ -169,19 +125,17 @@ class AddStrategy(ABC):
             if problem is None:
                 kept.append(experience)
             else:
-                self.refuse([experience], experience, problem)
+                self.refuse(Problem([experience], experience, problem))
         return kept
 
-    def refuse(self, together: Sequence[Experience], culprit: Experience, problem: str) -> None:
-        """Reject ``together`` as ``invalid`` because of what is wrong with ``culprit``.
+    def refuse(self, problem: Problem) -> None:
+        """Reject what ``problem`` makes useless as ``invalid``.
 
         Raises:
             InvalidExperienceError: the writer cannot record a rejection.
         """
-        if not self.reject(together, "invalid"):
-            raise InvalidExperienceError(
-                f"{culprit.eid.uid}: {type(self).__name__} cannot use it, its {problem}"
-            )
+        if not self.reject(problem.together, "invalid"):
+            raise problem.error(type(self).__name__)
 
 
 class GroupAdvantageStrategy(AddStrategy):
@@ -301,7 +255,7 @@ class GRPOAddStrategy(GroupAdvantageStrategy):
 
 @ADD_STRATEGY.register_module("opmd")
 class OPMDAddStrategy(GroupAdvantageStrategy):
-    """Online policy mirror descent: the reward less a baseline of its group (arXiv:2404.09656).
+    """Online policy mirror descent: the reward less a baseline of its group (arXiv:2501.12599).
 
     Args:
         writer: where the scored groups go.

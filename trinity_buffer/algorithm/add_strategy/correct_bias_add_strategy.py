@@ -5,29 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from trinity_buffer.experience import Experience
-
 from trinity_buffer.algorithm import group_scores
-from trinity_buffer.algorithm.add_strategy.add_strategy import (
-    ADD_STRATEGY,
-    GRPOAddStrategy,
-    reward_of,
-)
-from trinity_buffer.errors import InvalidExperienceError
+from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, GRPOAddStrategy
+from trinity_buffer.algorithm.annotating import likelihood_of, reward_of
+from trinity_buffer.experience import Experience
 from trinity_buffer.writer import BufferWriter
-
-
-def likelihood_of(experience: Experience) -> float:
-    """Return the mean of all recorded log-probabilities of the response.
-
-    Raises:
-        InvalidExperienceError: there are none.
-    """
-    if experience.logprobs is None or not experience.logprobs.numel():
-        raise InvalidExperienceError(
-            f"{experience.eid.uid}: its likelihood needs logprobs, there are none"
-        )
-    return float(experience.logprobs.mean())
 
 
 @ADD_STRATEGY.register_module("correct_bias")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
-
-from trinity_buffer.experience import Experience, group_by
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.add_strategy.add_strategy import (
     ADD_STRATEGY,
     RewardVarianceAddStrategy,
 )
-from trinity_buffer.algorithm.add_strategy.copies import copy_experience
 from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.algorithm.copies import copy_experience, fresh_task
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.identity import Key
 from trinity_buffer.writer import BufferWriter
 
@@ -71,9 +69,8 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
         one_of("copy_ids", copy_ids, ("fresh", "offset"))
         self.exact_size = exact_size
         self.copy_ids = copy_ids
-        if rng is None and seed is not None:
-            rng = random.Random(seed)
-        self._shuffle = random.shuffle if rng is None else rng.shuffle
+        self.seed = seed
+        self.rng = rng
 
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Write the informative groups, then their copies, a write each."""
@@ -96,6 +93,7 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
         """Yield copies of ``kept`` until ``target`` experiences are written."""
         written = sum(len(group) for group in kept)
         taken = {group[0].eid.tid for group in groups}
+        shuffle = self._shuffle_of(groups)
         queue: list[Group] = []
         turn = 0
         while kept and written < target:
@@ -103,28 +101,30 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
                 # Each group once per turn: first from the end, then in random order.
                 queue, turn = list(kept), turn + 1
                 if turn > 1:
-                    self._shuffle(queue)
+                    shuffle(queue)
             source = queue.pop()
             room = target - written if self.exact_size else len(source)
             copied = self._copy(source[:room], turn, taken, len(groups))
             written += len(copied)
             yield copied
 
+    def _shuffle_of(self, groups: Sequence[Group]) -> Callable[[list[Group]], None]:
+        """Return how to shuffle this batch; the same batch again, the same order."""
+        if self.rng is not None:
+            return self.rng.shuffle
+        if self.seed is None or not groups:
+            return random.shuffle
+        # Seeded by the batch, not once for all: a restarted consumer must draw what the first one drew.
+        return random.Random(f"{self.seed}/{groups[0][0].eid.tid}").shuffle
+
     def _copy(self, group: Group, turn: int, taken: set[str], num_groups: int) -> Group:
         """Return copies of ``group`` as a group of its own, under an id not in ``taken``."""
         first = group[0].eid
         if self.copy_ids == "offset":
-            task, suffixes = (
-                _offset_task(first.task, turn * num_groups),
-                [e.eid.suffix for e in group],
-            )
-        else:
-            number = next(n for n in itertools.count(turn) if f"{first.tid}~c{n}" not in taken)
-            task, suffixes = f"{first.task}~c{number}", [f"{e.eid.suffix}c{number}" for e in group]
-        taken.add(f"{first.batch}/{task}")
-        return [
-            copy_experience(e, task=task, suffix=s) for e, s in zip(group, suffixes, strict=True)
-        ]
+            task = _offset_task(first.task, turn * num_groups)
+            return [copy_experience(e, task=task, suffix=e.eid.suffix) for e in group]
+        name, number = fresh_task(first, taken, turn)
+        return [copy_experience(e, task=name, suffix=f"{e.eid.suffix}c{number}") for e in group]
 
 
 def _offset_task(task: Key, offset: int) -> Key:

@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from trinity_buffer.experience import Experience, group_by
-
 from trinity_buffer.algorithm import group_scores
-from trinity_buffer.algorithm.add_strategy.add_strategy import (
-    ADD_STRATEGY,
-    AddStrategy,
-    annotate,
-    reward_of,
-    unusable,
-)
+from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
+from trinity_buffer.algorithm.annotating import annotate, reward_of, run_problem
 from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
 from trinity_buffer.writer import BufferWriter
 
@@ -112,16 +106,12 @@ class StepWiseGRPOStrategy(AddStrategy):
         return steps[-1] if self.last_step == "list" else max(steps, key=lambda e: e.eid.step)
 
     def _sound(self, runs: Runs) -> Runs:
-        """Return the runs of which all steps have a mask and the last a reward; refuse the others."""
+        """Return the runs whose steps all have a mask and the last a reward; refuse the others."""
         kept = {}
         for run_id, steps in runs.items():
-            last = self._last(steps)
-            problems = [
-                (e, unusable(e, self.needs if e is last else ["action_mask"])) for e in steps
-            ]
-            broken = next(((e, problem) for e, problem in problems if problem is not None), None)
-            if broken is None:
+            problem = run_problem(steps, self._last(steps))
+            if problem is None:
                 kept[run_id] = steps
             else:
-                self.refuse(steps, *broken)
+                self.refuse(problem)
         return kept

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 
 from trinity_buffer.experience import Experience
-
-from trinity_buffer.identity import Key
+from trinity_buffer.identity import EID, Key
 
 COPY_OF = "copy_of"
 """Key of ``info`` under which a copy names the uid of its original.
@@ -33,3 +33,14 @@ def copy_experience(experience: Experience, *, task: Key, suffix: str) -> Experi
     made.info = {**experience.info, COPY_OF: original_uid(experience) or experience.eid.uid}
     made.metrics = dict(experience.metrics)
     return made
+
+
+def fresh_task(eid: EID, taken: set[str], start: int = 1) -> tuple[str, int]:
+    """Return a task id for a copy of the group of ``eid``, and its number, the first free from ``start`` on.
+
+    ``taken`` holds the ``batch/task`` ids in use and gets the new one: a copied group is a group of
+    its own.
+    """
+    number = next(n for n in itertools.count(start) if f"{eid.tid}~c{n}" not in taken)
+    taken.add(f"{eid.tid}~c{number}")
+    return f"{eid.task}~c{number}", number

@@ -1,0 +1,100 @@
+"""Advantage functions as strategies: what computes on lists of experiences can consume the log."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy, Unit
+from trinity_buffer.algorithm.advantage_fn import (
+    ASYMREGroupAdvantage,
+    GiGPOAdvantageFn,
+    GRPOGroupedAdvantage,
+    PipelineAdvantage,
+    RECGroupedAdvantage,
+    REINFORCEGroupAdvantage,
+)
+from trinity_buffer.experience import Experience, group_by
+from trinity_buffer.writer import BufferWriter
+
+
+class AdvantageAddStrategy(AddStrategy):
+    """Annotates with an advantage function; a subclass names it.
+
+    Args:
+        writer: where the scored groups go.
+        kwargs: the arguments of the advantage function.
+    """
+
+    advantage_fn: ClassVar[type[PipelineAdvantage]]
+
+    def __init__(self, writer: BufferWriter, **kwargs: Any) -> None:
+        super().__init__(writer)
+        self.advantage = self.advantage_fn(**kwargs)
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """Return the defaults of the advantage function."""
+        return cls.advantage_fn.default_args()
+
+    @classmethod
+    def unit_for(cls, **arguments: Any) -> Unit:
+        """Return the unit that the advantage function needs."""
+        return cls.advantage_fn.unit_for(**arguments)
+
+    @classmethod
+    def families_for(cls, **arguments: Any) -> tuple[str, ...]:
+        """Return the column families that the advantage function reads."""
+        return cls.advantage_fn.families_for(**arguments)
+
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        """Score all groups, then write them one by one, in order of first appearance."""
+        sound = self._sound(experiences)
+        kept, metrics = self.advantage.process(sound)
+        written = {id(experience) for experience in kept}
+        self.reject([e for e in sound if id(e) not in written], "zero_variance")
+        for group in group_by(kept, "task").values():
+            await self.writer.write_async(group)
+        return len(kept), metrics
+
+    def _sound(self, experiences: list[Experience]) -> list[Experience]:
+        """Return the experiences that can be scored; refuse the others."""
+        useless: set[int] = set()
+        for problem in self.advantage.problems(experiences):
+            self.refuse(problem)
+            useless.update(id(experience) for experience in problem.together)
+        return [e for e in experiences if id(e) not in useless]
+
+
+@ADD_STRATEGY.register_module("asymre")
+class ASYMREAddStrategy(AdvantageAddStrategy):
+    """`ASYMREGroupAdvantage` as a strategy."""
+
+    advantage_fn: ClassVar[type[PipelineAdvantage]] = ASYMREGroupAdvantage
+
+
+@ADD_STRATEGY.register_module("gigpo")
+class GiGPOAddStrategy(AdvantageAddStrategy):
+    """`GiGPOAdvantageFn` as a strategy."""
+
+    advantage_fn: ClassVar[type[PipelineAdvantage]] = GiGPOAdvantageFn
+
+
+@ADD_STRATEGY.register_module("grpo_grouped")
+class GRPOGroupedAddStrategy(AdvantageAddStrategy):
+    """`GRPOGroupedAdvantage`, with all its options, as a strategy."""
+
+    advantage_fn: ClassVar[type[PipelineAdvantage]] = GRPOGroupedAdvantage
+
+
+@ADD_STRATEGY.register_module("rec")
+class RECAddStrategy(AdvantageAddStrategy):
+    """`RECGroupedAdvantage` as a strategy."""
+
+    advantage_fn: ClassVar[type[PipelineAdvantage]] = RECGroupedAdvantage
+
+
+@ADD_STRATEGY.register_module("reinforce")
+class REINFORCEAddStrategy(AdvantageAddStrategy):
+    """`REINFORCEGroupAdvantage` as a strategy."""
+
+    advantage_fn: ClassVar[type[PipelineAdvantage]] = REINFORCEGroupAdvantage

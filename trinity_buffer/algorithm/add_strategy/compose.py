@@ -1,0 +1,135 @@
+"""Several strategies as one: what the first keeps is what the second sees, and all commit together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
+from trinity_buffer.algorithm.arguments import did_you_mean
+from trinity_buffer.algorithm.copies import original_uid
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.experience import Experience
+from trinity_buffer.writer import BufferWriter, StagedWriter
+
+StrategyName = str | type[AddStrategy]
+
+
+class CompositeAddStrategy(AddStrategy):
+    """Feeds what each stage wrote to the next one, and what the last one wrote to the writer.
+
+    What a stage rejects is rejected; what it neither writes nor rejects is ``filtered``. Use
+    `compose` to make one: it works out the unit and the families.
+
+    Args:
+        writer: where the result goes.
+        stages: name and strategy of each stage, the strategy writing to the paired `StagedWriter`.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self, writer: BufferWriter, stages: Sequence[tuple[str, AddStrategy, StagedWriter]]
+    ) -> None:
+        super().__init__(writer)
+        self.stages = list(stages)
+
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        """Run all stages, then write the groups of the last; metrics of one name get the stage's before it."""
+        groups, metrics = [list(experiences)], {}
+        left_out: list[tuple[Experience, str]] = []
+        for name, strategy, staged in self.stages:
+            seen = [experience for group in groups for experience in group]
+            _, found = await strategy.add(seen, step)
+            metrics.update(
+                {f"{name}/{key}" if key in metrics else key: v for key, v in found.items()}
+            )
+            groups, rejected = _emptied(staged)
+            left_out += rejected + _forgotten(seen, groups, rejected)
+        for experience, reason in left_out:
+            # A copy that a later stage leaves out was never stored: there is nothing to reject.
+            if original_uid(experience) is None:
+                self.reject([experience], reason)
+        for group in groups:
+            await self.writer.write_async(group)
+        return sum(len(group) for group in groups), metrics
+
+
+def compose(
+    writer: BufferWriter,
+    strategies: Sequence[StrategyName],
+    arguments: Mapping[str, Mapping[str, Any]] | None = None,
+) -> CompositeAddStrategy:
+    """Return one strategy that runs ``strategies`` in this order, filters first.
+
+    Its ``unit`` is ``"batch"`` if one of them needs that, its families are all that they read, and
+    it annotates if one of them does.
+
+    Args:
+        writer: where the result goes.
+        strategies: registered names or classes.
+        arguments: constructor arguments of each, by its name (of a class: its registered name, else
+            its ``__name__``).
+
+    Raises:
+        InvalidArgumentError: no strategy, arguments of one that is not there, an argument that one
+            does not take.
+    """
+    given = dict(arguments or {})
+    classes = {strategy_name(one): strategy_class(one) for one in strategies}
+    if len(classes) != len(strategies) or not classes:
+        raise InvalidArgumentError("a list of strategies needs at least one, and each only once")
+    for name in given.keys() - classes.keys():
+        raise InvalidArgumentError(
+            f"arguments for {name!r}, which is not in the list{did_you_mean(name, classes)} "
+            f"(strategies: {', '.join(classes)})"
+        )
+    arguments_of = {name: dict(given.get(name, {})) for name in classes}
+    staged = {name: StagedWriter() for name in classes}
+    stages = [(n, cls(staged[n], **arguments_of[n]), staged[n]) for n, cls in classes.items()]
+    units = {cls.unit_for(**arguments_of[n]) for n, cls in classes.items()}
+    families = [f for n, cls in classes.items() for f in cls.families_for(**arguments_of[n])]
+    attributes = {
+        "unit": "batch" if "batch" in units else "group",
+        "families": tuple(dict.fromkeys(families)),
+        "annotates": any(cls.annotates for cls in classes.values()),
+    }
+    made: type[CompositeAddStrategy] = type(
+        "ComposedAddStrategy", (CompositeAddStrategy,), attributes
+    )
+    return made(writer, stages)
+
+
+def strategy_class(strategy: StrategyName) -> type[AddStrategy]:
+    """Return the class of ``strategy``.
+
+    Raises:
+        UnknownNameError: there is none of this name.
+    """
+    return ADD_STRATEGY.get(strategy) if isinstance(strategy, str) else strategy
+
+
+def strategy_name(strategy: StrategyName) -> str:
+    """Return the registered name of ``strategy``, or the name of a class that is not registered."""
+    if isinstance(strategy, str):
+        return strategy
+    return next(
+        (n for n in ADD_STRATEGY.names() if ADD_STRATEGY.get(n) is strategy), strategy.__name__
+    )
+
+
+def _emptied(staged: StagedWriter) -> tuple[list[list[Experience]], list[tuple[Experience, str]]]:
+    """Return what ``staged`` holds, and empty it."""
+    groups, rejections = staged.groups, staged.rejections
+    staged.groups, staged.rejections = [], []
+    return groups, rejections
+
+
+def _forgotten(
+    seen: Sequence[Experience],
+    groups: Sequence[Sequence[Experience]],
+    rejected: Sequence[tuple[Experience, str]],
+) -> list[tuple[Experience, str]]:
+    """Return what a stage neither wrote nor rejected, as ``filtered``."""
+    decided = {e.eid.uid for group in groups for e in group} | {e.eid.uid for e, _ in rejected}
+    return [(e, "filtered") for e in seen if e.eid.uid not in decided]

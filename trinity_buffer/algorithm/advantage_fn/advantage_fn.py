@@ -1,0 +1,201 @@
+"""What every advantage function is, and the two kinds there are.
+
+On the pipeline's side (`PipelineAdvantage`) one looks at lists of experiences, before anything is
+on a GPU; on the trainer's side (`TrainerAdvantage`) at the tensors of one gradient step, where
+values and log-probabilities are known.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from trinity_buffer.algorithm.advantage_fn.rows import Columns, Result, Rows
+from trinity_buffer.algorithm.annotating import Problem, unusable
+from trinity_buffer.algorithm.arguments import (
+    declared_arguments,
+    default_arguments,
+    one_of,
+    refuse_unknown,
+)
+from trinity_buffer.algorithm.registry import ADVANTAGE_FN
+from trinity_buffer.experience import Experience, group_by
+from trinity_buffer.metrics import gather_metrics
+
+__all__ = ["ADVANTAGE_FN", "AdvantageFn", "GroupAdvantage", "PipelineAdvantage", "TrainerAdvantage"]
+
+Unit = Literal["group", "batch"]
+
+
+class AdvantageFn(ABC):
+    """Computes advantages and returns.
+
+    Class attributes:
+        reference_args: constructor arguments with which the class computes what the reference does.
+
+    Args:
+        on_unknown: ``"ignore"`` swallows misspelt arguments.
+        kwargs: refused; here so that subclasses can hand on what they do not know.
+
+    Raises:
+        InvalidArgumentError: an argument that no class in the line of inheritance declares.
+    """
+
+    reference_args: ClassVar[Mapping[str, Any]] = {}
+    runtime_args: ClassVar[tuple[str, ...]] = ("on_unknown", "rng")
+
+    def __init__(self, *, on_unknown: Literal["error", "ignore"] = "error", **kwargs: Any) -> None:
+        one_of("on_unknown", on_unknown, ("error", "ignore"))
+        if on_unknown == "error":
+            refuse_unknown(type(self).__name__, kwargs, declared_arguments(type(self)))
+
+    @abstractmethod
+    def __call__(self, exps: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Return ``exps`` with their advantages, and metrics."""
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """Return the defaults of the constructor, without run-time arguments."""
+        return default_arguments(cls, leave_out=cls.runtime_args)
+
+    @classmethod
+    @abstractmethod
+    def compute_in_trainer(cls) -> bool:
+        """Return whether this needs the tensors of the trainer."""
+
+
+class PipelineAdvantage(AdvantageFn):
+    """Computes advantages of lists of experiences.
+
+    Class attributes, which the strategy around it hands on:
+        unit: what one call of `process` must see whole.
+        families: the column families that are read from the store.
+        needs: fields without which an experience cannot be scored.
+    """
+
+    unit: ClassVar[Unit] = "group"
+    families: ClassVar[tuple[str, ...]] = ("light",)
+    needs: ClassVar[tuple[str, ...]] = ("reward", "action_mask")
+
+    @classmethod
+    def compute_in_trainer(cls) -> bool:
+        """Return False."""
+        return False
+
+    @classmethod
+    def unit_for(cls, **arguments: Any) -> Unit:
+        """Return the unit that a function with these constructor arguments needs."""
+        return cls.unit
+
+    @classmethod
+    def families_for(cls, **arguments: Any) -> tuple[str, ...]:
+        """Return the column families that a function with these constructor arguments reads."""
+        return cls.families
+
+    def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
+        """Yield what keeps experiences from being scored."""
+        for experience in exps:
+            found = unusable(experience, self.needs)
+            if found is not None:
+                yield Problem([experience], experience, found)
+
+    def check(self, exps: Sequence[Experience]) -> None:
+        """Return if all of ``exps`` can be scored.
+
+        Raises:
+            InvalidExperienceError: names the first experience and field that cannot.
+        """
+        for problem in self.problems(exps):
+            raise problem.error(type(self).__name__)
+
+    @abstractmethod
+    def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        """Set the advantages of ``exps``; return those that are kept, and metrics."""
+
+    def __call__(
+        self, exps: list[Experience], **kwargs: Any
+    ) -> tuple[list[Experience], dict[str, Any]]:
+        """Do what `process` does."""
+        return self.process(exps)
+
+
+class GroupAdvantage(PipelineAdvantage):
+    """Scores one group at a time: write `group_experiences` and `calculate_group_advantage`."""
+
+    def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
+        """Return the groups by their id, in order of first appearance: the runs of each task."""
+        return group_by(exps, "task")
+
+    def needs_of(self, exps: Sequence[Experience]) -> Sequence[str]:
+        """Return the fields without which a member of the group ``exps`` cannot be scored."""
+        return self.needs
+
+    def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
+        """Yield what keeps experiences from being scored, group by group."""
+        for group in self.group_experiences(list(exps)).values():
+            needs = self.needs_of(group)
+            found = ((e, unusable(e, needs)) for e in group)
+            yield from (Problem([e], e, text) for e, text in found if text is not None)
+
+    @abstractmethod
+    def calculate_group_advantage(
+        self, group_id: str, exps: list[Experience]
+    ) -> tuple[list[Experience], dict[str, Any]]:
+        """Set the advantages of one group; return the members that are kept, and its metrics."""
+
+    def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        """Score all groups; the result is ordered by group."""
+        self.check(exps)
+        scored = [
+            self.calculate_group_advantage(group_id, group)
+            for group_id, group in self.group_experiences(exps).items()
+        ]
+        kept = [experience for group, _ in scored for experience in group]
+        return kept, gather_groups([metrics for _, metrics in scored])
+
+
+class TrainerAdvantage(AdvantageFn):
+    """Computes advantages of the tensors of one gradient step.
+
+    The batch is a mutable mapping under the names of verl (``response_mask``, ``old_log_probs``,
+    ``uid``, ...) or our own (``action_mask``, ``old_logprob``, ``group_index``, ...), padded ``[B,
+    T]`` or packed with ``cu_seqlens``. It gets ``advantages`` and ``returns``; a function that
+    drops tokens also replaces the mask.
+    """
+
+    @classmethod
+    def compute_in_trainer(cls) -> bool:
+        """Return True."""
+        return True
+
+    @abstractmethod
+    def compute(self, rows: Rows) -> Result:
+        """Return the advantages of ``rows``."""
+
+    def __call__(
+        self,
+        exps: MutableMapping[str, Any],
+        *,
+        reduce: Callable[[Tensor], Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[MutableMapping[str, Any], dict[str, Any]]:
+        """Put ``advantages`` and ``returns`` into the batch; return it, and metrics.
+
+        Args:
+            exps: the batch, changed in place.
+            reduce: sums a tensor over data-parallel ranks; statistics of the whole step need it
+                where every rank holds a part of the step.
+            kwargs: ignored.
+        """
+        columns = Columns(exps)
+        result = self.compute(Rows(columns, reduce))
+        columns.store(result)
+        return exps, result.metrics
+
+
+def gather_groups(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the metrics of groups as ``group_advantages/<name>/{mean,max,min}``; none without groups."""
+    return gather_metrics(metrics, "group_advantages") if metrics else {}

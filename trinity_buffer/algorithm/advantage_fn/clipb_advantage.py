@@ -1,0 +1,44 @@
+"""Clip-B: group-relative advantages, without the bad answers' tokens that would cost the most entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
+from trinity_buffer.algorithm.advantage_fn.entropy_clip import (
+    NEGLIGIBLE_STD,
+    clipped_fractions,
+    entropy_change,
+)
+from trinity_buffer.algorithm.advantage_fn.grpo_advantage import GRPOAdvantageFn
+from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
+
+
+@ADVANTAGE_FN.register_module("clipb")
+class ClipBAdvantageFn(GRPOAdvantageFn):
+    """Drops action tokens with A < 0 and ``S - mean(S) < -mu std(S)`` from the mask, ``S = p (H + log p)``.
+
+    Needs ``rollout_logprob`` and ``entropy``. Mean and (population) deviation are over all action
+    tokens.
+
+    Args:
+        epsilon: added to the deviation of the rewards.
+        mu: how many deviations are tolerated.
+        kwargs: the options of `GRPOAdvantageFn`.
+    """
+
+    def __init__(self, epsilon: float = 1e-6, mu: float = 2.5, **kwargs: Any) -> None:
+        super().__init__(epsilon, **kwargs)
+        self.mu = mu
+
+    def compute(self, rows: Rows) -> Result:
+        """Return the advantages, and the mask without what is dropped."""
+        advantages = super().compute(rows).advantages
+        change = entropy_change(rows["rollout_logprob"], rows["entropy"])
+        _, mean, variance = rows.moments(change)
+        std = variance.sqrt()
+        far = (change.to(mean.dtype) - mean) < -self.mu * std
+        dropped = rows.mask & (advantages < 0) & far & (std >= NEGLIGIBLE_STD)
+        metrics = clipped_fractions(dropped, advantages, rows)
+        metrics |= {"ES": mean, "varS": variance}
+        return Result(advantages, advantages.clone(), metrics, rows.mask & ~dropped)

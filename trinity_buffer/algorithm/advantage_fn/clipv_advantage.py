@@ -1,0 +1,66 @@
+"""Clip-V: group-relative advantages, without the tokens that would change the policy's entropy most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
+from trinity_buffer.algorithm.advantage_fn.entropy_clip import (
+    NEGLIGIBLE_STD,
+    clipped_fractions,
+    entropy_change,
+)
+from trinity_buffer.algorithm.advantage_fn.grpo_advantage import GRPOAdvantageFn
+from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
+
+
+@ADVANTAGE_FN.register_module("clipv")
+class ClipVAdvantageFn(GRPOAdvantageFn):
+    """Drops action tokens with A <= 0 and ``D > mu std(D)`` from the mask, ``D = necs - p (H + log p)``.
+
+    Needs ``old_logprob``, ``entropy`` and ``necs``. The deviation is the population's, over all
+    action tokens.
+
+    Args:
+        epsilon: added to the deviation of the rewards.
+        mu: how many deviations are tolerated.
+        max_frac: if more than this share of the action tokens would go, only as many with A < 0 go,
+            those of the largest D, at least one; tokens with A = 0 go in any case.
+        kwargs: the options of `GRPOAdvantageFn`.
+    """
+
+    tuned: ClassVar[Mapping[str, Any]] = {"mu": 8.5}
+
+    def __init__(
+        self, epsilon: float = 1e-6, mu: float = 2.0, max_frac: float = 1e-4, **kwargs: Any
+    ) -> None:
+        super().__init__(epsilon, **kwargs)
+        self.mu = mu
+        self.max_frac = max_frac
+
+    def compute(self, rows: Rows) -> Result:
+        """Return the advantages, and the mask without what is dropped."""
+        advantages = super().compute(rows).advantages
+        excess = rows["necs"] - entropy_change(rows["old_logprob"], rows["entropy"])
+        count, _, variance = rows.moments(excess)
+        std = variance.sqrt()
+        far = rows.mask & (excess.to(std.dtype) > self.mu * std) & (std >= NEGLIGIBLE_STD)
+        dropped = far & (advantages <= 0)
+        limit = max(int(self.max_frac * float(count)), 1)
+        if float(rows.total(dropped.sum().to(torch.float64))) > self.max_frac * float(count):
+            dropped = (far & (advantages == 0)) | _largest(excess, far & (advantages < 0), limit)
+        metrics = clipped_fractions(dropped, advantages, rows)
+        return Result(advantages, advantages.clone(), metrics | {"stdD": std}, rows.mask & ~dropped)
+
+
+def _largest(values: Tensor, among: Tensor, limit: int) -> Tensor:
+    """Return which of ``among`` are the ``limit`` largest, as a mask."""
+    chosen = torch.zeros_like(among).flatten()
+    ranked = values.where(among, -torch.inf).flatten()
+    number = min(limit, int(among.sum()))
+    chosen[ranked.topk(number).indices] = True
+    return chosen.view_as(among)

@@ -1,0 +1,171 @@
+"""Group-in-group policy optimization (GiGPO, arXiv:2505.10978): credit for whole runs and for single steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from trinity_buffer.algorithm import group_scores
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, PipelineAdvantage, Unit
+from trinity_buffer.algorithm.advantage_fn.runs import Runs, run_problems, runs_by_task
+from trinity_buffer.algorithm.annotating import Problem, annotate, reward_of
+from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.experience import Experience
+from trinity_buffer.metrics import gather_metrics
+
+Scores = dict[int, float]
+"""id of an experience -> its score."""
+
+
+@ADVANTAGE_FN.register_module("gigpo")
+class GiGPOAdvantageFn(PipelineAdvantage):
+    """``A = A_episode + omega A_step`` on every action token of a step.
+
+    ``A_episode`` compares the rewards of the runs of a task; ``A_step`` compares the discounted
+    returns of all steps that were taken in one state (an anchor), and is 0 where nobody else was.
+
+    Args:
+        omega: weight of the step-level part.
+        gamma: discount of a step.
+        fnorm: ``"none"`` compares by difference, ``"std"`` also divides by the deviation.
+        epsilon: added to the divisor.
+        step_reward_key: key of ``info`` with the reward of a step; runs without it get their last
+            step's ``reward``.
+        env_state_hash_key: key of ``info`` that names the state in which a step was taken.
+        anchor_scope: whose steps share an anchor: those of one ``"task"``, as published, or of the
+            whole ``"batch"``, as in the reference.
+        ddof: 1 for the sample deviation, 0 for the population's.
+        std_floor: deviations below this share of the largest value are 0.
+    """
+
+    reference_args: ClassVar[Mapping[str, Any]] = {
+        "on_unknown": "ignore",
+        "std_floor": 0.0,
+        "anchor_scope": "batch",
+    }
+
+    def __init__(
+        self,
+        omega: float = 1.0,
+        gamma: float = 1.0,
+        fnorm: str = "none",
+        epsilon: float = 1e-6,
+        step_reward_key: str = "step_reward",
+        env_state_hash_key: str = "env_state_hash",
+        *,
+        anchor_scope: Literal["task", "batch"] = "task",
+        ddof: int = 1,
+        std_floor: float = group_scores.RELATIVE_FLOOR,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        group_scores.check_scale(epsilon, ddof, std_floor, "raw")
+        one_of("fnorm", fnorm, ("none", "std"))
+        one_of("anchor_scope", anchor_scope, ("task", "batch"))
+        self.omega = omega
+        self.gamma = gamma
+        self.fnorm = fnorm
+        self.epsilon = epsilon
+        self.step_reward_key = step_reward_key
+        self.env_state_hash_key = env_state_hash_key
+        self.anchor_scope = anchor_scope
+        self.ddof = ddof
+        self.std_floor = std_floor
+
+    @classmethod
+    def unit_for(cls, **arguments: Any) -> Unit:
+        """Return ``"batch"`` if anchors reach across tasks."""
+        return "batch" if arguments.get("anchor_scope") == "batch" else "group"
+
+    def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
+        """Yield the runs that lack a mask on any step, or any reward."""
+        return run_problems(exps, self._rewarded)
+
+    def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        """Score all runs and steps; the order stays."""
+        if not exps:
+            return [], {}
+        self.check(exps)
+        tasks = runs_by_task(exps)
+        returns: Scores = {}
+        episode: Scores = {}
+        metrics = []
+        for runs in tasks.values():
+            scores, found = self._episodes(runs, returns)
+            episode.update(scores)
+            metrics.append(found)
+        step, anchors = self._steps(exps, returns)
+        for e in exps:
+            annotate(e, episode[id(e)] + self.omega * step.get(id(e), 0.0))
+        return exps, {
+            **gather_metrics(metrics, "gigpo"),
+            **anchors,
+            "gigpo/mean_abs_A_E": _mean_abs(episode.values(), len(exps)),
+            "gigpo/mean_abs_A_S": _mean_abs(step.values(), len(exps)),
+            "experience_count": len(exps),
+        }
+
+    def _rewarded(self, steps: list[Experience]) -> Experience | None:
+        """Return the step whose ``reward`` counts; None if the steps have rewards of their own."""
+        if any(self.step_reward_key in step.info for step in steps):
+            return None
+        return max(steps, key=lambda step: step.eid.step)
+
+    def _rewards(self, steps: list[Experience]) -> list[float]:
+        """Return the reward of each step; without step rewards all of it falls on the last."""
+        if self._rewarded(steps) is None:
+            return [float(step.info.get(self.step_reward_key, 0.0)) for step in steps]
+        return [0.0] * (len(steps) - 1) + [reward_of(steps[-1])]
+
+    def _episodes(self, runs: Runs, returns: Scores) -> tuple[Scores, dict[str, float]]:
+        """Return the score of each run, for all its steps, and metrics; fill in the steps' ``returns``."""
+        totals = []
+        ordered = [sorted(steps, key=lambda step: step.eid.step) for steps in runs.values()]
+        for steps in ordered:
+            rewards = self._rewards(steps)
+            totals.append(float(sum(rewards)))
+            running = 0.0
+            for step, reward in zip(reversed(steps), reversed(rewards), strict=True):
+                running = reward + self.gamma * running
+                returns[id(step)] = running
+        scores, mean, std = self._compared(totals)
+        found = {"episode_reward_mean": mean, "episode_reward_std": std}
+        pairs = zip(ordered, scores, strict=True)
+        return {id(step): score for steps, score in pairs for step in steps}, found
+
+    def _steps(
+        self, exps: Sequence[Experience], returns: Scores
+    ) -> tuple[Scores, dict[str, float]]:
+        """Return the score of each step that shares its state with another, and metrics."""
+        anchors: dict[tuple[str, str], list[Experience]] = {}
+        scope: Callable[[Experience], str] = lambda e: (
+            e.eid.tid if self.anchor_scope == "task" else ""
+        )
+        for e in exps:
+            if e.info.get(self.env_state_hash_key) is not None:
+                state = str(e.info[self.env_state_hash_key])
+                anchors.setdefault((scope(e), state), []).append(e)
+        shared = [group for group in anchors.values() if len(group) > 1]
+        scores: Scores = {}
+        for group in shared:
+            found, _, _ = self._compared([returns[id(e)] for e in group])
+            scores.update({id(e): score for e, score in zip(group, found, strict=True)})
+        return scores, {
+            "gigpo/anchor_groups_total": len(anchors),
+            "gigpo/anchor_groups_size_gt1": len(shared),
+            "gigpo/anchor_group_hit_ratio": len(shared) / len(anchors) if anchors else 0.0,
+        }
+
+    def _compared(self, values: Sequence[float]) -> tuple[list[float], float, float]:
+        """Return how each of ``values`` differs from their mean, the mean and the divisor."""
+        mean, std = group_scores.moments(values, ddof=self.ddof, std_floor=self.std_floor)
+        divisor = std if self.fnorm == "std" else 1.0
+        centred = group_scores.as_rewards(values) - mean
+        return group_scores.scaled(centred, divisor, self.epsilon).tolist(), mean, divisor
+
+
+def _mean_abs(values: Any, size: int) -> float:
+    """Return the mean size of ``values``, those that are missing being 0."""
+    return float(np.abs(np.fromiter(values, dtype=np.float64)).sum()) / size

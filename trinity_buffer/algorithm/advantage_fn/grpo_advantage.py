@@ -1,0 +1,209 @@
+"""Group-relative advantages (arXiv:2402.03300), with the options that others found useful."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from trinity_buffer.algorithm import group_scores
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
+    ADVANTAGE_FN,
+    GroupAdvantage,
+    TrainerAdvantage,
+    Unit,
+    gather_groups,
+)
+from trinity_buffer.algorithm.advantage_fn.group_rows import broadcast, scored_rows
+from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
+from trinity_buffer.algorithm.annotating import annotate, likelihood_of, reward_of
+from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.algorithm.copies import copy_experience, fresh_task
+from trinity_buffer.experience import Experience
+
+Group = list[Experience]
+
+
+@ADVANTAGE_FN.register_module("grpo")
+class GRPOGroupedAdvantage(GroupAdvantage):
+    """``(reward - mean) / (std + epsilon)`` on every action token of a group.
+
+    Args:
+        epsilon: added to the deviation.
+        std_threshold: groups whose deviation is at or below it, and groups of one, are left out;
+            None keeps all.
+        duplicate_experiences: with ``std_threshold``, replace each group that is left out by a copy
+            of a random one that is kept (POLARIS, https://hkunlp.github.io/blog/2025/Polaris).
+        rank_penalty: shrink rewards with the rank of the answer's likelihood (arXiv:2506.02355);
+            None does not.
+        std_cal_level: whose deviation divides: of the ``"group"``, or of the whole ``"batch"``
+            (arXiv:2508.08221).
+        rank_scores: with ``rank_penalty``, what is compared with the mean of the penalized rewards:
+            the ``"penalized"`` reward, so that advantages sum to 0, or the ``"raw"`` one, as the
+            reference does.
+        ddof: 1 for the sample deviation, 0 for the population's.
+        std_floor: deviations below this share of the largest reward are 0, and so are the
+            advantages.
+        single_member: ``"raw"`` scores the reward of a group of one, ``"zero"`` scores nothing.
+        seed: of the choice of copies; None draws from the global generator.
+    """
+
+    reference_args: ClassVar[Mapping[str, Any]] = {"rank_scores": "raw", "std_floor": 0.0}
+
+    def __init__(
+        self,
+        epsilon: float = 1e-6,
+        std_threshold: float | None = None,
+        duplicate_experiences: bool = False,
+        rank_penalty: float | None = None,
+        std_cal_level: str = "group",
+        *,
+        rank_scores: Literal["penalized", "raw"] = "penalized",
+        ddof: int = 1,
+        std_floor: float = group_scores.RELATIVE_FLOOR,
+        single_member: group_scores.SingleMember = "raw",
+        seed: int | None = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        group_scores.check_scale(epsilon, ddof, std_floor, single_member)
+        one_of("std_cal_level", std_cal_level, ("group", "batch"))
+        one_of("rank_scores", rank_scores, ("penalized", "raw"))
+        self.epsilon = epsilon
+        self.std_threshold = std_threshold
+        self.duplicate_experiences = duplicate_experiences
+        self.rank_penalty = rank_penalty
+        self.std_cal_level = std_cal_level
+        self.rank_scores = rank_scores
+        self.ddof = ddof
+        self.std_floor = std_floor
+        self.single_member: group_scores.SingleMember = single_member
+        self.seed = seed
+
+    @classmethod
+    def unit_for(cls, **arguments: Any) -> Unit:
+        """Return ``"batch"`` if the deviation or the copies need one."""
+        whole = arguments.get("std_cal_level") == "batch" or arguments.get("duplicate_experiences")
+        return "batch" if whole else "group"
+
+    @classmethod
+    def families_for(cls, **arguments: Any) -> tuple[str, ...]:
+        """Return the light family, and the tokens' if likelihoods are ranked."""
+        return ("light",) if arguments.get("rank_penalty") is None else ("light", "tokens")
+
+    def needs_of(self, exps: Sequence[Experience]) -> Sequence[str]:
+        """Return the usual fields, and logprobs where likelihoods are ranked."""
+        ranked = self.rank_penalty is not None and len(exps) > 1
+        return (*self.needs, "logprobs") if ranked else self.needs
+
+    def calculate_group_advantage(
+        self, group_id: str, exps: Group, precomputed_std: float | None = None
+    ) -> tuple[Group, dict[str, Any]]:
+        """Score one group, by ``precomputed_std`` if given; return nothing of it if it is left out."""
+        raw, compared = self._rewards(exps)
+        mean, std = group_scores.moments(compared, ddof=self.ddof, std_floor=self.std_floor)
+        metrics = {"reward_mean": mean, "reward_std": std}
+        if self.std_threshold is not None and (len(exps) == 1 or std <= self.std_threshold):
+            return [], metrics
+        if len(exps) == 1 and self.single_member == "zero":
+            mean = float(raw[0])
+        scored = raw if self.rank_scores == "raw" else compared
+        used = std if precomputed_std is None else precomputed_std
+        scores = group_scores.scaled(scored - mean, used, self.epsilon)
+        for experience, score in zip(exps, scores, strict=True):
+            annotate(experience, float(score))
+        return exps, metrics
+
+    def process(self, exps: Group) -> tuple[Group, dict[str, Any]]:
+        """Score all groups, leave out those below the threshold, copy others in their place."""
+        self.check(exps)
+        groups = self.group_experiences(exps)
+        std = self._batch_std(list(groups.values())) if self.std_cal_level == "batch" else None
+        scored = [self.calculate_group_advantage(name, g, std) for name, g in groups.items()]
+        kept = [group for group, _ in scored if group]
+        filtered = len(exps) - sum(len(group) for group in kept)
+        if self.std_threshold is not None and self.duplicate_experiences:
+            kept += self._copies(kept, list(groups.values()))
+        metrics = gather_groups([found for _, found in scored])
+        return [e for group in kept for e in group], {**metrics, "filtered_count": filtered}
+
+    def _rewards(self, exps: Group) -> tuple[group_scores.Rewards, group_scores.Rewards]:
+        """Return the raw rewards, and those that enter mean and deviation."""
+        raw = group_scores.as_rewards([reward_of(e) for e in exps])
+        if self.rank_penalty is None or len(exps) == 1:
+            return raw, raw
+        likelihoods = [likelihood_of(e) for e in exps]
+        return raw, group_scores.rank_penalized(raw, likelihoods, self.rank_penalty)
+
+    def _batch_std(self, groups: Sequence[Group]) -> float:
+        """Return the deviation over all groups of what is scored; 1 if there is only one reward."""
+        index = 0 if self.rank_scores == "raw" else 1
+        rewards = np.concatenate([self._rewards(group)[index] for group in groups] or [np.zeros(0)])
+        if len(rewards) <= 1:
+            return 1.0
+        return group_scores.deviation(rewards, ddof=self.ddof, std_floor=self.std_floor)
+
+    def _copies(self, kept: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
+        """Return a copy of a random kept group for each one that was left out."""
+        if not kept:
+            return []
+        key = f"{self.seed}/{groups[0][0].eid.tid}"
+        draw = random.choice if self.seed is None else random.Random(key).choice
+        taken = {group[0].eid.tid for group in groups}
+        copies = []
+        for _ in range(len(groups) - len(kept)):
+            source = draw(list(kept))
+            task, number = fresh_task(source[0].eid, taken)
+            copies.append(
+                [copy_experience(e, task=task, suffix=f"{e.eid.suffix}c{number}") for e in source]
+            )
+        return copies
+
+
+@ADVANTAGE_FN.register_module("grpo_verl")
+class GRPOAdvantageFn(TrainerAdvantage):
+    """Group-relative advantages of the rows' summed token-level rewards.
+
+    Args:
+        epsilon: added to the deviation.
+        ddof: 1 for the sample deviation, 0 for the population's.
+        std_floor: deviations below this share of the largest reward are 0, and so are the
+            advantages.
+        single_member: ``"raw"`` scores the reward of a group of one, ``"zero"`` scores nothing.
+    """
+
+    reference_args: ClassVar[Mapping[str, Any]] = {"std_floor": 0.0}
+
+    def __init__(
+        self,
+        epsilon: float = 1e-6,
+        *,
+        ddof: int = 1,
+        std_floor: float = group_scores.RELATIVE_FLOOR,
+        single_member: group_scores.SingleMember = "raw",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        group_scores.check_scale(epsilon, ddof, std_floor, single_member)
+        self.epsilon = epsilon
+        self.ddof = ddof
+        self.std_floor = std_floor
+        self.single_member: group_scores.SingleMember = single_member
+
+    def score(self, rewards: group_scores.Rewards) -> group_scores.Rewards:
+        """Return the scores of one group."""
+        return group_scores.normalized_scores(
+            rewards,
+            epsilon=self.epsilon,
+            ddof=self.ddof,
+            std_floor=self.std_floor,
+            single_member=self.single_member,
+        )
+
+    def compute(self, rows: Rows) -> Result:
+        """Return the score of each row on its action tokens."""
+        like = rows.raw("token_level_rewards")
+        advantages = broadcast(scored_rows(rows, self.score), rows, like)
+        return Result(advantages, advantages.clone())

@@ -1,0 +1,115 @@
+"""Distillation by a generalized Jensen-Shannon divergence (GKD, arXiv:2306.13649)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
+from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
+from trinity_buffer.algorithm.advantage_fn.token_scores import row_statistics, row_sums
+from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.errors import InvalidArgumentError
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are cut here before ``exp``: e^20 is far beyond any useful weight, and finite."""
+
+
+def log_mixture(student: Tensor, teacher: Tensor, weight: float) -> Tensor:
+    """Return ``log((1 - weight) exp(student) + weight exp(teacher))``."""
+    return torch.logaddexp(student + math.log1p(-weight), teacher + math.log(weight))
+
+
+def divergence_gradient(student: Tensor, teacher: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    """Return the advantage that descends the divergence, and an estimate of it, per sampled token.
+
+    With ``S`` the student, ``T`` the teacher, ``w`` the weight and ``M = (1 - w) S + w T`` the
+    divergence is ``w KL(T || M) + (1 - w) KL(S || M)``, an f-divergence of ``u = T / S`` under
+    ``S``. Its gradient is ``E_S[(f(u) - u f'(u)) grad log S]``, which comes to ``-(1 - w) log(M /
+    S)``; the estimate ``f(u)`` is never negative. ``w = 0`` is taken for the reverse divergence
+    ``KL(S || T)``, ``w = 1`` for the forward one, ``KL(T || S)``.
+    """
+    log_ratio = (teacher - student).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+    if weight == 0.0:
+        return teacher - student, student - teacher
+    if weight == 1.0:
+        return ratio - 1.0, ratio * log_ratio - ratio + 1.0
+    mixed = log_mixture(torch.zeros_like(log_ratio), log_ratio, weight)
+    estimate = weight * ratio * log_ratio - mixed.exp() * mixed
+    return (1.0 - weight) * mixed, estimate
+
+
+def sampled_log_ratios(student: Tensor, teacher: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    """Return what the reference uses: minus the weighted log-ratios of the sampled token, and these.
+
+    By Jensen's inequality they are never positive for ``0 < w < 1``, so that the advantage grows
+    with the
+    disagreement: it rewards the student for moving away from the teacher.
+    """
+    if weight in (0.0, 1.0):
+        found = student - teacher if weight == 0.0 else teacher - student
+    else:
+        mixed = log_mixture(student, teacher, weight)
+        found = weight * (teacher - mixed) + (1.0 - weight) * (student - mixed)
+    return -found, found
+
+
+@ADVANTAGE_FN.register_module("jsd")
+class JSDAdvantage(TrainerAdvantage):
+    """Advantages with which a policy gradient descends a divergence between student and teacher.
+
+    Needs ``old_logprob`` (the student) and ``teacher_logprob``, of the tokens that the student
+    sampled.
+
+    Args:
+        lambda_coef: weight of the teacher in the mixture; 0 is the reverse KL divergence, 1 the
+            forward one.
+        kl_coef: scale.
+        temperature: divides the log-probabilities.
+        chunk_size: accepted and of no effect: nothing here grows with the vocabulary, there is
+            nothing to cut up.
+        estimator: ``"gradient"`` of the divergence, or the reference's ``"log_ratio"``, of the
+            wrong sign.
+    """
+
+    reference_args: ClassVar[Mapping[str, Any]] = {"estimator": "log_ratio"}
+
+    def __init__(
+        self,
+        lambda_coef: float = 0.5,
+        kl_coef: float = 1.0,
+        temperature: float = 1.0,
+        chunk_size: int | None = None,
+        *,
+        estimator: Literal["gradient", "log_ratio"] = "gradient",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        one_of("estimator", estimator, ("gradient", "log_ratio"))
+        if not 0 <= lambda_coef <= 1:
+            raise InvalidArgumentError(
+                f"lambda_coef must lie between 0 and 1, it is {lambda_coef!r}"
+            )
+        if not temperature > 0:
+            raise InvalidArgumentError(f"temperature must be positive, it is {temperature!r}")
+        self.lambda_coef = lambda_coef
+        self.kl_coef = kl_coef
+        self.temperature = temperature
+        self.chunk_size = chunk_size
+        self.estimator = estimator
+
+    def compute(self, rows: Rows) -> Result:
+        """Return the scaled advantage of each action token."""
+        student = rows["old_logprob"] / self.temperature
+        teacher = rows["teacher_logprob"] / self.temperature
+        formula = divergence_gradient if self.estimator == "gradient" else sampled_log_ratios
+        found, divergence = formula(student, teacher, float(self.lambda_coef))
+        advantages = (self.kl_coef * found).where(rows.mask, 0.0)
+        metrics = row_statistics("jsd", divergence, rows.mask)
+        metrics["advantages/mean"] = row_sums(advantages, rows.mask).mean()
+        return Result(advantages, advantages.clone(), metrics)

@@ -1,0 +1,127 @@
+"""Group-relative advantages for rollouts of several steps: the last step's reward scores all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from trinity_buffer.algorithm import group_scores
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
+    ADVANTAGE_FN,
+    PipelineAdvantage,
+    Unit,
+    gather_groups,
+)
+from trinity_buffer.algorithm.advantage_fn.runs import Runs, run_problems, runs_by_task
+from trinity_buffer.algorithm.annotating import Problem, annotate, reward_of
+from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.experience import Experience
+
+
+@ADVANTAGE_FN.register_module("step_wise_grpo")
+class StepWiseGRPOAdvantageFn(PipelineAdvantage):
+    """Scores each run by its last step, as GRPO does, and gives the score to all its steps.
+
+    Args:
+        epsilon: added to the deviation.
+        enable_step_norm: divide the advantages of a run by its number of steps.
+        std_cal_level: whose deviation divides: of the runs of a ``"group"``, or of the whole
+            ``"batch"``.
+        std_threshold: groups whose deviation is at or below it, and groups of one run, are left
+            out; None keeps all.
+        ddof: 1 for the sample deviation, 0 for the population's.
+        std_floor: deviations below this share of the largest reward are 0, and so are the scores.
+        single_member: ``"raw"`` scores the reward of an only run, ``"zero"`` scores nothing.
+    """
+
+    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "std_floor": 0.0}
+
+    def __init__(
+        self,
+        epsilon: float = 1e-6,
+        enable_step_norm: bool = False,
+        std_cal_level: str = "group",
+        std_threshold: float | None = None,
+        *,
+        ddof: int = 1,
+        std_floor: float = group_scores.RELATIVE_FLOOR,
+        single_member: group_scores.SingleMember = "raw",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        group_scores.check_scale(epsilon, ddof, std_floor, single_member)
+        one_of("std_cal_level", std_cal_level, ("group", "batch"))
+        self.epsilon = epsilon
+        self.enable_step_norm = enable_step_norm
+        self.std_cal_level = std_cal_level
+        self.std_threshold = std_threshold
+        self.ddof = ddof
+        self.std_floor = std_floor
+        self.single_member: group_scores.SingleMember = single_member
+
+    @classmethod
+    def unit_for(cls, **arguments: Any) -> Unit:
+        """Return ``"batch"`` if the deviation needs one."""
+        return "batch" if arguments.get("std_cal_level") == "batch" else "group"
+
+    def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
+        """Yield the runs that lack a mask on any step, or a reward on the last."""
+        return run_problems(exps, lambda steps: steps[-1])
+
+    def calculate_group_advantage(
+        self, exps: Mapping[str, Experience], precomputed_std: float | None = None
+    ) -> tuple[dict[str, float], dict[str, float], bool]:
+        """Return the score of each run, given its last step, the metrics, and whether to leave it out."""
+        rewards = [reward_of(e) for e in exps.values()]
+        mean, std = group_scores.moments(rewards, ddof=self.ddof, std_floor=self.std_floor)
+        threshold = self.std_threshold
+        skip = threshold is not None and (len(rewards) == 1 or std <= threshold)
+        scores = group_scores.normalized_scores(
+            rewards,
+            epsilon=self.epsilon,
+            ddof=self.ddof,
+            std_floor=self.std_floor,
+            single_member=self.single_member,
+            std=precomputed_std,
+        )
+        metrics = {"reward_mean": mean, "reward_std": std}
+        return dict(zip(exps, scores.tolist(), strict=True)), metrics, skip
+
+    def broadcast_advantages(self, run_exps: Runs, scores: Mapping[str, float]) -> Runs:
+        """Set the advantages of every step of every run to the run's score; return the runs."""
+        for run_id, steps in run_exps.items():
+            length = len(steps) if self.enable_step_norm else 1
+            for step in steps:
+                annotate(step, scores[run_id] / length)
+        return run_exps
+
+    def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        """Score all tasks; the result is ordered by task and run."""
+        if not exps:
+            return [], {}
+        self.check(exps)
+        tasks = list(runs_by_task(exps).values())
+        std = self._batch_std(tasks) if self.std_cal_level == "batch" else None
+        kept: list[Experience] = []
+        metrics, skipped = [], 0
+        for runs in tasks:
+            last = {run: steps[-1] for run, steps in runs.items()}
+            scores, found, skip = self.calculate_group_advantage(last, std)
+            metrics.append(found)
+            skipped += skip
+            if not skip:
+                self.broadcast_advantages(runs, scores)
+                kept += [step for steps in runs.values() for step in steps]
+        counts = {
+            "experience_count": len(kept),
+            "filtered_count": len(exps) - len(kept),
+            "skipped_group_ratio": skipped / len(tasks),
+        }
+        return kept, {**gather_groups(metrics), **counts}
+
+    def _batch_std(self, tasks: Sequence[Runs]) -> float:
+        """Return the deviation of the rewards of all runs; 1 if there is only one."""
+        rewards = [reward_of(steps[-1]) for runs in tasks for steps in runs.values()]
+        if len(rewards) <= 1:
+            return 1.0
+        return group_scores.deviation(rewards, ddof=self.ddof, std_floor=self.std_floor)

@@ -1,0 +1,32 @@
+"""On-policy distillation (arXiv:2306.13649): a teacher scores every token that the student sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
+from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
+from trinity_buffer.algorithm.advantage_fn.token_scores import row_statistics, row_sums
+
+
+@ADVANTAGE_FN.register_module("on_policy_distill")
+class OnPolicyDistillAdvantage(TrainerAdvantage):
+    """``kl_coef (teacher - student)`` in log-probabilities: the gradient of the reverse KL divergence.
+
+    Needs ``old_logprob`` (the student) and ``teacher_logprob``.
+
+    Args:
+        kl_coef: scale.
+    """
+
+    def __init__(self, kl_coef: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.kl_coef = kl_coef
+
+    def compute(self, rows: Rows) -> Result:
+        """Return the scaled log-ratio of each action token."""
+        gap = rows["teacher_logprob"] - rows["old_logprob"]
+        advantages = self.kl_coef * gap
+        metrics = row_statistics("kl", -gap, rows.mask)
+        metrics["advantages/mean"] = row_sums(advantages, rows.mask).mean()
+        return Result(advantages, advantages.clone(), metrics)

@@ -1,0 +1,68 @@
+"""Online policy mirror descent (arXiv:2501.12599): the reward less a baseline of its group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trinity_buffer.algorithm import group_scores
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
+    ADVANTAGE_FN,
+    GroupAdvantage,
+    TrainerAdvantage,
+)
+from trinity_buffer.algorithm.advantage_fn.group_rows import broadcast, scored_rows
+from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
+from trinity_buffer.algorithm.annotating import annotate, reward_of
+from trinity_buffer.experience import Experience
+
+
+@ADVANTAGE_FN.register_module("opmd")
+class OPMDGroupAdvantage(GroupAdvantage):
+    """``reward - baseline`` on every action token of a group.
+
+    Args:
+        opmd_baseline: ``"mean"`` or ``"logavgexp"``: ``tau log(mean(exp(reward / tau)))``.
+        tau: temperature of the second.
+    """
+
+    def __init__(self, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        group_scores.check_baseline(opmd_baseline, tau)
+        self.opmd_baseline = opmd_baseline
+        self.tau = tau
+
+    def calculate_group_advantage(
+        self, group_id: str, exps: list[Experience]
+    ) -> tuple[list[Experience], dict[str, Any]]:
+        """Score one group with its distance from the baseline."""
+        rewards = group_scores.as_rewards([reward_of(e) for e in exps])
+        reference = group_scores.baseline(rewards, self.opmd_baseline, self.tau)
+        for experience, reward in zip(exps, rewards, strict=True):
+            annotate(experience, float(reward) - reference)
+        return exps, {"group_baseline": reference, "reward_mean": float(rewards.mean())}
+
+
+@ADVANTAGE_FN.register_module("opmd_verl")
+class OPMDAdvantageFn(TrainerAdvantage):
+    """``reward - baseline`` of the rows' summed token-level rewards.
+
+    Args:
+        opmd_baseline: ``"mean"`` or ``"logavgexp"``.
+        tau: temperature of the second.
+    """
+
+    def __init__(self, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        group_scores.check_baseline(opmd_baseline, tau)
+        self.opmd_baseline = opmd_baseline
+        self.tau = tau
+
+    def score(self, rewards: group_scores.Rewards) -> group_scores.Rewards:
+        """Return the scores of one group."""
+        return rewards - group_scores.baseline(rewards, self.opmd_baseline, self.tau)
+
+    def compute(self, rows: Rows) -> Result:
+        """Return the score of each row on its action tokens."""
+        like = rows.raw("token_level_rewards")
+        advantages = broadcast(scored_rows(rows, self.score), rows, like)
+        return Result(advantages, advantages.clone())

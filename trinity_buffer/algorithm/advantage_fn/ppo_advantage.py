@@ -1,0 +1,57 @@
+"""Generalized advantage estimation (arXiv:1506.02438), for PPO with a critic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
+from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
+from trinity_buffer.algorithm.advantage_fn.token_scores import generalized_advantages, whitened
+from trinity_buffer.errors import InvalidArgumentError
+
+
+def check_discount(name: str, value: float) -> None:
+    """Return if ``value`` lies in [0, 1].
+
+    Raises:
+        InvalidArgumentError: it does not.
+    """
+    if not 0 <= value <= 1:
+        raise InvalidArgumentError(f"{name} must lie between 0 and 1, it is {value!r}")
+
+
+@ADVANTAGE_FN.register_module("ppo")
+class PPOAdvantageFn(TrainerAdvantage):
+    """Whitened generalized advantages of ``values`` and ``token_level_rewards``; returns are advantage plus value.
+
+    Args:
+        gamma: discount of a time step, which is an action token.
+        lam: decay of the estimator.
+        mask_aware: time runs over action tokens alone, and advantages are 0 elsewhere. False takes
+            every column for a time step and leaves whitened numbers outside the mask, as the
+            reference does.
+    """
+
+    reference_args: ClassVar[Mapping[str, Any]] = {"mask_aware": False}
+
+    def __init__(
+        self, gamma: float = 1.0, lam: float = 1.0, *, mask_aware: bool = True, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        check_discount("gamma", gamma)
+        check_discount("lam", lam)
+        self.gamma = gamma
+        self.lam = lam
+        self.mask_aware = mask_aware
+
+    def compute(self, rows: Rows) -> Result:
+        """Return whitened advantages, and returns from the unwhitened ones."""
+        rewards = rows.raw("token_level_rewards")
+        if not self.mask_aware:
+            values = rows.raw("values")
+            raw = generalized_advantages(rewards, values, self.gamma, self.lam)
+            return Result(whitened(raw, rows), raw + values)
+        values = rows["values"]
+        raw = generalized_advantages(rewards, values, self.gamma, self.lam, rows.mask)
+        return Result(whitened(raw, rows).where(rows.mask, 0.0), raw + values)

@@ -1,0 +1,79 @@
+"""Advantages of group-relative REINFORCE (REC, arXiv:2509.24203)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trinity_buffer.algorithm import group_scores
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, GroupAdvantage
+from trinity_buffer.algorithm.annotating import annotate, reward_of
+from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.experience import Experience
+
+
+@ADVANTAGE_FN.register_module("rec")
+class RECGroupedAdvantage(GroupAdvantage):
+    """``reward - mean``, on request divided by the deviation and with as many bad answers as good ones.
+
+    Args:
+        epsilon: added to the deviation.
+        std_normalize: divide by the population deviation.
+        drop: ``"balance"``: where answers below the mean outnumber the others, random ones of them
+            get advantage 0 and leave the statistics, until the numbers are equal. None drops
+            nothing.
+        std_floor: deviations below this share of the largest reward are 0, and so are the
+            normalized advantages.
+        seed: of the choice of answers that are dropped; None draws from the global generator.
+    """
+
+    reference_args: ClassVar[Mapping[str, Any]] = {"std_floor": 0.0}
+
+    def __init__(
+        self,
+        epsilon: float = 1e-6,
+        std_normalize: bool = False,
+        drop: Literal["balance"] | None = None,
+        *,
+        std_floor: float = group_scores.RELATIVE_FLOOR,
+        seed: int | None = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        group_scores.check_scale(epsilon, 0, std_floor, "raw")
+        one_of("drop", drop, (None, "balance"))
+        self.epsilon = epsilon
+        self.std_normalize = std_normalize
+        self.drop = drop
+        self.std_floor = std_floor
+        self.seed = seed
+
+    def calculate_group_advantage(
+        self, group_id: str, exps: list[Experience]
+    ) -> tuple[list[Experience], dict[str, Any]]:
+        """Score one group; members that are dropped are returned, with advantage 0."""
+        rewards = group_scores.as_rewards([reward_of(e) for e in exps])
+        kept = self._kept(group_id, rewards)
+        mean, std = group_scores.moments(rewards[kept], ddof=0, std_floor=self.std_floor)
+        centred = rewards - mean
+        scores = group_scores.scaled(centred, std, self.epsilon) if self.std_normalize else centred
+        for experience, score in zip(exps, np.where(kept, scores, 0.0), strict=True):
+            annotate(experience, float(score))
+        dropped = 1.0 - float(kept.mean())
+        return exps, {"drop_balance": dropped, "reward_mean": mean, "reward_std": std}
+
+    def _kept(self, group_id: str, rewards: group_scores.Rewards) -> NDArray[np.bool_]:
+        """Return which members stay: all, or as many below the mean as not below it."""
+        kept = np.ones(len(rewards), dtype=np.bool_)
+        # Rounding may put the mean of equal rewards a little above them.
+        slack = group_scores.RELATIVE_FLOOR * float(np.abs(rewards).max())
+        below = np.flatnonzero(rewards < rewards.mean() - slack)
+        surplus = 2 * len(below) - len(rewards)
+        if self.drop == "balance" and surplus > 0:
+            draw = random if self.seed is None else random.Random(f"{self.seed}/{group_id}")
+            kept[draw.sample(below.tolist(), surplus)] = False
+        return kept

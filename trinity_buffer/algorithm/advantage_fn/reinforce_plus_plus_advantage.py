@@ -1,0 +1,36 @@
+"""REINFORCE++ (arXiv:2501.03262): discounted returns, whitened over the whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
+from trinity_buffer.algorithm.advantage_fn.ppo_advantage import check_discount
+from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
+from trinity_buffer.algorithm.advantage_fn.token_scores import discounted_returns, whitened
+
+
+@ADVANTAGE_FN.register_module("reinforceplusplus")
+class REINFORCEPLUSPLUSAdvantageFn(TrainerAdvantage):
+    """Whitened discounted returns of ``token_level_rewards`` on action tokens.
+
+    Args:
+        gamma: discount of a time step, which is an action token.
+        mask_aware: time runs over action tokens alone; False takes every column for a time step, as
+            the reference does.
+    """
+
+    reference_args: ClassVar[Mapping[str, Any]] = {"mask_aware": False}
+
+    def __init__(self, gamma: float = 1.0, *, mask_aware: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        check_discount("gamma", gamma)
+        self.gamma = gamma
+        self.mask_aware = mask_aware
+
+    def compute(self, rows: Rows) -> Result:
+        """Return whitened returns, and the returns."""
+        mask = rows.mask if self.mask_aware else None
+        returns = discounted_returns(rows.raw("token_level_rewards"), self.gamma, mask)
+        return Result(whitened(returns, rows).where(rows.mask, 0.0), returns)

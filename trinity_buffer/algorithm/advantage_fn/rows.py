@@ -1,0 +1,142 @@
+"""The trainer's door: one view of a batch, whatever its names and layout, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_buffer.errors import InvalidArgumentError
+
+VERL_NAMES = {
+    "action_mask": "response_mask",
+    "old_logprob": "old_log_probs",
+    "rollout_logprob": "rollout_log_probs",
+    "ref_logprob": "ref_log_prob",
+    "teacher_logprob": "teacher_logprobs",
+    "entropy": "entropys",
+    "group_index": "uid",
+}
+"""Our name of a column -> verl's, where they differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a trainer-side advantage function found; tensors are padded ``[B, T]``.
+
+    Attributes:
+        advantages: 0 at masked tokens, unless the reference is reproduced.
+        returns: what a critic is to predict.
+        metrics: numbers to log, 0-d tensors or floats.
+        action_mask: the mask that replaces the batch's, or None.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+    metrics: dict[str, Any] = field(default_factory=dict)
+    action_mask: Tensor | None = None
+
+
+class Columns:
+    """A batch under our names, every column padded to ``[B, T]``."""
+
+    def __init__(self, batch: MutableMapping[str, Any]) -> None:
+        self.batch = batch
+        self.verl = "response_mask" in batch
+        boundaries = batch.get("cu_seqlens")
+        self.lengths: list[int] | None = None if boundaries is None else boundaries.diff().tolist()
+
+    def named(self, name: str) -> str:
+        """Return the name of column ``name`` in the batch."""
+        return VERL_NAMES.get(name, name) if self.verl else name
+
+    def read(self, name: str) -> Any:
+        """Return column ``name``.
+
+        Raises:
+            InvalidArgumentError: the batch lacks it; the message says what it holds.
+        """
+        key = self.named(name)
+        if key not in self.batch:
+            held = ", ".join(sorted(self.batch))
+            raise InvalidArgumentError(
+                f"the batch has no {key!r}, which these advantages need (it holds {held})"
+            )
+        return self.batch[key]
+
+    def rows(self, name: str) -> Tensor:
+        """Return the per-token column ``name``, shape ``(B, T)``."""
+        column: Tensor = self.read(name)
+        if self.lengths is None:
+            return column
+        return torch.nn.utils.rnn.pad_sequence(list(column.split(self.lengths)), batch_first=True)
+
+    def store(self, result: Result) -> None:
+        """Put ``result`` into the batch, in the batch's own layout."""
+        found = {"advantages": result.advantages, "returns": result.returns}
+        if result.action_mask is not None:
+            found["action_mask"] = result.action_mask
+        for name, value in found.items():
+            self.batch[self.named(name)] = self._flattened(value)
+
+    def _flattened(self, value: Tensor) -> Tensor:
+        """Return ``value`` of shape ``(B, T)`` as the batch lays it out."""
+        if self.lengths is None:
+            return value
+        return torch.cat([row[:length] for row, length in zip(value, self.lengths, strict=True)])
+
+
+class Rows:
+    """What an advantage function sees: padded columns, the groups, and the sum over ranks."""
+
+    def __init__(self, columns: Columns, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._columns = columns
+        self._reduce = reduce
+        self.mask = columns.rows("action_mask") != 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the per-token column ``name``, shape ``(B, T)``, 0 where the mask is."""
+        return self._columns.rows(name).where(self.mask, 0.0)
+
+    def raw(self, name: str) -> Tensor:
+        """Return the per-token column ``name``, shape ``(B, T)``, as it is."""
+        return self._columns.rows(name)
+
+    def per_row(self, name: str) -> Tensor:
+        """Return the column ``name`` with one value per row, shape ``(B,)``."""
+        column: Tensor = self._columns.read(name)
+        return column
+
+    def scores(self) -> Tensor:
+        """Return the sum of all token-level rewards of each row, float64, shape ``(B,)``."""
+        return self._columns.rows("token_level_rewards").to(torch.float64).sum(-1)
+
+    def groups(self) -> list[list[int]]:
+        """Return the row numbers of each group, in order of first appearance."""
+        column = self._columns.read("group_index")
+        names = column.tolist() if isinstance(column, Tensor) else list(column)
+        found: dict[Any, list[int]] = {}
+        for row, name in enumerate(names):
+            found.setdefault(name, []).append(row)
+        return list(found.values())
+
+    def total(self, value: Tensor) -> Tensor:
+        """Return ``value`` summed over the data-parallel ranks."""
+        return value if self._reduce is None else self._reduce(value)
+
+    def moments(
+        self, values: Tensor, mask: Tensor | None = None, *, ddof: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return count, mean and variance of ``values`` under ``mask``, over all ranks; 0-d float64.
+
+        The variance is 0 where there are not more than ``ddof`` values.
+        """
+        chosen = self.mask if mask is None else mask
+        kept = values.to(torch.float64).where(chosen, 0.0)
+        count = self.total(chosen.sum().to(torch.float64))
+        mean = self.total(kept.sum()) / count.clamp(min=1.0)
+        squares = self.total((kept - mean).square().where(chosen, 0.0).sum())
+        return count, mean, (squares / (count - ddof).clamp(min=1.0)).where(count > ddof, 0.0)

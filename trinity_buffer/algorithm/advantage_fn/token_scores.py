@@ -1,0 +1,82 @@
+"""Arithmetic over the tokens of rows: discounted sums, generalized advantages, whitening. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from trinity_buffer.algorithm.advantage_fn.rows import Rows
+
+
+def discounted_returns(rewards: Tensor, gamma: float, mask: Tensor | None = None) -> Tensor:
+    """Return ``R_t = r_t + gamma R_{t+1}``, shape ``(B, T)``.
+
+    With ``mask`` only action tokens are time steps: the others neither discount nor hold a return,
+    and a reward that falls on one of them counts for the action before it.
+    """
+    returns = torch.zeros_like(rewards)
+    running = torch.zeros_like(rewards[..., 0])
+    pending = torch.zeros_like(running)
+    for t in reversed(range(rewards.shape[-1])):
+        here = rewards[..., t] + pending
+        if mask is None:
+            running = here + gamma * running
+            returns[..., t] = running
+            continue
+        acts = mask[..., t]
+        pending = here.where(~acts, 0.0)
+        running = (here + gamma * running).where(acts, running)
+        returns[..., t] = running.where(acts, 0.0)
+    return returns
+
+
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, gamma: float, lam: float, mask: Tensor | None = None
+) -> Tensor:
+    """Return generalized advantages (arXiv:1506.02438), shape ``(B, T)``.
+
+    ``A_t = delta_t + gamma lam A_{t+1}`` with ``delta_t = r_t + gamma V_{t+1} - V_t``. With
+    ``mask`` the next time step is the next action token, so that values at padding and at tokens of
+    the environment do not enter; a reward on one of them counts for the action before it.
+    """
+    advantages = torch.zeros_like(values)
+    running = torch.zeros_like(values[..., 0])
+    next_value, pending = torch.zeros_like(running), torch.zeros_like(running)
+    for t in reversed(range(values.shape[-1])):
+        here = rewards[..., t] + pending
+        delta = here + gamma * next_value - values[..., t]
+        current = delta + gamma * lam * running
+        if mask is None:
+            running, next_value = current, values[..., t]
+            advantages[..., t] = running
+            continue
+        acts = mask[..., t]
+        pending = here.where(~acts, 0.0)
+        running = current.where(acts, running)
+        next_value = values[..., t].where(acts, next_value)
+        advantages[..., t] = running.where(acts, 0.0)
+    return advantages
+
+
+def whitened(values: Tensor, rows: Rows, epsilon: float = 1e-8) -> Tensor:
+    """Return ``(values - mean) / sqrt(var + epsilon)`` with the statistics of action tokens.
+
+    The variance is unbiased. Tokens outside the mask are transformed alike.
+    """
+    _, mean, variance = rows.moments(values, ddof=1)
+    return (values - mean.to(values.dtype)) * torch.rsqrt(variance + epsilon).to(values.dtype)
+
+
+def row_sums(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum over each row's action tokens, shape ``(B,)``."""
+    return values.where(mask, 0.0).sum(-1)
+
+
+def row_statistics(name: str, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return mean and deviation over the rows of `row_sums`, as ``name/mean`` and ``name/std``."""
+    sums = row_sums(values, mask)
+    spread = sums.std() if len(sums) > 1 else torch.zeros_like(sums.sum())
+    return {f"{name}/mean": sums.mean(), f"{name}/std": spread}

@@ -1,0 +1,98 @@
+"""What strategies and advantage functions do to single experiences: examine one, score one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trinity_buffer.errors import InvalidExperienceError
+from trinity_buffer.experience import Experience
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why experiences cannot be scored.
+
+    Attributes:
+        together: the experiences that are of no use because of it.
+        culprit: the one of them that it is about.
+        text: the field and what is wrong with it.
+    """
+
+    together: list[Experience]
+    culprit: Experience
+    text: str
+
+    def error(self, user: str) -> InvalidExperienceError:
+        """Return the error that says what ``user`` cannot use, and why."""
+        return InvalidExperienceError(
+            f"{self.culprit.eid.uid}: {user} cannot use it, its {self.text}"
+        )
+
+
+def annotate(experience: Experience, score: float) -> None:
+    """Set advantages and returns to ``score`` on the tokens of the action mask, 0 elsewhere."""
+    mask = experience.action_mask
+    if mask is None:
+        raise InvalidExperienceError(
+            f"{experience.eid.uid}: advantages need an action_mask, it is None"
+        )
+    weights = mask if mask.is_floating_point() else mask.to(torch.float32)
+    experience.advantages = weights * score
+    experience.returns = experience.advantages.clone()
+
+
+def unusable(experience: Experience, fields: Sequence[str]) -> str | None:
+    """Return which of ``fields`` is missing or broken, in words, or None."""
+    for field in fields:
+        value = getattr(experience, field)
+        if value is None:
+            return f"{field} is None"
+        if isinstance(value, Tensor):
+            if field == "logprobs" and not (value.numel() and bool(torch.isfinite(value).all())):
+                return f"{field} are empty or not finite"
+        elif isinstance(value, int | float) and not math.isfinite(value):
+            return f"{field} is {value}"
+    return None
+
+
+def run_problem(steps: list[Experience], rewarded: Experience | None) -> Problem | None:
+    """Return what keeps a run from being scored, or None.
+
+    All steps need a mask, and ``rewarded`` a reward; the steps of a run are of use together or not
+    at all.
+    """
+    for step in steps:
+        needs = ("reward", "action_mask") if step is rewarded else ("action_mask",)
+        found = unusable(step, needs)
+        if found is not None:
+            return Problem(steps, step, found)
+    return None
+
+
+def reward_of(experience: Experience) -> float:
+    """Return the reward as a float.
+
+    Raises:
+        InvalidExperienceError: there is none.
+    """
+    if experience.reward is None:
+        raise InvalidExperienceError(f"{experience.eid.uid}: its reward is None")
+    return float(experience.reward)
+
+
+def likelihood_of(experience: Experience) -> float:
+    """Return the mean of all recorded log-probabilities of the response.
+
+    Raises:
+        InvalidExperienceError: there are none.
+    """
+    if experience.logprobs is None or not experience.logprobs.numel():
+        raise InvalidExperienceError(
+            f"{experience.eid.uid}: its likelihood needs logprobs, there are none"
+        )
+    return float(experience.logprobs.mean())
