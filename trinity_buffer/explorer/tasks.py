@@ -1,0 +1,228 @@
+"""What a policy practises on: problems, and the judge of what it answers.
+
+A run of a task is a conversation in tokens. The prompt opens it; in every turn the policy says
+``response_length`` tokens, the task judges them and either ends the run or replies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.explorer.draws import whole_draws
+from trinity_buffer.identity import Key
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One task of a batch.
+
+    Attributes:
+        prompt: tokens that open the conversation.
+        answer: what the policy is to find.
+    """
+
+    prompt: Tokens
+    answer: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the task says of one turn.
+
+    Attributes:
+        reward: of the run, 0 ... 1, if it ends here; 0 while it goes on.
+        solved: whether the problem is solved, wholly.
+        reply: tokens that the task adds before the next turn; None: the run has ended.
+    """
+
+    reward: float
+    solved: bool
+    reply: Tokens | None = None
+
+
+class Task(Protocol):
+    """A source of problems, and their judge. Equal arguments give equal problems, always."""
+
+    name: ClassVar[str]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, those of the task itself included."""
+        ...
+
+    @property
+    def turns(self) -> int:
+        """Turns of the longest run."""
+        ...
+
+    @property
+    def response_length(self) -> int:
+        """Tokens that the policy says in each turn."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest run, prompt and replies included."""
+        ...
+
+    def problem(self, seed: int, batch: Key, index: Key) -> Problem:
+        """Return the problem ``index`` of ``batch``."""
+        ...
+
+    def held_out(self, seed: int, index: int) -> Problem:
+        """Return a problem for evaluation, from a stream that no batch draws from."""
+        ...
+
+    def judge(self, problem: Problem, response: Sequence[int], turn: int) -> Verdict:
+        """Return what ``response`` is worth, said in ``turn`` (from 0) of a run of ``problem``."""
+        ...
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return ``tokens`` for people."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SortDigits:
+    """Say the given digits in ascending order: ``7 1 4 =`` is answered by ``1 4 7``.
+
+    The reward is the fraction of positions that hold the right digit.
+
+    Attributes:
+        digits: how many digits.
+    """
+
+    digits: int = 3
+    name: ClassVar[str] = "sort"
+    EQUALS: ClassVar[int] = 10
+
+    def __post_init__(self) -> None:
+        _at_least("SortDigits.digits", self.digits, 1)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ten digits and the equals sign."""
+        return 11
+
+    @property
+    def turns(self) -> int:
+        """One: the answer is said at once."""
+        return 1
+
+    @property
+    def response_length(self) -> int:
+        """As many tokens as there are digits."""
+        return self.digits
+
+    @property
+    def max_length(self) -> int:
+        """The digits, the sign, the digits."""
+        return 2 * self.digits + 1
+
+    def problem(self, seed: int, batch: Key, index: Key) -> Problem:
+        """Return digits drawn at random, each 0 ... 9."""
+        return self._of(whole_draws(self.digits, 10, "sort", seed, batch, index))
+
+    def held_out(self, seed: int, index: int) -> Problem:
+        """Return digits drawn at random from the stream for evaluation."""
+        return self._of(whole_draws(self.digits, 10, "sort held out", seed, index))
+
+    def judge(self, problem: Problem, response: Sequence[int], turn: int) -> Verdict:
+        """Return the fraction of right positions; all of them are a solution."""
+        del turn  # there is only one
+        right = sum(said == meant for said, meant in zip(response, problem.answer, strict=True))
+        return Verdict(reward=right / self.digits, solved=right == self.digits)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return for example ``7 1 4 =``."""
+        return " ".join("=" if token == self.EQUALS else str(token) for token in tokens)
+
+    def _of(self, digits: Tokens) -> Problem:
+        return Problem(prompt=(*digits, self.EQUALS), answer=tuple(sorted(digits)))
+
+
+@dataclass(frozen=True, slots=True)
+class GuessNumber:
+    """Find a hidden number below ``numbers`` in at most ``turns`` guesses.
+
+    A wrong guess is answered by ``higher`` or ``lower``; what is no number ends the run. Every turn
+    is an experience of its own. The last one carries the reward: 0 for a number that was not found,
+    else 1 less ``turn_cost`` per guess before the right one.
+
+    Attributes:
+        numbers: the hidden number is one of 0 ... ``numbers`` - 1.
+        turns: guesses that a run may take.
+        turn_cost: what each wrong guess costs.
+    """
+
+    numbers: int = 8
+    turns: int = 4
+    turn_cost: float = 0.1
+    name: ClassVar[str] = "guess"
+
+    def __post_init__(self) -> None:
+        _at_least("GuessNumber.numbers", self.numbers, 2)
+        _at_least("GuessNumber.turns", self.turns, 1)
+        if not 0 <= self.turn_cost * self.turns <= 1:
+            raise InvalidArgumentError(
+                f"GuessNumber.turn_cost is {self.turn_cost}: over {self.turns} turns it must cost "
+                "between 0 and 1"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """The numbers, ``higher``, ``lower`` and the opening."""
+        return self.numbers + 3
+
+    @property
+    def response_length(self) -> int:
+        """One guess."""
+        return 1
+
+    @property
+    def max_length(self) -> int:
+        """The opening, then a guess and a reply per turn; the last guess has no reply."""
+        return 2 * self.turns
+
+    def problem(self, seed: int, batch: Key, index: Key) -> Problem:
+        """Return a hidden number, drawn at random."""
+        return self._of(whole_draws(1, self.numbers, "guess", seed, batch, index))
+
+    def held_out(self, seed: int, index: int) -> Problem:
+        """Return a hidden number, drawn at random from the stream for evaluation."""
+        return self._of(whole_draws(1, self.numbers, "guess held out", seed, index))
+
+    def judge(self, problem: Problem, response: Sequence[int], turn: int) -> Verdict:
+        """Return the reward of a run that ends with this guess, or the reply to a wrong one."""
+        (guess,), (hidden,) = response, problem.answer
+        if guess == hidden:
+            return Verdict(reward=1 - self.turn_cost * turn, solved=True)
+        if guess >= self.numbers or turn + 1 >= self.turns:
+            return Verdict(reward=0.0, solved=False)
+        higher, lower = self.numbers, self.numbers + 1
+        return Verdict(reward=0.0, solved=False, reply=(higher if hidden > guess else lower,))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return for example ``guess 3 higher 6 lower``."""
+        words = ("higher", "lower", "guess")
+        return " ".join(str(t) if t < self.numbers else words[t - self.numbers] for t in tokens)
+
+    def _of(self, hidden: Tokens) -> Problem:
+        return Problem(prompt=(self.numbers + 2,), answer=hidden)
+
+
+TASKS: dict[str, type[SortDigits] | type[GuessNumber]] = {
+    SortDigits.name: SortDigits,
+    GuessNumber.name: GuessNumber,
+}
+"""The tasks by name; their keywords are their fields."""
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise InvalidArgumentError(f"{name} is {value}, it must be at least {least}")

@@ -1,0 +1,417 @@
+"""A small causal transformer: the policy that explorers sample from and trainers train.
+
+Small enough for a processor core, and complete where it matters to a trainer: the same
+log-probabilities for padded rows and for packed sequences, weights that depend on a seed alone, and
+files that are either whole or not there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trinity_buffer.errors import CheckpointError, InvalidArgumentError
+
+_METADATA_KEY = "trinity_buffer_policy"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """Shape of a `TransformerPolicy`.
+
+    Attributes:
+        vocab_size: number of tokens.
+        width: size of the residual stream, a multiple of ``heads``.
+        layers: number of blocks.
+        heads: attention heads of each block.
+        max_length: longest sequence, in tokens.
+
+    Raises:
+        InvalidArgumentError: a size below 1, or a width that the heads do not divide.
+    """
+
+    vocab_size: int
+    width: int = 64
+    layers: int = 2
+    heads: int = 4
+    max_length: int = 64
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise InvalidArgumentError(f"PolicyConfig.{name} is {value}, it must be at least 1")
+        if self.width % self.heads:
+            raise InvalidArgumentError(
+                f"PolicyConfig.width is {self.width}, it must be a multiple of heads={self.heads}"
+            )
+
+
+class TokenScores(NamedTuple):
+    """What a policy says of given tokens, aligned with them; float32, the shape of ``input_ids``.
+
+    Attributes:
+        logprob: element t is that of token t, from the logits at t - 1; 0 at the first token.
+        entropy: of the distribution that token t was drawn from, in nats; 0 at the first token.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+
+
+class _PackedRows(NamedTuple):
+    """Where the tokens of packed sequences lie in padded rows ``[N, max_seqlen]``."""
+
+    slots: Tensor
+    rows: int
+    width: int
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, total: int, max_seqlen: int | None) -> _PackedRows:
+        starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+        width = int(lengths.max()) if max_seqlen is None else max_seqlen
+        first_slot = torch.arange(len(lengths), device=starts.device) * width
+        shift = torch.repeat_interleave(first_slot - starts, lengths, output_size=total)
+        return cls(shift + torch.arange(total, device=starts.device), len(lengths), width)
+
+    def positions(self) -> Tensor:
+        """Return the position of every token in its own sequence, ``[T_total]``."""
+        return self.slots % self.width
+
+    def spread(self, packed: Tensor) -> Tensor:
+        """Return ``[T_total, D]`` as ``[N, max_seqlen, D]``, zeros where there is no token."""
+        rows = packed.new_zeros(self.rows * self.width, packed.shape[-1])
+        return rows.index_copy(0, self.slots, packed).view(self.rows, self.width, -1)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return ``[N, max_seqlen, D]`` as ``[T_total, D]``."""
+        return rows.flatten(0, 1).index_select(0, self.slots)
+
+
+class KeyValueCache:
+    """Keys and values of the tokens that were read so far, one pair per layer, for decoding."""
+
+    def __init__(self, layers: int) -> None:
+        self._pairs: list[tuple[Tensor, Tensor] | None] = [None] * layers
+
+    @property
+    def length(self) -> int:
+        """Number of tokens read so far."""
+        return 0 if self._pairs[0] is None else self._pairs[0][0].shape[-2]
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all keys and values of ``layer``, ``[B, heads, T, D]``, the new ones included."""
+        past = self._pairs[layer]
+        if past is not None:
+            keys, values = torch.cat((past[0], keys), -2), torch.cat((past[1], values), -2)
+        self._pairs[layer] = (keys, values)
+        return keys, values
+
+    def take(self, rows: Tensor) -> KeyValueCache:
+        """Return a cache of the given rows, in this order and as often as they are named."""
+        taken = KeyValueCache(len(self._pairs))
+        taken._pairs = [p and (p[0][rows], p[1][rows]) for p in self._pairs]
+        return taken
+
+
+class _Attention(nn.Module):
+    """Causal self-attention that never looks into another sequence."""
+
+    def __init__(self, config: PolicyConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads = config.heads
+        self.inward = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.outward = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(
+        self, hidden: Tensor, packed: _PackedRows | None, cache: KeyValueCache | None
+    ) -> Tensor:
+        # Packed sequences are spread over rows for the attention alone: a block-diagonal mask over
+        # all tokens would cost their number squared.
+        joined = self.inward(hidden)
+        joined = joined if packed is None else packed.spread(joined)
+        rows, width, _ = joined.shape
+        queries, keys, values = joined.view(rows, width, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        if cache is not None:
+            keys, values = cache.append(self.layer, keys, values)
+        mixed = functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=width > 1 and width == keys.shape[-2]
+        )
+        mixed = mixed.transpose(1, 2).reshape(rows, width, -1)
+        return self.outward(mixed if packed is None else packed.gather(mixed))  # type: ignore[no-any-return]  # nn.Module.__call__
+
+
+class _Block(nn.Module):
+    """Attention, then a feed-forward layer, each behind a norm and beside a residual."""
+
+    def __init__(self, config: PolicyConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = _Attention(config, layer)
+        self.feed_norm = nn.LayerNorm(config.width)
+        self.feed_in = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.feed_out = nn.Linear(4 * config.width, config.width, bias=False)
+
+    def forward(
+        self, hidden: Tensor, packed: _PackedRows | None, cache: KeyValueCache | None
+    ) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), packed, cache)
+        inner = functional.relu(self.feed_in(self.feed_norm(hidden)))
+        return hidden + self.feed_out(inner)  # type: ignore[no-any-return]  # nn.Module.__call__
+
+
+class TransformerPolicy(nn.Module):
+    """A causal transformer over tokens, for padded rows and for packed sequences.
+
+    Padded rows are right-padded: what follows a token never changes what is said of it, so no
+    attention mask is needed. Weights depend on ``config`` and ``seed`` alone, and making a policy
+    leaves torch's global random state as it was.
+
+    Args:
+        config: the shape.
+        seed: of the initial weights.
+    """
+
+    def __init__(self, config: PolicyConfig, *, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        with torch.random.fork_rng(devices=[]):
+            self.tokens = nn.Embedding(config.vocab_size, config.width)
+            self.positions = nn.Embedding(config.max_length, config.width)
+            self.blocks = nn.ModuleList(_Block(config, i) for i in range(config.layers))
+            self.norm = nn.LayerNorm(config.width)
+            self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self._initialise(torch.Generator().manual_seed(seed))
+
+    def _initialise(self, generator: torch.Generator) -> None:
+        for name, weight in self.named_parameters():
+            if weight.dim() == 1:
+                continue  # norms start as the identity
+            deviation = 1 / math.sqrt(weight.shape[1])
+            if name.endswith(("outward.weight", "feed_out.weight")):
+                deviation /= math.sqrt(2 * self.config.layers)  # the stream keeps its size
+            if name == "head.weight":
+                deviation /= 10  # nearly uniform: a first guess that explores
+            nn.init.normal_(weight, std=deviation, generator=generator)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Return the logits of the next token, ``[B, T, vocab]``, packed ``[T_total, vocab]``.
+
+        Args:
+            input_ids: ``[B, T]`` right-padded, or ``[T_total]`` with ``cu_seqlens``.
+            position_ids: position of every token in its sequence; None: counted from 0.
+            cu_seqlens: ``[N + 1]`` boundaries of packed sequences.
+            max_seqlen: length of the longest of them; None: read back from ``cu_seqlens``.
+
+        Raises:
+            InvalidArgumentError: a shape that fits no layout, or a sequence above ``max_length``.
+        """
+        packed = self._packed(input_ids, cu_seqlens, max_seqlen)
+        if position_ids is None:
+            steps = torch.arange(input_ids.shape[-1], device=input_ids.device)
+            position_ids = steps if packed is None else packed.positions()
+        return self._logits(input_ids, position_ids, packed, None)
+
+    def logprobs(
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> TokenScores:
+        """Return log-probability and entropy of the given tokens, at temperature 1.
+
+        Args:
+            input_ids: see `forward`.
+            position_ids: see `forward`.
+            attention_mask: ``[B, T]`` bool, False at the padding, where both results are then 0.
+            cu_seqlens: see `forward`.
+            max_seqlen: see `forward`.
+
+        Raises:
+            InvalidArgumentError: see `forward`.
+        """
+        logits = self.forward(
+            input_ids, position_ids=position_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
+        )
+        time = input_ids.dim() - 1
+        everything = torch.log_softmax(
+            _at_least_float32(logits).narrow(time, 0, -1 + logits.shape[time]), -1
+        )
+        following = input_ids.narrow(time, 1, input_ids.shape[time] - 1).long()
+        logprob = everything.gather(-1, following.unsqueeze(-1)).squeeze(-1)
+        entropy = -(everything.exp() * everything).sum(-1)
+        real = _has_predecessor(input_ids, attention_mask, cu_seqlens)
+        return TokenScores(
+            *(functional.pad(x, (1, 0)).where(real, 0.0) for x in (logprob, entropy))
+        )
+
+    def read(self, input_ids: Tensor, cache: KeyValueCache) -> Tensor:
+        """Read ``[B, T]`` further tokens into ``cache`` and return the logits after the last one.
+
+        The first call reads the prompts, later ones a single token per row.
+
+        Raises:
+            InvalidArgumentError: a sequence above ``max_length``, or several further tokens.
+        """
+        seen, new = cache.length, input_ids.shape[1]
+        if seen and new > 1:
+            raise InvalidArgumentError(
+                f"{new} further tokens per row: after the prompt a cache reads one token at a time"
+            )
+        self._check_length(seen + new)
+        positions = torch.arange(seen, seen + new, device=input_ids.device)
+        return self._logits(input_ids, positions, None, cache)[:, -1]
+
+    def new_cache(self) -> KeyValueCache:
+        """Return an empty cache for `read`."""
+        return KeyValueCache(self.config.layers)
+
+    def _logits(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        packed: _PackedRows | None,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
+        hidden = self.tokens(input_ids) + self.positions(position_ids)
+        for block in self.blocks:
+            hidden = block(hidden, packed, cache)
+        return self.head(self.norm(hidden))  # type: ignore[no-any-return]  # nn.Module.__call__
+
+    def _packed(
+        self, input_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+    ) -> _PackedRows | None:
+        if input_ids.dim() != (2 if cu_seqlens is None else 1):
+            raise InvalidArgumentError(
+                f"input_ids has shape {tuple(input_ids.shape)}: give [B, T], or [T_total] together "
+                "with cu_seqlens"
+            )
+        if cu_seqlens is None:
+            self._check_length(input_ids.shape[1])
+            return None
+        packed = _PackedRows.of(cu_seqlens, len(input_ids), max_seqlen)
+        self._check_length(packed.width)
+        return packed
+
+    def _check_length(self, length: int) -> None:
+        if length > self.config.max_length:
+            raise InvalidArgumentError(
+                f"a sequence of {length} tokens, PolicyConfig.max_length is "
+                f"{self.config.max_length}; make the policy with a larger one"
+            )
+
+
+def save_policy(
+    policy: TransformerPolicy, path: str | Path, *, metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Write the weights to the safetensors file ``path``, whole or not at all, durably.
+
+    The bytes depend on the weights, the config and ``metadata`` alone. The data is on the disk, and
+    so is its name, when this returns.
+
+    Args:
+        policy: what to save.
+        path: file in an existing folder; one that is there is replaced.
+        metadata: what else to keep with it, ready for JSON; see `policy_metadata`.
+    """
+    # One key: safetensors writes several in an order that changes from run to run.
+    header = {"config": asdict(policy.config), "metadata": dict(metadata or {})}
+    tensors = {name: t.detach().cpu().contiguous() for name, t in policy.state_dict().items()}
+    data = save(tensors, metadata={_METADATA_KEY: json.dumps(header, sort_keys=True)})
+    _write_durably(Path(path), data)
+
+
+def load_policy(path: str | Path) -> TransformerPolicy:
+    """Return the policy that `save_policy` wrote to ``path``, on the CPU.
+
+    Raises:
+        CheckpointError: there is no such file, or it is not a policy.
+    """
+    header, tensors = _read(path, with_tensors=True)
+    try:
+        policy = TransformerPolicy(PolicyConfig(**header["config"]))
+        policy.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
+    except (TypeError, RuntimeError, StopIteration, InvalidArgumentError) as error:
+        raise CheckpointError(f"{path}: the weights do not fit the config ({error})") from error
+    return policy
+
+
+def policy_metadata(path: str | Path) -> dict[str, Any]:
+    """Return the ``metadata`` that `save_policy` was given, without reading the weights.
+
+    Raises:
+        CheckpointError: there is no such file, or it is not a policy.
+    """
+    return dict(_read(path, with_tensors=False)[0]["metadata"])
+
+
+def _read(path: str | Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {})[_METADATA_KEY])
+            names = file.keys() if with_tensors else ()
+            return header, {name: file.get_tensor(name) for name in names}
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: there is no such policy file") from error
+    except (SafetensorError, KeyError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: not a policy that save_policy wrote ({error}); publish it again"
+        ) from error
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    """Write a temporary file beside ``path``, sync it, give it its name, sync the folder."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _has_predecessor(
+    input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Return which tokens the policy predicted: all but the first of a sequence and padding."""
+    if attention_mask is None:
+        real = torch.ones_like(input_ids, dtype=torch.bool)
+    else:
+        real = attention_mask.bool().clone()
+    if cu_seqlens is None:
+        real[:, 0] = False
+    else:
+        real[cu_seqlens[:-1].long()] = False
+    return real
+
+
+def _at_least_float32(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
