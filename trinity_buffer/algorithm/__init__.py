@@ -3,6 +3,15 @@
 Importing this package registers every class of it.
 """
 
+from trinity_buffer.algorithm.add_strategy import (
+    AddStrategy,
+    GroupAdvantageStrategy,
+    GRPOAddStrategy,
+    StepWiseGRPOStrategy,
+    compose,
+    group_by,
+)
+from trinity_buffer.algorithm.advantage_fn import AdvantageFn, GroupAdvantage, GRPOAdvantageFn
 from trinity_buffer.algorithm.functional import (
     aggregate_loss,
     masked_mean,
@@ -31,13 +40,22 @@ __all__ = [
     "KL_FN",
     "POLICY_LOSS_FN",
     "SAMPLE_STRATEGY",
+    "AddStrategy",
+    "AdvantageFn",
     "BatchLayout",
+    "GRPOAddStrategy",
+    "GRPOAdvantageFn",
+    "GroupAdvantage",
+    "GroupAdvantageStrategy",
     "LossAndMetrics",
     "PPOPolicyLossFn",
     "PolicyLossFn",
     "Registry",
+    "StepWiseGRPOStrategy",
     "Totals",
     "aggregate_loss",
+    "compose",
+    "group_by",
     "masked_mean",
     "masked_sum",
     "masked_var",

@@ -61,9 +61,12 @@ def scaled(centred: Rewards, std: float, epsilon: float) -> Rewards:
     Rounding leaves differences of 1e-17 between equal rewards; with ``epsilon=0`` they would become
     scores of 1.
     """
-    if std == 0.0:
-        return np.zeros_like(centred)
-    return centred / (std + epsilon)
+    return np.zeros_like(centred) if std == 0.0 else divided(centred, std + epsilon)
+
+
+def divided(centred: Rewards, divisor: float) -> Rewards:
+    """Return ``centred / divisor``, zeros if that is 0."""
+    return np.zeros_like(centred) if divisor == 0.0 else centred / divisor
 
 
 def moments(
@@ -106,11 +109,15 @@ def normalized_scores(
 def baseline(rewards: Sequence[float] | Rewards, kind: str = "mean", tau: float = 1.0) -> float:
     """Return what OPMD compares a group with: its mean, or ``tau log(mean(exp(r / tau)))``.
 
-    See arXiv:2404.09656. 0 for a group of one, as the reference does.
+    See arXiv:2501.12599. 0 for a group of one, as the reference does.
+
+    Raises:
+        InvalidArgumentError: another ``kind``.
     """
     values = as_rewards(rewards)
     if len(values) == 1:
         return 0.0
+    check_baseline(kind, tau)
     if kind == "mean":
         return float(values.mean())
     return tau * float(np.logaddexp.reduce(values / tau) - np.log(len(values)))

@@ -17,15 +17,18 @@ def entropy_change(logprob: Tensor, entropy: Tensor) -> Tensor:
 
 
 def clipped_fractions(dropped: Tensor, advantages: Tensor, rows: Rows) -> dict[str, Tensor]:
-    """Return the share of action tokens that were dropped: of all, of A > 0 and of A < 0; 0 of none."""
-    kinds = {
-        "frac_clipped": rows.mask,
-        "frac_clipped_pos": rows.mask & (advantages > 0),
-        "frac_clipped_neg": rows.mask & (advantages < 0),
+    """Return the share of action tokens that were dropped: of all, of those with A > 0 and A < 0.
+
+    Of all it is 1 where there are none, since nothing is left (as the reference says); of a kind
+    that does not occur it is 0.
+    """
+    kinds = [rows.mask, rows.mask & (advantages > 0), rows.mask & (advantages < 0)]
+    dropped_of = torch.stack([(dropped & kind).sum() for kind in kinds])
+    size_of = torch.stack([kind.sum() for kind in kinds])
+    counts = rows.total(torch.stack([dropped_of, size_of]).to(torch.float32))
+    every, positive, negative = counts[0] / counts[1].clamp(min=1.0)
+    return {
+        "frac_clipped": every.where(counts[1, 0] > 0, 1.0),
+        "frac_clipped_pos": positive,
+        "frac_clipped_neg": negative,
     }
-    return {name: _share(dropped, kind, rows) for name, kind in kinds.items()}
-
-
-def _share(dropped: Tensor, kind: Tensor, rows: Rows) -> Tensor:
-    counts = rows.total(torch.stack([(dropped & kind).sum(), kind.sum()]).to(torch.float32))
-    return counts[0] / counts[1].clamp(min=1.0)

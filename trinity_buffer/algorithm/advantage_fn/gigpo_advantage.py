@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -34,6 +35,8 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         step_reward_key: key of ``info`` with the reward of a step; runs without it get their last
             step's ``reward``.
         env_state_hash_key: key of ``info`` that names the state in which a step was taken.
+        missing_reward: what a run without any reward is: to ``"refuse"``, or worth ``"zero"``, as in the
+            reference.
         anchor_scope: whose steps share an anchor: those of one ``"task"``, as published, or of the
             whole ``"batch"``, as in the reference.
         ddof: 1 for the sample deviation, 0 for the population's.
@@ -43,6 +46,7 @@ class GiGPOAdvantageFn(PipelineAdvantage):
     reference_args: ClassVar[Mapping[str, Any]] = {
         "on_unknown": "ignore",
         "std_floor": 0.0,
+        "missing_reward": "zero",
         "anchor_scope": "batch",
     }
 
@@ -55,6 +59,7 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         step_reward_key: str = "step_reward",
         env_state_hash_key: str = "env_state_hash",
         *,
+        missing_reward: Literal["refuse", "zero"] = "refuse",
         anchor_scope: Literal["task", "batch"] = "task",
         ddof: int = 1,
         std_floor: float = group_scores.RELATIVE_FLOOR,
@@ -63,6 +68,7 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         super().__init__(**kwargs)
         group_scores.check_scale(epsilon, ddof, std_floor, "raw")
         one_of("fnorm", fnorm, ("none", "std"))
+        one_of("missing_reward", missing_reward, ("refuse", "zero"))
         one_of("anchor_scope", anchor_scope, ("task", "batch"))
         self.omega = omega
         self.gamma = gamma
@@ -70,6 +76,7 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         self.epsilon = epsilon
         self.step_reward_key = step_reward_key
         self.env_state_hash_key = env_state_hash_key
+        self.missing_reward = missing_reward
         self.anchor_scope = anchor_scope
         self.ddof = ddof
         self.std_floor = std_floor
@@ -80,8 +87,14 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         return "batch" if arguments.get("anchor_scope") == "batch" else "group"
 
     def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
-        """Yield the runs that lack a mask on any step, or any reward."""
-        return run_problems(exps, self._rewarded)
+        """Yield the runs that lack a mask on any step, or a reward, or have one that is not finite."""
+        yield from run_problems(exps, self._rewarded)
+        for runs in runs_by_task(exps).values():
+            for steps in runs.values():
+                given = ((e, e.info.get(self.step_reward_key, 0.0)) for e in steps)
+                bad = next(((e, r) for e, r in given if not math.isfinite(r)), None)
+                if bad is not None:
+                    yield Problem(steps, bad[0], f"{self.step_reward_key} (a reward) is {bad[1]}")
 
     def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
         """Score all runs and steps; the order stays."""
@@ -108,21 +121,23 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         }
 
     def _rewarded(self, steps: list[Experience]) -> Experience | None:
-        """Return the step whose ``reward`` counts; None if the steps have rewards of their own."""
-        if any(self.step_reward_key in step.info for step in steps):
+        """Return the step that must have a ``reward``; None if none must."""
+        if self.missing_reward == "zero" or any(self.step_reward_key in e.info for e in steps):
             return None
-        return max(steps, key=lambda step: step.eid.step)
+        return _in_order(steps)[-1]
 
     def _rewards(self, steps: list[Experience]) -> list[float]:
         """Return the reward of each step; without step rewards all of it falls on the last."""
-        if self._rewarded(steps) is None:
+        if any(self.step_reward_key in step.info for step in steps):
             return [float(step.info.get(self.step_reward_key, 0.0)) for step in steps]
-        return [0.0] * (len(steps) - 1) + [reward_of(steps[-1])]
+        final = steps[-1]
+        lacking = final.reward is None and self.missing_reward == "zero"
+        return [0.0] * (len(steps) - 1) + [0.0 if lacking else reward_of(final)]
 
     def _episodes(self, runs: Runs, returns: Scores) -> tuple[Scores, dict[str, float]]:
-        """Return the score of each run, for all its steps, and metrics; fill in the steps' ``returns``."""
+        """Return the score of each run, for all its steps, and metrics; fill in ``returns``."""
         totals = []
-        ordered = [sorted(steps, key=lambda step: step.eid.step) for steps in runs.values()]
+        ordered = [_in_order(steps) for steps in runs.values()]
         for steps in ordered:
             rewards = self._rewards(steps)
             totals.append(float(sum(rewards)))
@@ -140,13 +155,11 @@ class GiGPOAdvantageFn(PipelineAdvantage):
     ) -> tuple[Scores, dict[str, float]]:
         """Return the score of each step that shares its state with another, and metrics."""
         anchors: dict[tuple[str, str], list[Experience]] = {}
-        scope: Callable[[Experience], str] = lambda e: (
-            e.eid.tid if self.anchor_scope == "task" else ""
-        )
         for e in exps:
-            if e.info.get(self.env_state_hash_key) is not None:
-                state = str(e.info[self.env_state_hash_key])
-                anchors.setdefault((scope(e), state), []).append(e)
+            state = e.info.get(self.env_state_hash_key)
+            if state is not None:
+                scope = e.eid.tid if self.anchor_scope == "task" else ""
+                anchors.setdefault((scope, str(state)), []).append(e)
         shared = [group for group in anchors.values() if len(group) > 1]
         scores: Scores = {}
         for group in shared:
@@ -164,6 +177,11 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         divisor = std if self.fnorm == "std" else 1.0
         centred = group_scores.as_rewards(values) - mean
         return group_scores.scaled(centred, divisor, self.epsilon).tolist(), mean, divisor
+
+
+def _in_order(steps: Sequence[Experience]) -> list[Experience]:
+    """Return the steps of a run as they were taken."""
+    return sorted(steps, key=lambda step: step.eid.step)
 
 
 def _mean_abs(values: Any, size: int) -> float:

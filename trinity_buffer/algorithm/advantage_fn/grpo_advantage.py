@@ -111,7 +111,10 @@ class GRPOGroupedAdvantage(GroupAdvantage):
             mean = float(raw[0])
         scored = raw if self.rank_scores == "raw" else compared
         used = std if precomputed_std is None else precomputed_std
-        scores = group_scores.scaled(scored - mean, used, self.epsilon)
+        if self.rank_scores == "raw":
+            scores = group_scores.divided(scored - mean, used + self.epsilon)
+        else:
+            scores = group_scores.scaled(scored - mean, used, self.epsilon)
         for experience, score in zip(exps, scores, strict=True):
             annotate(experience, float(score))
         return exps, metrics

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
@@ -49,11 +50,23 @@ class OPMDAdvantageFn(TrainerAdvantage):
     Args:
         opmd_baseline: ``"mean"`` or ``"logavgexp"``.
         tau: temperature of the second.
+        check_early: refuse a wrong baseline at once; False waits for a group that needs one, as the
+            reference does.
     """
 
-    def __init__(self, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any) -> None:
+    reference_args: ClassVar[Mapping[str, Any]] = {"check_early": False}
+
+    def __init__(
+        self,
+        opmd_baseline: str = "mean",
+        tau: float = 1.0,
+        *,
+        check_early: bool = True,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
-        group_scores.check_baseline(opmd_baseline, tau)
+        if check_early:
+            group_scores.check_baseline(opmd_baseline, tau)
         self.opmd_baseline = opmd_baseline
         self.tau = tau
 

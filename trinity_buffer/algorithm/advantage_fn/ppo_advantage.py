@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import generalized_advantages, whitened
+from trinity_buffer.algorithm.functional import masked_whiten
 from trinity_buffer.errors import InvalidArgumentError
 
 
@@ -51,7 +52,7 @@ class PPOAdvantageFn(TrainerAdvantage):
         if not self.mask_aware:
             values = rows.raw("values")
             raw = generalized_advantages(rewards, values, self.gamma, self.lam)
-            return Result(whitened(raw, rows), raw + values)
+            return Result(masked_whiten(raw, rows.mask), raw + values)
         values = rows["values"]
         raw = generalized_advantages(rewards, values, self.gamma, self.lam, rows.mask)
         return Result(whitened(raw, rows).where(rows.mask, 0.0), raw + values)

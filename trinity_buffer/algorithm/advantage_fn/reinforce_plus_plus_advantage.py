@@ -9,6 +9,7 @@ from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, Tra
 from trinity_buffer.algorithm.advantage_fn.ppo_advantage import check_discount
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import discounted_returns, whitened
+from trinity_buffer.algorithm.functional import masked_whiten
 
 
 @ADVANTAGE_FN.register_module("reinforceplusplus")
@@ -31,6 +32,9 @@ class REINFORCEPLUSPLUSAdvantageFn(TrainerAdvantage):
 
     def compute(self, rows: Rows) -> Result:
         """Return whitened returns, and the returns."""
-        mask = rows.mask if self.mask_aware else None
-        returns = discounted_returns(rows.raw("token_level_rewards"), self.gamma, mask)
+        rewards = rows.raw("token_level_rewards")
+        if not self.mask_aware:
+            returns = discounted_returns(rewards, self.gamma)
+            return Result(masked_whiten(returns, rows.mask).where(rows.mask, 0.0), returns)
+        returns = discounted_returns(rewards, self.gamma, rows.mask)
         return Result(whitened(returns, rows).where(rows.mask, 0.0), returns)
