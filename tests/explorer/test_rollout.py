@@ -62,6 +62,10 @@ def test_another_seed_batch_or_version_says_something_else(task, changed):
     assert list(first.values()) != list(second.values())
 
 
+def test_nothing_missing_is_nothing_generated():
+    assert generate(SortDigits(3), []) == []
+
+
 def test_the_runs_of_a_task_differ():
     responses = {e.response_text for e in generate(SortDigits(3), [(0, r) for r in range(8)])}
     assert len(responses) > 4

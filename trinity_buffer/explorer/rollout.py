@@ -56,8 +56,8 @@ def rollout(
         index: task.problem(seed, batch, index) for index in dict.fromkeys(p[0] for p in pairs)
     }
     needed = task.turns * task.response_length
-    numbers = np.stack([draws(needed, "run", seed, policy_version, batch, *pair) for pair in pairs])
-    played = _play(policy, task, [problems[index] for index, _ in pairs], numbers)
+    numbers = [draws(needed, "run", seed, policy_version, batch, *pair) for pair in pairs]
+    played = _play(policy, task, [problems[index] for index, _ in pairs], np.array(numbers))
     return [
         _experience(task, turn, EID(batch, index, run, step), policy_version)
         for (index, run), turns in zip(pairs, played, strict=True)
