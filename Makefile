@@ -1,0 +1,47 @@
+# Every target does its own set-up: Python >= 3.11 and make are all it takes.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+SOURCES := trinity_buffer migrations tools benchmarks tests
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check long fmt bench migrate
+
+help:            ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+setup: $(READY)  ## build .venv from requirements.lock
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"trinity-buffer needs Python >= 3.11, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: setup      ## four processes train a small policy through one store
+	$(BIN)/trinity-buffer demo $(ARGS)
+
+test: setup      ## everything that a bare Linux can run, on all cores
+	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal -q $(ARGS)
+
+check: setup     ## what CI runs: format, lint, types, floors, tests, browser tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory test
+	$(BIN)/python -m pytest -q -m browser || test $$? -eq 5  # 5: there are none
+
+long: setup      ## the long tests, and those of a GPU where there is one
+	$(BIN)/python -m pytest -q -m "long or gpu" $(ARGS)
+
+fmt: setup       ## format, and mend what ruff can mend
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: setup     ## the figures of docs/performance.md
+	$(BIN)/python -m benchmarks $(ARGS)
+
+migrate: setup   ## bring a store up to date: make migrate URL=sqlite:///runs/sort.db
+	$(BIN)/trinity-buffer migrate --store $(URL)

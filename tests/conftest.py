@@ -1,0 +1,59 @@
+"""Fixtures of all tests: stores on SQLite and on a real PostgreSQL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+# Before anything imports torch, and inherited by every process that a test starts: the tests run on
+# all cores already.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests.postgres import PostgresServer
+
+_database_number = count(1)
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """One server per test process, started by the first test that asks for it (0.5 s).
+
+    One for all of them would need a lock and an owner that outlives the others, and would save
+    nothing that can be measured. It is not durable: a test that kills a server starts its own.
+    """
+    with PostgresServer(durable=False) as server:
+        yield server
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
+    """URL of a fresh, empty PostgreSQL database."""
+    name = f"test_{next(_database_number)}"
+    yield postgres_server.create_database(name)
+    postgres_server.drop_database(name)
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    """URL of an SQLite file that does not exist yet."""
+    return f"sqlite:///{tmp_path / 'store.db'}"
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def store_url(request: pytest.FixtureRequest) -> str:
+    """URL of an empty store, on each backend in turn: for tests of the store's contract."""
+    fixture = {"sqlite": "sqlite_url", "postgresql": "postgres_url"}[request.param]
+    url: str = request.getfixturevalue(fixture)
+    return url
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave ``gpu`` tests out where there is no GPU: they are not skipped, they do not exist."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not Path("/dev/nvidiactl").exists():
+        config.hook.pytest_deselected(items=marked)
+        items[:] = [item for item in items if item not in marked]

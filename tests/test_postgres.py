@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from tests.postgres import PostgresServer
+
+ROOT = Path(__file__).parents[1]
+OWNER_OF_A_SERVER = """
+import signal
+from tests.postgres import PostgresServer
+server = PostgresServer(durable=False)
+server.start()
+print(server._process.pid, server.socket_dir, flush=True)
+signal.pause()
+"""
+
+
+async def ask(url: str, sql: str) -> object:
+    engine = create_async_engine(make_url(url).set(drivername="postgresql+asyncpg"))
+    async with engine.begin() as connection:
+        result = await connection.execute(text(sql))
+        answer = result.scalar() if result.returns_rows else None
+    await engine.dispose()
+    return answer
+
+
+@pytest.mark.parametrize("_turn", [1, 2])
+async def test_each_test_has_an_empty_database_for_sqlalchemy_and_asyncpg(
+    postgres_url: str, _turn: int
+):
+    assert (
+        await ask(postgres_url, "SELECT count(*) FROM pg_tables WHERE schemaname = 'public'") == 0
+    )
+    await ask(postgres_url, "CREATE TABLE rest (x int)")
+
+
+def test_a_store_url_names_its_backend(store_url: str, request: pytest.FixtureRequest):
+    assert store_url.startswith(request.node.callspec.params["store_url"] + "://")
+
+
+async def test_what_was_committed_survives_a_kill_of_the_server():
+    with PostgresServer() as server:
+        await ask(server.url(), "CREATE TABLE kept AS SELECT 7 AS x")
+        server.kill9()
+        server.start()
+        assert await ask(server.url(), "SELECT x FROM kept") == 7
+        assert await ask(server.url(), "SHOW fsync") == "on"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_server_outlives_the_process_that_started_it(how: signal.Signals):
+    command = [sys.executable, "-c", OWNER_OF_A_SERVER]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as owner:
+        assert owner.stdout is not None
+        pid, folder = owner.stdout.readline().decode().split()
+        server = psutil.Process(int(pid))
+        processes = [server, *server.children(recursive=True)]
+        owner.send_signal(how)
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    shutil.rmtree(folder)  # the one thing that nobody is left to do
+    assert not alive
