@@ -35,13 +35,15 @@ AGGREGATION_MODES = (
 """How per-token losses become one number, see `aggregate_loss`. The first four: the reference's."""
 
 
-def check_aggregation_mode(loss_agg_mode: str | None) -> None:
-    """Return if ``loss_agg_mode`` is one of `AGGREGATION_MODES`.
+def aggregation_mode(loss_agg_mode: str | None, default: str = "token-mean") -> str:
+    """Return ``loss_agg_mode``, or ``default`` where it is None.
 
     Raises:
-        InvalidArgumentError: it is not.
+        InvalidArgumentError: it is not one of `AGGREGATION_MODES`.
     """
-    one_of("loss_agg_mode", loss_agg_mode, AGGREGATION_MODES)
+    mode = default if loss_agg_mode is None else loss_agg_mode
+    one_of("loss_agg_mode", mode, AGGREGATION_MODES)
+    return mode
 
 
 # ------------------------------------------------------------------------------ masked reductions
@@ -172,7 +174,7 @@ def aggregate_loss(
     Raises:
         InvalidArgumentError: an unknown mode, or a denominator that nobody stated.
     """
-    check_aggregation_mode(loss_agg_mode)
+    aggregation_mode(loss_agg_mode)
     kept = keep(mask, values)
     weights = mask.to(kept.dtype)
     if loss_agg_mode == "token-mean":
@@ -243,12 +245,12 @@ def log_ratio(logprob: Tensor, old_logprob: Tensor, limit: float = LOG_RATIO_LIM
 
 
 def bounded_exp(values: Tensor) -> Tensor:
-    """Return ``exp(values)``, held where the dtype could no longer represent a sum of results.
+    """Return ``exp(values)``, held one percent below where it would overflow.
 
-    For formulas that know no limit of their own: it differs from ``exp`` only where that is within
-    e^8 of overflowing.
+    For formulas that know no limit of their own. Where it holds the gradient is 0: an infinity
+    would meet a 0 further up and become NaN.
     """
-    return values.clamp(max=math.log(torch.finfo(values.dtype).max) - 8.0).exp()
+    return values.clamp(max=math.log(torch.finfo(values.dtype).max) - 0.01).exp()
 
 
 def clip_limits(

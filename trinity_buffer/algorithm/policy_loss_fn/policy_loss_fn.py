@@ -48,11 +48,14 @@ class PolicyLossFn(ABC):
         tuned: defaults for configuration files where they differ from the constructor's.
         run_time: constructor arguments that describe a run, hence have no default to offer.
         reference_args: constructor arguments that reproduce the reference where it is wrong.
+        per_microbatch: True if the loss looks at the micro-batch as a whole, so that cutting a step
+            differently changes its gradient.
     """
 
     tuned: ClassVar[Mapping[str, Any]] = {}
     run_time: ClassVar[frozenset[str]] = frozenset()
     reference_args: ClassVar[Mapping[str, Any]] = {}
+    per_microbatch: ClassVar[bool] = False
     _tensors: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -95,6 +98,11 @@ class PolicyLossFn(ABC):
         """Return the constructor's arguments for a configuration: signature, then `tuned`."""
         found = default_arguments(cls, leave_out={"backend", *cls.run_time})
         return {name: value for name, value in found.items() if value is not None} | dict(cls.tuned)
+
+
+def detached(metrics: Mapping[str, Tensor]) -> Metrics:
+    """Return the metrics without their graphs."""
+    return {name: value.detach() for name, value in metrics.items()}
 
 
 def _with_backend_names(call: Callable[..., LossAndMetrics]) -> Callable[..., LossAndMetrics]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trinity_buffer.algorithm.functional import (
     aggregate_loss,
-    check_aggregation_mode,
+    aggregation_mode,
     clip_limits,
     clipped_objective,
     keep,
@@ -22,6 +22,7 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     LossAndMetrics,
     Metrics,
     PolicyLossFn,
+    detached,
 )
 from trinity_buffer.algorithm.registry import POLICY_LOSS_FN
 from trinity_buffer.errors import InvalidArgumentError
@@ -64,8 +65,7 @@ class PPOPolicyLossFn(PolicyLossFn):
         if not clip_ratio_c > 1.0:
             raise InvalidArgumentError(f"clip_ratio_c must be greater than 1, it is {clip_ratio_c}")
         self.clip_ratio_c = clip_ratio_c
-        self.loss_agg_mode = loss_agg_mode or "token-mean"
-        check_aggregation_mode(self.loss_agg_mode)
+        self.loss_agg_mode = aggregation_mode(loss_agg_mode)
         self.enable_sequence_masking = enable_sequence_masking
         self.delta_sequence_masking = delta_sequence_masking
         self.fallback_to_policy_gradient = fallback_to_policy_gradient
@@ -109,7 +109,7 @@ class PPOPolicyLossFn(PolicyLossFn):
             metrics["seq_mask/mean_sequence_kl"] = drift.mean()
         loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
         metrics["pg_loss"] = loss
-        return loss, {name: value.detach() for name, value in metrics.items()}
+        return loss, detached(metrics)
 
 
 def _sequence_drift(difference: Tensor, mask: Tensor, layout: BatchLayout | None) -> Tensor:

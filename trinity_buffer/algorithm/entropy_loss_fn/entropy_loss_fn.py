@@ -1,0 +1,120 @@
+"""Entropy bonuses: what the trainer *subtracts* from the loss, to keep the policy exploring."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from trinity_buffer.algorithm.arguments import default_arguments
+from trinity_buffer.algorithm.functional import aggregate_loss, mask_of_rows
+from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.algorithm.registry import ENTROPY_LOSS_FN
+from trinity_buffer.errors import InvalidArgumentError
+
+Metrics = dict[str, Tensor]
+
+
+class EntropyLossFn(ABC):
+    """An aggregated entropy and its coefficient.
+
+    Args:
+        entropy_coef: what the entropy is multiplied by.
+    """
+
+    reference_args: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, entropy_coef: float = 0.0) -> None:
+        self.entropy_coef = entropy_coef
+
+    @abstractmethod
+    def __call__(
+        self,
+        entropy: Tensor,
+        action_mask: Tensor,
+        expert_mask: Tensor | None = None,
+        loss_agg_mode: str = "token-mean",
+        *,
+        layout: BatchLayout | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """Return ``entropy_coef`` times the aggregated entropy, and what to log.
+
+        Args:
+            entropy: of the policy at each token, ``[B, T]``, or ``[T]`` packed.
+            action_mask: what counts.
+            expert_mask: bool, per row ``[N]`` or per token; only `MixEntropyLossFn` looks at it.
+            loss_agg_mode: see `aggregate_loss`.
+            layout: boundaries and denominators of the step.
+        """
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """Return the constructor's arguments for a configuration."""
+        return default_arguments(cls)
+
+
+@ENTROPY_LOSS_FN.register_module("default")
+class DefaultEntropyLossFn(EntropyLossFn):
+    """The entropy of all action tokens."""
+
+    def __call__(
+        self,
+        entropy: Tensor,
+        action_mask: Tensor,
+        expert_mask: Tensor | None = None,
+        loss_agg_mode: str = "token-mean",
+        *,
+        layout: BatchLayout | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """Return the bonus and the entropy."""
+        loss = aggregate_loss(entropy, action_mask, loss_agg_mode, layout=layout)
+        return loss * self.entropy_coef, {"entropy_loss": loss.detach()}
+
+
+@ENTROPY_LOSS_FN.register_module("mix")
+class MixEntropyLossFn(EntropyLossFn):
+    """The entropy of the usual rows: an expert's tokens are no exploration. 0 if there are none."""
+
+    def __call__(
+        self,
+        entropy: Tensor,
+        action_mask: Tensor,
+        expert_mask: Tensor | None = None,
+        loss_agg_mode: str = "token-mean",
+        *,
+        layout: BatchLayout | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """Return the bonus and the entropy.
+
+        Raises:
+            InvalidArgumentError: there is no ``expert_mask``.
+        """
+        if expert_mask is None:
+            raise InvalidArgumentError("MixEntropyLossFn needs expert_mask, it is None")
+        if layout is None:
+            usual = ~expert_mask.bool().reshape(len(expert_mask), -1).any(-1)
+            loss = aggregate_loss(entropy[usual], action_mask[usual], loss_agg_mode)
+        else:
+            mask = action_mask * ~mask_of_rows(expert_mask, entropy, layout)
+            loss = aggregate_loss(entropy, mask, loss_agg_mode, layout=layout.part("usual"))
+        return loss * self.entropy_coef, {"entropy_loss": loss.detach()}
+
+
+@ENTROPY_LOSS_FN.register_module("none")
+class DummyEntropyLossFn(EntropyLossFn):
+    """No entropy bonus."""
+
+    def __call__(
+        self,
+        entropy: Tensor,
+        action_mask: Tensor,
+        expert_mask: Tensor | None = None,
+        loss_agg_mode: str = "token-mean",
+        *,
+        layout: BatchLayout | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """Return 0 and nothing to log."""
+        return torch.zeros((), device=entropy.device), {}

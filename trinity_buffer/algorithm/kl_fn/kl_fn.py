@@ -1,0 +1,262 @@
+"""How far the policy is from a reference, per token: as a loss, or as a penalty on rewards.
+
+The estimators of KL(policy || reference) from sampled tokens are those of John Schulman's note
+"Approximating KL Divergence" (2020).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableMapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from trinity_buffer.algorithm.arguments import default_arguments
+from trinity_buffer.algorithm.functional import (
+    LOG_RATIO_LIMIT,
+    aggregate_loss,
+    bounded_exp,
+    keep,
+    row_means,
+)
+from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.algorithm.registry import KL_FN
+from trinity_buffer.errors import InvalidArgumentError
+
+Metrics = dict[str, Tensor]
+
+
+class KLFn(ABC):
+    """A divergence and its coefficient; subclasses say what it is per token.
+
+    Args:
+        adaptive: adapt the coefficient to ``target_kl`` (Ziegler et al., arXiv:1909.08593).
+        kl_coef: the coefficient to begin with.
+        target_kl: divergence at which an adaptive coefficient stays what it is.
+        horizon: rows after which an adaptive coefficient may have changed by a fifth.
+    """
+
+    reference_args: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(
+        self,
+        adaptive: bool = False,
+        kl_coef: float = 0.001,
+        target_kl: float | None = None,
+        horizon: float | None = None,
+    ) -> None:
+        if adaptive and (target_kl is None or horizon is None):
+            raise InvalidArgumentError("an adaptive KL coefficient needs target_kl and horizon")
+        self.adaptive = adaptive
+        self.kl_coef = kl_coef
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    @abstractmethod
+    def calculate_kl(
+        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
+    ) -> Tensor:
+        """Return the divergence of each token, with the shape of ``logprob``."""
+
+    def calculate_kl_loss(
+        self,
+        logprob: Tensor,
+        ref_logprob: Tensor | None,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        old_logprob: Tensor | None = None,
+        *,
+        layout: BatchLayout | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """Return ``kl_coef`` times the aggregated divergence, and what to log.
+
+        Args:
+            logprob: of the policy, ``[B, T]``, or ``[T]`` packed.
+            ref_logprob: of the reference.
+            response_mask: the action mask.
+            loss_agg_mode: see `aggregate_loss`.
+            old_logprob: of the policy that sampled, for `CorrectedK3Fn`.
+            layout: boundaries and denominators of the step.
+
+        Raises:
+            InvalidArgumentError: there is no ``ref_logprob``.
+        """
+        if ref_logprob is None:
+            raise InvalidArgumentError(
+                f"{type(self).__name__} needs ref_logprob: run a reference policy, "
+                "or use the KL function 'none'"
+            )
+        kl = self.calculate_kl(
+            keep(response_mask, logprob),
+            keep(response_mask, ref_logprob),
+            None if old_logprob is None else keep(response_mask, old_logprob),
+        )
+        loss = aggregate_loss(kl, response_mask, loss_agg_mode, layout=layout)
+        metrics = {"kl_loss": loss.detach(), "kl_coef": torch.as_tensor(self.kl_coef)}
+        return loss * self.kl_coef, metrics
+
+    def apply_kl_penalty_to_reward(
+        self, batch: MutableMapping[str, Any], *, layout: BatchLayout | None = None
+    ) -> tuple[MutableMapping[str, Any], Metrics]:
+        """Set ``token_level_rewards`` to the scores minus ``kl_coef`` times the divergence.
+
+        An adaptive coefficient then takes a step. Keys may be those of verl (``old_log_probs``,
+        ``ref_log_prob``, ``response_mask``) or ours (``old_logprob``, ``ref_logprob``,
+        ``action_mask``); scores are ``token_level_scores``, ``[B, T]``, or ``[T]`` packed.
+
+        Raises:
+            InvalidArgumentError: names the tensor that is missing.
+        """
+        scores = _tensor(batch, "token_level_scores")
+        mask = _tensor(batch, "response_mask", "action_mask")
+        kl = self.calculate_kl(
+            keep(mask, _tensor(batch, "old_log_probs", "old_logprob")),
+            keep(mask, _tensor(batch, "ref_log_prob", "ref_logprob")),
+        )
+        kl = keep(mask, kl) * mask.to(kl.dtype)
+        batch["token_level_rewards"] = scores - self.kl_coef * kl
+        rows = row_means(kl, mask.to(kl.dtype), layout)
+        current = rows.mean()
+        metrics = {"kl": current.detach(), "kl_coef": torch.as_tensor(self.kl_coef)}
+        self.update_kl_coef(current, len(rows))
+        return batch, metrics
+
+    def update_kl_coef(self, current_kl: float | Tensor, batch_size: int) -> None:
+        """Move an adaptive coefficient towards its target; a fixed one stays.
+
+        ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * rows / horizon``. Reads ``current_kl`` back
+        from the device: call it once per step.
+
+        Args:
+            current_kl: mean divergence of the step.
+            batch_size: rows of the step.
+        """
+        if not self.adaptive or self.target_kl is None or self.horizon is None:
+            return
+        error = min(max(float(current_kl) / self.target_kl - 1.0, -0.2), 0.2)
+        self.kl_coef *= 1.0 + error * batch_size / self.horizon
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """Return the constructor's arguments for a configuration."""
+        return {k: v for k, v in default_arguments(cls).items() if v is not None}
+
+
+@KL_FN.register_module("none")
+class DummyKLFn(KLFn):
+    """No divergence: a loss of 0, rewards as they are."""
+
+    def calculate_kl(
+        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
+    ) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(logprob)
+
+    def calculate_kl_loss(
+        self,
+        logprob: Tensor,
+        ref_logprob: Tensor | None,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        old_logprob: Tensor | None = None,
+        *,
+        layout: BatchLayout | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """Return 0 and nothing to log."""
+        return torch.zeros((), device=logprob.device), {}
+
+    def apply_kl_penalty_to_reward(
+        self, batch: MutableMapping[str, Any], *, layout: BatchLayout | None = None
+    ) -> tuple[MutableMapping[str, Any], Metrics]:
+        """Set ``token_level_rewards`` to the scores."""
+        batch["token_level_rewards"] = _tensor(batch, "token_level_scores")
+        return batch, {}
+
+
+@KL_FN.register_module("k1")
+class K1Fn(KLFn):
+    """``logprob - ref_logprob``: unbiased, of any sign; as a loss its gradient is 0 on average."""
+
+    def calculate_kl(
+        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
+    ) -> Tensor:
+        """Return the log-ratio."""
+        return logprob - ref_logprob
+
+
+@KL_FN.register_module("k2")
+class K2Fn(KLFn):
+    """``(logprob - ref_logprob)^2 / 2``: its gradient is that of the KL divergence on average."""
+
+    def calculate_kl(
+        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
+    ) -> Tensor:
+        """Return half the squared log-ratio."""
+        return 0.5 * (logprob - ref_logprob).square()
+
+
+@KL_FN.register_module("k3")
+class K3Fn(KLFn):
+    """``exp(x) - 1 - x`` with ``x = ref_logprob - logprob``: unbiased and never negative (GRPO)."""
+
+    def calculate_kl(
+        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
+    ) -> Tensor:
+        """Return k3, without a limit to the exponent."""
+        log_ratio = ref_logprob - logprob
+        return bounded_exp(log_ratio) - 1.0 - log_ratio
+
+
+@KL_FN.register_module("low_var_kl")
+class LowVarKLFn(KLFn):
+    """k3 with a log-ratio cut to ± 20 and a result cut to ± 10."""
+
+    def calculate_kl(
+        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
+    ) -> Tensor:
+        """Return the limited k3."""
+        log_ratio = (ref_logprob - logprob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        return (log_ratio.exp() - log_ratio - 1.0).clamp(-10.0, 10.0)
+
+
+@KL_FN.register_module("abs")
+class AbsFn(KLFn):
+    """``|logprob - ref_logprob|``: no divergence, a distance."""
+
+    def calculate_kl(
+        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
+    ) -> Tensor:
+        """Return the absolute log-ratio."""
+        return (logprob - ref_logprob).abs()
+
+
+@KL_FN.register_module("corrected_k3")
+class CorrectedK3Fn(K3Fn):
+    """k3 times ``exp(logprob - old_logprob)`` cut to [0, 2]: unbiased for another policy's samples.
+
+    (DeepSeek-V3.2, arXiv:2512.02556, section 3.1.) Plain k3 without ``old_logprob``.
+    """
+
+    def calculate_kl(
+        self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
+    ) -> Tensor:
+        """Return the weighted k3; the gradient flows through the weight too."""
+        kl = super().calculate_kl(logprob, ref_logprob)
+        if old_logprob is None:
+            return kl
+        return kl * bounded_exp(logprob - old_logprob).clamp(0.0, 2.0)
+
+
+def _tensor(batch: Mapping[str, Any], *names: str) -> Tensor:
+    """Return the tensor that one of ``names`` names.
+
+    Raises:
+        InvalidArgumentError: none of them is there.
+    """
+    for name in names:
+        if name in batch:
+            tensor: Tensor = batch[name]
+            return tensor
+    raise InvalidArgumentError(f"the batch has no {' or '.join(names)}")

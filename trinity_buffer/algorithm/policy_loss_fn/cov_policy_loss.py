@@ -1,0 +1,161 @@
+"""Clip-Cov and KL-Cov: hold the tokens that use up entropy (arXiv:2505.22617)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trinity_buffer.algorithm.functional import (
+    aggregate_loss,
+    aggregation_mode,
+    clip_limits,
+    clipped_objective,
+    keep,
+    log_ratio,
+    masked_mean,
+)
+from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
+    LossAndMetrics,
+    PolicyLossFn,
+    detached,
+)
+from trinity_buffer.algorithm.registry import POLICY_LOSS_FN
+
+
+def covariances(logprob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """Return ``(A - mean A) (logprob - mean logprob)`` per token; means of the micro-batch."""
+    logprob = logprob.detach()
+    centred = advantages - masked_mean(advantages, mask)
+    return centred * (logprob - masked_mean(logprob, mask))
+
+
+def chosen_tokens(scores: Tensor, eligible: Tensor, share: float, mask: Tensor) -> Tensor:
+    """Return where the best ``share`` of all masked tokens is, at least one, eligible ones only."""
+    wanted = (mask.sum() * share).floor().clamp(min=1.0)
+    order = torch.where(eligible, scores, -torch.inf).flatten().argsort(descending=True)
+    rank = order.argsort()
+    return (rank < wanted).reshape(scores.shape) & eligible
+
+
+@POLICY_LOSS_FN.register_module("clip_cov")
+class ClipCovLossFn(PolicyLossFn):
+    """PPO in which a few random tokens of high covariance do not learn.
+
+    Which tokens, is chosen in each micro-batch, from its own mean and its own random numbers: how a
+    step is cut therefore matters. The choice draws from torch's generator.
+
+    Args:
+        backend: whose names callers use.
+        clip_range: see `PPOPolicyLossFn`.
+        clip_range_low: see there.
+        clip_range_high: see there.
+        clip_cov_ratio: share of the tokens that is held, at least one token.
+        clip_cov_lb: covariances above it are candidates,
+        clip_cov_ub: and below it.
+        loss_agg_mode: see `aggregate_loss`.
+    """
+
+    tuned = {"clip_range": 0.2}
+    per_microbatch = True
+
+    def __init__(
+        self,
+        backend: str = "verl",
+        clip_range: float | None = None,
+        clip_range_low: float | None = None,
+        clip_range_high: float | None = None,
+        clip_cov_ratio: float = 0.0002,
+        clip_cov_lb: float = 1.0,
+        clip_cov_ub: float = 5.0,
+        loss_agg_mode: str = "token-mean",
+    ) -> None:
+        super().__init__(backend)
+        self.low, self.high = clip_limits(clip_range, clip_range_low, clip_range_high)
+        self.clip_cov_ratio = clip_cov_ratio
+        self.clip_cov_lb = clip_cov_lb
+        self.clip_cov_ub = clip_cov_ub
+        self.loss_agg_mode = aggregation_mode(loss_agg_mode)
+
+    def __call__(
+        self,
+        logprob: Tensor,
+        old_logprob: Tensor,
+        action_mask: Tensor,
+        advantages: Tensor,
+        *,
+        layout: BatchLayout | None = None,
+    ) -> LossAndMetrics:
+        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
+        logprob, advantages = keep(action_mask, logprob), keep(action_mask, advantages)
+        difference = log_ratio(logprob, keep(action_mask, old_logprob))
+        ratio = difference.exp()
+        plain = -advantages * ratio
+        clipped = clipped_objective(ratio, advantages, self.low, self.high)
+        covariance = covariances(logprob, advantages, action_mask)
+        between = (covariance > self.clip_cov_lb) & (covariance < self.clip_cov_ub)
+        eligible = between & (clipped <= plain) & (action_mask != 0)
+        held = chosen_tokens(
+            torch.rand_like(covariance), eligible, self.clip_cov_ratio, action_mask
+        )
+        losses = torch.where(held, 0.0, torch.maximum(plain, clipped))
+        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
+        metrics = {
+            "pg_clipfrac": masked_mean((clipped > plain).to(ratio), action_mask),
+            "cov_frac": masked_mean(held.to(ratio), action_mask),
+            "ppo_kl": masked_mean(-difference, action_mask),
+            "pg_loss": loss,
+        }
+        return loss, detached(metrics)
+
+
+@POLICY_LOSS_FN.register_module("kl_cov")
+class KLCovLossFn(PolicyLossFn):
+    """``-A r``, plus ``coef |logprob - old_logprob|`` for the tokens of highest covariance.
+
+    Which tokens, is chosen in each micro-batch: how a step is cut therefore matters.
+
+    Args:
+        backend: whose names callers use.
+        kl_cov_ratio: share of the tokens that is held back, at least one token.
+        kl_cov_coef: how strongly.
+        loss_agg_mode: see `aggregate_loss`.
+    """
+
+    per_microbatch = True
+
+    def __init__(
+        self,
+        backend: str = "verl",
+        kl_cov_ratio: float = 0.0002,
+        kl_cov_coef: float = 1.0,
+        loss_agg_mode: str = "token-mean",
+    ) -> None:
+        super().__init__(backend)
+        self.kl_cov_ratio = kl_cov_ratio
+        self.kl_cov_coef = kl_cov_coef
+        self.loss_agg_mode = aggregation_mode(loss_agg_mode)
+
+    def __call__(
+        self,
+        logprob: Tensor,
+        old_logprob: Tensor,
+        action_mask: Tensor,
+        advantages: Tensor,
+        *,
+        layout: BatchLayout | None = None,
+    ) -> LossAndMetrics:
+        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
+        logprob, advantages = keep(action_mask, logprob), keep(action_mask, advantages)
+        difference = log_ratio(logprob, keep(action_mask, old_logprob))
+        ratio = difference.exp()
+        covariance = covariances(logprob, advantages, action_mask)
+        held = chosen_tokens(covariance, action_mask != 0, self.kl_cov_ratio, action_mask).to(ratio)
+        losses = -advantages * ratio + self.kl_cov_coef * held * difference.abs()
+        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
+        metrics = {
+            "cov_frac": masked_mean(held, action_mask),
+            "ppo_kl": masked_mean(-difference, action_mask),
+            "pg_loss": loss,
+        }
+        return loss, detached(metrics)

@@ -1,0 +1,66 @@
+"""GMPO: the geometric mean of a sequence's ratios (arXiv:2507.20673)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trinity_buffer.algorithm.functional import (
+    aggregate_rows,
+    bounded_exp,
+    keep,
+    masked_mean,
+    row_means,
+)
+from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
+    LossAndMetrics,
+    PolicyLossFn,
+    detached,
+)
+from trinity_buffer.algorithm.registry import POLICY_LOSS_FN
+
+
+@POLICY_LOSS_FN.register_module("gmpo")
+class GMPOLossFn(PolicyLossFn):
+    """``-A exp(mean_t d_t)`` per sequence, with ``d_t`` the log-ratio, clipped where A pushes it.
+
+    An outlier among a thousand tokens moves a geometric mean little. The loss is one number per
+    sequence, so that there is nothing to choose about how tokens are aggregated.
+
+    Args:
+        backend: whose names callers use.
+        clip_range_low: log-ratios below minus this stop learning where A < 0.
+        clip_range_high: log-ratios above this stop learning where A > 0.
+    """
+
+    def __init__(
+        self, backend: str = "verl", clip_range_low: float = 0.4, clip_range_high: float = 0.4
+    ) -> None:
+        super().__init__(backend)
+        self.low = clip_range_low
+        self.high = clip_range_high
+
+    def __call__(
+        self,
+        logprob: Tensor,
+        old_logprob: Tensor,
+        action_mask: Tensor,
+        advantages: Tensor,
+        *,
+        layout: BatchLayout | None = None,
+    ) -> LossAndMetrics:
+        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
+        advantages = keep(action_mask, advantages)
+        difference = keep(action_mask, logprob) - keep(action_mask, old_logprob)
+        upper, lower = difference.clamp(max=self.high), difference.clamp(min=-self.low)
+        clipped = torch.where(advantages > 0, upper, lower)
+        ratio = bounded_exp(row_means(clipped, action_mask, layout))
+        loss = aggregate_rows(-row_means(advantages, action_mask, layout) * ratio, layout)
+        metrics = {
+            "pg_clipfrac": masked_mean((clipped != difference).to(ratio), action_mask),
+            "ppo_kl": masked_mean(-difference, action_mask),
+            "ratio/mean": ratio.mean(),
+            "pg_loss": loss,
+        }
+        return loss, detached(metrics)

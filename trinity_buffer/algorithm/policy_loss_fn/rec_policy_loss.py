@@ -1,0 +1,168 @@
+"""REC: off-policy REINFORCE as a box of clips, weights and regularizers (arXiv:2509.24203)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.algorithm.functional import (
+    aggregate_loss,
+    aggregation_mode,
+    bounded_exp,
+    inside,
+    keep,
+    masked_mean,
+    row_means,
+    spread,
+)
+from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
+    LossAndMetrics,
+    PolicyLossFn,
+    detached,
+)
+from trinity_buffer.algorithm.registry import POLICY_LOSS_FN
+from trinity_buffer.errors import InvalidArgumentError
+
+CLIP_MODES = ("none", "one-side", "gspo-one-side", "two-side", "ring")
+WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")
+REGULARIZERS = ("none", "k2", "forward-kl")
+
+
+@POLICY_LOSS_FN.register_module("rec")
+class RECPolicyLossFn(PolicyLossFn):
+    """``-A w K logprob`` plus a regularizer: K says which tokens learn, w how much.
+
+    With ``r`` the token's ratio and ``s`` that of its sequence (as in GSPO), both detached:
+
+    - ``one-side``: as PPO, tokens stop learning where they moved far enough already;
+      ``gspo-one-side`` the same on ``s``; ``two-side``: r within the limits; ``ring``: two-side,
+      and beyond the primed limits where the update leads back.
+    - ``importance_sampling``: w = r; ``gspo_importance_sampling``: w = s, for every clip mode
+      (the reference crashes for all but one); ``advantage``: w = exp(A / temp).
+    - ``k2`` adds ``coef (logprob - old_logprob)^2`` to all tokens, ``forward-kl`` adds
+      ``-coef logprob``.
+
+    Args:
+        backend: whose names callers use.
+        epsilon_low: how far a ratio may fall below 1, in (0, 1].
+        epsilon_high: how far it may rise above 1, positive.
+        epsilon_low_prime: lower limit of the ring's inner edge, in [0, 1].
+        epsilon_high_prime: upper limit of the ring's outer edge.
+        clip_mode: which tokens learn.
+        weight: how much they learn.
+        regularizer: what holds the policy back.
+        regularizer_coef: how strongly, not negative.
+        temp: temperature of the ``advantage`` weight, positive.
+        loss_agg_mode: see `aggregate_loss`; None: ``seq-mean-token-mean`` for ``gspo-one-side``,
+            ``token-mean`` for the others.
+    """
+
+    tuned = {"epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0}
+
+    def __init__(
+        self,
+        backend: str = "verl",
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        epsilon_low_prime: float = 0.4,
+        epsilon_high_prime: float = 0.4,
+        clip_mode: str = "none",
+        weight: str = "none",
+        regularizer: str = "none",
+        regularizer_coef: float = 0.0,
+        temp: float = 1.0,
+        loss_agg_mode: str | None = None,
+    ) -> None:
+        super().__init__(backend)
+        one_of("clip_mode", clip_mode, CLIP_MODES)
+        one_of("weight", weight, WEIGHTS)
+        one_of("regularizer", regularizer, REGULARIZERS)
+        _refuse(not 0.0 < epsilon_low <= 1.0, "epsilon_low", epsilon_low, "in (0, 1]")
+        _refuse(not epsilon_high > 0.0, "epsilon_high", epsilon_high, "positive")
+        prime = epsilon_low_prime
+        _refuse(not 0.0 < prime <= 1.0, "epsilon_low_prime", prime, "in (0, 1]")
+        _refuse(not epsilon_high_prime > 0.0, "epsilon_high_prime", epsilon_high_prime, "positive")
+        _refuse(not regularizer_coef >= 0.0, "regularizer_coef", regularizer_coef, "at least 0")
+        _refuse(not temp > 0.0, "temp", temp, "positive")
+        self.low, self.high = epsilon_low, epsilon_high
+        self.low_prime, self.high_prime = epsilon_low_prime, epsilon_high_prime
+        self.clip_mode = clip_mode
+        self.weight = weight
+        self.regularizer = regularizer
+        self.regularizer_coef = regularizer_coef
+        self.temp = temp
+        by_sequence = clip_mode == "gspo-one-side"
+        default = "seq-mean-token-mean" if by_sequence else "token-mean"
+        self.loss_agg_mode = aggregation_mode(loss_agg_mode, default)
+
+    def __call__(
+        self,
+        logprob: Tensor,
+        old_logprob: Tensor,
+        action_mask: Tensor,
+        advantages: Tensor,
+        *,
+        layout: BatchLayout | None = None,
+    ) -> LossAndMetrics:
+        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
+        logprob, advantages = keep(action_mask, logprob), keep(action_mask, advantages)
+        difference = logprob - keep(action_mask, old_logprob)
+        ratio = bounded_exp(difference.detach())
+        # The ninth digit: in the one mode that the reference computes, the 1e-8 of the mean is added
+        # to a float32 count; elsewhere to a count in the dtype of the values.
+        by_sequence = self.clip_mode == "gspo-one-side"
+        mask = action_mask if by_sequence else action_mask.to(ratio)
+        means = row_means(difference.detach(), mask, layout)
+        sequence_ratio = spread(bounded_exp(means), ratio, layout)
+
+        learns = self._learns(ratio, sequence_ratio, advantages).to(ratio)
+        weighted = advantages * self._weights(ratio, sequence_ratio, advantages)
+        losses = -weighted * learns * logprob + self._penalties(logprob, difference)
+        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
+        clipped = masked_mean(1.0 - learns, action_mask)
+        return loss, detached({"pg_clipfrac": clipped, "pg_loss": loss})
+
+    def _learns(self, ratio: Tensor, sequence_ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Return K, bool."""
+        low, high = 1.0 - self.low, 1.0 + self.high
+        match self.clip_mode:
+            case "none":
+                return torch.ones_like(ratio, dtype=torch.bool)
+            case "one-side" | "gspo-one-side":
+                r = ratio if self.clip_mode == "one-side" else sequence_ratio
+                return ((advantages >= 0) & (r <= high)) | ((advantages <= 0) & (r >= low))
+            case "two-side":
+                return inside(ratio, low, high)
+            case _:
+                up = (advantages >= 0) & (ratio <= 1.0 - self.low_prime)
+                down = (advantages <= 0) & (ratio >= 1.0 + self.high_prime)
+                return inside(ratio, low, high) | up | down
+
+    def _weights(self, ratio: Tensor, sequence_ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Return w, one number per token."""
+        match self.weight:
+            case "importance_sampling":
+                return ratio
+            case "gspo_importance_sampling":
+                return sequence_ratio
+            case "advantage":
+                return bounded_exp(advantages / self.temp)
+            case _:
+                return torch.ones_like(ratio)
+
+    def _penalties(self, logprob: Tensor, difference: Tensor) -> Tensor:
+        """Return the regularizer of each token."""
+        match self.regularizer:
+            case "k2":
+                return self.regularizer_coef * difference.square()
+            case "forward-kl":
+                return -self.regularizer_coef * logprob
+            case _:
+                return torch.zeros_like(logprob)
+
+
+def _refuse(wrong: bool, name: str, value: float, accepted: str) -> None:
+    if wrong:
+        raise InvalidArgumentError(f"{name} must be {accepted}, it is {value}")
