@@ -13,7 +13,7 @@ from pysqlite3 import dbapi2
 from sqlalchemy import event as listen_to
 from sqlalchemy import make_url, text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from trinity_buffer.errors import (
@@ -80,17 +80,20 @@ class Database:
         return Path(self.url.database or "")
 
     @asynccontextmanager
-    async def writing(self) -> AsyncIterator[AsyncConnection]:
+    async def writing(self, *, integrity_errors: bool = False) -> AsyncIterator[AsyncConnection]:
         """Open the one writing transaction; it commits on leaving, or rolls back on an error.
 
         The body is shielded: a cancellation takes effect after it. So it must be short, and compute nothing.
+
+        Args:
+            integrity_errors: let ``IntegrityError`` through as it is, for callers who know what a taken key means.
         """
         if self.read_only:
             raise ReadOnlyStoreError(f"{self.name} is open read-only; open it without read_only to write")
         async with AsyncExitStack() as stack:
             if self.dialect == "sqlite":
                 await stack.enter_async_context(self._write_lock)
-            with anyio.CancelScope(shield=True), self._errors():
+            with anyio.CancelScope(shield=True), _foreign_errors(self.name, integrity=integrity_errors):
                 async with self._engine.connect() as connection:
                     await connection.execution_options(trinity_buffer_writes=True)
                     async with connection.begin():
@@ -174,13 +177,16 @@ def _begin_postgresql(connection: Any) -> None:
 class _foreign_errors:  # noqa: N801 - read as a statement: `with _foreign_errors(name)`
     """Turn the database's errors into ours, the most specific first."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, integrity: bool = False) -> None:
         self.name = name
+        self.integrity = integrity
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self.integrity and isinstance(error, IntegrityError):
+            return
         if isinstance(error, (DBAPIError, dbapi2.Error)):
             raise _translate(error, self.name) from error
         if isinstance(error, (ConnectionError, OSError)) and not isinstance(error, TimeoutError):

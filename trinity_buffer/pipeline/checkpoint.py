@@ -1,0 +1,79 @@
+"""Checkpoints on disk: made durable before a commit names them, and recognised by their digest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from trinity_buffer.errors import CheckpointError
+
+CHUNK_BYTES = 1 << 20
+
+
+def make_durable(checkpoint: Path) -> str:
+    """Write a checkpoint (a file or a folder) through to the disk and return its digest.
+
+    The digest is sha256 over the sorted (relative path, size, sha256) of its files.
+
+    Raises:
+        CheckpointError: there is nothing at this path, or it is empty.
+    """
+    for file in _files(checkpoint):
+        _fsync(file)
+    folders = {checkpoint.parent, *(p for p in checkpoint.rglob("*") if p.is_dir())} if checkpoint.is_dir() else set()
+    for folder in (*folders, checkpoint if checkpoint.is_dir() else checkpoint.parent):
+        _fsync(folder)
+    return digest_of(checkpoint)
+
+
+def digest_of(checkpoint: Path) -> str:
+    """Return the digest of a checkpoint, as `make_durable` does, without touching the disk.
+
+    Raises:
+        CheckpointError: there is nothing at this path, or it is empty.
+    """
+    total = hashlib.sha256()
+    for file in _files(checkpoint):
+        name = file.name if file == checkpoint else file.relative_to(checkpoint).as_posix()
+        total.update(f"{name}\0{file.stat().st_size}\0{_sha256(file)}\n".encode())
+    return total.hexdigest()
+
+
+def require_digest(checkpoint: Path, digest: str) -> None:
+    """Do nothing if the checkpoint is the one that was committed.
+
+    Raises:
+        CheckpointError: it is missing, or its content is another.
+    """
+    found = digest_of(checkpoint)
+    if found != digest:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is not the one that was committed (sha256 {found[:12]}…, recorded {digest[:12]}…): "
+            "restore it, or resume from an older step with resume_from="
+        )
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    files = sorted(p for p in checkpoint.rglob("*") if p.is_file()) if checkpoint.is_dir() else [checkpoint]
+    if not files or not all(file.is_file() for file in files):
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is missing or empty: write it before commit(), or resume from an older step"
+        )
+    return files
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as handle:
+        while chunk := handle.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,149 @@
+"""One training run in a store: its writers, its events, its stored rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
+from trinity_buffer.pipeline.group_commit import GroupCommit
+from trinity_buffer.store import log, queries, reads
+from trinity_buffer.store.database import Database
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+    from trinity_buffer.experience import Experience
+    from trinity_buffer.identity import Key
+    from trinity_buffer.pipeline.sql_writer import OnInvalid, SQLWriter
+    from trinity_buffer.pipeline.train_stream import TrainStream
+
+IDENTITY_KEYS = frozenset({"schema"})
+"""Configuration that says what the stored experiences are; changing it would make them something else."""
+
+EVENTS_PER_PAGE = 256
+EXPERIENCES_PER_PAGE = 512
+
+
+class Experiment:
+    """One named training run. Made by `Store.experiment`.
+
+    Attributes:
+        name: its name in the store.
+        config: its configuration as it was when it was opened here.
+    """
+
+    def __init__(
+        self, database: Database, group_commit: GroupCommit, key: int, name: str, config: Mapping[str, Any]
+    ) -> None:
+        self.database = database
+        self.key = key
+        self.name = name
+        self.config = dict(config)
+        self._group_commit = group_commit
+
+    def writer(self, actor: str, *, on_invalid: OnInvalid = "raise") -> SQLWriter:
+        """Return a writer for the process ``actor``; its experiences are checked against the experiment's schema.
+
+        Args:
+            on_invalid: ``"raise"``, or ``"quarantine"``: record what is invalid as rejected and go on.
+        """
+        from trinity_buffer.pipeline.sql_writer import SQLWriter  # noqa: PLC0415 - torch, which readers do not need
+
+        return SQLWriter(
+            self.database,
+            self._group_commit,
+            self.key,
+            actor=actor,
+            schema=self.config.get("schema", "experience"),
+            on_invalid=on_invalid,
+        )
+
+    async def events(
+        self, after: int = 0, *, follow: bool = False, kinds: Sequence[str] | None = None
+    ) -> AsyncIterator[Event]:
+        """Yield the events after position ``after``, in order, each exactly once.
+
+        Args:
+            follow: wait for more at the end of the log; an ``ExperimentFinished`` event ends it.
+            kinds: only these.
+        """
+        while True:
+            state = await self.database.changes.state()
+            async with self.database.reading() as tx:
+                head = await log.head(tx, self.key)
+                page = await log.read_after(tx, self.key, after, limit=EVENTS_PER_PAGE, kinds=kinds)
+                finished = await self._is_finished(tx)
+            for stored in page:
+                yield decoded(self.name, stored)
+            if len(page) == EVENTS_PER_PAGE:
+                after = page[-1].position
+                continue
+            after = max(after, head)
+            if not follow or finished:
+                return
+            await self.database.changes.changed(state)
+
+    async def _is_finished(self, tx: Any) -> bool:
+        found = await queries.config_of(tx, self.key)
+        return found is not None and found[1]
+
+    async def is_finished(self) -> bool:
+        """Return whether an ``ExperimentFinished`` event was recorded since the last change of configuration."""
+        async with self.database.reading() as tx:
+            return await self._is_finished(tx)
+
+    async def finish(self, reason: str, *, actor: str = "user") -> None:
+        """Record that nothing more will be generated or trained; whoever follows the experiment ends."""
+        event = new_event("ExperimentFinished", {"reason": reason})
+        async with self.database.writing() as tx:
+            await log.append(tx, self.key, [event], actor=actor, now_us=now_us())
+
+    async def read(
+        self,
+        *,
+        batch: Key | None = None,
+        task: Key | None = None,
+        run: int | None = None,
+        policy_version: int | None = None,
+        reward_min: float | None = None,
+        reward_max: float | None = None,
+        families: Sequence[str] = ("light", "tokens", "text", "heavy"),
+        include_refused: bool = False,
+    ) -> AsyncIterator[Experience]:
+        """Yield the stored experiences that match every given keyword, oldest first, decoded.
+
+        Args:
+            families: the column families to load; an attribute of another one raises and says which to name.
+            include_refused: also what was recorded as late or invalid.
+        """
+        from trinity_buffer.pipeline.loading import load_experiences  # noqa: PLC0415 - torch
+
+        wanted = reads.Filter(batch, task, run, policy_version, reward_min, reward_max, include_refused)
+        after = -1
+        while True:
+            async with self.database.reading() as tx:
+                rows = await reads.experiences(tx, self.key, wanted, after=after, limit=EXPERIENCES_PER_PAGE)
+            if not rows:
+                return
+            for experience in await load_experiences(self.database, self.key, rows, families):
+                yield experience
+            after = rows[-1].address
+
+    async def publish_policy(self, version: int, uri: str, *, digest: str = "", actor: str = "user") -> None:
+        """Record that the weights of policy ``version`` are at ``uri``; explorers that follow load them."""
+        event = new_event("PolicyPublished", {"version": version, "uri": uri, "digest": digest})
+        async with self.database.writing() as tx:
+            await log.append(tx, self.key, [event], actor=actor, now_us=now_us())
+
+    async def newest_policy(self) -> tuple[int, str] | None:
+        """Return (version, uri) of the policy published last, or None."""
+        async with self.database.reading() as tx:
+            found = await queries.newest_policy(tx, self.key)
+        return None if found is None else (found[0], found[1])
+
+    def train_stream(self, **options: Any) -> AbstractAsyncContextManager[TrainStream]:
+        """Open the stream of gradient steps as an async context manager; see `train_stream.open_async_train_stream`."""
+        from trinity_buffer.pipeline.train_stream import open_async_train_stream  # noqa: PLC0415 - torch
+
+        return open_async_train_stream(self, **options)

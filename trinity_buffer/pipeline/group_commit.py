@@ -1,0 +1,170 @@
+"""Group commit: calls that wait at the same time share one transaction, and each hears of its own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import anyio
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from trinity_buffer.identity import EID
+from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.store import log, queries, segments
+from trinity_buffer.store.database import Database
+from trinity_buffer.store.dialect import lock_experiment
+from trinity_buffer.store.log import NewEvent
+
+ROWS_PER_TRANSACTION = 4096
+"""A group stops growing here, so that no transaction holds the database for long."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedWrite:
+    """One call, encoded: everything that computes has happened.
+
+    Attributes:
+        late: batches whose experiences are marked as refused already; a seal of any other batch stops the call.
+    """
+
+    experiment: int
+    actor: str
+    eids: Sequence[EID]
+    events: Sequence[NewEvent]
+    segments: Sequence[Mapping[str, object]]
+    late: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a `PreparedWrite`: written up to ``position``, or nothing of it because of the other two.
+
+    Attributes:
+        known: EIDs that are stored already, with address and content digest.
+        sealed: batches that were sealed before the call came.
+    """
+
+    position: int = 0
+    known: Mapping[EID, tuple[int, bytes]] = field(default_factory=dict)
+    sealed: frozenset[str] = frozenset()
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    write: PreparedWrite
+    turn: anyio.Event = field(default_factory=anyio.Event)
+    outcome: Outcome | None = None
+    error: BaseException | None = None
+
+
+class GroupCommit:
+    """The one road of experiences into a database. Whoever finds nobody committing commits for all who wait."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._waiting: list[_Entry] = []
+        self._committing = False
+
+    async def submit(self, write: PreparedWrite) -> Outcome:
+        """Return once the rows of ``write`` are durable, or say why none of them was written."""
+        entry = _Entry(write)
+        self._waiting.append(entry)
+        try:
+            while entry.outcome is None and entry.error is None:
+                if self._committing:
+                    await entry.turn.wait()
+                    entry.turn = anyio.Event()
+                else:
+                    await self._commit_waiting()
+        finally:
+            if entry in self._waiting:  # cancelled before its turn
+                self._waiting.remove(entry)
+        if entry.error is not None:
+            raise entry.error
+        assert entry.outcome is not None
+        return entry.outcome
+
+    async def _commit_waiting(self) -> None:
+        group = self._take()
+        self._committing = True
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._commit(group)
+        finally:
+            self._committing = False
+            for entry in (*group, *self._waiting[:1]):
+                entry.turn.set()
+
+    def _take(self) -> list[_Entry]:
+        rows = 0
+        for count, entry in enumerate(self._waiting, 1):
+            rows += len(entry.write.eids)
+            if rows >= ROWS_PER_TRANSACTION:
+                break
+        group, self._waiting = self._waiting[:count], self._waiting[count:]
+        return group
+
+    async def _commit(self, group: list[_Entry]) -> None:
+        try:
+            outcomes = await self._try_together(group)
+        except IntegrityError:  # something is stored already: find out what, call by call
+            await self._commit_singly(group)
+        except Exception as error:  # noqa: BLE001 - handed to every caller of the group
+            for entry in group:
+                entry.error = error
+        else:
+            for entry, outcome in zip(group, outcomes, strict=True):
+                entry.outcome = outcome
+
+    async def _commit_singly(self, group: list[_Entry]) -> None:
+        for entry in group:
+            try:
+                entry.outcome = await self._try_alone(entry.write)
+            except Exception as error:  # noqa: BLE001 - handed to the caller it belongs to
+                entry.error = error
+
+    async def _try_together(self, group: list[_Entry]) -> list[Outcome]:
+        async with self._database.writing(integrity_errors=True) as tx:
+            for entry in group:
+                await segments.write(tx, entry.write.segments)
+            outcomes = [await self._append(tx, entry.write) for entry in group]
+            if any(outcome.sealed for outcome in outcomes):
+                raise _SomebodyIsLate
+            return outcomes
+
+    async def _try_alone(self, write: PreparedWrite) -> Outcome:
+        while True:
+            async with self._database.reading() as tx:
+                known = await queries.stored(tx, write.experiment, write.eids)
+                sealed = await self._sealed(tx, write)
+            if known or sealed:
+                return Outcome(known=known, sealed=sealed)
+            try:
+                async with self._database.writing(integrity_errors=True) as tx:
+                    await segments.write(tx, write.segments)
+                    outcome = await self._append(tx, write)
+                    if outcome.sealed:
+                        raise _SomebodyIsLate
+                    return outcome
+            except IntegrityError:
+                continue  # another process was quicker between the two transactions: look again
+
+    async def _append(self, tx: AsyncConnection, write: PreparedWrite) -> Outcome:
+        await lock_experiment(tx, write.experiment)
+        sealed = await self._sealed(tx, write)
+        if sealed:
+            return Outcome(sealed=sealed)
+        positions = await log.append(tx, write.experiment, write.events, actor=write.actor, now_us=now_us())
+        return Outcome(position=positions[-1])
+
+    async def _sealed(self, tx: AsyncConnection, write: PreparedWrite) -> frozenset[str]:
+        batches = {str(eid.batch) for eid in write.eids} - write.late
+        return frozenset(await queries.sealed_among(tx, write.experiment, sorted(batches)) if batches else ())
+
+
+class _SomebodyIsLate(IntegrityError):
+    """Rolls the transaction back; the calls are then looked at one by one."""
+
+    def __init__(self) -> None:
+        super().__init__("", None, ValueError("late"))

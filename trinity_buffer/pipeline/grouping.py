@@ -1,0 +1,227 @@
+"""When a group or a batch is complete, and in which order a strategy sees it.
+
+`Grouping` is a fold over the log that lives in memory and decides nothing durable: a consumer that restarts feeds it
+what is waiting and goes on. A group is ready when its planned runs are stored, when its batch is sealed, or at its
+deadline; a straggling group holds back nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.identity import order_of
+from trinity_buffer.store.queries import BatchRow, ExperienceRow
+
+Unit = Literal["group", "batch"]
+GroupKey = tuple[str, str]
+"""(batch, task), both as text: ``7`` and ``"7"`` are one key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupingRules:
+    """How experiences become groups.
+
+    Attributes:
+        rollouts_per_group: of batches that nobody planned; a plan says it itself. None: such a group waits for a seal
+            or its deadline.
+        deadline_s: seconds after its first experience at which a group is closed as it is; None: never.
+        incomplete: what becomes of a group that is closed before its planned runs are stored: ``"keep"`` gives the
+            strategy what is there, ``"reject"`` records all of it as rejected (``incomplete_group``).
+    """
+
+    rollouts_per_group: int | None = None
+    deadline_s: float | None = None
+    incomplete: Literal["keep", "reject"] = "keep"
+
+    def __post_init__(self) -> None:
+        if self.incomplete not in ("keep", "reject"):
+            raise InvalidArgumentError(f"incomplete={self.incomplete!r}: accepted are 'keep' and 'reject'")
+        if self.rollouts_per_group is not None and self.rollouts_per_group < 1:
+            raise InvalidArgumentError(f"rollouts_per_group={self.rollouts_per_group}: it must be at least 1")
+
+
+@dataclass(slots=True)
+class Group:
+    """The runs of one task in one batch, as far as they are stored."""
+
+    key: GroupKey
+    planned: bool
+    rollouts: int | None
+    members: list[ExperienceRow] = field(default_factory=list)
+    runs: set[int] = field(default_factory=set)
+    first_seen_us: int | None = None
+    decided: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all the runs that it should have are stored (refused ones too: they will not come again)."""
+        return self.rollouts is not None and len(self.runs) >= self.rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyUnit:
+    """What one call of a strategy gets: whole groups, each sorted by (task, run, step).
+
+    Attributes:
+        incomplete: whether the deadline or the seal came before the planned runs.
+    """
+
+    groups: tuple[Group, ...]
+    incomplete: bool
+
+    @property
+    def rows(self) -> list[ExperienceRow]:
+        """All members, sorted by (task, run, step, suffix)."""
+        return sorted((row for group in self.groups for row in group.members), key=_place)
+
+
+def _place(row: ExperienceRow) -> tuple[object, ...]:
+    eid = row.eid
+    return (order_of(eid.batch), order_of(eid.task), eid.run, eid.step, eid.suffix)
+
+
+@dataclass(slots=True)
+class _Batch:
+    planned: bool
+    rollouts: int | None
+    sealed: bool = False
+    groups: dict[str, Group] = field(default_factory=dict)
+
+
+class Grouping:
+    """Collects rows into groups and says which are ready.
+
+    The owner asks `unknown` before it feeds a page of rows, and answers with `know_batch` or `know_decided` what the
+    database knows of them.
+    """
+
+    def __init__(self, unit: Unit, rules: GroupingRules) -> None:
+        self.unit = unit
+        self.rules = rules
+        self._batches: dict[str, _Batch] = {}
+        self._candidates: set[str] = set()
+        self._late: list[ExperienceRow] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """How many experiences are seen and not decided."""
+        return sum(len(g.members) for b in self._batches.values() for g in b.groups.values() if not g.decided)
+
+    @property
+    def num_waiting_groups(self) -> int:
+        """How many groups have experiences that are not decided."""
+        return sum(1 for b in self._batches.values() for g in b.groups.values() if g.members and not g.decided)
+
+    def unknown(self, rows: Iterable[ExperienceRow]) -> set[GroupKey]:
+        """Return the groups of ``rows`` that are not in memory: new ones, or decided long ago."""
+        keys = {(str(row.eid.batch), str(row.eid.task)) for row in rows}
+        return {key for key in keys if key[0] not in self._batches or key[1] not in self._batches[key[0]].groups}
+
+    def knows(self, batch: str) -> bool:
+        """Return whether the batch is in memory."""
+        return batch in self._batches
+
+    def know_batch(self, row: BatchRow, *, sealed: bool) -> None:
+        """Take in a plan (or a seal without one), if it is not known already."""
+        key = str(row.batch)
+        known = self._batches.get(key)
+        if known is None:
+            planned = row.rollouts_per_group is not None
+            rollouts = row.rollouts_per_group if planned else self.rules.rollouts_per_group
+            known = self._batches[key] = _Batch(planned, rollouts)
+        known.sealed = known.sealed or sealed
+        for task in row.tasks:
+            self._group(key, str(task))
+        self._candidates.add(key)
+
+    def know_decided(self, keys: Iterable[GroupKey]) -> None:
+        """Mark groups as decided: what comes for them from now on is late."""
+        for batch, task in keys:
+            self._group(batch, task).decided = True
+
+    def know_run(self, key: GroupKey, run: int) -> None:
+        """Mark a run as stored although its rows are not waiting (they were refused at the door)."""
+        self._group(*key).runs.add(run)
+
+    def record(self, row: ExperienceRow, at_us: int) -> None:
+        """Take in an experience that was recorded at ``at_us``."""
+        batch = str(row.eid.batch)
+        group = self._group(batch, str(row.eid.task))
+        if group.decided:
+            if row.refused is None:
+                self._late.append(row)
+            return
+        group.runs.add(row.eid.run)
+        if row.refused is None:
+            group.members.append(row)
+            group.first_seen_us = at_us if group.first_seen_us is None else min(at_us, group.first_seen_us)
+        self._candidates.add(batch)
+
+    def seal(self, batch: str) -> None:
+        """Close a batch: its groups are ready as they are."""
+        known = self._batches.setdefault(batch, _Batch(planned=False, rollouts=self.rules.rollouts_per_group))
+        known.sealed = True
+        self._candidates.add(batch)
+
+    def _group(self, batch: str, task: str) -> Group:
+        known = self._batches.setdefault(batch, _Batch(planned=False, rollouts=self.rules.rollouts_per_group))
+        if task not in known.groups:
+            known.groups[task] = Group((batch, task), known.planned, known.rollouts)
+        return known.groups[task]
+
+    def take_late(self) -> list[ExperienceRow]:
+        """Return, once, what came for groups that were decided before."""
+        late, self._late = self._late, []
+        return late
+
+    def next_deadline_us(self) -> int | None:
+        """Return when the next open group reaches its deadline, or None."""
+        if self.rules.deadline_s is None:
+            return None
+        open_since = [g.first_seen_us for _, g in self._open() if g.first_seen_us is not None]
+        return min(open_since) + int(self.rules.deadline_s * 1e6) if open_since else None
+
+    def _open(self) -> Iterator[tuple[str, Group]]:
+        for key, batch in self._batches.items():
+            for group in batch.groups.values():
+                if not group.decided:
+                    yield key, group
+
+    def take_ready(self, now_us: int) -> list[ReadyUnit]:
+        """Return, once, every unit that is ready, oldest batch first, and forget batches that are done."""
+        deadline_us = None if self.rules.deadline_s is None else now_us - int(self.rules.deadline_s * 1e6)
+        if deadline_us is not None:
+            overdue = (key for key, g in self._open() if g.first_seen_us is not None and g.first_seen_us <= deadline_us)
+            self._candidates.update(overdue)
+        units: list[ReadyUnit] = []
+        for key in [key for key in self._batches if key in self._candidates]:
+            batch = self._batches[key]
+            units += self._ready_of(batch, deadline_us)
+            if all(group.decided for group in batch.groups.values()):
+                del self._batches[key]
+        self._candidates.clear()
+        return units
+
+    def _ready_of(self, batch: _Batch, deadline_us: int | None) -> list[ReadyUnit]:
+        def closed(group: Group) -> bool:
+            overdue = deadline_us is not None and (group.first_seen_us or now) <= deadline_us
+            return batch.sealed or overdue
+
+        now = 1 << 62
+        undecided = [group for group in batch.groups.values() if not group.decided]
+        ready = [group for group in undecided if group.complete or closed(group)]
+        if self.unit == "batch":
+            whole = len(ready) == len(undecided) and (batch.planned or batch.sealed)
+            late_batch = deadline_us is not None and any(closed(group) for group in undecided)
+            ready = undecided if (whole or late_batch) and undecided else []
+        for group in ready:
+            group.decided = True
+        chunks = [ready] if self.unit == "batch" else [[group] for group in ready]
+        return [
+            ReadyUnit(tuple(chunk), any(group.rollouts is not None and not group.complete for group in chunk))
+            for chunk in chunks
+            if chunk
+        ]

@@ -1,0 +1,71 @@
+"""From rows of the projections to experiences in memory: segments are read, checked, and decoded off the event loop."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import anyio.to_thread
+
+from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.encoding import decode_experiences
+from trinity_buffer.pipeline.events import decoded
+from trinity_buffer.store import log, segments
+from trinity_buffer.store.address import position_of, slot_of
+from trinity_buffer.store.database import Database
+from trinity_buffer.store.queries import ExperienceRow
+
+SEGMENTS_PER_READ = 32
+"""Segments of one read transaction: some 32 MB, well below a second."""
+
+
+async def load_segments(
+    database: Database, keys: Iterable[bytes], families: Sequence[str]
+) -> dict[bytes, dict[str, bytes]]:
+    """Return key -> family -> blob, checked; a family that a segment does not have is absent.
+
+    Raises:
+        DamagedSegmentError: a checksum does not hold.
+    """
+    wanted = list(dict.fromkeys(keys))
+    found: dict[bytes, dict[str, bytes]] = {key: {} for key in wanted}
+    for start in range(0, len(wanted), SEGMENTS_PER_READ):
+        async with database.reading() as tx:
+            parts = await segments.read(tx, wanted[start : start + SEGMENTS_PER_READ], families)
+        for (key, family), blob in (await anyio.to_thread.run_sync(partial(_joined, parts))).items():
+            found[key][family] = blob
+    return found
+
+
+def _joined(parts: dict[tuple[bytes, str], list[tuple[int, int, bytes]]]) -> dict[tuple[bytes, str], bytes]:
+    return {(key, family): segments.joined(key, family, some) for (key, family), some in parts.items()}
+
+
+async def load_experiences(
+    database: Database, experiment: int, rows: Sequence[ExperienceRow], families: Sequence[str]
+) -> list[Experience]:
+    """Return the experiences of ``rows``, in their order, with the columns of ``families``.
+
+    Each carries its log address as ``address``. What a caller changes in its tensors never reaches the store.
+    """
+    blobs = await load_segments(database, (row.segment for row in rows), families)
+    async with database.reading() as tx:
+        positions = sorted({position_of(row.address) for row in rows})
+        stored = {event.position: event for event in await log.read_at(tx, experiment, positions)}
+    bodies = {position: decoded("", event).body for position, event in stored.items()}
+
+    def decode() -> list[Experience]:
+        by_event: OrderedDict[int, list[ExperienceRow]] = OrderedDict()
+        for row in rows:
+            by_event.setdefault(position_of(row.address), []).append(row)
+        found: dict[int, Experience] = {}
+        for position, some in by_event.items():
+            buffers = {family: bytearray(blob) for family, blob in blobs[some[0].segment].items()}
+            slots = [slot_of(row.address) for row in some]
+            for row, experience in zip(some, decode_experiences(buffers, bodies[position]["meta"], slots), strict=True):
+                experience.address = row.address
+                found[row.address] = experience
+        return [found[row.address] for row in rows]
+
+    return await anyio.to_thread.run_sync(decode)

@@ -1,0 +1,202 @@
+"""The manifest: what exactly one gradient step trains on, in which order, in which micro-batches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+
+from trinity_buffer.errors import InvalidArgumentError
+
+LayoutName = Literal["padded", "packed"]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchPlan:
+    """One micro-batch: the rows ``start`` to ``stop`` of the manifest, on one rank.
+
+    Attributes:
+        width: padded: the width of the tensors; packed: their total number of tokens.
+    """
+
+    start: int
+    stop: int
+    width: int
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """An ordered list of (experience, annotation, micro-batch slot), as `BatchLeased` records it.
+
+    Attributes:
+        step: the gradient step, 1, 2, ... of this trainer.
+        annotation_set: the set that the annotations belong to.
+        annotations, experiences: log addresses, one per row, in the order of the rows.
+        groups: per row, a number that rows of one group share.
+        num_planned_groups: how many of the groups were planned (copies and imports are not).
+        layout: ``"padded"`` or ``"packed"``.
+        normalizer: what loss modes that divide by a constant divide by; None: they need their own.
+    """
+
+    step: int
+    annotation_set: str
+    annotations: tuple[int, ...]
+    experiences: tuple[int, ...]
+    groups: tuple[int, ...]
+    num_planned_groups: int
+    layout: LayoutName
+    microbatches: tuple[MicroBatchPlan, ...]
+    normalizer: float | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups the step trains on."""
+        return len(set(self.groups))
+
+    @property
+    def digest(self) -> bytes:
+        """blake2b-128 over everything that decides what the step computes."""
+        content = [
+            self.step,
+            self.annotation_set,
+            list(self.annotations),
+            list(self.experiences),
+            list(self.groups),
+            self.layout,
+            [[m.start, m.stop, m.width, m.rank] for m in self.microbatches],
+            self.normalizer,
+        ]
+        return hashlib.blake2b(json.dumps(content, separators=(",", ":")).encode(), digest_size=16).digest()
+
+    def body(self, consumer: str, token: int) -> dict[str, Any]:
+        """Return the body of the `BatchLeased` event."""
+        return {
+            "consumer": consumer,
+            "token": token,
+            "step": self.step,
+            "annotation_set": self.annotation_set,
+            "annotations": list(self.annotations),
+            "experiences": list(self.experiences),
+            "groups": list(self.groups),
+            "num_groups": self.num_groups,
+            "planned_groups": self.num_planned_groups,
+            "layout": self.layout,
+            "microbatches": [[m.start, m.stop, m.width, m.rank] for m in self.microbatches],
+            "normalizer": self.normalizer,
+            "digest": self.digest,
+        }
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> Manifest:
+        """Return the manifest that an event recorded."""
+        return cls(
+            step=body["step"],
+            annotation_set=body["annotation_set"],
+            annotations=tuple(body["annotations"]),
+            experiences=tuple(body["experiences"]),
+            groups=tuple(body["groups"]),
+            num_planned_groups=body["planned_groups"],
+            layout=body["layout"],
+            microbatches=tuple(MicroBatchPlan(*plan) for plan in body["microbatches"]),
+            normalizer=body["normalizer"],
+        )
+
+
+def chain(previous: bytes, digest: bytes) -> bytes:
+    """Return the next link of the chain that a checkpoint carries: blake2b-128(previous || digest)."""
+    return hashlib.blake2b(previous + digest, digest_size=16).digest()
+
+
+FIRST_LINK = bytes(16)
+
+
+def plan_microbatches(
+    lengths: Sequence[int],
+    groups: Sequence[int],
+    *,
+    layout: LayoutName,
+    tokens_per_microbatch: int | None,
+    world_size: int = 1,
+) -> tuple[list[int], list[MicroBatchPlan]]:
+    """Return an order of the rows, and the micro-batches over it.
+
+    A group lies on one rank; groups are dealt to the ranks by their tokens, the largest first. Within a rank, padded
+    rows are sorted by length so that little is padding. The budget counts what is computed: rows × width when padded,
+    tokens when packed; a row above it is a micro-batch of its own. Every rank gets the same number of micro-batches.
+
+    Args:
+        lengths: tokens of each row.
+        groups: per row, a number that rows of one group share.
+
+    Raises:
+        InvalidArgumentError: fewer rows than ranks, or a budget that is not positive.
+    """
+    if tokens_per_microbatch is not None and tokens_per_microbatch < 1:
+        raise InvalidArgumentError(f"tokens_per_microbatch={tokens_per_microbatch}: it must be at least 1")
+    order: list[int] = []
+    per_rank = []
+    for rows in _deal(lengths, groups, world_size):
+        if layout == "padded" and tokens_per_microbatch is not None:
+            rows = sorted(rows, key=lambda row: -lengths[row])
+        per_rank.append(_fill(rows, lengths, layout, tokens_per_microbatch))
+    most = max(len(chunks) for chunks in per_rank)
+    plans = []
+    for rank, chunks in enumerate(per_rank):
+        for chunk in _split_to(chunks, most):
+            start, order = len(order), order + chunk
+            sizes = [lengths[row] for row in chunk]
+            width = max(sizes) if layout == "padded" else sum(sizes)
+            plans.append(MicroBatchPlan(start, len(order), width, rank))
+    return order, plans
+
+
+def _deal(lengths: Sequence[int], groups: Sequence[int], world_size: int) -> list[list[int]]:
+    """Return the rows of each rank, whole groups together."""
+    if world_size == 1:
+        return [list(range(len(lengths)))]
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    if len(members) < world_size:
+        raise InvalidArgumentError(
+            f"a step of {len(members)} groups cannot be dealt to {world_size} ranks: raise groups_per_step"
+        )
+    ranks: list[list[int]] = [[] for _ in range(world_size)]
+    load = [0] * world_size
+    for rows in sorted(members.values(), key=lambda rows: -sum(lengths[row] for row in rows)):
+        rank = min(range(world_size), key=lambda r: (load[r], r))
+        ranks[rank] += rows
+        load[rank] += sum(lengths[row] for row in rows)
+    return [sorted(rows) for rows in ranks]
+
+
+def _fill(
+    rows: Sequence[int], lengths: Sequence[int], layout: LayoutName, budget: int | None
+) -> list[list[int]]:
+    chunks: list[list[int]] = []
+    width = total = 0
+    for row in rows:
+        width, total = max(width, lengths[row]), total + lengths[row]
+        computed = width * (len(chunks[-1]) + 1 if chunks else 1) if layout == "padded" else total
+        if not chunks or (budget is not None and computed > budget):
+            chunks.append([])
+            width = total = lengths[row]
+        chunks[-1].append(row)
+    return chunks
+
+
+def _split_to(chunks: list[list[int]], number: int) -> list[list[int]]:
+    """Return ``number`` chunks, by halving the longest ones; every rank must run as often as the others."""
+    chunks = list(chunks)
+    while len(chunks) < number:
+        longest = max(range(len(chunks)), key=lambda i: len(chunks[i]))
+        rows = chunks[longest]
+        if len(rows) < 2:
+            raise InvalidArgumentError("a rank has fewer rows than another has micro-batches: raise groups_per_step")
+        chunks[longest : longest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return chunks

@@ -1,0 +1,171 @@
+"""Plans, seals and admission: what an explorer may generate, and when a batch is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from trinity_buffer.errors import ConflictingPlanError, ConflictingSealError, InvalidArgumentError
+from trinity_buffer.identity import Key
+from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.store import log, queries
+from trinity_buffer.store.database import Database
+from trinity_buffer.store.dialect import lock_experiment
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """When an explorer may plan its next batch.
+
+    It waits while the groups not yet delivered to the trainer number at least
+    ``max(max_waiting_groups, groups_per_step)``, or while
+    ``floor(uncommitted groups / groups_per_step) + (published - own policy version) > max_staleness``.
+    Rejected groups do not count. A planned batch is never held half-way: its writes do not wait.
+
+    Attributes:
+        trainer: name of the trainer consumer that is waited for.
+        max_waiting_groups: None: no bound.
+        max_staleness: in policy versions (= gradient steps); None: no bound.
+        groups_per_step: of that trainer.
+    """
+
+    trainer: str = "trainer"
+    max_waiting_groups: int | None = None
+    max_staleness: int | None = None
+    groups_per_step: int = 1
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Admission:
+        """Return the rules that an experiment's configuration states."""
+        return cls(
+            trainer=config.get("trainer", "trainer"),
+            max_waiting_groups=config.get("max_waiting_groups"),
+            max_staleness=config.get("max_staleness"),
+            groups_per_step=config.get("groups_per_step", 1),
+        )
+
+    def admits(self, backlog: queries.Backlog, policy_version: int | None) -> bool:
+        """Return whether one more batch may be planned now."""
+        if self.max_waiting_groups is not None:
+            bound = max(self.max_waiting_groups, self.groups_per_step)
+            if backlog.undelivered >= bound:
+                return False
+        if self.max_staleness is None:
+            return True
+        behind = 0 if policy_version is None else backlog.published - policy_version
+        return backlog.uncommitted // self.groups_per_step + behind <= self.max_staleness
+
+
+async def plan(
+    database: Database,
+    experiment: int,
+    actor: str,
+    batch: Key,
+    tasks: Sequence[Key],
+    rollouts_per_group: int,
+    policy_version: int | Callable[[], int] | None,
+) -> bool:
+    """Plan ``batch`` as soon as admission allows; see `SQLWriter.plan`."""
+    _check(batch, tasks, rollouts_per_group)
+    body = {"batch": batch, "tasks": list(tasks), "rollouts_per_group": rollouts_per_group}
+    event = new_event("BatchPlanned", body)
+    while True:
+        state = await database.changes.state()
+        async with database.reading() as tx:
+            answer = await _may_plan(tx, experiment, actor, body, policy_version)
+        if answer is None:
+            async with database.writing() as tx:
+                # Asked again under the lock: two explorers must not both take the last place.
+                await lock_experiment(tx, experiment)
+                answer = await _may_plan(tx, experiment, actor, body, policy_version)
+                if answer is None:
+                    await log.append(tx, experiment, [event], actor=actor, now_us=now_us())
+                    return True
+        if answer is not _WAIT:
+            return bool(answer)
+        await database.changes.changed(state)
+
+
+_WAIT = object()
+
+
+async def _may_plan(
+    tx: AsyncConnection, experiment: int, actor: str, body: dict[str, Any], version: int | Callable[[], int] | None
+) -> object:
+    """Return None: plan it now; True: it is planned already; False: the experiment is finished; or `_WAIT`."""
+    existing = await queries.batch_row(tx, experiment, body["batch"])
+    if existing is not None:
+        return _same_plan(existing, actor, body)
+    if await queries.count_in_batch(tx, experiment, body["batch"]):
+        raise ConflictingPlanError(
+            f"batch {body['batch']!r} holds experiences that nobody planned; plan a batch before writing to it"
+        )
+    found = await queries.config_of(tx, experiment)
+    config, finished = found if found is not None else ({}, False)
+    if finished:
+        return False
+    rules = Admission.of(config)
+    backlog = await queries.backlog(tx, experiment, rules.trainer)
+    own = version() if callable(version) else version
+    return None if rules.admits(backlog, own) else _WAIT
+
+
+def _same_plan(existing: queries.BatchRow, actor: str, body: dict[str, Any]) -> bool:
+    key = body["batch"]
+    if existing.planned_at is None:
+        raise ConflictingPlanError(f"batch {key!r} was sealed without a plan; choose another batch id")
+    if existing.actor != actor:
+        raise ConflictingPlanError(
+            f"batch {key!r} is planned by {existing.actor!r}; a batch has one actor, so {actor!r} needs an id of its own"
+        )
+    same_tasks = [str(task) for task in existing.tasks] == [str(task) for task in body["tasks"]]
+    if not same_tasks or existing.rollouts_per_group != body["rollouts_per_group"]:
+        raise ConflictingPlanError(
+            f"batch {key!r} is planned with {len(existing.tasks)} tasks × {existing.rollouts_per_group} rollouts, which is "
+            "not what this plan says; a plan cannot be changed, choose another batch id"
+        )
+    return True
+
+
+def _check(batch: Key, tasks: Sequence[Key], rollouts_per_group: int) -> None:
+    if not isinstance(batch, (int, str)) or "/" in str(batch) or batch == "":
+        raise InvalidArgumentError(f"batch {batch!r}: a batch id is a number or a text without '/'")
+    if not tasks or len({str(task) for task in tasks}) != len(tasks):
+        raise InvalidArgumentError(f"batch {batch!r}: a plan needs at least one task, and each only once")
+    if rollouts_per_group < 1:
+        raise InvalidArgumentError(f"batch {batch!r}: rollouts_per_group={rollouts_per_group}, it must be at least 1")
+
+
+async def missing(database: Database, experiment: int, batch: Key) -> list[tuple[Key, int]]:
+    """Return the planned (task, run) pairs that are not stored, in the order of the plan."""
+    async with database.reading() as tx:
+        planned = await queries.batch_row(tx, experiment, batch)
+        stored = await queries.runs_of(tx, experiment, batch)
+    if planned is None or planned.rollouts_per_group is None:
+        raise InvalidArgumentError(f"batch {batch!r} was never planned; call plan() first")
+    pairs = [(task, run) for task in planned.tasks for run in range(planned.rollouts_per_group)]
+    return [(task, run) for task, run in pairs if (str(task), run) not in stored]
+
+
+async def seal(database: Database, experiment: int, actor: str, batch: Key, expected: int) -> None:
+    """Seal ``batch``; see `SQLWriter.seal`."""
+    event = new_event("BatchSealed", {"batch": batch, "expected": expected})
+    async with database.writing() as tx:
+        await lock_experiment(tx, experiment)
+        existing = await queries.batch_row(tx, experiment, batch)
+        if existing is not None and existing.sealed_at is not None:
+            if existing.expected == expected:
+                return
+            raise ConflictingSealError(
+                f"batch {batch!r} was sealed with {existing.expected} experiences, this seal says {expected}"
+            )
+        held = await queries.count_in_batch(tx, experiment, batch)
+        if held != expected:
+            raise ConflictingSealError(
+                f"batch {batch!r} holds {held} experiences, this seal says {expected}; nothing was sealed. "
+                "missing(batch) names the planned runs that are not stored"
+            )
+        await log.append(tx, experiment, [event], actor=actor, now_us=now_us())

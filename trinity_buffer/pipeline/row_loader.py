@@ -1,0 +1,171 @@
+"""The rows of a manifest as views of their segments, without an `Experience` in between."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import anyio.to_thread
+import numpy as np
+import numpy.typing as npt
+
+from trinity_buffer.codec import Column, Segment, decode_segment
+from trinity_buffer.errors import DamagedSegmentError
+from trinity_buffer.pipeline.events import decoded
+from trinity_buffer.pipeline.loading import load_segments
+from trinity_buffer.pipeline.manifest import Manifest
+from trinity_buffer.store import log, queries
+from trinity_buffer.store.address import position_of, slot_of
+from trinity_buffer.store.database import Database
+from trinity_buffer.store.queries import ExperienceRow
+
+Array: TypeAlias = npt.NDArray[Any]
+Value: TypeAlias = "Array | float | None"
+"""A tensor as a view, one number that stands for ``number * action_mask``, or nothing."""
+
+CACHED_BYTES = 256 * 1024 * 1024
+"""Decoded segments that are kept: a segment holds more rows than one step takes from it."""
+
+FAMILIES = ("light", "tokens", "heavy")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRows:
+    """Columns of the rows of one manifest, in its order; views that must not be written."""
+
+    meta: Sequence[ExperienceRow]
+    columns: Mapping[str, Sequence[Value]]
+    multi_modal: Sequence[Mapping[str, Column]]
+
+    def column(self, field: str) -> Sequence[Value]:
+        """Return the values of one field, None where a row has none."""
+        return self.columns.get(field) or [None] * len(self.meta)
+
+
+class _Segments:
+    """Decoded segments by key, the least recently used forgotten first."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, tuple[int, dict[str, list[Value]]]] = OrderedDict()
+        self._bytes = 0
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._known
+
+    def __getitem__(self, key: bytes) -> dict[str, list[Value]]:
+        self._known.move_to_end(key)
+        return self._known[key][1]
+
+    def add(self, key: bytes, families: Mapping[str, bytes]) -> None:
+        size = sum(map(len, families.values()))
+        fields: dict[str, list[Value]] = {}
+        for blob in families.values():
+            fields |= _views(decode_segment(blob))
+        self._known[key] = (size, fields)
+        self._bytes += size
+
+    def shrink(self) -> None:
+        """Forget down to the budget; only between steps, whose rows must all be there."""
+        while self._bytes > CACHED_BYTES and len(self._known) > 1:
+            _, (size, _) = self._known.popitem(last=False)
+            self._bytes -= size
+
+
+def _views(segment: Segment) -> dict[str, list[Value]]:
+    """Return field -> one value per row."""
+    fields: dict[str, list[Value]] = {}
+    for name, columns in segment.columns.items():
+        values: list[Value] = [None] * segment.rows
+        for column in columns:
+            rows = range(segment.rows) if column.rows is None else column.rows.tolist()
+            for row, value in zip(rows, _values(column), strict=True):
+                values[row] = value
+        fields[name] = values
+    return fields
+
+
+def _values(column: Column) -> Sequence[Value]:
+    elements = column.elements
+    if column.encoding == "scaled_mask":
+        return [float(scalar) for scalar in elements]
+    ends = column.offsets.tolist()
+    pieces = [elements[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    if column.shapes.shape[1] == 1:
+        return pieces
+    return [piece.reshape(shape) for piece, shape in zip(pieces, column.shapes, strict=True)]
+
+
+class RowLoader:
+    """Loads what manifests name, each segment once while it is in use."""
+
+    def __init__(self, database: Database, experiment: int) -> None:
+        self._database = database
+        self._experiment = experiment
+        self._segments = _Segments()
+        self._annotation_keys: OrderedDict[int, bytes | None] = OrderedDict()
+
+    async def load(self, manifest: Manifest) -> LoadedRows:
+        """Return the columns of the manifest's rows.
+
+        Raises:
+            DamagedSegmentError: a checksum does not hold.
+        """
+        async with self._database.reading() as tx:
+            stored = await queries.experience_rows(
+                tx, self._experiment, sorted(set(manifest.experiences))
+            )
+        by_address = {row.address: row for row in stored}
+        meta = [by_address[address] for address in manifest.experiences]
+        annotations = await self._keys_of({position_of(a) for a in manifest.annotations})
+        keys = {row.segment for row in meta} | {key for key in annotations.values() if key}
+        missing = [key for key in keys if key not in self._segments]
+        loaded = await load_segments(self._database, missing, (*FAMILIES, "annotation"))
+        return await anyio.to_thread.run_sync(
+            self._gather, manifest, meta, annotations, loaded
+        )
+
+    async def _keys_of(self, positions: set[int]) -> dict[int, bytes | None]:
+        """Return position of an annotation event -> key of its segment; None: it has no tensors."""
+        unknown = sorted(positions - self._annotation_keys.keys())
+        if unknown:
+            async with self._database.reading() as tx:
+                events = await log.read_at(tx, self._experiment, unknown)
+            for stored in events:
+                body = decoded("", stored).body
+                self._annotation_keys[stored.position] = body["segment"]
+        found = {position: self._annotation_keys[position] for position in positions}
+        while len(self._annotation_keys) > 4096 + len(positions):
+            self._annotation_keys.popitem(last=False)
+        return found
+
+    def _gather(
+        self,
+        manifest: Manifest,
+        meta: Sequence[ExperienceRow],
+        annotations: Mapping[int, bytes | None],
+        loaded: Mapping[bytes, Mapping[str, bytes]],
+    ) -> LoadedRows:
+        for key, families in loaded.items():
+            self._segments.add(key, families)
+        columns: dict[str, list[Value]] = {}
+        total = len(meta)
+        for i, (row, annotation) in enumerate(zip(meta, manifest.annotations, strict=True)):
+            slot = slot_of(row.address)
+            for field, values in self._segments[row.segment].items():
+                columns.setdefault(field, [None] * total)[i] = values[slot]
+            key = annotations[position_of(annotation)]
+            if key is not None:
+                slot = slot_of(annotation)
+                for field, values in self._segments[key].items():
+                    columns.setdefault(field, [None] * total)[i] = values[slot]
+        self._segments.shrink()
+        if any(value is None for value in columns.get("tokens", [None])):
+            raise DamagedSegmentError("an experience of the step has no tokens: run `verify`")
+        heavy = [name for name in columns if name.startswith("multi_modal_inputs.")]
+        modal = [
+            {name.partition(".")[2]: columns[name][i] for name in heavy if columns[name][i] is not None}
+            for i in range(total)
+        ]
+        return LoadedRows(meta, columns, modal)

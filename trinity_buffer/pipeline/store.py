@@ -1,0 +1,111 @@
+"""The front door: a store is opened, and experiments are found or created in it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
+from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.experiment import IDENTITY_KEYS, Experiment
+from trinity_buffer.pipeline.group_commit import GroupCommit
+from trinity_buffer.store import log, queries
+from trinity_buffer.store.database import Database, Durability, open_database
+from trinity_buffer.store.dialect import lock_experiment
+
+
+class Store:
+    """An open store. Made by `open_store`; closed by leaving its context.
+
+    Attributes:
+        database: connections and transactions; for tools, not for changing anything.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self._group_commit = GroupCommit(database)
+
+    @property
+    def url(self) -> str:
+        """Where the store is, without a password."""
+        return self.database.name
+
+    async def experiments(self) -> list[str]:
+        """Return the names of all experiments, in order of creation."""
+        async with self.database.reading() as tx:
+            return list(await log.experiment_names(tx))
+
+    async def experiment(
+        self, name: str, *, config: Mapping[str, Any] | None = None, schema: str = "experience", actor: str = "user"
+    ) -> Experiment:
+        """Open the experiment ``name``; with a ``config``, create it or record what changed.
+
+        Args:
+            config: what the run is configured with, JSON values only. It is the experiment's first event; where it
+                differs later, a ``ConfigurationChanged`` event says which keys. None: the experiment must exist.
+            schema: what its experiences must have: ``experience``, ``sft``, ``dpo`` or ``cpt``. It cannot change.
+
+        Raises:
+            UnknownExperimentError: there is none, and no ``config`` to create it with (or the store is read-only).
+            InvalidArgumentError: a key of identity (the schema) would change.
+        """
+        async with self.database.reading() as tx:
+            key = await log.find_experiment(tx, name)
+            found = None if key is None else await queries.config_of(tx, key)
+            names = await log.experiment_names(tx) if key is None else {}
+        if key is not None and found is not None and (config is None or self.database.read_only):
+            return Experiment(self.database, self._group_commit, key, name, found[0])
+        if config is None or self.database.read_only:
+            known = ", ".join(names) or "none"
+            raise UnknownExperimentError(
+                f"{self.url} holds no experiment {name!r} (there: {known}); pass config={{}} to create it"
+            )
+        wanted = {"schema": schema, **config}
+        key, stored = await self._create_or_change(name, wanted, actor)
+        return Experiment(self.database, self._group_commit, key, name, stored)
+
+    async def _create_or_change(self, name: str, wanted: dict[str, Any], actor: str) -> tuple[int, dict[str, Any]]:
+        if not name or len(name) > 255:
+            raise InvalidArgumentError(f"experiment {name!r}: a name has 1 to 255 characters")
+        created = new_event("ExperimentCreated", {"config": wanted})
+        async with self.database.writing() as tx:
+            key = await log.create_experiment(tx, name)
+            await lock_experiment(tx, key)
+            found = await queries.config_of(tx, key)
+            if found is None:
+                await log.append(tx, key, [created], actor=actor, now_us=now_us())
+                return key, wanted
+            before = found[0]
+            changes = {k: [before.get(k), v] for k, v in wanted.items() if k not in before or before[k] != v}
+            for identity in IDENTITY_KEYS & changes.keys():
+                raise InvalidArgumentError(
+                    f"experiment {name!r} has {identity}={before.get(identity)!r}, which cannot become "
+                    f"{wanted[identity]!r}; create another experiment"
+                )
+            after = {**before, **wanted}
+            if changes:
+                event = new_event("ConfigurationChanged", {"changes": changes, "config": after})
+                await log.append(tx, key, [event], actor=actor, now_us=now_us())
+            return key, after
+
+
+@asynccontextmanager
+async def open_store(
+    url: str, *, read_only: bool = False, durability: Durability = "normal"
+) -> AsyncIterator[Store]:
+    """Open the store at ``url`` as an async context manager, creating the schema in an empty database.
+
+    Args:
+        url: ``sqlite:///runs/sort.db`` (or just the path) or ``postgresql://user@host/database``.
+        read_only: change nothing, neither the database nor the content of its write-ahead log.
+        durability: of SQLite. ``"normal"`` survives kill -9 of any process, but a power loss may take the last
+            commits (never a part of one); ``"full"`` waits for the disk at each commit.
+
+    Raises:
+        UnknownStoreError: nothing there to read, a missing folder, or a database that is not ours.
+        SchemaOutdatedError: written by an older version; `SchemaTooNewError`: by a newer one.
+        UnsafeStoreError: a network file system, or a SQLite library that may lose commits.
+    """
+    async with open_database(url, read_only=read_only, durability=durability) as database:
+        yield Store(database)

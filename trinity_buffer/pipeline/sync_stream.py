@@ -1,0 +1,76 @@
+"""The same stream for a plain loop: the trainer's door, where one event loop runs in a thread of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.train_stream import Resume, TrainStep, TrainStream
+
+
+class SyncTrainStream:
+    """An open stream; iterate over it. Made by `open_train_stream`.
+
+    Attributes:
+        resume: the last commit (`Resume`), or None at the very beginning.
+    """
+
+    def __init__(self, portal: BlockingPortal, stream: TrainStream) -> None:
+        self._portal = portal
+        self._stream = stream
+        self.resume: Resume | None = stream.resume
+
+    @property
+    def incomplete_groups(self) -> int:
+        """Groups that were left waiting when the stream ended, because their runs are not all stored."""
+        return self._stream.incomplete_groups
+
+    def __iter__(self) -> Iterator[TrainStep]:
+        return self
+
+    def __next__(self) -> TrainStep:
+        step: TrainStep | None = self._portal.call(self._receive)
+        if step is None:
+            raise StopIteration
+        return step
+
+    async def _receive(self) -> TrainStep | None:
+        # StopAsyncIteration cannot pass through a portal.
+        return await anext(self._stream, None)
+
+    def commit(
+        self,
+        step: TrainStep,
+        checkpoint: str | Path | None = None,
+        policy: str | Path | None = None,
+        environment: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Record that every delivered step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`."""
+        self._portal.call(partial(self._stream.commit, step, checkpoint, policy, environment))
+
+
+@asynccontextmanager
+async def _opened(url: str, experiment: str, options: dict[str, Any]) -> AsyncIterator[TrainStream]:
+    async with open_store(url) as store:
+        found = await store.experiment(experiment)
+        async with found.train_stream(**options) as stream:
+            yield stream
+
+
+@contextmanager
+def open_train_stream(url: str, *, experiment: str, **options: Any) -> Iterator[SyncTrainStream]:
+    """Open the stream of gradient steps of ``experiment`` in the store at ``url``; see `StreamOptions`.
+
+    Closing it releases the lease. Steps that were delivered and not committed are served again to the next process.
+    """
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(_opened(url, experiment, options)) as stream,
+    ):
+        yield SyncTrainStream(portal, stream)

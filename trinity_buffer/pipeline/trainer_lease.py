@@ -1,0 +1,123 @@
+"""The lease of a trainer: taken at the start, renewed while it lives, given back at the end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+
+from trinity_buffer.errors import LeaseHeldError, LeaseLostError
+from trinity_buffer.pipeline.background import running
+from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.store import leases
+from trinity_buffer.store.database import Database
+
+TTL_S = 30.0
+HEARTBEATS_PER_TTL = 4
+
+
+def owner_name() -> str:
+    """Return ``host:pid:start:random``, by which other processes of this machine can tell whether we live."""
+    return f"{socket.gethostname()}:{os.getpid()}:{_start_of(os.getpid())}:{uuid.uuid4().hex[:8]}"
+
+
+def is_dead(owner: str) -> bool:
+    """Return whether ``owner`` is a process of this machine that is certainly gone.
+
+    A process that is only paused is not dead: its lease runs out by itself.
+    """
+    host, pid, start, _ = owner.rsplit(":", 3)
+    if host != socket.gethostname() or not pid.isdigit():
+        return False
+    return _start_of(int(pid)) != start
+
+
+def _start_of(pid: int) -> str:
+    """Return the start time of a process in clock ticks since boot, "" if there is none (a zombie counts as none)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+class TrainerLease:
+    """A held lease. `lost` turns true when a newer token was seen."""
+
+    def __init__(self, database: Database, experiment: int, consumer: str, ttl_s: float) -> None:
+        self._database = database
+        self._experiment = experiment
+        self._consumer = consumer
+        self._ttl_us = int(ttl_s * 1e6)
+        self.owner = owner_name()
+        self.token = 0
+        self.lost: LeaseLostError | None = None
+
+    async def acquire(self, *, wait: bool) -> None:
+        """Take the lease; with ``wait``, as soon as its holder lets go, expires or dies.
+
+        Raises:
+            LeaseHeldError: somebody holds it, and ``wait`` is False.
+        """
+        while True:
+            state = await self._database.changes.state()
+            async with self._database.reading() as tx:
+                held = await leases.holder(tx, self._experiment, self._consumer)
+            dead = held[0] if held is not None and is_dead(held[0]) else None
+            try:
+                async with self._database.writing() as tx:
+                    self.token = await leases.acquire(
+                        tx,
+                        self._experiment,
+                        self._consumer,
+                        owner=self.owner,
+                        now_us=now_us(),
+                        ttl_us=self._ttl_us,
+                        dead=dead,
+                    )
+            except LeaseHeldError:
+                if not wait:
+                    raise
+            else:
+                return
+            await self._database.changes.changed(state, timeout_s=min(1.0, self._ttl_us / 4e6))
+
+    async def keep(self) -> None:
+        """Renew until cancelled, or until a newer token is seen."""
+        while self.lost is None:
+            await anyio.sleep(self._ttl_us / 1e6 / HEARTBEATS_PER_TTL)
+            try:
+                async with self._database.writing() as tx:
+                    expires = now_us() + self._ttl_us
+                    await leases.renew(tx, self._experiment, self._consumer, token=self.token, expires_at_us=expires)
+            except LeaseLostError as error:
+                self.lost = error
+
+    async def release(self) -> None:
+        """Give the lease back."""
+        async with self._database.writing() as tx:
+            await leases.release(tx, self._experiment, self._consumer, token=self.token)
+
+
+@asynccontextmanager
+async def hold_lease(
+    database: Database, experiment: int, consumer: str, *, ttl_s: float = TTL_S, wait: bool = True
+) -> AsyncIterator[TrainerLease]:
+    """Hold the lease of ``consumer`` inside the context, renewing it in the background.
+
+    Raises:
+        LeaseHeldError: somebody holds it, and ``wait`` is False.
+    """
+    lease = TrainerLease(database, experiment, consumer, ttl_s)
+    await lease.acquire(wait=wait)
+    try:
+        async with running(lease.keep):
+            yield lease
+    finally:
+        with anyio.CancelScope(shield=True):
+            await lease.release()

@@ -1,0 +1,45 @@
+"""Filtered reads of stored experiences, page by page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from trinity_buffer.identity import Key
+from trinity_buffer.store.queries import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
+from trinity_buffer.store.tables import experience
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """What an experience must be; None: anything."""
+
+    batch: Key | None = None
+    task: Key | None = None
+    run: int | None = None
+    policy_version: int | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    include_refused: bool = False
+
+
+async def experiences(
+    tx: AsyncConnection, experiment: int, wanted: Filter, *, after: int, limit: int
+) -> list[ExperienceRow]:
+    """Return up to ``limit`` experiences with an address above ``after``, in order of address."""
+    query = select(*EXPERIENCE_COLUMNS).where(experience.c.experiment == experiment, experience.c.address > after)
+    equal = ((experience.c.run, wanted.run), (experience.c.policy_version, wanted.policy_version))
+    texts = ((experience.c.batch, wanted.batch), (experience.c.task, wanted.task))
+    for column, value in (*equal, *((column, None if key is None else str(key)) for column, key in texts)):
+        if value is not None:
+            query = query.where(column == value)
+    if wanted.reward_min is not None:
+        query = query.where(experience.c.reward >= wanted.reward_min)
+    if wanted.reward_max is not None:
+        query = query.where(experience.c.reward <= wanted.reward_max)
+    if not wanted.include_refused:
+        query = query.where(experience.c.refused.is_(None))
+    rows = await tx.execute(query.order_by(experience.c.address).limit(limit))
+    return [experience_row(row) for row in rows.all()]

@@ -1,0 +1,1 @@
+"""The GPU side: a plain loop over the train stream, its checkpoints and its optimizer."""

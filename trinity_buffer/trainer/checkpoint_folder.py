@@ -1,0 +1,120 @@
+"""What a trainer keeps of a step: weights, optimizer, random numbers, and the manifests that the weights went through.
+
+Tensors are safetensors, everything else is JSON: a checkpoint of unknown origin cannot run code.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from trinity_buffer.errors import CheckpointError
+from trinity_buffer.policy import TransformerPolicy, load_policy, save_policy
+
+POLICY_FILE = "policy.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_FILE = "state.json"
+MANIFESTS_FILE = "manifests.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """A trainer between two gradient steps.
+
+    Attributes:
+        step: the last one that the weights went through.
+        manifests: digest of the manifest of every step so far, in order, as the trainer itself saw them.
+    """
+
+    policy: TransformerPolicy
+    optimizer: torch.optim.Optimizer
+    step: int
+    manifests: Sequence[bytes]
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Return where the checkpoint of ``step`` lies under ``root``."""
+    return root / f"step-{step:08d}"
+
+
+def save_checkpoint(root: Path, state: TrainerState) -> Path:
+    """Write the checkpoint of ``state`` into a fresh folder under ``root`` and return it."""
+    folder = folder_of(root, state.step)
+    if folder.exists():  # of a process that was killed before its commit: never named in the log
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    save_policy(state.policy, folder / POLICY_FILE)
+    tensors, groups = _optimizer_tensors(state.optimizer)
+    tensors["rng"] = torch.get_rng_state()
+    save_file(tensors, folder / OPTIMIZER_FILE)
+    (folder / STATE_FILE).write_text(json.dumps({"step": state.step, "optimizer": groups}))
+    chain = {"manifests": [digest.hex() for digest in state.manifests]}
+    (folder / MANIFESTS_FILE).write_text(json.dumps(chain))
+    return folder
+
+
+def load_checkpoint(folder: Path, optimizer_of: Any) -> TrainerState:
+    """Return the state in ``folder`` and restore torch's random numbers.
+
+    Args:
+        optimizer_of: returns a fresh optimizer for a policy.
+
+    Raises:
+        CheckpointError: a file is missing or cannot be read.
+    """
+    try:
+        state = json.loads((folder / STATE_FILE).read_text())
+        tensors = load_file(folder / OPTIMIZER_FILE)
+        manifests = read_manifests(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {error}; resume from an older step") from error
+    policy = load_policy(folder / POLICY_FILE)
+    optimizer = optimizer_of(policy)
+    torch.set_rng_state(tensors.pop("rng"))
+    optimizer.load_state_dict(_optimizer_state(tensors, state["optimizer"]))
+    return TrainerState(policy, optimizer, state["step"], manifests)
+
+
+def read_manifests(folder: Path) -> list[bytes]:
+    """Return the digests of the manifests that the weights in ``folder`` went through, in order.
+
+    Raises:
+        CheckpointError: there are none in this folder.
+    """
+    try:
+        return [bytes.fromhex(digest) for digest in json.loads((folder / MANIFESTS_FILE).read_text())["manifests"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} holds no {MANIFESTS_FILE} of a trainer: {error}") from error
+
+
+def remove_old(root: Path, *, keep: int, last_committed: int) -> None:
+    """Delete the oldest checkpoints, but the newest ``keep`` up to ``last_committed``."""
+    folders = sorted(root.glob("step-*"))
+    committed = [folder for folder in folders if folder <= folder_of(root, last_committed)]
+    for folder in committed[:-keep]:
+        shutil.rmtree(folder)
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    state = optimizer.state_dict()
+    tensors = {
+        f"{index}.{name}": value.detach().contiguous()
+        for index, entries in state["state"].items()
+        for name, value in entries.items()
+    }
+    return tensors, state["param_groups"]
+
+
+def _optimizer_state(tensors: dict[str, torch.Tensor], groups: list[Any]) -> dict[str, Any]:
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for key, value in tensors.items():
+        index, _, name = key.partition(".")
+        state.setdefault(int(index), {})[name] = value
+    return {"state": state, "param_groups": groups}
