@@ -1,0 +1,30 @@
+"""Bytes of segments and of events, and back. NumPy and msgpack alone: torch is never imported.
+
+Whatever the bytes are, only `CodecError` escapes from reading them, and what they claim is checked
+against what is there before anything is allocated.
+"""
+
+from trinity_buffer.codec.bodies import BODY_VERSIONS, UPCASTERS, decode_body, encode_body
+from trinity_buffer.codec.columns import Column, ObjectColumn, Segment
+from trinity_buffer.codec.digests import content_digest
+from trinity_buffer.codec.dtypes import DTYPES
+from trinity_buffer.codec.objects import ObjectPacker, RawTensor, unpack_object
+from trinity_buffer.codec.segments import SEGMENT_VERSION, decode_segment, encode_segment
+
+__all__ = [
+    "BODY_VERSIONS",
+    "DTYPES",
+    "SEGMENT_VERSION",
+    "UPCASTERS",
+    "Column",
+    "ObjectColumn",
+    "ObjectPacker",
+    "RawTensor",
+    "Segment",
+    "content_digest",
+    "decode_body",
+    "decode_segment",
+    "encode_body",
+    "encode_segment",
+    "unpack_object",
+]

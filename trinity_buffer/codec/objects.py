@@ -1,0 +1,323 @@
+"""Values that are not columns of numbers: texts, messages, `info`, the bodies of events.
+
+None, bool, int, float, str, bytes, list, tuple, dict with str or int keys, NumPy scalars and
+arrays, and tensors (as `RawTensor`) come back as they were; a subclass of one of them comes back as
+the class itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import msgpack
+import numpy as np
+
+from trinity_buffer.codec.dtypes import DTYPES, MAX_DIMENSIONS
+from trinity_buffer.errors import CodecError, InvalidArgumentError
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Place: TypeAlias = "tuple[Place | str, object] | str"
+
+MAX_DEPTH = 64
+"""Levels of nesting; deeper values are refused when written, and nested extensions when read."""
+
+_TUPLE, _BIG_INT, _ARRAY, _SCALAR, _TENSOR = 1, 2, 3, 4, 5
+_NUMPY_KINDS = "biufc"
+_SCALARS = frozenset({type(None), bool, float, str, bytes})
+_BASES: tuple[type, ...] = (int, float, str, bytes, list, tuple, dict)
+
+# msgpack allocates a list as soon as its length is claimed, and claims may be nested a thousand
+# deep; up to this length that is bounded by 128 MB, beyond it the claims are added up first.
+_TRUSTED_LENGTH = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A tensor as bytes: torch's dtype name, shape, and elements in C order, little-endian."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+AsTensor: TypeAlias = Callable[[RawTensor], Any]
+FromTensor: TypeAlias = Callable[[object], RawTensor | None]
+
+
+def _no_tensor(_value: object) -> RawTensor | None:
+    return None
+
+
+class ObjectPacker:
+    """Turns values into msgpack. Cheap for many values; not to be shared by threads.
+
+    Args:
+        from_tensor: returns the `RawTensor` of a foreign value, None for what it does not know.
+    """
+
+    def __init__(self, from_tensor: FromTensor = _no_tensor) -> None:
+        self._pack = msgpack.Packer(strict_types=True, unicode_errors="surrogatepass").pack
+        self._from_tensor = from_tensor
+
+    def pack(self, value: object, place: str) -> bytes:
+        """Return ``value`` as msgpack; ``place`` names it in errors.
+
+        Raises:
+            InvalidArgumentError: a type that does not come back as it is.
+        """
+        return self._pack(value if type(value) is str else self._plain(value, place, MAX_DEPTH))
+
+    def pack_canonical(self, value: object, place: str) -> bytes:
+        """Return the same bytes for equal values, whatever the order of their keys."""
+        if type(value) is str:
+            return self._pack(value)
+        return self._pack(_in_order(self._plain(value, place, MAX_DEPTH)))
+
+    def _plain(self, value: object, place: Place, depth: int) -> object:
+        """Return ``value`` in the types that msgpack knows, extensions included."""
+        kind = type(value)
+        if kind in _SCALARS:
+            return value
+        if kind is int:
+            return _plain_int(value)  # type: ignore[arg-type]  # its type was just compared
+        if depth == 0:
+            raise InvalidArgumentError(f"{_name(place)} is nested deeper than {MAX_DEPTH} levels")
+        if kind is dict:
+            return self._plain_dict(value, place, depth - 1)  # type: ignore[arg-type]  # as above
+        if kind is list:
+            return self._plain_list(value, place, depth - 1)  # type: ignore[arg-type]  # as above
+        return self._foreign(value, place, depth)
+
+    def _plain_list(self, value: list[object], place: Place, depth: int) -> list[object]:
+        plain, scalars = self._plain, _SCALARS
+        return [
+            item if type(item) in scalars else plain(item, (place, index), depth)
+            for index, item in enumerate(value)
+        ]
+
+    def _plain_dict(self, value: dict[object, object], place: Place, depth: int) -> object:
+        plain, scalars = self._plain, _SCALARS
+        for key in value:
+            if type(key) is not str and type(key) is not int:
+                raise InvalidArgumentError(
+                    f"{_name(place)} has the key {key!r} of type {type(key).__name__}: "
+                    "keys are str or int"
+                )
+        return {
+            _plain_key(key): item
+            if type(item) in scalars
+            else plain(item, (place, key), depth)
+            for key, item in value.items()
+        }  # fmt: skip
+
+    def _foreign(self, value: object, place: Place, depth: int) -> object:
+        if type(value) is tuple:
+            # In order of keys at once: the bytes of an extension cannot be put in order later.
+            items = _in_order(self._plain_list(list(value), place, depth - 1))
+            return msgpack.ExtType(_TUPLE, _packed(items))
+        if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _NUMPY_KINDS:
+            return _plain_array(value, place)
+        tensor = value if isinstance(value, RawTensor) else self._from_tensor(value)
+        if tensor is not None:
+            return msgpack.ExtType(
+                _TENSOR, _packed([tensor.dtype, list(tensor.shape), tensor.data])
+            )
+        for base in _BASES:
+            if isinstance(value, base):
+                return self._plain(base(value), place, depth)
+        raise InvalidArgumentError(
+            f"{_name(place)} is a {type(value).__module__}.{type(value).__qualname__}: it may hold "
+            "None, bool, int, float, str, bytes, list, tuple, dict, NumPy numbers and tensors"
+        )
+
+
+def _packed(value: object) -> bytes:
+    return msgpack.packb(value, strict_types=True, unicode_errors="surrogatepass")
+
+
+def _plain_int(value: int) -> object:
+    if -(1 << 63) <= value < 1 << 64:
+        return value
+    size = value.bit_length() // 8 + 1
+    return msgpack.ExtType(_BIG_INT, value.to_bytes(size, "big", signed=True))
+
+
+def _plain_key(key: object) -> object:
+    return _plain_int(key) if type(key) is int else key
+
+
+def _plain_array(value: np.generic | np.ndarray[Any, Any], place: Place) -> object:
+    if value.dtype.itemsize > (16 if value.dtype.kind == "c" else 8):
+        raise InvalidArgumentError(
+            f"{_name(place)} is a NumPy {value.dtype}, whose width differs between machines: "
+            "make it a float64"
+        )
+    code = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
+    little = np.asarray(value).astype(value.dtype.newbyteorder("<"), copy=False)
+    return msgpack.ExtType(code, _packed([value.dtype.name, list(value.shape), little.tobytes()]))
+
+
+def _in_order(value: object) -> object:
+    """Return ``value`` with every dict in the order of its keys: ints first, then texts."""
+    if isinstance(value, dict):
+        keys = sorted(value, key=lambda key: (isinstance(key, str), str(type(key)), key))
+        return {key: _in_order(value[key]) for key in keys}
+    return [_in_order(item) for item in value] if isinstance(value, list) else value
+
+
+def _name(place: Place) -> str:
+    return place if isinstance(place, str) else f"{_name(place[0])}[{place[1]!r}]"
+
+
+def unpack_object(blob: Buffer, as_tensor: AsTensor | None = None) -> Any:
+    """Return the value that an `ObjectPacker` packed.
+
+    Args:
+        blob: all of it.
+        as_tensor: makes a tensor of its bytes; by default tensors come back as `RawTensor`.
+
+    Raises:
+        CodecError: bytes that no `ObjectPacker` wrote.
+    """
+    return _unpack(blob, as_tensor, MAX_DEPTH)
+
+
+def _unpack(blob: Buffer, as_tensor: AsTensor | None, depth: int) -> Any:
+    if depth == 0:
+        raise CodecError(f"a value is nested deeper than {MAX_DEPTH} levels: not written by us")
+    unpack = partial(
+        msgpack.unpackb,
+        strict_map_key=False,
+        unicode_errors="surrogatepass",
+        ext_hook=partial(_extension, as_tensor, depth),
+    )
+    try:
+        return _unpack_guarded(unpack, blob)
+    except CodecError:
+        raise
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise CodecError(f"a value cannot be read, its bytes are damaged: {error}") from error
+
+
+def _unpack_guarded(unpack: Callable[..., Any], blob: Buffer) -> Any:
+    if len(blob) <= _TRUSTED_LENGTH:
+        return unpack(blob)
+    try:
+        return unpack(blob, max_array_len=_TRUSTED_LENGTH)
+    except CodecError:
+        raise
+    except ValueError:
+        _check_claims(blob)
+        return unpack(blob)
+
+
+def _extension(as_tensor: AsTensor | None, depth: int, code: int, data: bytes) -> Any:
+    match code:
+        case 1:  # _TUPLE
+            return tuple(_listed(data, depth))
+        case 2:  # _BIG_INT
+            return int.from_bytes(data, "big", signed=True)
+        case 3 | 4:  # _ARRAY, _SCALAR
+            return _numpy(_listed(data, depth), scalar=code == _SCALAR)
+        case 5:  # _TENSOR
+            raw = _raw_tensor(_listed(data, depth))
+            return raw if as_tensor is None else as_tensor(raw)
+        case _:
+            raise CodecError(f"a value has the unknown extension {code}")
+
+
+def _listed(data: bytes, depth: int) -> list[Any]:
+    items = _unpack(data, None, depth - 1)
+    if not isinstance(items, list):
+        raise CodecError("an extension holds no list: its bytes are damaged")
+    return items
+
+
+def _raw_tensor(items: list[Any]) -> RawTensor:
+    return RawTensor(*_checked(items, {name: dtype.itemsize for name, dtype in DTYPES.items()}))
+
+
+def _numpy(items: list[Any], *, scalar: bool) -> Any:
+    name, shape, data = _checked(items, _NUMPY_SIZES)
+    array = np.frombuffer(data, np.dtype(name).newbyteorder("<")).astype(name).reshape(shape)
+    if not scalar:
+        return array
+    if shape:
+        raise CodecError("a NumPy scalar has a shape: its bytes are damaged")
+    return array[()]
+
+
+_NUMPY_SIZES = {
+    name: np.dtype(name).itemsize
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+
+
+def _checked(items: list[Any], sizes: dict[str, int]) -> tuple[str, tuple[int, ...], bytes]:
+    """Return dtype, shape and data, if they fit each other."""
+    if len(items) != 3 or not isinstance(items[0], str) or items[0] not in sizes:
+        raise CodecError("an array in a value has no known dtype: its bytes are damaged")
+    name, shape, data = items
+    good = isinstance(shape, list) and isinstance(data, bytes) and len(shape) <= MAX_DIMENSIONS
+    if not good or not all(type(size) is int and size >= 0 for size in shape):
+        raise CodecError("an array in a value has no shape: its bytes are damaged")
+    if math.prod(shape) * sizes[name] != len(data):
+        raise CodecError(f"an array of shape {shape} and {len(data)} bytes: they do not fit")
+    return name, tuple(shape), data
+
+
+# First byte of a msgpack value -> (bytes of the length that follows, bytes to skip beside it, the
+# length counts items). The ranges of the "fix" types are handled in `_head`.
+_HEADS: dict[int, tuple[int, int, int]] = {
+    **{0xC0 + i: (0, 0, 0) for i in (0, 2, 3)},
+    **{0xC4 + i: (1 << i, 0, 0) for i in range(3)},  # bin
+    **{0xC7 + i: (1 << i, 1, 0) for i in range(3)},  # ext
+    0xCA: (0, 4, 0),  # float
+    0xCB: (0, 8, 0),
+    **{0xCC + i: (0, 1 << i, 0) for i in range(4)},  # uint
+    **{0xD0 + i: (0, 1 << i, 0) for i in range(4)},  # int
+    **{0xD4 + i: (0, 1 + (1 << i), 0) for i in range(5)},  # fixext
+    **{0xD9 + i: (1 << i, 0, 0) for i in range(3)},  # str
+    0xDC: (2, 0, 1),  # array
+    0xDD: (4, 0, 1),
+    0xDE: (2, 0, 2),  # map
+    0xDF: (4, 0, 2),
+}
+
+
+def _check_claims(blob: Buffer) -> None:
+    """Check that all the lists and maps in ``blob`` together claim no more items than it has bytes.
+
+    Raises:
+        CodecError: they do.
+    """
+    view, at, pending = memoryview(blob), 0, 1
+    while pending > 0:
+        if at >= len(view) or pending > len(view) - at:
+            raise CodecError("a value claims more items than it has bytes: its bytes are damaged")
+        at, items = _head(view, at)
+        pending += items - 1
+
+
+def _head(view: memoryview, at: int) -> tuple[int, int]:
+    """Return where the next value begins, and how many items of this one come before it."""
+    first = view[at]
+    if first < 0x80 or first >= 0xE0:
+        return at + 1, 0
+    if first < 0x90:
+        return at + 1, 2 * (first & 0x0F)
+    if first < 0xA0:
+        return at + 1, first & 0x0F
+    if first < 0xC0:
+        return at + 1 + (first & 0x1F), 0
+    width, skip, per_item = _HEADS.get(first, (0, 0, 0))
+    length = int.from_bytes(view[at + 1 : at + 1 + width], "big")
+    at += 1 + width + skip
+    return (at, per_item * length) if per_item else (at + length, 0)

@@ -1,0 +1,319 @@
+"""Segments: the columns of many experiences in one blob, laid out to be read without copying.
+
+A blob is one msgpack document, ``[header length, header, filler, body]``:
+
+    0x94 | 0xce u32 | header: a map | 0xc6 u32 filler | 0xc6 u32 body
+
+``header length`` makes it possible to parse the header alone. ``filler`` is as long as it takes for
+the body to start at a multiple of 64 bytes from the start of the blob; in it every column starts at
+a multiple of 64 too. The header lists columns as ``[field, dtype, encoding, rows, ndim, shapes,
+offset, size]`` (rows and shapes are arrays of u32, offset and size are bytes of the body) and
+objects as ``[field, offset, size]`` (an array of ``rows + 1`` u32, then that many pieces of
+msgpack, of which an empty one is None). All numbers in arrays are little-endian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trinity_buffer.codec.columns import Column, Integers, ObjectColumn, Segment
+from trinity_buffer.codec.dtypes import DTYPES, MAX_DIMENSIONS
+from trinity_buffer.codec.objects import Buffer, FromTensor, ObjectPacker, unpack_object
+from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
+
+SEGMENT_VERSION = 1
+ALIGNMENT = 64
+ENCODINGS = ("raw", "scaled_mask")
+
+_HEAD = 6  # 0x94, 0xce and the header's length
+_BIN_HEAD = 5  # 0xc6 and a length
+_U32 = np.dtype("<u4")
+_MAX_BYTES = (1 << 32) - 1
+
+
+class _Body:
+    """The parts of a body under construction, each at a multiple of 64 bytes."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.size = 0
+
+    def add(self, *parts: Any) -> tuple[int, int]:
+        """Append ``parts``, one after another; return where they begin and how long they are."""
+        pad = -self.size % ALIGNMENT
+        size = sum(memoryview(part).nbytes for part in parts)
+        self.parts += [bytes(pad), *parts]
+        begin, self.size = self.size + pad, self.size + pad + size
+        return begin, size
+
+
+def encode_segment(
+    columns: Sequence[Column],
+    objects: Mapping[str, Sequence[Any]],
+    rows: int,
+    *,
+    packed: Mapping[str, Sequence[bytes]] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    from_tensor: FromTensor | None = None,
+) -> bytes:
+    """Return the blob of a segment.
+
+    Args:
+        columns: with data that fits their shapes.
+        objects: field -> one value per row; None is free.
+        rows: how many.
+        packed: like ``objects``, packed already by an `ObjectPacker`; ``b""`` is None.
+        aliases: field -> the field that it is bit for bit the same as.
+        from_tensor: for tensors inside objects, see `ObjectPacker`.
+
+    Raises:
+        InvalidArgumentError: columns or objects that do not fit ``rows``, or a blob over 4 GiB.
+    """
+    packer = ObjectPacker(from_tensor) if from_tensor else ObjectPacker()
+    texts = {name: _packed(packer, name, values) for name, values in objects.items()}
+    body = _Body()
+    header = {
+        "v": SEGMENT_VERSION,
+        "rows": rows,
+        "columns": [_column_entry(column, rows, body) for column in columns],
+        "objects": [
+            [name, *_add_objects(name, pieces, rows, body)]
+            for name, pieces in {**texts, **(packed or {})}.items()
+        ],
+        "aliases": dict(aliases or {}),
+    }
+    return _assembled(packer.pack(header, "the header of a segment"), body)
+
+
+def _packed(packer: ObjectPacker, name: str, values: Sequence[Any]) -> list[bytes]:
+    return [b"" if value is None else packer.pack(value, name) for value in values]
+
+
+def _assembled(header: bytes, body: _Body) -> bytes:
+    filler = -(_HEAD + len(header) + 2 * _BIN_HEAD) % ALIGNMENT
+    if max(len(header), body.size) > _MAX_BYTES:
+        raise InvalidArgumentError(
+            f"a segment of {body.size} bytes: the limit is 4 GiB, write fewer experiences at once"
+        )
+    return b"".join(
+        [
+            b"\x94\xce" + len(header).to_bytes(4, "big"),
+            header,
+            b"\xc6" + filler.to_bytes(4, "big") + bytes(filler),
+            b"\xc6" + body.size.to_bytes(4, "big"),
+            *body.parts,
+        ]
+    )
+
+
+def _column_entry(column: Column, rows: int, body: _Body) -> list[Any]:
+    count = rows if column.rows is None else len(column.rows)
+    width = DTYPES[column.dtype].itemsize if column.dtype in DTYPES else 0
+    if len(column.shapes) != count or int(column.sizes.sum()) * width != column.data.nbytes:
+        raise InvalidArgumentError(
+            f"column {column.field}: {column.data.nbytes} bytes of {column.dtype} do not fit "
+            f"{len(column.shapes)} shapes in {count} rows"
+        )
+    ndim = column.shapes.shape[1]
+    if ndim > MAX_DIMENSIONS or column.shapes.max(initial=0) > _MAX_BYTES:
+        raise InvalidArgumentError(f"column {column.field}: a tensor of {ndim} dimensions or 2^32")
+    present = None if column.rows is None else column.rows.astype(_U32).tobytes()
+    shapes = column.shapes.astype(_U32).tobytes()
+    place = body.add(column.data)
+    return [column.field, column.dtype, column.encoding, present, ndim, shapes, *place]
+
+
+def _add_objects(name: str, pieces: Sequence[bytes], rows: int, body: _Body) -> tuple[int, int]:
+    if len(pieces) != rows:
+        raise InvalidArgumentError(f"objects {name}: {len(pieces)} values for {rows} rows")
+    offsets = np.zeros(rows + 1, np.int64)
+    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    if offsets[-1] > _MAX_BYTES:
+        raise InvalidArgumentError(f"objects {name}: {offsets[-1]} bytes, the limit is 4 GiB")
+    return body.add(offsets.astype(_U32), *pieces)
+
+
+def decode_segment(blob: Buffer) -> Segment:
+    """Return what ``blob`` holds, as views: of a bytearray they may be written, the store is safe.
+
+    Raises:
+        CodecError: bytes that `encode_segment` did not write.
+        CodecVersionError: a newer version of this package wrote them.
+    """
+    view = memoryview(blob).cast("B")
+    header, body = _split(view)
+    _check_version(header)
+    rows = header.get("rows")
+    columns, objects, aliases = (header.get(key) for key in ("columns", "objects", "aliases"))
+    if type(rows) is not int or rows < 0:
+        raise _damaged("its header has no number of rows")
+    if not isinstance(columns, list) or not isinstance(objects, list):
+        raise _damaged("its header lacks columns or objects")
+    segment, used = Segment(rows), 0
+    for entry in columns:
+        used = _read_column(segment, entry, body, used)
+    for entry in objects:
+        used = _read_objects(segment, entry, body, used)
+    _read_aliases(segment, aliases)
+    return segment
+
+
+def _damaged(what: str) -> CodecError:
+    return CodecError(f"a segment cannot be read: {what}; it is damaged, or was not written by us")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _split(view: memoryview) -> tuple[dict[Any, Any], memoryview]:
+    """Return the parsed header and the body."""
+    if len(view) < _HEAD or view[0] != 0x94 or view[1] != 0xCE:
+        raise _damaged("it does not begin like one")
+    end = _HEAD + int.from_bytes(view[2:_HEAD], "big")
+    _, at = _binary(view, end)
+    body, end_of_body = _binary(view, at)
+    if end_of_body != len(view) or (len(view) - len(body)) % ALIGNMENT:
+        raise _damaged("its length is not what its header says")
+    header = unpack_object(view[_HEAD:end])
+    if not isinstance(header, dict):
+        raise _damaged("its header is no map")
+    return header, body
+
+
+def _binary(view: memoryview, at: int) -> tuple[memoryview, int]:
+    """Return the 32-bit binary that begins at ``at``, and where it ends."""
+    begin = at + _BIN_HEAD
+    if begin > len(view) or view[at] != 0xC6:
+        raise _damaged(f"no part begins at byte {at}")
+    end = begin + int.from_bytes(view[at + 1 : begin], "big")
+    if end > len(view):
+        raise _damaged(f"its part at byte {at} claims {end - begin} bytes, {len(view)} are there")
+    return view[begin:end], end
+
+
+def _check_version(header: Mapping[Any, Any]) -> None:
+    version = header.get("v")
+    if type(version) is not int or version < 1:
+        raise _damaged("it has no version")
+    if version > SEGMENT_VERSION:
+        raise CodecVersionError(
+            f"a segment has version {version}, this package reads up to {SEGMENT_VERSION}: "
+            "upgrade trinity-buffer"
+        )
+
+
+def _region(entry: Sequence[Any], body: memoryview, used: int) -> tuple[memoryview, int]:
+    """Return the bytes that an entry names by its last two items, and where they end."""
+    offset, size = entry[-2:]
+    if not _is_count(offset) or not _is_count(size) or offset % ALIGNMENT:
+        raise _damaged(f"column {entry[0]!r} begins nowhere")
+    if offset < used or offset + size > len(body):
+        raise _damaged(f"column {entry[0]!r} claims bytes that are not its own")
+    return body[offset : offset + size], offset + size
+
+
+def _claim_name(segment: Segment, entry: object, length: int) -> list[Any]:
+    """Return ``entry`` if it has the right form."""
+    if not isinstance(entry, list) or len(entry) != length or not isinstance(entry[0], str):
+        raise _damaged("an entry of its header has no form that we know")
+    if entry[0] in segment.objects:
+        raise _damaged(f"field {entry[0]!r} comes twice")
+    return entry
+
+
+def _read_column(segment: Segment, entry: object, body: memoryview, used: int) -> int:
+    name, dtype, encoding, rows, ndim, shapes, *_ = items = _claim_name(segment, entry, 8)
+    known = isinstance(dtype, str) and dtype in DTYPES and encoding in ENCODINGS
+    if not known or not _is_count(ndim) or ndim > (0 if encoding != "raw" else MAX_DIMENSIONS):
+        raise _damaged(f"column {name!r} is {dtype!r}, {encoding!r}, {ndim!r}: unknown")
+    raw, end = _region(items, body, used)
+    present = None if rows is None else _integers(rows, name)
+    if present is not None and not _ascending(present, segment.rows):
+        raise _damaged(f"column {name!r} names rows that are not there")
+    count = segment.rows if present is None else len(present)
+    column = Column(
+        name,
+        dtype,
+        _shapes(shapes, count, ndim, name),
+        np.frombuffer(raw, np.uint8),
+        present,
+        encoding,
+    )
+    _check_size(column, count)
+    earlier = segment.columns.setdefault(name, [])
+    if earlier and not _disjoint([*earlier, column]):
+        raise _damaged(f"column {name!r} has a row twice")
+    earlier.append(column)
+    return end
+
+
+def _integers(value: object, name: str) -> Integers:
+    if not isinstance(value, bytes) or len(value) % 4:
+        raise _damaged(f"column {name!r} has no rows or shapes")
+    return np.frombuffer(value, _U32).astype(np.int64)
+
+
+def _shapes(value: object, count: int, ndim: int, name: str) -> Integers:
+    found = _integers(value, name)
+    if len(found) != count * ndim:
+        raise _damaged(f"column {name!r} has {len(found)} sizes for {count} x {ndim}")
+    return found.reshape(count, ndim)
+
+
+def _ascending(rows: Integers, limit: int) -> bool:
+    return len(rows) == 0 or bool((rows[1:] > rows[:-1]).all() and rows[-1] < limit)
+
+
+def _check_size(column: Column, count: int) -> None:
+    """Check that the data is as long as the shapes say, before anything is made of it."""
+    width = DTYPES[column.dtype].itemsize
+    if column.shapes.shape[1] > 1:
+        # In floats first: a product of sizes may be far beyond 64 bits.
+        fits = float(column.shapes.prod(axis=1, dtype=np.float64).sum()) * width == len(column.data)
+    else:
+        total = int(column.shapes.sum()) if column.shapes.shape[1] else count
+        fits = total * width == len(column.data)
+    if not fits:
+        raise _damaged(f"column {column.field!r} has {len(column.data)} bytes, its shapes differ")
+    if column.dtype == "bool" and column.data.max(initial=0) > 1:
+        raise _damaged(f"column {column.field!r} holds booleans other than 0 and 1")
+
+
+def _disjoint(columns: Sequence[Column]) -> bool:
+    given = [column.rows for column in columns if column.rows is not None]
+    if len(given) < len(columns):
+        return False
+    rows = np.concatenate(given)
+    return len(np.unique(rows)) == len(rows)
+
+
+def _read_objects(segment: Segment, entry: object, body: memoryview, used: int) -> int:
+    items = _claim_name(segment, entry, 3)
+    name = items[0]
+    raw, end = _region(items, body, used)
+    head = (segment.rows + 1) * _U32.itemsize
+    if head > len(raw) or name in segment.columns:
+        raise _damaged(f"objects {name!r} are fewer than its rows, or come twice")
+    offsets = np.frombuffer(raw[:head], _U32)
+    whole = offsets[0] == 0 and int(offsets[-1]) == len(raw) - head
+    if not whole or (offsets[1:] < offsets[:-1]).any():
+        raise _damaged(f"objects {name!r} overlap")
+    segment.objects[name] = ObjectColumn(offsets, raw[head:])
+    return end
+
+
+def _read_aliases(segment: Segment, aliases: object) -> None:
+    if not isinstance(aliases, dict):
+        raise _damaged("its header lacks aliases")
+    for name, target in aliases.items():
+        if not isinstance(name, str) or not isinstance(target, str):
+            raise _damaged("an alias has no name")
+        if name in segment.columns or name in segment.objects or target not in segment.columns:
+            raise _damaged(f"field {name!r} is said to be the same as {target!r}")
+        segment.aliases[name] = target
+    for name, target in segment.aliases.items():
+        segment.columns[name] = segment.columns[target]

@@ -1,0 +1,116 @@
+"""Between torch's tensors and the codec's columns of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity_buffer.codec import DTYPES, Column, RawTensor
+from trinity_buffer.errors import CodecError, InvalidArgumentError
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)
+}
+"""Name -> dtype, of those that the installed torch has."""
+
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+_Kind: TypeAlias = "tuple[torch.dtype, int, torch.device]"
+
+
+def columns_of(field: str, tensors: Sequence[Tensor | None]) -> list[Column]:
+    """Return the columns of one field, ``tensors`` by row; none where all are None.
+
+    Rows of one dtype and number of dimensions share a column, made with a single ``torch.cat``.
+
+    Raises:
+        InvalidArgumentError: a tensor that has no bytes of its own (sparse, meta), or of a dtype
+            that is not an element type.
+    """
+    rows_of: dict[_Kind, list[int]] = {}
+    for row, tensor in enumerate(tensors):
+        if tensor is not None:
+            kind = (tensor.dtype, tensor.ndim, tensor.device)
+            rows_of.setdefault(kind, []).append(row)
+    return [_column(field, tensors, rows) for rows in rows_of.values()]
+
+
+def _column(field: str, tensors: Sequence[Tensor | None], rows: list[int]) -> Column:
+    given = [tensor for tensor in tensors if tensor is not None]
+    if len(given) != len(rows):
+        given = [tensor for row in rows if (tensor := tensors[row]) is not None]
+    first = given[0]
+    if first.dtype not in DTYPE_NAMES or any(t.layout != torch.strided or t.is_meta for t in given):
+        raise InvalidArgumentError(
+            f"{field} is {first.dtype}, {first.layout} on {first.device}: make it a dense tensor "
+            f"of one of {', '.join(TORCH_DTYPES)}"
+        )
+    if first.ndim == 1:
+        shapes = np.array([tensor.numel() for tensor in given], np.int64)
+    else:
+        shapes = np.array([tuple(tensor.shape) for tensor in given], np.int64)
+    return Column(
+        field,
+        DTYPE_NAMES[first.dtype],
+        shapes.reshape(len(given), first.ndim),
+        bytes_of(given if first.ndim == 1 else [tensor.reshape(-1) for tensor in given]),
+        None if len(rows) == len(tensors) else np.array(rows, np.int64),
+    )
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Return the bytes of 1-D ``tensors`` of one dtype, one after another."""
+    flat = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+    # A lazily conjugated or negated view would give the bytes of what it looks at.
+    flat = flat.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    found: np.ndarray[tuple[int], np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
+    return found
+
+
+def flat_tensor(column: Column) -> Tensor:
+    """Return all elements of ``column`` as a 1-D tensor: a view of its data, which is writable.
+
+    Raises:
+        CodecError: the installed torch has no such dtype.
+    """
+    dtype = TORCH_DTYPES.get(column.dtype)
+    if dtype is None:
+        raise CodecError(
+            f"column {column.field} holds {column.dtype}, which torch {torch.__version__} does not "
+            "have: upgrade torch"
+        )
+    return torch.from_numpy(column.data).view(dtype)
+
+
+def tensors_of(column: Column, wanted: Sequence[int] | None = None) -> list[Tensor]:
+    """Return the tensors of a column, views of its data; ``wanted`` are indices into its rows."""
+    flat = flat_tensor(column)
+    if wanted is None:
+        pieces = list(flat.split_with_sizes(column.sizes.tolist())) if len(column.shapes) else []
+    else:
+        ends = column.offsets.tolist()
+        pieces = [flat[ends[index] : ends[index + 1]] for index in wanted]
+    if column.shapes.shape[1] == 1:
+        return pieces
+    shapes = column.shapes.tolist()
+    order = range(len(shapes)) if wanted is None else wanted
+    return [piece.view(shapes[index]) for piece, index in zip(pieces, order, strict=True)]
+
+
+def raw_tensor(value: object) -> RawTensor | None:
+    """Return a tensor as bytes for the codec; None for anything else."""
+    if not isinstance(value, Tensor):
+        return None
+    column = _column("a tensor", [value], [0])
+    return RawTensor(column.dtype, tuple(value.shape), column.data.tobytes())
+
+
+def tensor_of(raw: RawTensor) -> Tensor:
+    """Return the tensor of its bytes, with memory of its own."""
+    shapes = np.array([raw.shape], np.int64).reshape(1, len(raw.shape))
+    data = np.frombuffer(bytearray(raw.data), np.uint8)
+    return tensors_of(Column("a tensor", raw.dtype, shapes, data))[0]
