@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 
 if TYPE_CHECKING:
-    from trinity_buffer.algorithm.algorithm import AlgorithmType
-    from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import EntropyLossFn
-    from trinity_buffer.algorithm.kl_fn.kl_fn import KLFn
-    from trinity_buffer.algorithm.sample_strategy.sample_strategy import SampleStrategy
-
     from trinity_buffer.algorithm.add_strategy.add_strategy import AddStrategy
     from trinity_buffer.algorithm.advantage_fn.advantage_fn import AdvantageFn
+    from trinity_buffer.algorithm.algorithm import AlgorithmType
+    from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import EntropyLossFn
+    from trinity_buffer.algorithm.importance_correction import ImportanceCorrection
+    from trinity_buffer.algorithm.kl_fn.kl_fn import KLFn
     from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import PolicyLossFn
+    from trinity_buffer.algorithm.sample_strategy.sample_strategy import SampleStrategy
 
 T = TypeVar("T")
 Registered = TypeVar("Registered", bound=type)
@@ -33,13 +33,15 @@ class Registry(Generic[T]):
     def register_module(self, name: str) -> Callable[[Registered], Registered]:
         """Return a decorator that files a class under ``name``.
 
+        The same class again, as when a notebook's cell runs twice, takes its own place.
+
         Raises:
             InvalidArgumentError: the name belongs to another class.
         """
 
         def register(cls: Registered) -> Registered:
             known = self._classes.get(name)
-            if known is not None and getattr(known, "__qualname__", None) != cls.__qualname__:
+            if known is not None and _origin(known) != _origin(cls):
                 raise InvalidArgumentError(
                     f"{self.kind} {name!r} is taken by {known!r}; choose another name"
                 )
@@ -55,19 +57,28 @@ class Registry(Generic[T]):
             UnknownNameError: lists the names there are, and the one probably meant.
         """
         if name not in self._classes:
-            for entry in entry_points(group=f"trinity_buffer.{self.kind}", name=name):
+            for entry in entry_points(group=self._group, name=name):
                 self._classes[name] = entry.load()
         if name in self._classes:
             return self._classes[name]
-        close = difflib.get_close_matches(name, self._classes, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        names = self.names()
         raise UnknownNameError(
-            f"no {self.kind} {name!r}{hint} (there are: {', '.join(self.names())})"
+            f"no {self.kind} {name!r}{did_you_mean(name, names)} (there are: {', '.join(names)})"
         )
 
     def names(self) -> tuple[str, ...]:
-        """Return the registered names, sorted."""
-        return tuple(sorted(self._classes))
+        """Return the names that `get` knows, those of installed packages included, sorted."""
+        installed = {entry.name for entry in entry_points(group=self._group)}
+        return tuple(sorted(installed | set(self._classes)))
+
+    @property
+    def _group(self) -> str:
+        return f"trinity_buffer.{self.kind}"
+
+
+def _origin(cls: object) -> tuple[object, object]:
+    """Return where a class was written, the same for each run of its statement."""
+    return getattr(cls, "__module__", None), getattr(cls, "__qualname__", None)
 
 
 ADD_STRATEGY: Registry[type[AddStrategy]] = Registry("add_strategy")
@@ -75,5 +86,6 @@ ADVANTAGE_FN: Registry[type[AdvantageFn]] = Registry("advantage_fn")
 POLICY_LOSS_FN: Registry[type[PolicyLossFn]] = Registry("policy_loss_fn")
 KL_FN: Registry[type[KLFn]] = Registry("kl_fn")
 ENTROPY_LOSS_FN: Registry[type[EntropyLossFn]] = Registry("entropy_loss_fn")
+IMPORTANCE_CORRECTION: Registry[type[ImportanceCorrection]] = Registry("importance_correction")
 SAMPLE_STRATEGY: Registry[type[SampleStrategy]] = Registry("sample_strategy")
 ALGORITHM_TYPE: Registry[type[AlgorithmType]] = Registry("algorithm_type")

@@ -121,7 +121,7 @@ def _with_backend_names(call: Callable[..., LossAndMetrics]) -> Callable[..., Lo
         owner = type(self).__name__
         for name in given:
             if name not in accepted and not open_ended:
-                known = [theirs.get(p.name, p.name) for p in named]
+                known = ["logprob", *self.select_keys, *({"layout"} & accepted)]
                 raise TypeError(
                     f"{owner} takes no tensor {name!r}{did_you_mean(name, known)} "
                     f"(it takes: {', '.join(known)})"

@@ -110,7 +110,7 @@ class RECPolicyLossFn(PolicyLossFn):
         logprob, advantages = keep(action_mask, logprob), keep(action_mask, advantages)
         difference = logprob - keep(action_mask, old_logprob)
         ratio = bounded_exp(difference.detach())
-        # The ninth digit: in the one mode that the reference computes, the 1e-8 of the mean is added
+        # The ninth digit: in the one mode that the reference computes, the mean's 1e-8 is added
         # to a float32 count; elsewhere to a count in the dtype of the values.
         by_sequence = self.clip_mode == "gspo-one-side"
         mask = action_mask if by_sequence else action_mask.to(ratio)

@@ -1,0 +1,166 @@
+"""Importance-sampling correction: the engine that sampled is not the model that trains.
+
+Rollout engines and trainers compute different log-probabilities for the same weights and tokens
+(kernels, precision, sampling filters), so that even fresh data are off-policy by
+``exp(old_logprob - rollout_logprob)``. A correction turns that ratio into one weight per token. It
+is a choice of its own: the trainer multiplies the advantages by the weights, whatever the loss.
+
+That is the same as weighting the loss of a token wherever the loss is proportional to the size of
+the advantage: for all policy losses but REC's ``advantage`` weight and KL-Cov's penalty, which the
+weights do not reach, and GMPO, which sees a sequence's mean advantage. Tokens with weight 0 stay in
+the denominators.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_buffer.algorithm.arguments import default_arguments
+from trinity_buffer.algorithm.functional import (
+    LOG_RATIO_LIMIT,
+    keep,
+    log_ratio,
+    masked_mean,
+    row_sums,
+    spread,
+)
+from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.algorithm.registry import IMPORTANCE_CORRECTION
+from trinity_buffer.errors import InvalidArgumentError
+
+Metrics = dict[str, Tensor]
+
+
+class ImportanceCorrection(ABC):
+    """A correction: a class that says which weight a ratio becomes."""
+
+    by_sequence = False
+    """True if the ratio is that of the whole sequence, the product over its tokens."""
+
+    @abstractmethod
+    def weigh(self, ratio: Tensor) -> Tensor:
+        """Return the weight of each ratio."""
+
+    def __call__(
+        self,
+        old_logprob: Tensor,
+        rollout_logprob: Tensor,
+        action_mask: Tensor,
+        *,
+        layout: BatchLayout | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """Return a weight per token, 0 outside the mask and without a gradient, and what to log.
+
+        Args:
+            old_logprob: as the trainer computes it before the step, ``[B, T]``, or ``[T]`` packed.
+            rollout_logprob: as the rollout engine recorded it.
+            action_mask: which tokens the policy generated.
+            layout: boundaries of packed sequences.
+        """
+        with torch.no_grad():
+            old, rollout = keep(action_mask, old_logprob), keep(action_mask, rollout_logprob)
+            difference = log_ratio(old, rollout)
+            if self.by_sequence:
+                summed = row_sums((old - rollout) * (action_mask != 0), layout)
+                limited = summed.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+                difference = spread(limited, difference, layout)
+            ratio = difference.exp()
+            weights = keep(action_mask, self.weigh(ratio))
+            metrics = {
+                "rollout_is/weight": masked_mean(weights, action_mask),
+                "rollout_is/changed_frac": masked_mean((weights != ratio).to(ratio), action_mask),
+                "rollout_is/kl": masked_mean(rollout - old, action_mask),
+            }
+        return weights, metrics
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """Return the constructor's arguments for a configuration."""
+        return default_arguments(cls)
+
+
+@IMPORTANCE_CORRECTION.register_module("none")
+class NoCorrection(ImportanceCorrection):
+    """Weights of 1: what the engine recorded is believed."""
+
+    def weigh(self, ratio: Tensor) -> Tensor:
+        """Return ones."""
+        return torch.ones_like(ratio)
+
+
+@IMPORTANCE_CORRECTION.register_module("token_tis")
+class TokenTIS(ImportanceCorrection):
+    """Truncated importance sampling: ``min(ratio, cap)`` (Ionides 2008; Yao et al. 2025).
+
+    Args:
+        cap: largest weight, positive.
+    """
+
+    def __init__(self, cap: float = 2.0) -> None:
+        self.cap = _positive("cap", cap)
+
+    def weigh(self, ratio: Tensor) -> Tensor:
+        """Return the ratio, at most ``cap``."""
+        return ratio.clamp(max=self.cap)
+
+
+@IMPORTANCE_CORRECTION.register_module("sequence_tis")
+class SequenceTIS(TokenTIS):
+    """``min(ratio, cap)`` of the whole sequence: less bias than by token, more variance."""
+
+    by_sequence = True
+
+
+@IMPORTANCE_CORRECTION.register_module("token_mis")
+class TokenMIS(ImportanceCorrection):
+    """Masked importance sampling: the ratio up to ``cap``, and 0 beyond.
+
+    Args:
+        cap: largest ratio that still learns, positive.
+    """
+
+    def __init__(self, cap: float = 2.0) -> None:
+        self.cap = _positive("cap", cap)
+
+    def weigh(self, ratio: Tensor) -> Tensor:
+        """Return the ratio, or 0 above ``cap``."""
+        return torch.where(ratio <= self.cap, ratio, 0.0)
+
+
+@IMPORTANCE_CORRECTION.register_module("sequence_mis")
+class SequenceMIS(TokenMIS):
+    """Masked importance sampling by the ratio of the whole sequence."""
+
+    by_sequence = True
+
+
+@IMPORTANCE_CORRECTION.register_module("icepop")
+class IcePop(ImportanceCorrection):
+    """The ratio within ``[low, high]``, and 0 on both sides (Ring-1T, arXiv:2510.18855).
+
+    Args:
+        low: smallest ratio that still learns, not negative.
+        high: largest one.
+    """
+
+    def __init__(self, low: float = 0.5, high: float = 5.0) -> None:
+        if not 0.0 <= low < high:
+            raise InvalidArgumentError(
+                f"low must be at least 0 and below high; they are {low} and {high}"
+            )
+        self.low = low
+        self.high = high
+
+    def weigh(self, ratio: Tensor) -> Tensor:
+        """Return the ratio, or 0 outside the interval."""
+        return torch.where((ratio >= self.low) & (ratio <= self.high), ratio, 0.0)
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0.0:
+        raise InvalidArgumentError(f"{name} must be positive, it is {value}")
+    return value
