@@ -1,0 +1,254 @@
+"""The house rules that no linter knows. Each breach is told as ``file:line``.
+
+An exception to a rule stands in the table of that rule, with its reason; one that is no longer
+needed is a breach as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import trinity_buffer
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "trinity_buffer"
+FOLDERS = (PACKAGE, "migrations", "tools", "benchmarks", "tests")
+MAX_FUNCTION_LINES = 50
+MAX_FILE_LINES = 400
+MAX_NESTING = 3
+
+# The exceptions: the file, or ``file:function``, and why.
+LONG_FILES: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {}
+BROAD_EXCEPTS = {
+    f"{PACKAGE}/pipeline/background.py:running": "raised again, bare of the task group",
+    f"{PACKAGE}/pipeline/group_commit.py:_commit": "handed to every caller of the group",
+    f"{PACKAGE}/pipeline/group_commit.py:_commit_singly": "handed to the caller it belongs to",
+    f"{PACKAGE}/pipeline/train_stream.py:run": "handed to whoever reads the stream",
+}
+LAZY_IMPORTS = {
+    f"{PACKAGE}/store/changes.py:_listen": "asyncpg is an extra that users of SQLite do not have",
+}
+PRINTING = (f"{PACKAGE}/cli/", "tools/", "benchmarks/", "tests/")
+NAMELESS = {"utils", "util", "common", "helpers", "helper", "manager", "managers"}
+UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Breach(NamedTuple):
+    file: str
+    line: int
+    what: str
+    function: str = ""
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    files = sorted(f for folder in FOLDERS for f in (ROOT / folder).rglob("*.py"))
+    assert len(files) > 10
+    return {f.relative_to(ROOT).as_posix(): ast.parse(f.read_bytes()) for f in files}
+
+
+def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, str, ast.AST]]:
+    """Yield the file, the innermost function (or nothing) and the node of each of the ``kinds``."""
+    for file, tree in trees().items():
+        yield from ((file, function, n) for function, n in walk(tree, "") if isinstance(n, kinds))
+
+
+def walk(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
+    for child in ast.iter_child_nodes(node):
+        yield function, child
+        yield from walk(child, child.name if isinstance(child, Function) else function)
+
+
+def functions() -> Iterator[tuple[str, Function]]:
+    for file, _, node in nodes(ast.FunctionDef, ast.AsyncFunctionDef):
+        assert isinstance(node, Function)
+        yield file, node
+
+
+def complain(breaches: list[Breach], allowed: dict[str, str]) -> None:
+    """Fail with every breach that is not allowed, and with every permission that nobody uses."""
+    keys = [{b.file, f"{b.file}:{b.function}"} for b in breaches]
+    wrong = [
+        f"{b.file}:{b.line}: {b.what}"
+        for b, key in zip(breaches, keys, strict=True)
+        if not key & set(allowed)
+    ]
+    needless = set(allowed).difference(*keys)
+    wrong += [f"{key}: needs no exception any more" for key in sorted(needless)]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_no_file_is_longer_than_one_can_keep_in_mind():
+    lengths = {file: len((ROOT / file).read_bytes().splitlines()) for file in trees()}
+    long = {file: n for file, n in lengths.items() if n > MAX_FILE_LINES}
+    complain([Breach(file, n, f"{n} lines") for file, n in long.items()], LONG_FILES)
+
+
+def test_no_function_is_longer_than_a_screen():
+    breaches = []
+    for file, node in functions():
+        assert node.end_lineno is not None
+        if (length := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES:
+            what = f"{node.name} has {length} lines"
+            breaches.append(Breach(file, node.lineno, what, node.name))
+    complain(breaches, LONG_FUNCTIONS)
+
+
+def depth(node: ast.AST) -> int:
+    # A ``with`` opens something; it does not branch.
+    blocks = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.Match)
+    inner = [depth(child) for child in ast.iter_child_nodes(node) if not is_elif(node, child)]
+    inner += [depth(child) - 1 for child in ast.iter_child_nodes(node) if is_elif(node, child)]
+    return isinstance(node, blocks) + max(inner, default=0)
+
+
+def is_elif(node: ast.AST, child: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
+
+
+def test_no_block_is_nested_deeper_than_three():
+    deep = [(file, f) for file, f in functions() if depth(f) > MAX_NESTING]
+    complain([Breach(file, f.lineno, f"{f.name}: {depth(f)} levels") for file, f in deep], {})
+
+
+def is_public(name: str) -> bool:
+    return not name.startswith("_")
+
+
+def undocumented(node: ast.Module | ast.ClassDef) -> Iterator[tuple[int, str]]:
+    if isinstance(node, ast.Module) and node.body and not ast.get_docstring(node):
+        yield 1, "the module has no docstring"
+    for child in node.body:
+        if isinstance(child, Function | ast.ClassDef) and is_public(child.name):
+            decorators = {name_of(d) for d in child.decorator_list}
+            if not decorators & {"overload", "override", "setter"} and not ast.get_docstring(child):
+                yield child.lineno, f"{child.name} has no docstring"
+            if isinstance(child, ast.ClassDef):
+                yield from undocumented(child)
+
+
+def name_of(node: ast.AST) -> str:
+    """Return the last part of a dotted name, or nothing."""
+    return dotted(node).rpartition(".")[2]
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def test_every_public_name_says_what_it_is():
+    breaches = []
+    for file, tree in trees().items():
+        if file.startswith((PACKAGE, "tools")):
+            breaches += [Breach(file, line, what) for line, what in undocumented(tree)]
+    complain(breaches, {})
+
+
+def test_nobody_catches_everything_and_goes_on():
+    breaches = []
+    for file, function, node in nodes(ast.ExceptHandler):
+        assert isinstance(node, ast.ExceptHandler)
+        caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        broad = [c for c in caught if c is None or name_of(c) in {"Exception", "BaseException"}]
+        reraises = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+        if broad and not reraises:
+            breaches.append(Breach(file, node.lineno, "except Exception", function))
+    complain(breaches, BROAD_EXCEPTS)
+
+
+def test_only_commands_print():
+    breaches = [
+        Breach(file, node.lineno, "print")
+        for file, _, node in nodes(ast.Call)
+        if isinstance(node, ast.Call) and dotted(node.func) == "print"
+        if not file.startswith(PRINTING)
+    ]
+    complain(breaches, {})
+
+
+def imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        module = node.module or ""
+        return [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    return []
+
+
+def test_no_byte_that_is_read_can_run():
+    breaches = []
+    for file, _, node in nodes(ast.Import, ast.ImportFrom, ast.Call):
+        if isinstance(node, ast.Call):
+            unsafe = {dotted(node.func)} & UNSAFE_CALLS
+            unsafe |= {k.arg for k in node.keywords if k.arg == "allow_pickle"}
+        else:
+            unsafe = {name for name in imported(node) if name.partition(".")[0] in UNSAFE_MODULES}
+            unsafe |= set(imported(node)) & UNSAFE_CALLS
+        if unsafe and not file.startswith("tests/"):
+            what = ", ".join(sorted(map(str, unsafe)))
+            breaches.append(Breach(file, getattr(node, "lineno", 0), what))
+    complain(breaches, {})
+
+
+def test_imports_stand_at_the_top():
+    breaches = [
+        Breach(file, getattr(node, "lineno", 0), f"import in {function}", function)
+        for file, function, node in nodes(ast.Import, ast.ImportFrom)
+        if function and not file.startswith("tests/")
+    ]
+    complain(breaches, LAZY_IMPORTS)
+
+
+def test_every_module_has_a_name_that_says_something():
+    words = {file: set(Path(file).with_suffix("").parts) for file in trees()}
+    complain([Breach(f, 1, "says nothing") for f in trees() if words[f] & NAMELESS], {})
+
+
+def modules_after(statement: str) -> set[str]:
+    """Return the names of the modules that a fresh Python holds after ``statement``."""
+    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
+    return set(done.stdout.decode().split())
+
+
+NOT_LOADED_BY = {
+    "trinity_buffer": {"torch", "sqlalchemy", "numpy", "pydantic", "typer", "rich"},
+    "trinity_buffer.store": {"torch", "msgpack"},
+    "trinity_buffer.algorithm": {"sqlalchemy", "msgpack"},
+}
+
+
+@pytest.mark.parametrize("module", NOT_LOADED_BY)
+def test_an_import_does_not_load_what_it_does_not_need(module: str):
+    heavy = NOT_LOADED_BY[module] & modules_after(f"import {module}")
+    assert not heavy, f"import {module} loads {', '.join(sorted(heavy))}"
+
+
+@pytest.mark.parametrize("name", trinity_buffer.__all__)
+def test_every_public_name_exists_where_the_root_says(name: str):
+    value = getattr(trinity_buffer, name)
+    home = trinity_buffer._HOMES.get(name)
+    assert home is None or getattr(importlib.import_module(home), name) is value
+
+
+def test_the_public_names_are_sorted_and_complete():
+    names = trinity_buffer.__all__
+    assert len(set(names)) == len(names)
+    assert {*trinity_buffer._HOMES, "__version__"} == set(names) <= set(dir(trinity_buffer))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        getattr(trinity_buffer, "nonsense")  # noqa: B009 - mypy would find it

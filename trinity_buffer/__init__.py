@@ -1,0 +1,67 @@
+"""Trinity Buffer: an event-sourced experience store between explorers, strategies and trainers.
+
+These names are found on first use: ``import trinity_buffer`` loads neither torch nor SQL, so that a
+command that only asks questions starts at once. Algorithms are in `trinity_buffer.algorithm`, the
+errors in `trinity_buffer.errors`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trinity_buffer.errors import TrinityBufferError
+    from trinity_buffer.experience import Experience, group_by
+    from trinity_buffer.identity import EID
+    from trinity_buffer.metrics import gather_metrics
+    from trinity_buffer.pipeline.store import open_store
+    from trinity_buffer.pipeline.strategy_consumer import StrategyConsumer, run_strategy
+    from trinity_buffer.pipeline.sync_stream import open_train_stream
+    from trinity_buffer.writer import BufferWriter, StagedWriter, WriteReceipt
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EID",
+    "BufferWriter",
+    "Experience",
+    "StagedWriter",
+    "StrategyConsumer",
+    "TrinityBufferError",
+    "WriteReceipt",
+    "__version__",
+    "gather_metrics",
+    "group_by",
+    "open_store",
+    "open_train_stream",
+    "run_strategy",
+]
+
+_HOMES = {
+    "EID": "trinity_buffer.identity",
+    "BufferWriter": "trinity_buffer.writer",
+    "Experience": "trinity_buffer.experience",
+    "StagedWriter": "trinity_buffer.writer",
+    "StrategyConsumer": "trinity_buffer.pipeline.strategy_consumer",
+    "TrinityBufferError": "trinity_buffer.errors",
+    "WriteReceipt": "trinity_buffer.writer",
+    "gather_metrics": "trinity_buffer.metrics",
+    "group_by": "trinity_buffer.experience",
+    "open_store": "trinity_buffer.pipeline.store",
+    "open_train_stream": "trinity_buffer.pipeline.sync_stream",
+    "run_strategy": "trinity_buffer.pipeline.strategy_consumer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name from the module that defines it, and keep it here."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
