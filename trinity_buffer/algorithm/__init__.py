@@ -12,6 +12,8 @@ from trinity_buffer.algorithm.add_strategy import (
     group_by,
 )
 from trinity_buffer.algorithm.advantage_fn import AdvantageFn, GroupAdvantage, GRPOAdvantageFn
+from trinity_buffer.algorithm.algorithm import AlgorithmType
+from trinity_buffer.algorithm.building import Algorithm, build, effective_args
 from trinity_buffer.algorithm.entropy_loss_fn import (
     DefaultEntropyLossFn,
     DummyEntropyLossFn,
@@ -68,6 +70,7 @@ from trinity_buffer.algorithm.policy_loss_fn import (
     TOPRPolicyLossFn,
     sPPOPolicyLossFn,
 )
+from trinity_buffer.algorithm.recipe import Recipe
 from trinity_buffer.algorithm.registry import (
     ADD_STRATEGY,
     ADVANTAGE_FN,
@@ -79,6 +82,7 @@ from trinity_buffer.algorithm.registry import (
     SAMPLE_STRATEGY,
     Registry,
 )
+from trinity_buffer.algorithm.sample_strategy import SampleStrategy
 
 __all__ = [
     "ADD_STRATEGY",
@@ -92,6 +96,8 @@ __all__ = [
     "AbsFn",
     "AddStrategy",
     "AdvantageFn",
+    "Algorithm",
+    "AlgorithmType",
     "BatchLayout",
     "CISPOPolicyLossFn",
     "ClipCovLossFn",
@@ -126,11 +132,13 @@ __all__ = [
     "PPOPolicyLossFn",
     "PolicyLossFn",
     "RECPolicyLossFn",
+    "Recipe",
     "Registry",
     "SAPOPolicyLossFn",
     "SFTISLossFn",
     "SFTLossFn",
     "SFTPhiLossFn",
+    "SampleStrategy",
     "SequenceMIS",
     "SequenceTIS",
     "StepWiseGRPOStrategy",
@@ -139,7 +147,9 @@ __all__ = [
     "TokenTIS",
     "Totals",
     "aggregate_loss",
+    "build",
     "compose",
+    "effective_args",
     "group_by",
     "masked_mean",
     "masked_sum",

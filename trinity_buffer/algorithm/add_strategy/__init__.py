@@ -22,6 +22,12 @@ from trinity_buffer.algorithm.add_strategy.correct_bias_add_strategy import Corr
 from trinity_buffer.algorithm.add_strategy.duplicate_add_strategy import (
     DuplicateInformativeAddStrategy,
 )
+from trinity_buffer.algorithm.add_strategy.filters import (
+    BestOfGroupAddStrategy,
+    DynamicSamplingAddStrategy,
+    OutcomeGateAddStrategy,
+    OverlongPenaltyAddStrategy,
+)
 from trinity_buffer.algorithm.add_strategy.step_wise_add_strategy import StepWiseGRPOStrategy
 from trinity_buffer.algorithm.copies import COPY_OF, original_uid
 
@@ -31,14 +37,18 @@ __all__ = [
     "ASYMREAddStrategy",
     "AddStrategy",
     "AdvantageAddStrategy",
+    "BestOfGroupAddStrategy",
     "CompositeAddStrategy",
     "CorrectBiasAddStrategy",
     "DuplicateInformativeAddStrategy",
+    "DynamicSamplingAddStrategy",
     "GRPOAddStrategy",
     "GRPOGroupedAddStrategy",
     "GiGPOAddStrategy",
     "GroupAdvantageStrategy",
     "OPMDAddStrategy",
+    "OutcomeGateAddStrategy",
+    "OverlongPenaltyAddStrategy",
     "RECAddStrategy",
     "REINFORCEAddStrategy",
     "RewardVarianceAddStrategy",

@@ -1,0 +1,232 @@
+"""Filters and reward shaping: what stands before a strategy that computes advantages.
+
+None of them sets advantages; put them first in a list: ``["overlong_penalty",
+"dapo_dynamic_sampling", "grpo"]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
+from trinity_buffer.algorithm.annotating import reward_of
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.experience import Experience, group_by
+from trinity_buffer.writer import BufferWriter
+
+Metrics = dict[str, Any]
+
+
+@ADD_STRATEGY.register_module("outcome_gate")
+class OutcomeGateAddStrategy(AddStrategy):
+    """Keeps the groups in which enough runs succeed, judged by a named metric rather than the reward.
+
+    A shaped reward differs between runs that all fail; a gate on its variance would keep such
+    groups, a gate on the outcome does not.
+
+    Args:
+        writer: where the kept groups go.
+        metric_key: the outcome, looked up in ``metrics``, then in ``info``; where it is in neither,
+            the reward counts.
+        correct_threshold: a run succeeds if its outcome is above it.
+        min_correct: groups with fewer successes are rejected as ``all_wrong``.
+        min_wrong: groups with fewer failures are rejected as ``all_correct``.
+    """
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+    annotates: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        writer: BufferWriter,
+        metric_key: str = "accuracy",
+        correct_threshold: float = 0.0,
+        *,
+        min_correct: int = 1,
+        min_wrong: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(writer, **kwargs)
+        self.metric_key = metric_key
+        self.correct_threshold = correct_threshold
+        self.min_correct = min_correct
+        self.min_wrong = min_wrong
+
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
+        """Write the groups that pass, unchanged."""
+        groups = list(group_by(self._judged(experiences), "task").values())
+        kept: list[list[Experience]] = []
+        counts = {"all_wrong_groups": 0, "all_correct_groups": 0}
+        for group in groups:
+            reason = self._reason(group)
+            if reason is None:
+                kept.append(group)
+            else:
+                counts[f"{reason}_groups"] += 1
+                self.reject(group, reason)
+        for group in kept:
+            await self.writer.write_async(group)
+        metrics: Metrics = {"kept_groups": len(kept), **counts}
+        return sum(len(group) for group in kept), metrics if groups else {}
+
+    def _judged(self, experiences: Sequence[Experience]) -> list[Experience]:
+        """Return those with an outcome: the metric, or else a reward."""
+        return [
+            e for e in experiences if self._metric(e) is not None or self.usable([e], ("reward",))
+        ]
+
+    def _metric(self, experience: Experience) -> float | None:
+        found = experience.metrics.get(self.metric_key, experience.info.get(self.metric_key))
+        return None if found is None else float(found)
+
+    def _reason(self, group: Sequence[Experience]) -> str | None:
+        """Return why ``group`` is left out, or None."""
+        metrics = [self._metric(e) for e in group]
+        outcomes = [reward_of(e) if m is None else m for e, m in zip(group, metrics, strict=True)]
+        correct = sum(outcome > self.correct_threshold for outcome in outcomes)
+        if correct < self.min_correct:
+            return "all_wrong"
+        return "all_correct" if len(group) - correct < self.min_wrong else None
+
+
+@ADD_STRATEGY.register_module("dapo_dynamic_sampling")
+class DynamicSamplingAddStrategy(OutcomeGateAddStrategy):
+    """Keeps the groups in which some runs succeed and some fail (DAPO, arXiv:2503.14476, section 3.2).
+
+    Args:
+        writer: where the kept groups go.
+        metric_key: the outcome, looked up in ``metrics``, then in ``info``; where it is in neither,
+            the reward counts.
+        correct_threshold: a run succeeds if its outcome is above it.
+        min_correct: groups with fewer successes are rejected as ``all_wrong``.
+        min_wrong: groups with fewer failures are rejected as ``all_correct``.
+    """
+
+    def __init__(
+        self,
+        writer: BufferWriter,
+        metric_key: str = "accuracy",
+        correct_threshold: float = 0.0,
+        *,
+        min_correct: int = 1,
+        min_wrong: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            writer,
+            metric_key,
+            correct_threshold,
+            min_correct=min_correct,
+            min_wrong=min_wrong,
+            **kwargs,
+        )
+
+
+@ADD_STRATEGY.register_module("best_of_group")
+class BestOfGroupAddStrategy(AddStrategy):
+    """Keeps the runs with the largest reward of each group (RAFT, arXiv:2304.06767), for supervised losses.
+
+    Args:
+        writer: where the kept runs go.
+        num_kept: how many runs of a group are kept; of equal ones the earlier.
+        min_reward: runs below it are never kept; None keeps the best, however bad.
+    """
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+    annotates: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ("reward",)
+
+    def __init__(
+        self,
+        writer: BufferWriter,
+        num_kept: int = 1,
+        *,
+        min_reward: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(writer, **kwargs)
+        if num_kept < 1:
+            raise InvalidArgumentError(f"num_kept must be at least 1, it is {num_kept!r}")
+        self.num_kept = num_kept
+        self.min_reward = min_reward
+
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
+        """Write the best of each group; the others are rejected as ``filtered``."""
+        groups = group_by(self.usable(experiences), "task").values()
+        chosen = [self._best(group) for group in groups]
+        for group, best in zip(groups, chosen, strict=True):
+            self.reject([e for e in group if all(e is not b for b in best)], "filtered")
+        for best in filter(None, chosen):
+            await self.writer.write_async(best)
+        return sum(len(best) for best in chosen), {}
+
+    def _best(self, group: Sequence[Experience]) -> list[Experience]:
+        """Return the runs that are kept, in their order."""
+        ranked = sorted(range(len(group)), key=lambda i: reward_of(group[i]), reverse=True)
+        kept = [group[i] for i in sorted(ranked[: self.num_kept])]
+        return [e for e in kept if self.min_reward is None or reward_of(e) >= self.min_reward]
+
+
+@ADD_STRATEGY.register_module("overlong_penalty")
+class OverlongPenaltyAddStrategy(AddStrategy):
+    """Lowers the reward of answers that come near the length limit (DAPO, arXiv:2503.14476, eq. 13).
+
+    0 up to ``max_length - cache_length`` action tokens, falling linearly to ``-penalty`` at
+    ``max_length``, and ``-penalty`` beyond. The stored reward stays; the strategies behind this one
+    see the lowered one.
+
+    Args:
+        writer: where the experiences go.
+        max_length: action tokens at which the penalty is whole.
+        cache_length: length of the stretch before it in which the penalty grows.
+        penalty: the largest penalty.
+    """
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+    annotates: ClassVar[bool] = False
+    reference_args: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(
+        self,
+        writer: BufferWriter,
+        max_length: int,
+        cache_length: int,
+        *,
+        penalty: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(writer, **kwargs)
+        if not 0 < cache_length <= max_length:
+            raise InvalidArgumentError(
+                f"cache_length must lie between 1 and max_length={max_length}: {cache_length!r}"
+            )
+        self.max_length = max_length
+        self.cache_length = cache_length
+        self.penalty = penalty
+
+    def penalty_of(self, length: int) -> float:
+        """Return what an answer of ``length`` action tokens is charged, 0 or negative."""
+        over = length - (self.max_length - self.cache_length)
+        return -self.penalty * min(max(over / self.cache_length, 0.0), 1.0)
+
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
+        """Write all groups, with the lowered rewards."""
+        usable = self.usable(experiences)
+        charges = [self.penalty_of(_num_actions(e)) for e in usable]
+        for experience, charge in zip(usable, charges, strict=True):
+            experience.reward = reward_of(experience) + charge
+        for group in group_by(usable, "task").values():
+            await self.writer.write_async(group)
+        metrics = {
+            "overlong/penalized_count": sum(charge < 0 for charge in charges),
+            "overlong/penalty_mean": sum(charges) / max(len(charges), 1),
+        }
+        return len(usable), metrics if usable else {}
+
+
+def _num_actions(experience: Experience) -> int:
+    """Return how many tokens of the response the policy chose."""
+    mask = experience.action_mask
+    return 0 if mask is None else int((mask != 0).sum())

@@ -1,0 +1,335 @@
+"""Algorithm types: five constants and a recipe each."""
+
+from __future__ import annotations
+
+from abc import ABC, ABCMeta
+from typing import Any, ClassVar
+
+from trinity_buffer.algorithm.recipe import Recipe
+from trinity_buffer.algorithm.registry import ALGORITHM_TYPE
+
+__all__ = ["ALGORITHM_TYPE", "AlgorithmType", "ConstantMeta", "Recipe"]
+
+
+class ConstantMeta(ABCMeta):
+    """Metaclass of classes whose attributes stay as they were written; new ones may be added."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        """Set an attribute that no class in the line of inheritance has.
+
+        Raises:
+            AttributeError: one has it.
+        """
+        # ABCMeta keeps its own books in names with an underscore.
+        if not name.startswith("_") and hasattr(cls, name):
+            raise AttributeError(f"{name} is already defined in {cls.__name__}; it is a constant")
+        super().__setattr__(name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        """Refuse.
+
+        Raises:
+            AttributeError: always, for public names.
+        """
+        if not name.startswith("_"):
+            raise AttributeError(f"{name} of {cls.__name__} is a constant")
+        super().__delattr__(name)
+
+
+class AlgorithmType(ABC, metaclass=ConstantMeta):
+    """A named algorithm.
+
+    Attributes:
+        use_critic: a value model is trained beside the policy.
+        use_reference: a frozen reference policy scores the data.
+        compute_advantage_in_trainer: advantages come from the trainer's tensors, not from the store.
+        can_balance_batch: rows may change places between micro-batches.
+        use_rollout: the policy's own rollouts are trained (False where only recorded data are).
+        schema: what the data are: ``experience``, ``sft``, ``dpo`` or ``cpt``.
+        recipe: its parts.
+    """
+
+    use_critic: bool
+    use_reference: bool
+    compute_advantage_in_trainer: bool
+    can_balance_batch: bool
+    use_rollout: bool = True
+    schema: str
+    recipe: ClassVar[Recipe]
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the registered name, or the class's own if it is not registered."""
+        names = ALGORITHM_TYPE.names()
+        return next((n for n in names if ALGORITHM_TYPE.get(n) is cls), cls.__name__)
+
+    @classmethod
+    def default_config(cls) -> dict[str, Any]:
+        """Return the names of the parts, as a configuration writes them."""
+        return cls.recipe.names()
+
+
+@ALGORITHM_TYPE.register_module("sft")
+class SFTAlgorithm(AlgorithmType):
+    """Supervised fine-tuning on prompts with answers."""
+
+    use_critic: bool = False
+    use_reference: bool = False
+    compute_advantage_in_trainer: bool = False
+    can_balance_batch: bool = True
+    use_rollout: bool = False
+    schema: str = "sft"
+    recipe: ClassVar[Recipe] = Recipe(policy_loss_fn="sft", entropy_loss_fn="none")
+
+
+@ALGORITHM_TYPE.register_module("cpt")
+class CPTAlgorithm(SFTAlgorithm):
+    """Continued pre-training on plain text."""
+
+    schema: str = "cpt"
+
+
+@ALGORITHM_TYPE.register_module("ppo")
+class PPOAlgorithm(AlgorithmType):
+    """Proximal policy optimization with a critic (arXiv:1707.06347)."""
+
+    use_critic: bool = True
+    use_reference: bool = True
+    compute_advantage_in_trainer: bool = True
+    can_balance_batch: bool = True
+    schema: str = "experience"
+    recipe: ClassVar[Recipe] = Recipe(advantage_fn="ppo", kl_loss_fn="k2", rollouts_per_group=1)
+
+
+class _GroupRelative(AlgorithmType):
+    """Flags of most algorithms that compare the runs of a task."""
+
+    use_critic: bool = False
+    use_reference: bool = True
+    compute_advantage_in_trainer: bool = False
+    can_balance_batch: bool = True
+    schema: str = "experience"
+
+
+@ALGORITHM_TYPE.register_module("grpo")
+class GRPOAlgorithm(_GroupRelative):
+    """Group-relative policy optimization (arXiv:2402.03300)."""
+
+    recipe: ClassVar[Recipe] = Recipe(add_strategy=("grpo",), kl_loss_fn="k2", rollouts_per_group=2)
+
+
+@ALGORITHM_TYPE.register_module("dapo")
+class DAPOAlgorithm(_GroupRelative):
+    """Decoupled clipping and dynamic sampling (arXiv:2503.14476); no reference policy.
+
+    For its length penalty put ``"overlong_penalty"`` before the other strategies.
+    """
+
+    use_reference: bool = False
+    recipe: ClassVar[Recipe] = Recipe(
+        add_strategy=("dapo_dynamic_sampling", "grpo"),
+        rollouts_per_group=16,
+        args={"policy_loss_fn": {"clip_range_low": 0.2, "clip_range_high": 0.28}},
+    )
+
+
+@ALGORITHM_TYPE.register_module("reinforceplusplus")
+class ReinforcePlusPlusAlgorithm(_GroupRelative):
+    """REINFORCE with advantages whitened over the whole step (arXiv:2501.03262)."""
+
+    compute_advantage_in_trainer: bool = True
+    recipe: ClassVar[Recipe] = Recipe(
+        advantage_fn="reinforceplusplus", kl_loss_fn="k2", rollouts_per_group=2
+    )
+
+
+@ALGORITHM_TYPE.register_module("rloo")
+class RLOOAlgorithm(_GroupRelative):
+    """REINFORCE leave-one-out (arXiv:2402.14740)."""
+
+    compute_advantage_in_trainer: bool = True
+    recipe: ClassVar[Recipe] = Recipe(advantage_fn="rloo", kl_loss_fn="k2", rollouts_per_group=2)
+
+
+@ALGORITHM_TYPE.register_module("opmd")
+class OPMDAlgorithm(_GroupRelative):
+    """Online policy mirror descent (arXiv:2501.12599)."""
+
+    recipe: ClassVar[Recipe] = Recipe(
+        add_strategy=("opmd",), policy_loss_fn="opmd", kl_loss_fn="k2", rollouts_per_group=2
+    )
+
+
+@ALGORITHM_TYPE.register_module("asymre")
+class AsymREAlgorithm(_GroupRelative):
+    """Asymmetric REINFORCE (arXiv:2506.20520); no reference policy."""
+
+    use_reference: bool = False
+    recipe: ClassVar[Recipe] = Recipe(
+        add_strategy=("asymre",),
+        policy_loss_fn="opmd",
+        entropy_loss_fn="none",
+        rollouts_per_group=2,
+    )
+
+
+@ALGORITHM_TYPE.register_module("dpo")
+class DPOAlgorithm(AlgorithmType):
+    """Direct preference optimization on pairs (arXiv:2305.18290)."""
+
+    use_critic: bool = False
+    use_reference: bool = True
+    compute_advantage_in_trainer: bool = False
+    can_balance_batch: bool = False
+    use_rollout: bool = False
+    schema: str = "dpo"
+    recipe: ClassVar[Recipe] = Recipe(policy_loss_fn="dpo", kl_loss_fn="k2", rollouts_per_group=1)
+
+
+@ALGORITHM_TYPE.register_module("topr")
+class TOPRAlgorithm(_GroupRelative):
+    """Tapered off-policy REINFORCE (arXiv:2503.14286)."""
+
+    recipe: ClassVar[Recipe] = Recipe(
+        add_strategy=("reinforce",), policy_loss_fn="topr", kl_loss_fn="k2", rollouts_per_group=2
+    )
+
+
+@ALGORITHM_TYPE.register_module("cispo")
+class CISPOAlgorithm(_GroupRelative):
+    """Clipped importance weights that keep every token's gradient (arXiv:2506.13585)."""
+
+    recipe: ClassVar[Recipe] = Recipe(
+        add_strategy=("grpo",), policy_loss_fn="cispo", kl_loss_fn="k2", rollouts_per_group=2
+    )
+
+
+@ALGORITHM_TYPE.register_module("gspo")
+class GSPOAlgorithm(_GroupRelative):
+    """Importance ratios of whole sequences (arXiv:2507.18071)."""
+
+    recipe: ClassVar[Recipe] = Recipe(
+        add_strategy=("grpo",), policy_loss_fn="gspo", kl_loss_fn="k2", rollouts_per_group=2
+    )
+
+
+@ALGORITHM_TYPE.register_module("sapo")
+class SAPOAlgorithm(_GroupRelative):
+    """A smooth gate in place of hard clipping (arXiv:2511.20347)."""
+
+    recipe: ClassVar[Recipe] = Recipe(
+        add_strategy=("grpo",), policy_loss_fn="sapo", kl_loss_fn="k2", rollouts_per_group=2
+    )
+
+
+@ALGORITHM_TYPE.register_module("mix")
+class MIXAlgorithm(_GroupRelative):
+    """The policy's own data with GRPO and an expert's with SFT, in one step."""
+
+    recipe: ClassVar[Recipe] = Recipe(
+        add_strategy=("grpo",),
+        sample_strategy="mix",
+        policy_loss_fn="mix",
+        kl_loss_fn="k2",
+        entropy_loss_fn="mix",
+        rollouts_per_group=8,
+    )
+
+
+@ALGORITHM_TYPE.register_module("mix_chord")
+class MIXCHORDAlgorithm(_GroupRelative):
+    """MIX with a schedule for its weight, and tokens weighted by doubt (arXiv:2508.11408)."""
+
+    recipe: ClassVar[Recipe] = Recipe(
+        add_strategy=("grpo",),
+        sample_strategy="mix",
+        policy_loss_fn="mix_chord",
+        kl_loss_fn="k2",
+        entropy_loss_fn="mix",
+        rollouts_per_group=8,
+    )
+
+
+@ALGORITHM_TYPE.register_module("raft")
+class RAFTAlgorithm(_GroupRelative):
+    """Supervised fine-tuning on the best answer of each group (arXiv:2304.06767)."""
+
+    use_reference: bool = False
+    recipe: ClassVar[Recipe] = Recipe(
+        add_strategy=("best_of_group",),
+        policy_loss_fn="sft",
+        entropy_loss_fn="none",
+        rollouts_per_group=8,
+    )
+
+
+@ALGORITHM_TYPE.register_module("sppo")
+class sPPOAlgorithm(_GroupRelative):  # noqa: N801 (the documented name)
+    """PPO's clipping, on the logarithm of the ratio; no reference policy."""
+
+    use_reference: bool = False
+    recipe: ClassVar[Recipe] = Recipe(
+        add_strategy=("opmd",), policy_loss_fn="sppo", entropy_loss_fn="none", rollouts_per_group=2
+    )
+
+
+@ALGORITHM_TYPE.register_module("rec")
+class RECAlgorithm(_GroupRelative):
+    """Group-relative REINFORCE with a choice of clipping and weights (arXiv:2509.24203)."""
+
+    recipe: ClassVar[Recipe] = Recipe(
+        add_strategy=("rec",), policy_loss_fn="rec", kl_loss_fn="k2", rollouts_per_group=2
+    )
+
+
+@ALGORITHM_TYPE.register_module("multi_step_grpo")
+class MultiStepGRPOAlgorithm(_GroupRelative):
+    """GRPO for rollouts of several steps: the last step's reward scores all."""
+
+    recipe: ClassVar[Recipe] = Recipe(
+        add_strategy=("step_wise_grpo",), kl_loss_fn="k2", rollouts_per_group=8
+    )
+
+
+@ALGORITHM_TYPE.register_module("gigpo")
+class GiGPOAlgorithm(_GroupRelative):
+    """Group-in-group policy optimization (arXiv:2505.10978)."""
+
+    recipe: ClassVar[Recipe] = Recipe(
+        add_strategy=("gigpo",),
+        kl_loss_fn="k2",
+        rollouts_per_group=8,
+        args={"policy_loss_fn": {"clip_range_low": 0.2, "clip_range_high": 0.2}},
+    )
+
+
+@ALGORITHM_TYPE.register_module("on_policy_distill")
+class OnPolicyDistillAlgorithm(_GroupRelative):
+    """A teacher scores every token that the policy sampled (arXiv:2306.13649)."""
+
+    use_reference: bool = False
+    compute_advantage_in_trainer: bool = True
+    recipe: ClassVar[Recipe] = Recipe(
+        advantage_fn="on_policy_distill", entropy_loss_fn="none", rollouts_per_group=8
+    )
+
+
+@ALGORITHM_TYPE.register_module("jsd")
+class JSDAlgorithm(_GroupRelative):
+    """Distillation by a generalized Jensen-Shannon divergence (arXiv:2306.13649)."""
+
+    use_reference: bool = False
+    compute_advantage_in_trainer: bool = True
+    recipe: ClassVar[Recipe] = Recipe(
+        advantage_fn="jsd", entropy_loss_fn="none", rollouts_per_group=8
+    )
+
+
+@ALGORITHM_TYPE.register_module("grpo_verl")
+class GRPOverlAlgorithm(_GroupRelative):
+    """GRPO whose advantages the trainer computes."""
+
+    compute_advantage_in_trainer: bool = True
+    recipe: ClassVar[Recipe] = Recipe(
+        advantage_fn="grpo_verl", kl_loss_fn="k2", rollouts_per_group=2
+    )

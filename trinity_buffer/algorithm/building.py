@@ -1,0 +1,382 @@
+"""From a recipe to objects. The one place that decides which argument wins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+
+from trinity_buffer.algorithm.algorithm import AlgorithmType
+from trinity_buffer.algorithm.arguments import REQUIRED, declared_arguments, refuse_unknown
+from trinity_buffer.algorithm.recipe import PARTS
+from trinity_buffer.algorithm.registry import (
+    ADD_STRATEGY,
+    ADVANTAGE_FN,
+    ALGORITHM_TYPE,
+    ENTROPY_LOSS_FN,
+    IMPORTANCE_CORRECTION,
+    KL_FN,
+    POLICY_LOSS_FN,
+    SAMPLE_STRATEGY,
+    Registry,
+)
+from trinity_buffer.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from trinity_buffer.algorithm.advantage_fn import TrainerAdvantage
+    from trinity_buffer.algorithm.entropy_loss_fn import EntropyLossFn
+    from trinity_buffer.algorithm.importance_correction import ImportanceCorrection
+    from trinity_buffer.algorithm.kl_fn import KLFn
+    from trinity_buffer.algorithm.layout import BatchLayout
+    from trinity_buffer.algorithm.policy_loss_fn import PolicyLossFn
+    from trinity_buffer.algorithm.sample_strategy import SampleStrategy
+
+REGISTRY_OF: dict[str, Registry[Any]] = {
+    "add_strategy": ADD_STRATEGY,
+    "advantage_fn": ADVANTAGE_FN,
+    "sample_strategy": SAMPLE_STRATEGY,
+    "policy_loss_fn": POLICY_LOSS_FN,
+    "kl_penalty_fn": KL_FN,
+    "kl_loss_fn": KL_FN,
+    "entropy_loss_fn": ENTROPY_LOSS_FN,
+    "importance_correction": IMPORTANCE_CORRECTION,
+}
+RUN_TIME = frozenset(
+    {"writer", "reader", "expert_reader", "batch_size", "backend", "on_unknown", "rng"}
+)
+"""Constructor arguments that a run supplies, not a configuration."""
+
+ACCEPTED = (*PARTS, *(f"{part}_args" for part in PARTS), "rollouts_per_group", "loss_agg_mode")
+"""What `build` takes beside the algorithm."""
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A part that was chosen: its name, its class, and the arguments that won."""
+
+    name: str
+    cls: type[Any]
+    args: Arguments
+
+    def make(self, **run_time: Any) -> Any:
+        """Return the object."""
+        return self.cls(**self.args, **run_time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """An algorithm, ready to train with.
+
+    Attributes:
+        type: its constants.
+        strategies: what annotates its data, filters first; empty: trained as recorded.
+        advantage: what computes advantages from the trainer's tensors, or None.
+        sample: which data a step takes.
+        policy_loss: the loss.
+        kl_loss: divergence that is added to it.
+        kl_penalty: divergence that is taken off the rewards.
+        entropy_loss: entropy that is taken off the loss.
+        correction: what weighs the difference between rollout engine and trainer.
+        loss_agg_mode: how divergence and entropy become one number.
+        rollouts_per_group: runs of a task that make a group.
+        choices: part -> what was chosen, with the arguments that won.
+    """
+
+    type: type[AlgorithmType]
+    strategies: tuple[Choice, ...]
+    advantage: TrainerAdvantage | None
+    sample: SampleStrategy
+    policy_loss: PolicyLossFn
+    kl_loss: KLFn
+    kl_penalty: KLFn
+    entropy_loss: EntropyLossFn
+    correction: ImportanceCorrection
+    loss_agg_mode: str
+    rollouts_per_group: int
+    choices: Mapping[str, Choice]
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+        return self.type.name()
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """Names of the tensors that the policy loss takes beside ``logprob``."""
+        return frozenset(self.policy_loss.select_keys)
+
+    @property
+    def needs_advantages(self) -> bool:
+        """Whether the data must come with advantages: the loss wants them, the trainer has none."""
+        return "advantages" in self.tensors and self.advantage is None
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss is not defined without the policy's entropy."""
+        return (
+            self.choices["entropy_loss_fn"].name != "none" and self.entropy_loss.entropy_coef != 0
+        )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the log-probabilities of a reference policy are used."""
+        used = [
+            self.choices[part].name != "none" and (kl.kl_coef != 0 or kl.adaptive)
+            for part, kl in (("kl_loss_fn", self.kl_loss), ("kl_penalty_fn", self.kl_penalty))
+        ]
+        return any(used) or "ref_logprob" in self.tensors
+
+    def check_schema(self, schema: str) -> None:
+        """Return if data of this schema can be trained on.
+
+        Raises:
+            InvalidArgumentError: the algorithm needs another one.
+        """
+        if schema != self.type.schema:
+            fitting = [n for n in ALGORITHM_TYPE.names() if ALGORITHM_TYPE.get(n).schema == schema]
+            raise InvalidArgumentError(
+                f"algorithm {self.name!r} trains on data of schema {self.type.schema!r}, these are "
+                f"{schema!r} (for them: {', '.join(fitting) or 'none'})"
+            )
+
+    def loss(
+        self,
+        logprob: Tensor,
+        batch: Mapping[str, Any],
+        *,
+        entropy: Tensor | None = None,
+        layout: BatchLayout | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return ``policy - entropy + divergence``, and metrics under ``actor/``.
+
+        Args:
+            logprob: of the policy, with the shape of the micro-batch's tokens.
+            batch: the micro-batch, under our names.
+            entropy: of the policy at each token; may be missing where its coefficient is 0.
+            layout: boundaries of the rows and denominators of the step.
+
+        Raises:
+            InvalidArgumentError: a tensor is missing; the message names it and who needs it.
+        """
+        corrected, metrics = self._corrected(batch, layout)
+        given = {
+            key: _needed(corrected, key, self.policy_loss) for key in self.policy_loss.select_keys
+        }
+        loss, found = self.policy_loss(logprob=logprob, layout=layout, **given)
+        metrics.update(found)
+        for part in (
+            self._entropy(batch, entropy, layout),
+            self._divergence(logprob, batch, layout),
+        ):
+            if part is not None:
+                loss = loss + part[0]
+                metrics.update(part[1])
+        named = {f"actor/{name}": value for name, value in metrics.items()}
+        return loss, {"final_loss": loss.detach(), **named}
+
+    def _corrected(
+        self, batch: Mapping[str, Any], layout: BatchLayout | None
+    ) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+        """Return the batch with weighted advantages, and metrics of the weights."""
+        if self.choices["importance_correction"].name == "none" or "advantages" not in self.tensors:
+            return batch, {}
+        tensors = ("old_logprob", "rollout_logprob", "action_mask")
+        given = [_needed(batch, key, self.correction) for key in tensors]
+        weights, metrics = self.correction(*given, layout=layout)
+        advantages = _needed(batch, "advantages", self.policy_loss)
+        return {**batch, "advantages": advantages * weights}, metrics
+
+    def _entropy(
+        self, batch: Mapping[str, Any], entropy: Tensor | None, layout: BatchLayout | None
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Return minus the entropy bonus, and metrics; None if there is nothing to say."""
+        if self.choices["entropy_loss_fn"].name == "none":
+            return None
+        if entropy is None:
+            if self.needs_entropy:
+                raise InvalidArgumentError(
+                    f"algorithm {self.name!r} has entropy_coef={self.entropy_loss.entropy_coef} "
+                    "and needs entropy=, which was not given"
+                )
+            return None
+        bonus, metrics = self.entropy_loss(
+            entropy,
+            _needed(batch, "action_mask", self.entropy_loss),
+            batch.get("expert_mask"),
+            self.loss_agg_mode,
+            layout=layout,
+        )
+        return -bonus, metrics
+
+    def _divergence(
+        self, logprob: Tensor, batch: Mapping[str, Any], layout: BatchLayout | None
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Return the divergence from the reference policy, and metrics; None if unused."""
+        unused = self.kl_loss.kl_coef == 0 and "ref_logprob" not in batch
+        if self.choices["kl_loss_fn"].name == "none" or unused:
+            return None
+        return self.kl_loss.calculate_kl_loss(
+            logprob,
+            _needed(batch, "ref_logprob", self.kl_loss),
+            _needed(batch, "action_mask", self.kl_loss),
+            self.loss_agg_mode,
+            batch.get("old_logprob"),
+            layout=layout,
+        )
+
+
+def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
+    """Return ``algorithm`` with the user's choices.
+
+    One rule decides between arguments of a part: its signature gives way to its ``tuned`` values,
+    these to the recipe's ``args`` (if the recipe's own class is used), and these to the user's.
+
+    Args:
+        algorithm: a registered name, or a class.
+        user: for each part ``<part>=`` a name or class (several for ``add_strategy``) and
+            ``<part>_args=`` its arguments; ``rollouts_per_group=``; ``loss_agg_mode=`` for
+            the loss, divergence and entropy alike (by default the last two follow the loss).
+
+    Raises:
+        UnknownNameError: a name that is not registered.
+        InvalidArgumentError: an argument that nothing takes, or one that is missing.
+    """
+    refuse_unknown("build", user, ACCEPTED)
+    kind = ALGORITHM_TYPE.get(algorithm) if isinstance(algorithm, str) else algorithm
+    choices = {
+        part: _choose(kind, part, user)
+        for part in PARTS
+        if part != "add_strategy" and user.get(part, getattr(kind.recipe, part)) is not None
+    }
+    mode = user.get("loss_agg_mode")
+    policy = choices["policy_loss_fn"]
+    if mode is not None and "loss_agg_mode" in declared_arguments(policy.cls):
+        policy.args.update({"loss_agg_mode": mode} | user.get("policy_loss_fn_args", {}))
+    rollouts = user.get("rollouts_per_group", kind.recipe.rollouts_per_group)
+    advantage = choices.get("advantage_fn")
+    return Algorithm(
+        type=kind,
+        strategies=_strategies(kind, user),
+        advantage=None if advantage is None else _trainer_side(advantage),
+        sample=choices["sample_strategy"].make(),
+        policy_loss=policy.make(backend="trinity"),
+        kl_loss=choices["kl_loss_fn"].make(),
+        kl_penalty=choices["kl_penalty_fn"].make(),
+        entropy_loss=choices["entropy_loss_fn"].make(),
+        correction=choices["importance_correction"].make(),
+        loss_agg_mode=mode or policy.args.get("loss_agg_mode") or "token-mean",
+        rollouts_per_group=1 if rollouts is None else _positive("rollouts_per_group", rollouts),
+        choices=choices,
+    )
+
+
+def effective_args(algorithm: str | type[AlgorithmType], **user: Any) -> dict[str, Any]:
+    """Return what `build` would use, ready for printing: part -> name and arguments."""
+    built = build(algorithm, **user)
+    parts = {part: {"name": c.name, "args": dict(c.args)} for part, c in built.choices.items()}
+    flags = ("use_critic", "use_reference", "compute_advantage_in_trainer", "can_balance_batch")
+    return {
+        "algorithm": built.name,
+        "schema": built.type.schema,
+        **{flag: getattr(built.type, flag) for flag in flags},
+        "rollouts_per_group": built.rollouts_per_group,
+        "loss_agg_mode": built.loss_agg_mode,
+        "add_strategy": [{"name": c.name, "args": dict(c.args)} for c in built.strategies],
+        **parts,
+    }
+
+
+def _choose(kind: type[AlgorithmType], part: str, user: Mapping[str, Any]) -> Choice:
+    """Return the choice for a part that has one name."""
+    own = getattr(kind.recipe, part)
+    wanted = user.get(part, own)
+    from_recipe = kind.recipe.args.get(part, {}) if wanted == own else {}
+    return _chosen(part, wanted, from_recipe, user.get(f"{part}_args"))
+
+
+def _strategies(kind: type[AlgorithmType], user: Mapping[str, Any]) -> tuple[Choice, ...]:
+    """Return the choices for the strategies; arguments go by name if there are several."""
+    own = kind.recipe.add_strategy
+    wanted = user.get("add_strategy", own)
+    listed: Sequence[Any] = [wanted] if isinstance(wanted, str | type) else list(wanted or ())
+    args = dict(user.get("add_strategy_args") or {})
+    if len(listed) == 1:
+        args = {_name_of("add_strategy", listed[0]): args}
+    names = [_name_of("add_strategy", one) for one in listed]
+    refuse_unknown("add_strategy_args", args, names)
+    recipe = kind.recipe.args.get("add_strategy", {})
+    return tuple(
+        _chosen("add_strategy", one, recipe.get(name, {}) if name in own else {}, args.get(name))
+        for name, one in zip(names, listed, strict=True)
+    )
+
+
+def _chosen(
+    part: str, wanted: Any, recipe: Mapping[str, Any], given: Mapping[str, Any] | None
+) -> Choice:
+    """Return a choice whose arguments were decided: signature < tuned < recipe < user."""
+    cls = REGISTRY_OF[part].get(wanted) if isinstance(wanted, str) else wanted
+    name = _name_of(part, wanted)
+    args = cls.default_args() | dict(recipe) | dict(given or {})
+    taken = declared_arguments(cls)
+    accepted = (taken.keys() | cls.default_args().keys()) - RUN_TIME
+    refuse_unknown(f"{part} {name!r}", {**recipe, **(given or {})}, accepted)
+    missing = [n for n in taken if taken[n] is REQUIRED and n not in args and n not in RUN_TIME]
+    if missing:
+        raise InvalidArgumentError(
+            f"{part} {name!r} needs {', '.join(missing)}: give {part}_args={{{missing[0]!r}: ...}}"
+        )
+    return Choice(name=name, cls=cls, args=args)
+
+
+def _name_of(part: str, wanted: Any) -> str:
+    """Return the registered name of a part, or the name of a class that is not registered."""
+    if isinstance(wanted, str):
+        return wanted
+    registry = REGISTRY_OF[part]
+    return next((n for n in registry.names() if registry.get(n) is wanted), wanted.__name__)
+
+
+def _trainer_side(choice: Choice) -> TrainerAdvantage:
+    """Return the advantage function.
+
+    Raises:
+        InvalidArgumentError: it works on lists of experiences, before the trainer.
+    """
+    if not choice.cls.compute_in_trainer():
+        raise InvalidArgumentError(
+            f"advantage_fn {choice.name!r} works on stored experiences: name it as add_strategy"
+        )
+    return cast("TrainerAdvantage", choice.make())
+
+
+def _needed(batch: Mapping[str, Any], key: str, user: Any) -> Tensor:
+    """Return a tensor of the micro-batch.
+
+    Raises:
+        InvalidArgumentError: it is not there.
+    """
+    found = batch.get(key)
+    if found is None:
+        held = ", ".join(sorted(name for name in batch if batch[name] is not None))
+        raise InvalidArgumentError(
+            f"{type(user).__name__} needs the tensor {key!r}, which the micro-batch lacks "
+            f"(it holds {held})"
+        )
+    return cast("Tensor", found)
+
+
+def _positive(name: str, value: Any) -> int:
+    """Return ``value`` as a count.
+
+    Raises:
+        InvalidArgumentError: it is not a whole number of at least 1.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < math.inf:
+        raise InvalidArgumentError(f"{name} must be a whole number of at least 1, not {value!r}")
+    return value

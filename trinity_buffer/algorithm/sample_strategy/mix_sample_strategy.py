@@ -1,0 +1,120 @@
+"""A step of two sources: the policy's own data and an expert's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trinity_buffer.algorithm.sample_strategy.sample_strategy import (
+    SAMPLE_STRATEGY,
+    Sampled,
+    SamplePlan,
+    SampleReader,
+    SampleStrategy,
+    representative_samples,
+    version_metrics,
+)
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.experience import CustomField, Experience
+
+CUSTOM_FIELDS = (
+    CustomField("is_expert", "expert_mask", torch.bool),
+    CustomField("step", "step", torch.int32),
+)
+"""Columns that MIX and CHORD need."""
+
+
+@SAMPLE_STRATEGY.register_module("mix")
+class MixSampleStrategy(SampleStrategy):
+    """Takes ``ceil(expert_data_ratio x size)`` units of an expert, the rest of the policy's own.
+
+    The policy's own come first. An expert's experience gets reward 0, and log-probabilities,
+    advantages and returns of 0, so that both kinds make one batch.
+
+    Args:
+        reader: of the policy's own data.
+        batch_size: what one `sample` takes, of both kinds together.
+        expert_reader: of the expert's data.
+        expert_data_ratio: share of the expert's data, between 0 and 1.
+        sft_dataset_name: name of the expert's data, for messages.
+        kwargs: the arguments of `SampleStrategy`.
+    """
+
+    def __init__(
+        self,
+        reader: SampleReader | None = None,
+        *,
+        batch_size: int = 1,
+        expert_reader: SampleReader | None = None,
+        expert_data_ratio: float = 0.5,
+        sft_dataset_name: str = "sft_dataset",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(reader, batch_size=batch_size, **kwargs)
+        if not 0 <= expert_data_ratio <= 1:
+            raise InvalidArgumentError(
+                f"expert_data_ratio must lie between 0 and 1, it is {expert_data_ratio!r}"
+            )
+        self.expert_reader = expert_reader
+        self.expert_data_ratio = expert_data_ratio
+        self.sft_dataset_name = sft_dataset_name
+
+    def plan(self, step: int, size: int) -> SamplePlan:
+        """Return how ``size`` units are divided."""
+        expert = math.ceil(self.expert_data_ratio * size)
+        return SamplePlan(size - expert, expert)
+
+    async def sample(self, step: int) -> Sampled:
+        """Return the policy's own experiences, then the expert's."""
+        plan = self.plan(step, self.batch_size)
+        usual = await self._taken(self.reader, plan.usual)
+        expert = await self._taken(self.expert_reader, plan.expert)
+        for experience in expert:
+            as_expert(experience)
+        mark(usual, step, is_expert=False)
+        mark(expert, step, is_expert=True)
+        return [*usual, *expert], version_metrics(usual), representative_samples(usual)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far both readers are."""
+        return {
+            name: {} if reader is None else dict(reader.state_dict())
+            for name, reader in self._readers().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``."""
+        for name, reader in self._readers().items():
+            if reader is not None:
+                reader.load_state_dict(state[name])
+
+    def _readers(self) -> dict[str, SampleReader | None]:
+        return {"usual": self.reader, "expert": self.expert_reader}
+
+    async def _taken(self, reader: SampleReader | None, size: int) -> list[Experience]:
+        if size == 0:
+            return []
+        if reader is None:
+            raise InvalidArgumentError(
+                f"sampling needs reader= and expert_reader= (of {self.sft_dataset_name!r})"
+            )
+        return await reader.read(size)
+
+
+def as_expert(experience: Experience) -> None:
+    """Give an expert's experience the columns of a rollout, all 0."""
+    size = experience.response_length
+    experience.reward = 0.0
+    for name in ("logprobs", "advantages", "returns"):
+        setattr(experience, name, torch.zeros(size, dtype=torch.float32))
+
+
+def mark(experiences: Sequence[Experience], step: int, *, is_expert: bool) -> None:
+    """Write into each experience where it comes from and which step takes it."""
+    for experience in experiences:
+        experience.info["is_expert"] = is_expert
+        experience.info["step"] = step
+        experience.custom_fields = list(CUSTOM_FIELDS)

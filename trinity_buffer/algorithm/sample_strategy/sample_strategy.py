@@ -1,0 +1,194 @@
+"""Which experiences a gradient step takes: how many, from where, how old at most."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from trinity_buffer.algorithm.arguments import (
+    declared_arguments,
+    default_arguments,
+    refuse_unknown,
+)
+from trinity_buffer.algorithm.registry import SAMPLE_STRATEGY
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.experience import Experience
+from trinity_buffer.metrics import gather_metrics
+
+__all__ = [
+    "SAMPLE_STRATEGY",
+    "DefaultSampleStrategy",
+    "SamplePlan",
+    "SampleReader",
+    "SampleStrategy",
+    "StalenessControlSampleStrategy",
+    "WarmupSampleStrategy",
+    "representative_samples",
+]
+
+Sampled = tuple[list[Experience], dict[str, float], list[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    """What one gradient step asks for.
+
+    Attributes:
+        usual: units (rows or groups, whatever the caller counts) of the policy's own data.
+        expert: units of an expert's data.
+        min_policy_version: older data are not taken.
+    """
+
+    usual: int
+    expert: int = 0
+    min_policy_version: int = 0
+
+
+class SampleReader(Protocol):
+    """Where experiences come from: hands them out once, and knows how far it is."""
+
+    async def read(self, batch_size: int, *, min_policy_version: int = 0) -> list[Experience]:
+        """Return the next experiences, at most ``batch_size``, none older than asked for."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the reader is."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``."""
+
+
+class SampleStrategy(ABC):
+    """Plans what a step takes (`plan`), and takes it (`sample`).
+
+    Args:
+        reader: of the policy's own data; None if only `plan` is of use.
+        batch_size: what one `sample` takes, in the reader's units.
+        kwargs: refused; here so that subclasses can hand on what they do not know.
+
+    Raises:
+        InvalidArgumentError: an argument that no class in the line of inheritance declares.
+    """
+
+    runtime_args: ClassVar[tuple[str, ...]] = ("reader", "batch_size", "expert_reader")
+
+    def __init__(
+        self, reader: SampleReader | None = None, *, batch_size: int = 1, **kwargs: Any
+    ) -> None:
+        refuse_unknown(type(self).__name__, kwargs, declared_arguments(type(self)))
+        self.reader = reader
+        self.batch_size = batch_size
+
+    @abstractmethod
+    def plan(self, step: int, size: int) -> SamplePlan:
+        """Return what gradient step ``step`` takes, of ``size`` units in all."""
+
+    @abstractmethod
+    async def sample(self, step: int) -> Sampled:
+        """Return the experiences of ``step``, metrics, and a few of them to look at."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the reader is."""
+        return dict(_required(self.reader, "reader").state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``."""
+        _required(self.reader, "reader").load_state_dict(state)
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """Return the defaults of the constructor, without readers and sizes."""
+        return default_arguments(cls, leave_out=cls.runtime_args)
+
+
+@SAMPLE_STRATEGY.register_module("default")
+class DefaultSampleStrategy(SampleStrategy):
+    """Takes what comes next."""
+
+    def plan(self, step: int, size: int) -> SamplePlan:
+        """Return ``size`` units of any age."""
+        return SamplePlan(size)
+
+    async def sample(self, step: int) -> Sampled:
+        """Return what the reader has next."""
+        plan = self.plan(step, self.batch_size)
+        reader = _required(self.reader, "reader")
+        taken = await reader.read(plan.usual, min_policy_version=plan.min_policy_version)
+        return taken, version_metrics(taken), representative_samples(taken)
+
+
+@SAMPLE_STRATEGY.register_module("warmup")
+class WarmupSampleStrategy(DefaultSampleStrategy):
+    """The old name of `DefaultSampleStrategy`."""
+
+
+@SAMPLE_STRATEGY.register_module("staleness_control")
+class StalenessControlSampleStrategy(DefaultSampleStrategy):
+    """Takes what comes next, if it is not too old.
+
+    Args:
+        max_staleness: how many policy versions behind the one that step ``step`` starts from,
+            which is ``step - 1``.
+        kwargs: the arguments of `SampleStrategy`.
+    """
+
+    def __init__(
+        self,
+        reader: SampleReader | None = None,
+        *,
+        batch_size: int = 1,
+        max_staleness: float = math.inf,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(reader, batch_size=batch_size, **kwargs)
+        self.max_staleness = float(max_staleness)
+        if not self.max_staleness >= 0:
+            raise InvalidArgumentError(f"max_staleness must not be negative: {max_staleness!r}")
+
+    def plan(self, step: int, size: int) -> SamplePlan:
+        """Return ``size`` units that are young enough."""
+        oldest = max(step - self.max_staleness - 1, 0)
+        return SamplePlan(size, min_policy_version=math.ceil(oldest))
+
+
+def version_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+    """Return statistics of the policy versions, as ``sample/model_version/{mean,max,min}``.
+
+    Drift is how many versions passed while an experience was generated; 0 if not recorded.
+    """
+    infos = [e.info for e in experiences if e.info.get("model_version") is not None]
+    rows = [
+        {
+            "model_version": info["model_version"],
+            "model_version_drift": info.get("model_version_drift", 0),
+        }
+        for info in infos
+    ]
+    return gather_metrics(rows, "sample") if rows else {}
+
+
+def representative_samples(experiences: Sequence[Experience]) -> list[dict[str, Any]]:
+    """Return the texts of the worst and the best experience, or of the first if rewards lack."""
+    if not experiences:
+        return []
+    rewarded = [e for e in experiences if e.reward is not None]
+    if len(rewarded) < len(experiences):
+        return [{"prompt": experiences[0].prompt_text, "response": experiences[0].response_text}]
+    chosen = [min(rewarded, key=_reward), max(rewarded, key=_reward)]
+    return [
+        {"prompt": e.prompt_text, "response": e.response_text, "reward": e.reward} for e in chosen
+    ]
+
+
+def _reward(experience: Experience) -> float:
+    return float(experience.reward or 0.0)
+
+
+def _required(reader: SampleReader | None, name: str) -> SampleReader:
+    if reader is None:
+        raise InvalidArgumentError(
+            f"this sample strategy was made without {name}=, it can only plan"
+        )
+    return reader
