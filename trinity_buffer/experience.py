@@ -43,12 +43,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "tokens": ("tokens", "logprobs", "teacher_logprobs", "chosen", "rejected"),
     "text": (
-        "response_text",
-        "prompt_text",
-        "messages",
-        "tools",
-        "chosen_messages",
-        "rejected_messages",
+        *("response_text", "prompt_text", "messages", "tools"),
+        *("chosen_messages", "rejected_messages"),
     ),
     "heavy": ("multi_modal_inputs", "routed_experts"),
 }

@@ -183,7 +183,8 @@ def unpack_object(blob: Buffer, as_tensor: AsTensor | None = None) -> Any:
     Raises:
         CodecError: bytes that no `ObjectPacker` wrote.
     """
-    return _unpack(blob, as_tensor, MAX_DEPTH)
+    # Two more than when writing: the bytes of an array in the innermost value are a level too.
+    return _unpack(blob, as_tensor, MAX_DEPTH + 2)
 
 
 def _unpack(blob: Buffer, as_tensor: AsTensor | None, depth: int) -> Any:
@@ -218,7 +219,7 @@ def _unpack_guarded(unpack: Callable[..., Any], blob: Buffer) -> Any:
 def _extension(as_tensor: AsTensor | None, depth: int, code: int, data: bytes) -> Any:
     match code:
         case 1:  # _TUPLE
-            return tuple(_listed(data, depth))
+            return tuple(_listed(data, depth, as_tensor))
         case 2:  # _BIG_INT
             return int.from_bytes(data, "big", signed=True)
         case 3 | 4:  # _ARRAY, _SCALAR
@@ -230,8 +231,8 @@ def _extension(as_tensor: AsTensor | None, depth: int, code: int, data: bytes) -
             raise CodecError(f"a value has the unknown extension {code}")
 
 
-def _listed(data: bytes, depth: int) -> list[Any]:
-    items = _unpack(data, None, depth - 1)
+def _listed(data: bytes, depth: int, as_tensor: AsTensor | None = None) -> list[Any]:
+    items = _unpack(data, as_tensor, depth - 1)
     if not isinstance(items, list):
         raise CodecError("an extension holds no list: its bytes are damaged")
     return items

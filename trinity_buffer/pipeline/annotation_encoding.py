@@ -6,6 +6,7 @@ Most advantages are: GRPO's 65 thousand numbers of a write are 64.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,13 @@ from torch import Tensor
 from trinity_buffer.codec import Column, Segment, decode_segment, encode_segment
 from trinity_buffer.errors import CodecError
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.tensor_columns import bytes_of, columns_of, tensors_of
+from trinity_buffer.pipeline.tensor_columns import (
+    DTYPE_NAMES,
+    bytes_of,
+    columns_of,
+    flat_tensor,
+    tensors_of,
+)
 
 ANNOTATED = ("advantages", "returns", "token_level_reward")
 """Fields of an annotation, ``[R]`` each."""
@@ -31,80 +38,77 @@ def encode_annotations(experiences: Sequence[Experience]) -> bytes:
     A tensor that is bit for bit ``scalar * action_mask`` is stored as the scalar, and ``returns``
     that are bit for bit the advantages are not stored again; None stays None.
     """
-    masks = [experience.__dict__.get("action_mask") for experience in experiences]
-    columns: dict[str, list[Column]] = {}
-    for field in ANNOTATED:
-        tensors = [experience.__dict__.get(field) for experience in experiences]
-        columns[field] = _columns(field, tensors, masks)
+    known = [experience.__dict__ for experience in experiences]
+    masks = [fields.get("action_mask") for fields in known]
+    tensors = {field: [fields.get(field) for fields in known] for field in ANNOTATED}
     aliases = {}
-    if columns["returns"] and _same(columns["returns"], columns["advantages"]):
-        del columns["returns"]
+    if _same(tensors["returns"], tensors["advantages"]):
+        del tensors["returns"]
         aliases["returns"] = "advantages"
-    every = [column for some in columns.values() for column in some]
-    return encode_segment(every, {}, len(experiences), aliases=aliases)
+    columns = [column for field, some in tensors.items() for column in _columns(field, some, masks)]
+    return encode_segment(columns, {}, len(experiences), aliases=aliases)
+
+
+def _same(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
+    """Whether two fields are bit for bit the same in all rows, and not None in all."""
+    pairs = zip_longest(columns_of("", some), columns_of("", others))
+    return any(t is not None for t in some) and all(map(_same_columns, *zip(*pairs, strict=True)))
 
 
 def _columns(
     field: str, tensors: Sequence[Tensor | None], masks: Sequence[Tensor | None]
 ) -> list[Column]:
-    scaled: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    scalable: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for row, (tensor, mask) in enumerate(zip(tensors, masks, strict=True)):
         if tensor is not None and mask is not None and _may_scale(tensor, mask):
-            scaled.setdefault((tensor.dtype, mask.dtype), []).append(row)
-    rest = list(tensors)
-    found: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
-    for rows in scaled.values():
-        for row, scalar in _scalars(rows, tensors, masks):
-            found.setdefault(scalar.dtype, []).append((row, scalar))
+            scalable.setdefault((tensor.dtype, mask.dtype), []).append(row)
+    rest, columns = list(tensors), []
+    for rows in scalable.values():
+        scaled, scalars = _scalars(rows, tensors, masks)
+        for row in scaled:
             rest[row] = None
-    columns = columns_of(field, rest)
-    for pairs in found.values():
-        columns.append(_scaled_column(field, sorted(pairs, key=_row_of), len(tensors)))
-    return columns
-
-
-def _row_of(pair: tuple[int, Tensor]) -> int:
-    return pair[0]
+        if scaled:
+            columns.append(_scaled_column(field, scaled, scalars, len(tensors)))
+    return columns + columns_of(field, rest)
 
 
 def _may_scale(tensor: Tensor, mask: Tensor) -> bool:
     return tensor.dtype in _SCALED_DTYPES and tensor.ndim == 1 and tensor.shape == mask.shape
 
 
-def _scaled_column(field: str, pairs: Sequence[tuple[int, Tensor]], rows: int) -> Column:
-    scalars = [scalar.reshape(1) for _, scalar in pairs]
-    (column,) = columns_of(field, scalars)
+def _scaled_column(field: str, rows: Sequence[int], scalars: Tensor, of: int) -> Column:
     return Column(
         field,
-        column.dtype,
-        np.zeros((len(pairs), 0), np.int64),
-        bytes_of(scalars),
-        None if len(pairs) == rows else np.array([row for row, _ in pairs], np.int64),
+        DTYPE_NAMES[scalars.dtype],
+        np.zeros((len(rows), 0), np.int64),
+        bytes_of([scalars]),
+        None if len(rows) == of else np.array(rows, np.int64),
         "scaled_mask",
     )
 
 
 def _scalars(
     rows: Sequence[int], tensors: Sequence[Tensor | None], masks: Sequence[Tensor | None]
-) -> list[tuple[int, Tensor]]:
-    """Return (row, scalar) of the rows, of one dtype, that are a scalar times their mask."""
-    values = torch.cat([tensor for row in rows if (tensor := tensors[row]) is not None]).detach()
+) -> tuple[list[int], Tensor]:
+    """Return which of ``rows``, of one dtype, are a scalar times their mask, and the scalars."""
+    given = [tensor for row in rows if (tensor := tensors[row]) is not None]
+    sizes = [tensor.numel() for tensor in given]
+    values = torch.cat(given).detach()
     weights = torch.cat([mask for row in rows if (mask := masks[row]) is not None]).to(values.dtype)
-    sizes = [len(tensor) for row in rows if (tensor := tensors[row]) is not None]
     scalars = _candidates(values, weights, sizes)
-    product = scalars.repeat_interleave(torch.tensor(sizes)) * weights
+    product = _products(scalars, weights, sizes)
     bits = _BITS[values.element_size()]
     # Bits, not values: 0.0 and -0.0 are equal, and no NaN is.
     same = product.view(bits) == values.view(bits)
     if bool(same.all()):
-        return list(zip(rows, scalars.unbind(), strict=True))
-    return [
-        (row, scalar)
-        for row, scalar, piece in zip(
-            rows, scalars.unbind(), same.split_with_sizes(sizes), strict=True
-        )
-        if bool(piece.all())
-    ]
+        return list(rows), scalars
+    kept = [index for index, piece in enumerate(same.split_with_sizes(sizes)) if bool(piece.all())]
+    return [rows[index] for index in kept], scalars[kept]
+
+
+def _products(scalars: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return each row's scalar times its piece of ``weights``: the one formula, both ways."""
+    return scalars.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)) * weights
 
 
 def _candidates(values: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -122,18 +126,19 @@ def _candidates(values: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor
     return values[index] / torch.where(divisor == 0, torch.ones_like(divisor), divisor)
 
 
-def _same(some: Sequence[Column], others: Sequence[Column]) -> bool:
-    return len(some) == len(others) and all(map(_same_column, some, others))
-
-
-def _same_column(one: Column, other: Column) -> bool:
+def _same_columns(one: Column | None, other: Column | None) -> bool:
     return (
-        (one.dtype, one.encoding) == (other.dtype, other.encoding)
+        one is not None
+        and other is not None
+        and one.dtype == other.dtype
         and np.array_equal(one.shapes, other.shapes)
+        and np.array_equal(_rows(one), _rows(other))
         and np.array_equal(one.data, other.data)
-        and (one.rows is None) == (other.rows is None)
-        and (one.rows is None or np.array_equal(one.rows, other.rows))  # type: ignore[arg-type]  # the line above
     )
+
+
+def _rows(column: Column) -> npt.NDArray[np.int64]:
+    return np.arange(len(column.shapes)) if column.rows is None else column.rows
 
 
 def decode_annotations(
@@ -175,21 +180,30 @@ def _fill(
     *,
     shared: bool,
 ) -> None:
-    rows = range(len(column.shapes)) if column.rows is None else column.rows.tolist()
-    index_of = {row: index for index, row in enumerate(rows)}
+    index_of = {row: index for index, row in enumerate(_rows(column).tolist())}
     places = [place for place, slot in enumerate(wanted) if slot in index_of]
-    tensors = tensors_of(column, [index_of[wanted[place]] for place in places])
+    indices = [index_of[wanted[place]] for place in places]
+    if column.encoding == "scaled_mask":
+        tensors = _full(flat_tensor(column)[indices], [masks[place] for place in places], field)
+    else:
+        tensors = tensors_of(column, indices)
+        tensors = [tensor.clone() for tensor in tensors] if shared else tensors
     for place, tensor in zip(places, tensors, strict=True):
-        if column.encoding == "scaled_mask":
-            found[place][field] = _product(tensor, masks[place], field)
-        else:
-            found[place][field] = tensor.clone() if shared else tensor
+        found[place][field] = tensor
 
 
-def _product(scalar: Tensor, mask: Tensor | None, field: str) -> Tensor:
-    if mask is None:
+def _full(scalars: Tensor, masks: Sequence[Tensor | None], field: str) -> Sequence[Tensor]:
+    """Return the tensors that scalars stand for."""
+    given = [mask for mask in masks if mask is not None]
+    if len(given) < len(masks):
         raise CodecError(f"{field} is stored as a multiple of an action mask, and there is no mask")
-    return scalar * mask.to(scalar.dtype)
+    if not given:
+        return []
+    sizes = [mask.numel() for mask in given]
+    # One by one to the dtype where they differ: ``torch.cat`` would promote all of them.
+    alike = len({mask.dtype for mask in given}) == 1
+    weights = torch.cat(given if alike else [mask.to(scalars.dtype) for mask in given])
+    return _products(scalars, weights.to(scalars.dtype), sizes).split_with_sizes(sizes)
 
 
 def annotation_scalars(blob: bytes | bytearray, field: str) -> npt.NDArray[Any] | None:

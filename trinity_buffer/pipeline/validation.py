@@ -158,8 +158,16 @@ def _check_vector(
 
 def _numbers(tensor: Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     """Return a tensor for NumPy, which is three times as fast on a thousand elements."""
-    plain = tensor.detach().cpu()
-    return (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    return tensor.numpy(force=True)
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    # NaN and Inf survive in a sum of squares, which takes a tenth of the time of looking at each;
+    # it may overflow without them, hence the second look.
+    numbers = _numbers(tensor)
+    return math.isfinite(numbers.dot(numbers)) or bool(np.isfinite(numbers).all())
 
 
 def _check_response(experience: Experience) -> int:
@@ -186,7 +194,7 @@ def _check_response(experience: Experience) -> int:
             f"has {mask.numel()} elements, the response has {response} "
             f"({size} tokens - prompt_length {prompt})",
         )
-    if mask.is_floating_point() and not np.isfinite(_numbers(mask)).all():
+    if mask.is_floating_point() and not _all_finite(mask):
         raise _refuse(experience, "action_mask", "holds NaN or infinite weights")
     return response
 
@@ -203,7 +211,7 @@ def _check_per_token(experience: Experience, response: int | None) -> None:
                 field,
                 f"has {value.numel()} elements, the response has {response}: one per token of it",
             )
-        if not np.isfinite(_numbers(value)).all():
+        if not _all_finite(value):
             raise _refuse(experience, field, "holds NaN or Inf, it must be finite")
 
 
@@ -253,13 +261,13 @@ def _check_info(experience: Experience) -> None:
 
 
 def _check_size(experience: Experience, max_bytes: int) -> None:
-    known = experience.__dict__
-    modal = experience.multi_modal_inputs or {}
-    size = sum(
-        value.nbytes if isinstance(value, Tensor) else len(value)
-        for value in (*known.values(), *modal.values())
-        if isinstance(value, Tensor | str)
-    )
+    size = 0
+    for value in (*experience.__dict__.values(), *(experience.multi_modal_inputs or {}).values()):
+        kind = type(value)
+        if kind is Tensor:
+            size += value.nbytes
+        elif kind is str:
+            size += len(value)
     if size > max_bytes:
         raise _refuse(
             experience, "its tensors and texts", f"are {size} bytes, the limit is {max_bytes}"
