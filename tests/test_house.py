@@ -36,6 +36,9 @@ BROAD_EXCEPTS = {
     f"{PACKAGE}/pipeline/train_stream.py:run": "handed to whoever reads the stream",
 }
 LAZY_IMPORTS = {
+    f"{PACKAGE}/pipeline/experiment.py:writer": "torch, which readers do not need",
+    f"{PACKAGE}/pipeline/experiment.py:read": "torch, which who only counts does not need",
+    f"{PACKAGE}/pipeline/experiment.py:train_stream": "torch, which readers do not need",
     f"{PACKAGE}/store/changes.py:_listen": "asyncpg is an extra that users of SQLite do not have",
 }
 PRINTING = (f"{PACKAGE}/cli/", "tools/", "benchmarks/", "tests/")
@@ -228,6 +231,7 @@ def modules_after(statement: str) -> set[str]:
 
 NOT_LOADED_BY = {
     "trinity_buffer": {"torch", "sqlalchemy", "numpy", "pydantic", "typer", "rich"},
+    "trinity_buffer.pipeline.store": {"torch"},
     "trinity_buffer.store": {"torch", "msgpack"},
     "trinity_buffer.algorithm": {"sqlalchemy", "msgpack"},
 }
