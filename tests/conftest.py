@@ -12,10 +12,15 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import settings
 
 from tests.postgres import PostgresServer
 
 _database_number = count(1)
+
+# A deadline per example measures the machine: the first one imports, and all cores are in use.
+settings.register_profile("trinity_buffer", deadline=None)
+settings.load_profile("trinity_buffer")
 
 
 @pytest.fixture(scope="session")
