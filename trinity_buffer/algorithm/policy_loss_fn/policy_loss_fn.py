@@ -93,6 +93,11 @@ class PolicyLossFn(ABC):
         names = BACKEND_NAMES[self.backend]
         return [names.get(name, name) for name in self._tensors if name not in NOT_SELECTED]
 
+    @property
+    def takes_layout(self) -> bool:
+        """False if the loss only ever reduces over the micro-batch that it is given."""
+        return "layout" in self._tensors
+
     @classmethod
     def default_args(cls) -> dict[str, Any]:
         """Return the constructor's arguments for a configuration: signature, then `tuned`."""

@@ -1,0 +1,196 @@
+"""A step has one gradient, however it is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.algorithm.losses.steps import (
+    CUTS,
+    NORMALIZER,
+    WHOLE,
+    Batch,
+    Loss,
+    assert_close,
+    make_step,
+)
+from tests.algorithm.losses.variants import label, make, variants
+from trinity_buffer.algorithm import (
+    ENTROPY_LOSS_FN,
+    IMPORTANCE_CORRECTION,
+    KL_FN,
+    POLICY_LOSS_FN,
+    BatchLayout,
+    Totals,
+    aggregate_loss,
+)
+from trinity_buffer.algorithm.functional import AGGREGATION_MODES, row_sums, spread
+from trinity_buffer.errors import InvalidArgumentError
+
+DTYPES = [torch.float64, torch.float32]
+
+
+def policy_loss(name: str, arguments: dict[str, Any]) -> Loss:
+    loss_fn = make(name, arguments)
+
+    def loss(batch: Batch, layout: BatchLayout) -> Tensor:
+        tensors = {key: batch[key] for key in loss_fn.select_keys}
+        return loss_fn(logprob=batch["logprob"], **tensors, layout=layout)[0]
+
+    return loss
+
+
+def kl_loss(name: str, mode: str, batch: Batch, layout: BatchLayout) -> Tensor:
+    return KL_FN.get(name)(kl_coef=0.3).calculate_kl_loss(
+        batch["logprob"],
+        batch["ref_logprob"],
+        batch["action_mask"],
+        mode,
+        batch["old_logprob"],
+        layout=layout,
+    )[0]
+
+
+def entropy_loss(name: str, mode: str, batch: Batch, layout: BatchLayout) -> Tensor:
+    mask, expert = batch["action_mask"], batch["expert_mask"]
+    fn = ENTROPY_LOSS_FN.get(name)(entropy_coef=0.3)
+    return fn(batch["entropy"], mask, expert, mode, layout=layout)[0]
+
+
+CASES = [
+    pytest.param(policy_loss(name, arguments), "logprob", id=label(name, arguments))
+    for name, arguments in variants(every_mode=True)
+    if not POLICY_LOSS_FN.get(name).per_microbatch
+]
+CASES += [
+    pytest.param(partial(kl_loss, name, mode), "logprob", id=f"kl-{name}-{mode}")
+    for name in KL_FN.names()
+    if name != "none"
+    for mode in AGGREGATION_MODES
+]
+CASES += [
+    pytest.param(partial(entropy_loss, name, mode), "entropy", id=f"entropy-{name}-{mode}")
+    for name in ENTROPY_LOSS_FN.names()
+    if name != "none"
+    for mode in AGGREGATION_MODES
+]
+
+
+@pytest.mark.parametrize(("loss", "leaf"), CASES)
+def test_padded_packed_accumulated_and_parallel_runs_have_one_gradient(loss: Loss, leaf: str):
+    for dtype in DTYPES:
+        step = make_step(dtype)
+        value, gradient = step.gradient(loss, leaf, WHOLE, packed=False)
+        for cut in [WHOLE, *CUTS.values()]:
+            for packed in (False, True):
+                other_value, other = step.gradient(loss, leaf, cut, packed=packed)
+                assert_close(other, gradient)
+                torch.testing.assert_close(other_value, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [v for v in variants(every_mode=True) if not v[0].startswith("mix")]
+)
+def test_a_layout_of_the_batch_itself_changes_nothing(name: str, arguments: dict[str, Any]):
+    step = make_step(torch.float64)
+    batch, _ = step.microbatch(WHOLE[0][0], packed=False)
+    loss_fn = make(name, arguments)
+    tensors = {key: batch[key] for key in loss_fn.select_keys}
+    layout = replace(step.layout(), normalizer=float(batch["logprob"].shape[-1]))
+    torch.manual_seed(0)
+    without, _ = loss_fn(logprob=batch["logprob"], **tensors)
+    torch.manual_seed(0)
+    with_layout, _ = loss_fn(logprob=batch["logprob"], **tensors, layout=layout)
+    torch.testing.assert_close(with_layout, without, rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", IMPORTANCE_CORRECTION.names())
+def test_importance_weights_do_not_depend_on_the_cut(name: str):
+    step, correction = make_step(torch.float64), IMPORTANCE_CORRECTION.get(name)()
+    padded, _ = step.microbatch(WHOLE[0][0], packed=False)
+    packed, cu_seqlens = step.microbatch(WHOLE[0][0], packed=True)
+    keys = ("logprob", "old_logprob", "action_mask")
+    expected, _ = correction(*(padded[key] for key in keys), layout=step.layout())
+    layout = replace(step.layout(), cu_seqlens=cu_seqlens)
+    actual, _ = correction(*(packed[key] for key in keys), layout=layout)
+    torch.testing.assert_close(actual[packed["action_mask"]], expected[padded["action_mask"]])
+
+
+def test_a_layout_counts_tokens_sequences_groups_and_kinds():
+    layout = make_step(torch.float32).layout()
+    assert (layout.global_tokens, layout.global_sequences, layout.global_groups) == (18, 8, 4)
+    assert layout.total.active_sequences == 6
+    assert layout.expert.sequences == 2
+    assert layout.part("usual").global_tokens + layout.part("expert").global_tokens == 18
+    step = make_step(torch.float32)
+    packed, cu_seqlens = step.microbatch(WHOLE[0][0], packed=True)
+    assert Totals.count(packed["action_mask"], cu_seqlens=cu_seqlens) == Totals(18, 8, 8, 6)
+
+
+def test_dr_grpo_divides_by_the_constant_and_the_number_of_sequences():
+    values = torch.tensor([[1.0, 2.0], [3.0, 50.0]])
+    mask = torch.tensor([[1, 1], [1, 0]])
+    loss = aggregate_loss(values, mask, "seq-mean-token-sum-const", normalizer=4)
+    assert float(loss) == pytest.approx((3.0 / 4 + 3.0 / 4) / 2)
+    total = Totals(tokens=30, sequences=10, groups=5)
+    layout = BatchLayout(total=total, usual=total, expert=total, normalizer=NORMALIZER)
+    norm = aggregate_loss(values, mask, "seq-mean-token-sum-norm", layout=layout)
+    assert float(norm) == pytest.approx(6.0 / NORMALIZER)
+    argument_wins = aggregate_loss(
+        values, mask, "seq-mean-token-sum-norm", normalizer=3, layout=layout
+    )
+    assert float(argument_wins) == pytest.approx(2.0)
+
+
+def test_fully_masked_rows_count_unless_the_mode_says_active():
+    values, mask = torch.ones(3, 2), torch.tensor([[1, 1], [1, 0], [0, 0]])
+    assert float(aggregate_loss(values, mask, "seq-mean-token-sum")) == pytest.approx(1.0)
+    assert float(aggregate_loss(values, mask, "active-seq-mean-token-sum")) == pytest.approx(1.5)
+    assert float(aggregate_loss(values, mask, "active-seq-mean-token-mean")) == pytest.approx(1.0)
+
+
+def test_a_denominator_that_nobody_stated_is_refused():
+    total = Totals(tokens=3, sequences=2, groups=1)
+    layout = BatchLayout(total=total, usual=total, expert=total)
+    values, mask = torch.ones(2, 2), torch.ones(2, 2)
+    with pytest.raises(InvalidArgumentError, match="normalizer"):
+        aggregate_loss(values, mask, "seq-mean-token-sum-norm", layout=layout)
+    with pytest.raises(InvalidArgumentError, match="active_sequences"):
+        aggregate_loss(values, mask, "active-seq-mean-token-sum", layout=layout)
+    with pytest.raises(InvalidArgumentError, match="did you mean|must be one of"):
+        aggregate_loss(values, mask, "token-maen")
+    with pytest.raises(InvalidArgumentError, match="expert_mask"):
+        BatchLayout.of_step(mask, expert_mask=torch.zeros(3))
+
+
+def test_an_empty_micro_batch_contributes_nothing():
+    total = Totals(tokens=3, sequences=2, groups=1, active_sequences=2)
+    layout = BatchLayout(total=total, usual=total, expert=total, normalizer=4.0)
+    for mode in AGGREGATION_MODES:
+        values = torch.ones(2, 3, requires_grad=True)
+        loss = aggregate_loss(values, torch.zeros(2, 3), mode, layout=layout)
+        loss.backward()
+        assert float(loss.detach()) == 0.0
+        assert not values.grad.any()
+        assert float(aggregate_loss(torch.ones(0, 3), torch.ones(0, 3), mode)) == 0.0
+
+
+def test_sixteen_bit_losses_are_added_up_in_thirty_two():
+    values = torch.full((1, 4096), 0.1, dtype=torch.bfloat16)
+    loss = aggregate_loss(values, torch.ones(1, 4096), "token-mean")
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(float(values[0, 0]), rel=1e-5)
+
+
+def test_rows_of_a_packed_batch_are_its_segments():
+    total = Totals(tokens=5, sequences=3, groups=3)
+    cu_seqlens = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    layout = BatchLayout(total=total, usual=total, expert=total, cu_seqlens=cu_seqlens)
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert row_sums(values, layout).tolist() == [3.0, 0.0, 12.0]
+    assert spread(torch.tensor([7.0, 8.0, 9.0]), values, layout).tolist() == [7, 7, 9, 9, 9]
