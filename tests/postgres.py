@@ -205,11 +205,15 @@ class PostgresServer:
             p.stat().st_mode & 0o001 for p in (binaries / "postgres").parents
         ):
             return binaries
-        copy = shutil.copytree(binaries.parent, self._home / "install", symlinks=True)
-        for path in (copy, *copy.rglob("*")):
-            if not path.is_symlink():
-                path.chmod(0o755)
-        return copy / "bin"
+        package = binaries.parents[1]
+        libraries = package.with_name(f"{package.name}.libs")  # where the binaries look for them
+        for folder in (binaries.parent, libraries):
+            copy = self._home / folder.relative_to(package.parent)
+            shutil.copytree(folder, copy, symlinks=True)
+            for path in (copy.parent, copy, *copy.rglob("*")):
+                if not path.is_symlink():
+                    path.chmod(0o755)
+        return self._home / binaries.relative_to(package.parent)
 
 
 def _packaged_binaries() -> Path:
