@@ -34,7 +34,7 @@ check: setup     ## what CI runs: format, lint, types, floors, tests, browser te
 	$(BIN)/python -m pytest -q -m browser || test $$? -eq 5  # 5: there are none
 
 long: setup      ## the long tests, and those of a GPU where there is one
-	$(BIN)/python -m pytest -q -m "long or gpu" $(ARGS)
+	$(BIN)/python -m pytest -q -m "long or gpu" $(ARGS) || test $$? -eq 5
 
 fmt: setup       ## format, and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .
