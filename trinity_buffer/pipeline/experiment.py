@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
@@ -23,6 +24,23 @@ IDENTITY_KEYS = frozenset({"schema"})
 
 EVENTS_PER_PAGE = 256
 EXPERIENCES_PER_PAGE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedPolicy:
+    """Weights that a trainer has announced.
+
+    Attributes:
+        version: their number; equals the gradient step after which they are.
+        uri: where they lie.
+        digest: sha256 of the file, "" if nobody computed it.
+        position: of the event.
+    """
+
+    version: int
+    uri: str
+    digest: str
+    position: int
 
 
 class Experiment:
@@ -136,11 +154,17 @@ class Experiment:
         async with self.database.writing() as tx:
             await log.append(tx, self.key, [event], actor=actor, now_us=now_us())
 
-    async def newest_policy(self) -> tuple[int, str] | None:
-        """Return (version, uri) of the policy published last, or None."""
+    async def newest_policy(self) -> PublishedPolicy | None:
+        """Return the policy that was published last, or None."""
         async with self.database.reading() as tx:
             found = await queries.newest_policy(tx, self.key)
-        return None if found is None else (found[0], found[1])
+        return None if found is None else PublishedPolicy(*found)
+
+    async def last_checkpoint(self, trainer: str = "trainer") -> str | None:
+        """Return the checkpoint of the last committed step that has one, on the live line."""
+        async with self.database.reading() as tx:
+            found = await queries.last_checkpoint(tx, self.key, trainer)
+        return None if found is None else found.checkpoint
 
     def train_stream(self, **options: Any) -> AbstractAsyncContextManager[TrainStream]:
         """Open the stream of gradient steps as an async context manager; see `train_stream.open_async_train_stream`."""

@@ -9,6 +9,7 @@ import anyio
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from trinity_buffer.crash_points import reached
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.store import log, queries, segments
@@ -155,6 +156,7 @@ class GroupCommit:
         sealed = await self._sealed(tx, write)
         if sealed:
             return Outcome(sealed=sealed)
+        reached("inside-append")
         positions = await log.append(tx, write.experiment, write.events, actor=write.actor, now_us=now_us())
         return Outcome(position=positions[-1])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import ConflictingPlanError, ConflictingSealError, InvalidArgumentError
 from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.events import new_event, now_us
@@ -77,13 +78,16 @@ async def plan(
         async with database.reading() as tx:
             answer = await _may_plan(tx, experiment, actor, body, policy_version)
         if answer is None:
+            reached("before-plan")
             async with database.writing() as tx:
                 # Asked again under the lock: two explorers must not both take the last place.
                 await lock_experiment(tx, experiment)
                 answer = await _may_plan(tx, experiment, actor, body, policy_version)
                 if answer is None:
                     await log.append(tx, experiment, [event], actor=actor, now_us=now_us())
-                    return True
+            if answer is None:
+                reached("after-plan")
+                return True
         if answer is not _WAIT:
             return bool(answer)
         await database.changes.changed(state)

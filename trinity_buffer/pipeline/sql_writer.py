@@ -8,6 +8,7 @@ from typing import Literal
 
 import anyio.to_thread
 
+from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import ConflictingExperienceError, InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID, Key
@@ -16,6 +17,7 @@ from trinity_buffer.pipeline.encoding import EncodedWrite, encode_experiences
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.group_commit import GroupCommit, PreparedWrite
 from trinity_buffer.pipeline.validation import validate
+from trinity_buffer.store import queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.segments import new_key, rows_of
 from trinity_buffer.writer import BufferWriter, WriteReceipt
@@ -82,8 +84,10 @@ class SQLWriter(BufferWriter):
             if parts is None:
                 parts = await anyio.to_thread.run_sync(_encode, pending)
             prepared = self._prepare(parts, invalid, late)
+            reached("before-append")
             outcome = await self._group_commit.submit(prepared)
             if outcome.position:
+                reached("after-append")
                 rejected = sum(eid in invalid or str(eid.batch) in late for eid in prepared.eids)
                 return WriteReceipt(outcome.position, len(pending), duplicates, rejected, uids)
             late |= outcome.sealed
@@ -126,6 +130,31 @@ class SQLWriter(BufferWriter):
             InvalidArgumentError: the batch was never planned.
         """
         return await planning.missing(self._database, self._experiment, batch)
+
+    async def unsealed(self) -> tuple[int, list[str]]:
+        """Return how many batches this actor has planned, and which of them are not sealed, oldest first.
+
+        After a crash an explorer finishes these before it plans more.
+        """
+        async with self._database.reading() as tx:
+            return await queries.batches_of_actor(tx, self._experiment, self.actor)
+
+    async def planned(self, batch: Key) -> tuple[tuple[Key, ...], int]:
+        """Return the tasks of a planned batch and how many rollouts each shall have.
+
+        Raises:
+            InvalidArgumentError: the batch was never planned.
+        """
+        async with self._database.reading() as tx:
+            row = await queries.batch_row(tx, self._experiment, batch)
+        if row is None or row.rollouts_per_group is None:
+            raise InvalidArgumentError(f"batch {batch!r} was never planned; call plan() first")
+        return row.tasks, row.rollouts_per_group
+
+    async def stored(self, batch: Key) -> int:
+        """Return how many experiences of ``batch`` are stored: what `seal` expects to be told."""
+        async with self._database.reading() as tx:
+            return await queries.count_in_batch(tx, self._experiment, batch)
 
     async def seal(self, batch: Key, expected: int) -> None:
         """Record that the batch is complete with ``expected`` experiences; the same again is a no-op.

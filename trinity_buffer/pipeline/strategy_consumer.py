@@ -11,6 +11,7 @@ import anyio.to_thread
 
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.algorithm.add_strategy import AddStrategy, compose
+from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import ConflictingStrategyError, CursorConflictError, InvalidArgumentError, UnknownNameError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotation_encoding import encode_annotations
@@ -243,9 +244,12 @@ class StrategyConsumer:
         if not decision.events:
             return
         database, key = self.experiment.database, self.experiment.key
+        reached("before-annotate")
         async with database.writing() as tx:
             await segments.write(tx, decision.segment_rows)
             await log.append(tx, key, decision.events, actor=self.name, now_us=now_us())
+            reached("inside-annotate")
+        reached("after-annotate")
         self._annotated += decision.annotated
         self._rejected += decision.rejected
 

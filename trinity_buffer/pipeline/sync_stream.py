@@ -50,9 +50,15 @@ class SyncTrainStream:
         checkpoint: str | Path | None = None,
         policy: str | Path | None = None,
         environment: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Record that every delivered step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`."""
-        self._portal.call(partial(self._stream.commit, step, checkpoint, policy, environment))
+        self._portal.call(partial(self._stream.commit, step, checkpoint, policy, environment, metrics))
+
+    def finish(self, reason: str) -> None:
+        """Record that the experiment is finished: explorers and strategies that follow it end."""
+        experiment, actor = self._stream.experiment, self._stream.options.consumer
+        self._portal.call(partial(experiment.finish, reason, actor=actor))
 
 
 @asynccontextmanager

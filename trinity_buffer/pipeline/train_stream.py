@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import CheckpointError, ConflictingStrategyError, InvalidArgumentError, StoreError
 from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.background import running
@@ -29,6 +30,7 @@ from trinity_buffer.pipeline.strategy_consumer import StrategyConsumer
 from trinity_buffer.pipeline.trainer_lease import TTL_S, TrainerLease, hold_lease
 from trinity_buffer.store import leases, log, queries
 from trinity_buffer.store.dialect import lock_experiment
+from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.queries import ConsumerRow, ReadyRow, StepRow
 
 RECORDED = "recorded"
@@ -288,9 +290,12 @@ class TrainStream:
         manifest = self._plan(rows)
         step = await self._load(manifest, recorded=False)
         event = new_event("BatchLeased", manifest.body(self.options.consumer, self._lease.token))
+        reached("before-lease")
         async with self._database.writing() as tx:
             await leases.require(tx, self.experiment.key, self.options.consumer, token=self._lease.token)
             await log.append(tx, self.experiment.key, [event], actor=self.options.consumer, now_us=now_us())
+            reached("inside-lease")
+        reached("after-lease")
         self._next_step += 1
         return step
 
@@ -350,6 +355,7 @@ class TrainStream:
         checkpoint: str | Path | None = None,
         policy: str | Path | None = None,
         environment: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Record, in one transaction, that every delivered step up to ``step`` is in ``checkpoint``.
 
@@ -359,6 +365,7 @@ class TrainStream:
             checkpoint: file or folder that holds the weights after ``step``; None where there is none to tie to.
             policy: file with the weights that explorers shall load; publishes policy version ``step.step``.
             environment: what replay must restore; by default torch's version, device, threads and flags.
+            metrics: numbers to remember with the step, such as its loss.
 
         Raises:
             LeaseLostError: another process took over; nothing was recorded.
@@ -370,18 +377,21 @@ class TrainStream:
         missing = [number for number in steps if number not in self._delivered]
         if missing:
             raise InvalidArgumentError(f"commit of step {step.step}: step {missing[0]} was not delivered by this stream")
-        events = await self._commit_events(steps, step, checkpoint, policy, environment)
+        events = await self._commit_events(steps, step, checkpoint, policy, environment, metrics)
         name, key = self.options.consumer, self.experiment.key
+        reached("before-commit")
         try:
             async with self._database.writing() as tx:
                 await leases.require(tx, key, name, token=self._lease.token)
                 await log.append(tx, key, events, actor=name, now_us=now_us())
+                reached("inside-commit")
         except StoreError:
             # The connection may have been lost after the commit: read its key back, never send it again blindly.
             async with self._database.reading() as tx:
                 row = await queries.consumer_row(tx, key, name)
             if row is None or row.committed_step < step.step or row.token != self._lease.token:
                 raise
+        reached("after-commit")
         self._committed = step.step
         for number in steps:
             del self._delivered[number]
@@ -393,7 +403,8 @@ class TrainStream:
         checkpoint: str | Path | None,
         policy: str | Path | None,
         environment: Mapping[str, Any] | None,
-    ) -> list[Any]:
+        metrics: Mapping[str, float] | None,
+    ) -> list[NewEvent]:
         digest = None
         if checkpoint is not None:
             digest = await anyio.to_thread.run_sync(checkpoints.make_durable, Path(checkpoint).absolute())
@@ -405,6 +416,7 @@ class TrainStream:
             "chain": step.chain,
             "checkpoint": None if checkpoint is None else str(Path(checkpoint).absolute()),
             "checkpoint_digest": digest,
+            "metrics": dict(metrics or {}),
             "environment": dict(environment if environment is not None else environment_of_run(self.options.device)),
         }
         events = [new_event("StepsCommitted", body)]

@@ -214,6 +214,14 @@ async def batches(tx: AsyncConnection, experiment: int, keys: Sequence[str]) -> 
     }
 
 
+async def batches_of_actor(tx: AsyncConnection, experiment: int, actor: str) -> tuple[int, list[str]]:
+    """Return how many batches ``actor`` planned, and which of them are not sealed, oldest first."""
+    mine = (batch.c.experiment == experiment, batch.c.actor == actor, batch.c.planned_at.is_not(None))
+    number = int((await tx.execute(select(func.count()).select_from(batch).where(*mine))).scalar_one())
+    query = select(batch.c.batch).where(*mine, batch.c.sealed_at.is_(None)).order_by(batch.c.planned_at)
+    return number, list((await tx.execute(query)).scalars())
+
+
 async def runs_of(tx: AsyncConnection, experiment: int, key: Key) -> set[tuple[str, int]]:
     """Return the (task as text, run) pairs of a batch that are stored."""
     query = (

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.algorithm.policy_loss_fn import PolicyLossFn
+from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.collate import MicroBatch
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
@@ -114,10 +115,19 @@ class Trainer:
         """The policy as it is now."""
         return self.state.policy
 
-    def run(self, report: Callable[[StepReport], bool | None]) -> None:
+    def run(
+        self,
+        report: Callable[[StepReport], bool | None],
+        *,
+        measure: Callable[[int], dict[str, float]] = lambda _: {},
+    ) -> None:
         """Train until the stream ends, ``max_steps`` is reached, or ``report`` returns True.
 
         What was trained is committed before it returns.
+
+        Args:
+            report: hears of every step.
+            measure: called after every step with its number; what it returns is recorded with the step's commit.
         """
         last: TrainStep | None = None
         if self._reached(self.state.step):
@@ -126,17 +136,18 @@ class Trainer:
             begin = time.perf_counter()
             loss, norm, metrics = self._train(step)
             self._remember(step)
+            metrics |= {"loss": loss, "gradient_norm": norm, **measure(step.step)}
             last = step
             ending = self._reached(step.step)
             committed = ending or step.step % self._settings.commit_every_steps == 0
             if committed:
-                self._commit(step)
+                self._commit(step, metrics)
                 last = None
             stop = report(_report_of(step, loss, norm, metrics, begin, committed=committed))
             if stop or ending:
                 break
         if last is not None:
-            self._commit(last)
+            self._commit(last, {})
 
     def _reached(self, step: int) -> bool:
         return self._settings.max_steps is not None and step >= self._settings.max_steps
@@ -150,7 +161,9 @@ class Trainer:
             loss.backward()
             losses.append(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), self._settings.max_gradient_norm)
+        reached("before-step")
         optimizer.step()
+        reached("after-step")
         numbers = {name: float(value) for name, value in metrics.items()}
         return float(torch.stack(losses).sum()), float(norm), numbers
 
@@ -175,9 +188,11 @@ class Trainer:
         digests: Sequence[bytes] = (*self.state.manifests, step.manifest.digest)
         self.state = TrainerState(self.state.policy, self.state.optimizer, step.step, digests)
 
-    def _commit(self, step: TrainStep) -> None:
+    def _commit(self, step: TrainStep, metrics: dict[str, float]) -> None:
+        reached("before-checkpoint")
         folder = save_checkpoint(self._settings.checkpoints, self.state)
-        self._stream.commit(step, checkpoint=folder, policy=folder / POLICY_FILE)
+        reached("after-checkpoint")
+        self._stream.commit(step, checkpoint=folder, policy=folder / POLICY_FILE, metrics=metrics)
         remove_old(self._settings.checkpoints, keep=self._settings.keep_checkpoints, last_committed=step.step)
 
 

@@ -1,0 +1,222 @@
+"""``trinity-buffer demo``: a whole run on this machine, four processes on one store, watched until it has learnt."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+from rich.console import Console
+from rich.live import Live
+
+from trinity_buffer.cli import run_view
+from trinity_buffer.cli.run_config import RunConfig
+from trinity_buffer.cli.run_view import RunNumbers
+from trinity_buffer.cli.supervisor import Supervisor, command_of
+from trinity_buffer.errors import StoreError
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verify import VerifyReport, verify
+
+FRAMES_PER_S = 4
+PLAIN_LINE_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPaths:
+    """Where the files of a demo are: everything beside the store is named after it."""
+
+    store: str
+    base: Path
+
+    @property
+    def logs(self) -> Path:
+        """What the processes said."""
+        return self.base.with_suffix(".logs")
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoints of the trainer."""
+        return self.base.with_suffix(".checkpoints")
+
+    @property
+    def acknowledgements(self) -> Path:
+        """What the explorers noted of acknowledged writes."""
+        return self.base.with_suffix(".acks")
+
+    @property
+    def picture(self) -> Path:
+        """The reward curve."""
+        return self.base.with_suffix(".png")
+
+
+@dataclass(slots=True)
+class Demo:
+    """One demo, from opening the store to the last line.
+
+    Attributes:
+        explorers: how many explorer processes.
+        chaos_every_s: kill a random process about so often; None: never.
+        limit_s: stop after so long, whatever was reached.
+    """
+
+    paths: DemoPaths
+    experiment: str
+    config: RunConfig
+    explorers: int = 2
+    chaos_every_s: float | None = None
+    limit_s: float | None = None
+    console: Console = Console()
+
+    def run(self) -> int:
+        """Run to the end; return the exit code."""
+        for folder in (self.paths.logs, self.paths.checkpoints, self.paths.acknowledgements):
+            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            return anyio.run(self._run)
+        except KeyboardInterrupt:
+            self.console.print("\nstopped; run the same command again to go on where it was")
+            return 0
+
+    async def _run(self) -> int:
+        begin = time.monotonic()
+        async with open_store(self.paths.store) as store:
+            experiment = await self._experiment(store)
+            numbers = RunNumbers()
+            supervisor = Supervisor(self._commands(), self.paths.logs, self.chaos_every_s, self.config.seed)
+            if not await experiment.is_finished():
+                supervisor.start()
+                try:
+                    await self._watch(experiment, numbers, supervisor, begin)
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await anyio.to_thread.run_sync(supervisor.stop)
+            else:
+                self.console.print("this run is finished already; here is how it ended (--name starts another)")
+                async for event in experiment.events():
+                    numbers.take(event)
+            return await self._conclude(experiment, numbers, supervisor, time.monotonic() - begin)
+
+    async def _experiment(self, store: Any) -> Experiment:
+        if self.experiment in await store.experiments():
+            self.console.print(f"{self.paths.store} is there already: this resumes it")
+            return await store.experiment(self.experiment)  # type: ignore[no-any-return]
+        config = self.config.model_dump()
+        self.console.print_json(data=config)
+        return await store.experiment(self.experiment, config=config)  # type: ignore[no-any-return]
+
+    def _commands(self) -> dict[str, list[str]]:
+        common = ("--store", self.paths.store, "--experiment", self.experiment)
+        commands = {
+            f"explorer-{number}": command_of(
+                "explore", *common, "--actor", f"e{number}", "--acknowledge", str(self.paths.acknowledgements)
+            )
+            for number in range(self.explorers)
+        }
+        commands["strategy"] = command_of("annotate", *common, "--follow")
+        commands["trainer"] = command_of("train", *common, "--follow", "--checkpoints", str(self.paths.checkpoints))
+        return commands
+
+    async def _watch(self, experiment: Experiment, numbers: RunNumbers, supervisor: Supervisor, begin: float) -> None:
+        """Show the run until it is finished, its time is up, or a process cannot be kept alive."""
+        async with AsyncExitStack() as stack:
+            live = None
+            if self.console.is_terminal:
+                live = stack.enter_context(Live(console=self.console, refresh_per_second=FRAMES_PER_S, transient=True))
+            group = await stack.enter_async_context(anyio.create_task_group())
+            group.start_soon(self._fold, experiment, numbers)
+            said = 0.0
+            while numbers.finished is None and not self._time_is_up(begin):
+                broken = supervisor.tend()
+                if broken is not None:
+                    self.console.print(f"[red]{broken.name} ends again and again: {broken.last_line()}")
+                    self.console.print(f"its log: {broken.log}")
+                    break
+                if live is not None:
+                    title = f"{self.experiment} · {self.paths.store}"
+                    live.update(run_view.drawn(title, numbers, supervisor.children, supervisor.kills))
+                elif time.monotonic() - said >= PLAIN_LINE_EVERY_S:
+                    said = time.monotonic()
+                    kills = f"  killed {supervisor.kills}" if self.chaos_every_s else ""
+                    self.console.print(f"{said - begin:5.0f} s  {numbers.line()}{kills}", highlight=False, soft_wrap=True)
+                await anyio.sleep(1 / FRAMES_PER_S)  # the frame rate of what a person looks at
+            if numbers.finished is not None:
+                await self._wait_for_children(supervisor)
+            group.cancel_scope.cancel()
+
+    def _time_is_up(self, begin: float) -> bool:
+        return self.limit_s is not None and time.monotonic() - begin > self.limit_s
+
+    async def _fold(self, experiment: Experiment, numbers: RunNumbers) -> None:
+        async for event in experiment.events(follow=True):
+            numbers.take(event)
+
+    async def _wait_for_children(self, supervisor: Supervisor) -> None:
+        with anyio.move_on_after(5):
+            while supervisor.running:
+                supervisor.tend()
+                await anyio.sleep(0.05)  # processes have no event to wait for on every platform
+
+    async def _conclude(
+        self, experiment: Experiment, numbers: RunNumbers, supervisor: Supervisor, seconds: float
+    ) -> int:
+        checkpoint = await self._last_checkpoint(experiment)
+        report = await verify(experiment, acknowledged=self.paths.acknowledgements, checkpoint=checkpoint)
+        accuracy = await anyio.to_thread.run_sync(self._accuracy, checkpoint)
+        self._show(numbers, report, supervisor, seconds)
+        self.console.print(f"accuracy {accuracy:.2f}", highlight=False, soft_wrap=True)
+        self.console.print(f"lost {report.lost}, duplicated {report.duplicated}", highlight=False, soft_wrap=True)
+        return 0 if report.ok else 1
+
+    async def _last_checkpoint(self, experiment: Experiment) -> Path | None:
+        found = await experiment.last_checkpoint(self.config.trainer)
+        return None if found is None else Path(found)
+
+    def _accuracy(self, checkpoint: Path | None) -> float:
+        """Return the exact-match accuracy of the last committed weights on problems that nobody has seen."""
+        # torch is imported only here: while the run is on, this process must leave the cores to the others.
+        from trinity_buffer.cli.roles import first_policy, task_of  # noqa: PLC0415
+        from trinity_buffer.explorer.rollout import evaluate  # noqa: PLC0415
+        from trinity_buffer.policy import load_policy  # noqa: PLC0415
+
+        policy = first_policy(self.config) if checkpoint is None else load_policy(checkpoint / "policy.safetensors")
+        return evaluate(policy, task_of(self.config), 1000, seed=self.config.seed + 1_000_000)
+
+    def _show(self, numbers: RunNumbers, report: VerifyReport, supervisor: Supervisor, seconds: float) -> None:
+        say = self.console.print
+        say(f"reward   {run_view.sparkline([reward for _, reward in numbers.rewards])}", highlight=False, soft_wrap=True)
+        say(f"accuracy {run_view.sparkline([value for _, value in numbers.accuracies])}", highlight=False, soft_wrap=True)
+        say(
+            f"{numbers.rollouts.total} rollouts, {numbers.step} gradient steps, {seconds:.0f} s"
+            + (f", {supervisor.kills} processes killed" if supervisor.kills else ""),
+            highlight=False,
+        )
+        picture = str(self.paths.picture)
+        if numbers.rewards and run_view.save_curve(picture, numbers, self.experiment):
+            say(f"curve: {picture}", highlight=False, soft_wrap=True)
+        say(f"verify: {'everything holds' if report.ok else 'FAILED: ' + '; '.join(report.problems[:3])}")
+        say(f"store: {self.paths.store}   logs: {self.paths.logs}", highlight=False, soft_wrap=True)
+        say("try next:")
+        for command in ("stats", "groups --limit 5", "events --after 0 --kind StepsCommitted --limit 3"):
+            say(f"  trinity-buffer {command} --store {self.paths.store}", highlight=False, soft_wrap=True)
+
+
+def store_path(store: str | None, name: str) -> DemoPaths:
+    """Return where the demo ``name`` keeps its files."""
+    if store is None:
+        base = Path("runs") / name
+        base.parent.mkdir(parents=True, exist_ok=True)
+        return DemoPaths(f"sqlite:///{base}.db", base)
+    with suppress(StoreError):
+        plain = store.removeprefix("sqlite:///")
+        return DemoPaths(store, Path(plain).with_suffix("") if "://" not in plain else Path("runs") / name)
+    return DemoPaths(store, Path("runs") / name)
+
+
+def say_to_stderr(message: str) -> None:
+    """Print one line to standard error."""
+    sys.stderr.write(f"{message}\n")

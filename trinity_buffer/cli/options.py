@@ -1,0 +1,57 @@
+"""Options that most commands share, and what they mean when they are not given."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError, UnknownStoreError
+from trinity_buffer.pipeline.store import open_store
+
+STORE_VARIABLE = "TRINITY_BUFFER_STORE"
+
+StoreOption = Annotated[
+    str | None,
+    typer.Option("--store", help=f"Where: a path or URL. Default: ${STORE_VARIABLE}, else the newest runs/*.db."),
+]
+ExperimentOption = Annotated[
+    str | None, typer.Option("--experiment", help="Which experiment, where the store has more than one.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def chosen_store(store: str | None) -> str:
+    """Return the store to use.
+
+    Raises:
+        UnknownStoreError: none is named and there is none under runs/.
+    """
+    named = store or os.environ.get(STORE_VARIABLE)
+    if named:
+        return named
+    files = sorted(Path("runs").glob("*.db"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        raise UnknownStoreError(f"no store: say --store, set ${STORE_VARIABLE}, or run `trinity-buffer demo` first")
+    return f"sqlite:///{files[-1]}"
+
+
+async def chosen_experiment(url: str, experiment: str | None) -> str:
+    """Return the experiment to use.
+
+    Raises:
+        UnknownExperimentError: there is none of this name, or none at all.
+        InvalidArgumentError: there are several and none is named.
+    """
+    async with open_store(url, read_only=True) as store:
+        names = await store.experiments()
+    if experiment is not None and experiment in names:
+        return experiment
+    if experiment is not None or not names:
+        known = ", ".join(names) or "none"
+        raise UnknownExperimentError(f"{url} holds no experiment {experiment or ''!r} (there: {known})")
+    if len(names) > 1:
+        raise InvalidArgumentError(f"{url} holds several experiments, say which with --experiment: {', '.join(names)}")
+    return names[0]

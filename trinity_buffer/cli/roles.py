@@ -1,0 +1,174 @@
+"""The three kinds of process of a run, each from its configuration in the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+
+from trinity_buffer.algorithm import POLICY_LOSS_FN
+from trinity_buffer.cli.run_config import RunConfig, of_experiment
+from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings
+from trinity_buffer.explorer.rollout import evaluate
+from trinity_buffer.explorer.tasks import GuessNumber, SortDigits, Task
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.strategy_consumer import ConsumerReport, run_strategy
+from trinity_buffer.pipeline.sync_stream import open_train_stream
+from trinity_buffer.policy import PolicyConfig, TransformerPolicy
+from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
+
+Say = Callable[[str], None]
+
+
+def task_of(config: RunConfig) -> Task:
+    """Return the task of a run."""
+    if config.task.name == "guess":
+        return GuessNumber(numbers=config.task.numbers, turns=config.task.turns)
+    return SortDigits(digits=config.task.digits)
+
+
+def first_policy(config: RunConfig) -> TransformerPolicy:
+    """Return the policy of version 0: random weights that follow from the seed."""
+    task, model = task_of(config), config.model
+    shape = PolicyConfig(task.vocab_size, model.width, model.layers, model.heads, task.max_length)
+    return TransformerPolicy(shape, seed=config.seed)
+
+
+def use_one_thread() -> None:
+    """Several processes share few cores: more threads each would only wait for each other."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
+
+async def explore(
+    url: str, experiment: str, *, actor: str, acknowledgements: Path | None, max_batches: int | None, say: Say
+) -> None:
+    """Explore until the experiment is finished."""
+    use_one_thread()
+
+    def tell(report: BatchReport) -> None:
+        repaired = " (planned before a crash, finished now)" if report.repaired else ""
+        say(
+            f"{report.batch}: {report.rollouts} rollouts, reward {report.reward:.3f}, "
+            f"policy {report.policy_version}{repaired}"
+        )
+
+    async with open_store(url) as store:
+        opened = await store.experiment(experiment)
+        config = of_experiment(opened.config)
+        settings = ExplorerSettings(
+            actor=actor,
+            seed=config.seed,
+            groups_per_batch=config.groups_per_batch,
+            rollouts_per_group=config.rollouts_per_group,
+            acknowledgements=acknowledgements,
+            max_batches=max_batches,
+        )
+        await Explorer(opened, task_of(config), lambda: first_policy(config), settings).run(tell)
+
+
+async def annotate(
+    url: str, experiment: str, *, strategy: str | None, name: str | None, args: dict[str, Any] | None, follow: bool
+) -> ConsumerReport:
+    """Run the strategy of the run, or another one."""
+    use_one_thread()
+    async with open_store(url) as store:
+        opened = await store.experiment(experiment)
+        configured = opened.config.get("strategy_args", {}) if strategy is None else {}
+        chosen = strategy or opened.config.get("strategy", "grpo")
+        return await run_strategy(opened, chosen, args if args is not None else configured, name=name, follow=follow)
+
+
+async def _config_of(url: str, experiment: str) -> RunConfig:
+    async with open_store(url, read_only=True) as store:
+        return of_experiment((await store.experiment(experiment)).config)
+
+
+def train(
+    url: str, experiment: str, *, checkpoints: Path, follow: bool, resume_from: int | None, say: Say
+) -> None:
+    """Train until the target is reached or the stream ends; finish the experiment in the first case."""
+    use_one_thread()
+    config = anyio.run(_config_of, url, experiment)
+    task = task_of(config)
+    loss_fn = POLICY_LOSS_FN.get(config.loss.name)(backend="trinity", **_loss_args(config))
+    settings = TrainerSettings(
+        checkpoints=checkpoints,
+        learning_rate=config.optimizer.learning_rate,
+        weight_decay=config.optimizer.weight_decay,
+        max_gradient_norm=config.optimizer.max_gradient_norm,
+        entropy_coef=config.optimizer.entropy_coef,
+        commit_every_steps=config.commit_every_steps,
+        max_steps=config.max_steps,
+    )
+    with open_train_stream(
+        url,
+        experiment=experiment,
+        strategy=config.strategy,
+        consumer=config.trainer,
+        groups_per_step=config.groups_per_step,
+        tokens_per_microbatch=config.tokens_per_microbatch,
+        layout=config.layout,
+        max_tokens=task.max_length,
+        resume_from=resume_from,
+        follow=follow,
+    ) as stream:
+        trainer = Trainer(stream, lambda: first_policy(config), loss_fn, settings)
+        if stream.resume is not None:
+            say(f"resumes after step {stream.resume.step}")
+        measured = _Evaluation(config, trainer)
+
+        def tell(report: StepReport) -> bool:
+            say(_line_of(report))
+            return measured.reached
+
+        trainer.run(tell, measure=measured)
+        if follow:
+            reason = f"accuracy {measured.accuracy:.3f} at step {trainer.state.step}"
+            stream.finish(reason)
+
+
+class _Evaluation:
+    """Greedy accuracy on fresh problems, every few steps."""
+
+    def __init__(self, config: RunConfig, trainer: Trainer) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._task = task_of(config)
+        self.accuracy = 0.0
+        self.reached = False
+
+    def __call__(self, step: int) -> dict[str, float]:
+        rules = self._config.evaluation
+        if step % rules.every_steps and step != self._config.max_steps:
+            return {}
+        self.accuracy = evaluate(self._trainer.policy, self._task, rules.problems, seed=self._config.seed + step)
+        self.reached = rules.target_accuracy is not None and self.accuracy >= rules.target_accuracy
+        return {"accuracy": self.accuracy}
+
+
+def _loss_args(config: RunConfig) -> dict[str, Any]:
+    kind = POLICY_LOSS_FN.get(config.loss.name)
+    return {**kind.default_args(), **config.loss.args}
+
+
+def _line_of(report: StepReport) -> str:
+    numbers = {name: round(value, 4) for name, value in report.metrics.items()}
+    again = ", served again" if report.recorded else ""
+    return (
+        f"step {report.step}: loss {report.loss:.4f}, reward {report.reward:.3f}, staleness {report.staleness:.1f}, "
+        f"{report.rows} rows in {report.seconds * 1e3:.0f} ms{again} {json.dumps(numbers)}"
+    )
+
+
+def plain(message: str) -> None:
+    """Print a line with the time of day."""
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {message}\n")
+    sys.stdout.flush()

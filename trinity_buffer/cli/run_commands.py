@@ -1,0 +1,165 @@
+"""Commands that run something: the demo, and each of its processes by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import anyio
+import typer
+
+from trinity_buffer.cli.options import ExperimentOption, JsonOption, StoreOption, chosen_experiment, chosen_store
+from trinity_buffer.errors import InvalidArgumentError
+
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a key of the configuration, as optimizer.learning_rate=3e-4.")
+]
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML or YAML file with the configuration.")]
+
+
+def demo(
+    store: Annotated[str | None, typer.Option("--store", help="Where; by default runs/NAME.db.")] = None,
+    name: Annotated[str, typer.Option(help="Name of the run and of its files under runs/.")] = "demo",
+    task: Annotated[str, typer.Option(help="sort (digits) or guess (a hidden number, several turns).")] = "sort",
+    digits: Annotated[int, typer.Option(help="sort: how many digits.")] = 3,
+    explorers: Annotated[int, typer.Option(help="How many explorer processes.")] = 2,
+    chaos: Annotated[bool, typer.Option("--chaos", help="Kill a random process every few seconds.")] = False,
+    chaos_every: Annotated[float, typer.Option(help="Seconds between two kills, on average.")] = 4.0,
+    limit: Annotated[float | None, typer.Option(help="Stop after so many seconds.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, problems and rollouts.")] = 0,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Train a small policy from scratch, in four processes on one store, and watch it.
+
+    Example: trinity-buffer demo --digits 4 --chaos
+    """
+    from trinity_buffer.cli import demo as demos  # noqa: PLC0415 - keep the other commands light
+    from trinity_buffer.cli.recipes import recipe_for  # noqa: PLC0415
+    from trinity_buffer.cli.run_config import overridden, read_file, resolved  # noqa: PLC0415
+
+    base: dict[str, Any] = recipe_for(task, digits) | {"seed": seed}
+    if config is not None:
+        base |= read_file(config)
+    settings = resolved(overridden(base, overrides or []))
+    run = demos.Demo(
+        demos.store_path(store, name),
+        name,
+        settings,
+        explorers=explorers,
+        chaos_every_s=chaos_every if chaos else None,
+        limit_s=limit,
+    )
+    raise typer.Exit(run.run())
+
+
+def explore(
+    actor: Annotated[str, typer.Option(help="Name of this explorer; its batches are ACTOR-0, ACTOR-1, ...")],
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    acknowledge: Annotated[
+        Path | None, typer.Option(help="Folder for the proof of what was acknowledged: ACTOR.ack.")
+    ] = None,
+    batches: Annotated[int | None, typer.Option(help="End after so many batches.")] = None,
+) -> None:
+    """Generate rollouts with the newest published policy, until the experiment is finished.
+
+    Example: trinity-buffer explore --store runs/demo.db --actor e0
+    """
+    from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
+
+    async def main() -> None:
+        url = chosen_store(store)
+        name = await _prepared(url, experiment, config, overrides)
+        path = None if acknowledge is None else acknowledge / f"{actor}.ack"
+        await roles.explore(url, name, actor=actor, acknowledgements=path, max_batches=batches, say=roles.plain)
+
+    anyio.run(main)
+
+
+def annotate(
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    strategy: Annotated[str | None, typer.Option(help="Registered name; by default the experiment's.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the annotation set; by default the strategy's.")] = None,
+    overrides: SetOption = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the experiment is finished.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a strategy over what is stored: advantages in, annotations out.
+
+    Example: trinity-buffer annotate --store runs/demo.db --strategy grpo --set epsilon=1e-5 --name grpo-5
+    """
+    from dataclasses import asdict  # noqa: PLC0415
+
+    from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
+    from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
+
+    async def main() -> None:
+        url = chosen_store(store)
+        chosen = await chosen_experiment(url, experiment)
+        args = overridden({}, overrides) if overrides else None
+        report = await roles.annotate(url, chosen, strategy=strategy, name=name, args=args, follow=follow)
+        if as_json:
+            typer.echo(json.dumps(asdict(report)))
+        else:
+            roles.plain(
+                f"{report.annotated} annotated, {report.rejected} rejected, {report.waiting} waiting in "
+                f"{report.waiting_groups} incomplete groups"
+            )
+
+    anyio.run(main)
+
+
+def train(
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    checkpoints: Annotated[Path | None, typer.Option(help="Folder; by default beside the store.")] = None,
+    resume_from: Annotated[int | None, typer.Option(help="Rewind to this committed step first.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Wait for more; otherwise end with what is stored.")] = False,
+) -> None:
+    """Train on annotated groups, and commit each checkpoint with what it was trained on.
+
+    Example: trinity-buffer train --store runs/demo.db --follow
+    """
+    from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
+
+    url = chosen_store(store)
+    name = anyio.run(_prepared, url, experiment, config, overrides)
+    folder = checkpoints or _beside(url)
+    folder.mkdir(parents=True, exist_ok=True)
+    roles.train(url, name, checkpoints=folder, follow=follow, resume_from=resume_from, say=roles.plain)
+
+
+def _beside(url: str) -> Path:
+    path = url.removeprefix("sqlite:///")
+    if "://" in path:
+        raise InvalidArgumentError("a store on a server has no folder beside it: say --checkpoints FOLDER")
+    return Path(path).with_suffix(".checkpoints")
+
+
+async def _prepared(url: str, experiment: str | None, config: Path | None, overrides: list[str] | None) -> str:
+    """Return the experiment's name; with a configuration, create it or record what changed."""
+    if config is None and not overrides:
+        return await chosen_experiment(url, experiment)
+    from trinity_buffer.cli.run_config import of_experiment, overridden, read_file, resolved  # noqa: PLC0415
+    from trinity_buffer.pipeline.store import open_store  # noqa: PLC0415
+
+    async with open_store(url) as store:
+        names = await store.experiments()
+        name = experiment or (names[0] if len(names) == 1 else "run")
+        known = of_experiment((await store.experiment(name)).config).model_dump() if name in names else {}
+        values = {**known, **(read_file(config) if config is not None else {})}
+        await store.experiment(name, config=resolved(overridden(values, overrides or [])).model_dump())
+        return name
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to the application."""
+    for command in (demo, explore, annotate, train):
+        app.command()(command)

@@ -1,0 +1,161 @@
+"""The configuration of a run: one model, from defaults, a TOML or YAML file and dotted overrides, in this order.
+
+The resolved configuration is the first event of the experiment, and what every process of the run reads from there.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trinity_buffer.errors import InvalidArgumentError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TaskConfig(_Section):
+    """What the policy practises on."""
+
+    name: Literal["sort", "guess"] = "sort"
+    digits: int = Field(3, ge=1, description="sort: how many digits")
+    numbers: int = Field(8, ge=2, description="guess: the hidden number is below this")
+    turns: int = Field(4, ge=1, description="guess: how many guesses a run may take")
+
+
+class ModelConfig(_Section):
+    """The policy: a small transformer, random at first."""
+
+    width: int = Field(64, ge=8)
+    layers: int = Field(2, ge=1)
+    heads: int = Field(4, ge=1)
+
+
+class OptimizerConfig(_Section):
+    """AdamW."""
+
+    learning_rate: float = Field(1e-3, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_gradient_norm: float = Field(1.0, gt=0)
+    entropy_coef: float = Field(0.0, ge=0)
+
+
+class LossConfig(_Section):
+    """The policy loss, by its registered name, with constructor arguments."""
+
+    name: str = "ppo"
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+class EvaluationConfig(_Section):
+    """Greedy answers to fresh problems, by the trainer, between steps."""
+
+    every_steps: int = Field(10, ge=1)
+    problems: int = Field(256, ge=1)
+    target_accuracy: float | None = Field(None, description="end the experiment when it is reached")
+
+
+class RunConfig(_Section):
+    """Everything that the processes of one run must agree on."""
+
+    task: TaskConfig = TaskConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    seed: int = 0
+    strategy: str = "grpo"
+    strategy_args: dict[str, Any] = Field(default_factory=dict)
+    trainer: str = Field("trainer", description="name of the trainer consumer")
+    groups_per_batch: int = Field(8, ge=1)
+    rollouts_per_group: int = Field(8, ge=1)
+    groups_per_step: int = Field(16, ge=1)
+    max_waiting_groups: int | None = Field(None, ge=1)
+    max_staleness: int | None = Field(2, ge=0, description="in policy versions, which are gradient steps")
+    commit_every_steps: int = Field(1, ge=1)
+    max_steps: int | None = Field(None, ge=1)
+    tokens_per_microbatch: int | None = Field(None, ge=1)
+    layout: Literal["padded", "packed"] = "padded"
+
+    def model_post_init(self, context: Any) -> None:
+        """Refuse a commit interval that admission control would wait for in vain."""
+        if self.max_staleness is not None and self.commit_every_steps > max(self.max_staleness, 1):
+            raise InvalidArgumentError(
+                f"commit_every_steps={self.commit_every_steps} with max_staleness={self.max_staleness}: explorers would "
+                f"wait for a commit that waits for them; commit at least every {max(self.max_staleness, 1)} steps"
+            )
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML or YAML file.
+
+    Raises:
+        InvalidArgumentError: it is not there, or cannot be read.
+    """
+    try:
+        text = path.read_text()
+        if path.suffix in (".yaml", ".yml"):
+            import yaml  # noqa: PLC0415 - only who has such a file needs it
+
+            found = yaml.safe_load(text)
+        else:
+            found = tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"configuration {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidArgumentError(f"configuration {path}: it holds no table")
+    return found
+
+
+def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return ``values`` with overrides like ``optimizer.learning_rate=3e-4`` applied.
+
+    Raises:
+        InvalidArgumentError: an override without ``=``.
+    """
+    result = dict(values)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise InvalidArgumentError(f"override {override!r}: write it as section.key=value")
+        *sections, last = key.split(".")
+        table = result
+        for section in sections:
+            table[section] = dict(table.get(section) or {})
+            table = table[section]
+        table[last] = _value_of(text)
+    return result
+
+
+def _value_of(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return None if text in ("none", "null") else text
+
+
+def resolved(values: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration, or say which key is wrong and what is accepted.
+
+    Raises:
+        InvalidArgumentError: an unknown key or an impossible value.
+    """
+    try:
+        return RunConfig.model_validate(dict(values))
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}" for e in error.errors()]
+        raise InvalidArgumentError("; ".join(problems)) from error
+
+
+def of_experiment(config: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration that an experiment recorded.
+
+    Raises:
+        InvalidArgumentError: it was not created as a run of ours.
+    """
+    return resolved({key: value for key, value in config.items() if key in RunConfig.model_fields})

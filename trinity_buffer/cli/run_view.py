@@ -1,0 +1,173 @@
+"""What a run looks like while it runs: numbers from the log alone, drawn on a terminal or said in lines."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from trinity_buffer.cli.supervisor import Child
+from trinity_buffer.pipeline.events import Event
+
+WINDOW_S = 5.0
+
+
+@dataclass(slots=True)
+class Rate:
+    """How many per second, over the last few seconds."""
+
+    total: int = 0
+    _recent: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def add(self, number: int, at: float) -> None:
+        """Count ``number`` more."""
+        self.total += number
+        self._recent.append((at, number))
+
+    def per_second(self, now: float) -> float:
+        """Return the rate over the window that ends at ``now``."""
+        while self._recent and self._recent[0][0] < now - WINDOW_S:
+            self._recent.popleft()
+        return sum(number for _, number in self._recent) / WINDOW_S
+
+
+@dataclass(slots=True)
+class RunNumbers:
+    """A fold of the events of a run into what people want to see.
+
+    Attributes:
+        rewards: (gradient step or policy version, mean reward of a write).
+        accuracies: (gradient step, accuracy), as the trainer measured them.
+    """
+
+    rollouts: Rate = field(default_factory=Rate)
+    annotated: Rate = field(default_factory=Rate)
+    steps: Rate = field(default_factory=Rate)
+    rejected: int = 0
+    leased_rows: int = 0
+    step: int = 0
+    policy: int = 0
+    recent_reward: float = 0.0
+    staleness: float = 0.0
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    accuracies: list[tuple[int, float]] = field(default_factory=list)
+    finished: str | None = None
+
+    def take(self, event: Event) -> None:
+        """Fold one event."""
+        body, at = event.body, event.recorded_at
+        match event.kind:
+            case "ExperiencesRecorded":
+                self._recorded(body["meta"], at)
+            case "ExperiencesAnnotated":
+                self.annotated.add(len(body["experiences"]), at)
+            case "ExperiencesRejected":
+                self.rejected += len(body["experiences"])
+            case "BatchLeased":
+                self.leased_rows += len(body["annotations"])
+            case "StepsCommitted":
+                self.steps.add(len(body["steps"]), at)
+                self.step = body["steps"][-1]
+                if "accuracy" in body["metrics"]:
+                    self.accuracies.append((self.step, body["metrics"]["accuracy"]))
+            case "PolicyPublished":
+                self.policy = body["version"]
+            case "ExperimentFinished":
+                self.finished = body["reason"]
+            case "ConfigurationChanged":
+                self.finished = None
+
+    def _recorded(self, meta: dict[str, list[object]], at: float) -> None:
+        last = dict(zip(zip(meta["batch"], meta["task"], meta["run"], strict=True), meta["reward"], strict=True))
+        rewards = [float(reward) for reward in last.values() if isinstance(reward, (int, float))]
+        self.rollouts.add(len(last), at)
+        versions = [version for version in meta["policy_version"] if isinstance(version, int)]
+        if rewards:
+            mean = sum(rewards) / len(rewards)
+            self.recent_reward += (mean - self.recent_reward) * (0.2 if self.rewards else 1.0)
+            self.rewards.append((versions[0] if versions else self.policy, mean))
+        if versions:
+            lag = self.policy - sum(versions) / len(versions)
+            self.staleness += (lag - self.staleness) * 0.2
+
+    @property
+    def accuracy(self) -> float | None:
+        """The last measured accuracy."""
+        return self.accuracies[-1][1] if self.accuracies else None
+
+    @property
+    def waiting(self) -> int:
+        """Experiences that were recorded and not yet handed to the trainer."""
+        return max(0, self.annotated.total - self.leased_rows)
+
+    def line(self) -> str:
+        """Return one plain line."""
+        now = time.time()
+        accuracy = "-" if self.accuracy is None else f"{self.accuracy:.3f}"
+        return (
+            f"step {self.step:4d}  accuracy {accuracy}  reward {self.recent_reward:.3f}  "
+            f"{self.rollouts.per_second(now):6.0f} rollouts/s  {self.steps.per_second(now):4.1f} steps/s  "
+            f"waiting {self.waiting}  staleness {self.staleness:.1f}"
+        )
+
+
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int = 60, low: float = 0.0, high: float = 1.0) -> str:
+    """Return a curve in one line of text."""
+    if not values:
+        return ""
+    size = max(1, len(values) // width)
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    scale = (len(BARS) - 1) / max(high - low, 1e-9)
+    return "".join(BARS[round(min(max(value - low, 0.0), high - low) * scale)] for value in means[-width:])
+
+
+def drawn(title: str, numbers: RunNumbers, children: Sequence[Child], kills: int) -> Panel:
+    """Return the live view: the run above, one line per process below."""
+    now = time.time()
+    top = Table.grid(padding=(0, 3))
+    accuracy = "-" if numbers.accuracy is None else f"{numbers.accuracy:.3f}"
+    top.add_row("step", "accuracy", "reward", "rollouts/s", "steps/s", "waiting", "staleness", style="dim")
+    top.add_row(
+        str(numbers.step),
+        Text(accuracy, style="bold green"),
+        f"{numbers.recent_reward:.3f}",
+        f"{numbers.rollouts.per_second(now):.0f}",
+        f"{numbers.steps.per_second(now):.1f}",
+        str(numbers.waiting),
+        f"{numbers.staleness:.1f}",
+    )
+    bottom = Table.grid(padding=(0, 2))
+    for child in children:
+        state = Text("●", style="green" if child.alive else "red")
+        again = f"restarted {child.restarts}×" if child.restarts else ""
+        bottom.add_row(state, child.name, again, Text(child.last_line()[:90], style="dim"))
+    curve = Text("reward   " + sparkline([reward for _, reward in numbers.rewards]), style="cyan")
+    footer = Text(f"{kills} processes killed so far" if kills else "Ctrl-C ends it; nothing is lost", style="dim")
+    return Panel(Group(top, curve, Text(), bottom, footer), title=title, border_style="blue")
+
+
+def save_curve(path: str, numbers: RunNumbers, title: str) -> bool:
+    """Write reward and accuracy over steps as a PNG; False where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra, and slow to import
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(*zip(*numbers.rewards, strict=True), ".", markersize=2, alpha=0.4, label="reward of a write")
+    if numbers.accuracies:
+        axes.plot(*zip(*numbers.accuracies, strict=True), "-o", markersize=3, label="exact match, fresh problems")
+    axes.set(xlabel="gradient step (policy version)", ylim=(0, 1.02), title=title)
+    axes.legend(loc="lower right")
+    axes.grid(visible=True, alpha=0.3)
+    figure.savefig(path, dpi=120)
+    return True

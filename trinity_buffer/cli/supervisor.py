@@ -1,0 +1,134 @@
+"""Keeps the processes of a run alive, and, when asked to, kills them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RESTARTS_WITHOUT_CHAOS = 3
+FRIENDLY_EXIT_S = 1.2
+"""How long a process has to end by itself before it is killed, which loses nothing but takes a repair next time."""
+
+
+@dataclass(slots=True)
+class Child:
+    """One process of a run, and every restart of it."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    restarts: int = 0
+    kills: int = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs right now."""
+        return self.process is not None and self.process.poll() is None
+
+    def last_line(self) -> str:
+        """Return what it said last."""
+        try:
+            with self.log.open("rb") as handle:
+                handle.seek(max(0, self.log.stat().st_size - 400))
+                lines = handle.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return next((line for line in reversed(lines) if line.strip()), "")
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """Starts the processes of a run and restarts those that die.
+
+    Attributes:
+        chaos_every_s: kill a random process with SIGKILL about so often; None: never.
+    """
+
+    commands: Mapping[str, Sequence[str]]
+    logs: Path
+    chaos_every_s: float | None = None
+    seed: int = 0
+    children: list[Child] = field(default_factory=list)
+    _random: random.Random = field(default_factory=random.Random)
+    _next_kill: float = 0.0
+
+    def start(self) -> None:
+        """Start every process."""
+        self._random.seed(self.seed)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        for name, command in self.commands.items():
+            child = Child(name, command, self.logs / f"{name}.log")
+            child.log.write_text("")
+            self.children.append(child)
+            self._spawn(child)
+        self._plan_kill()
+
+    def _spawn(self, child: Child) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with child.log.open("ab") as log:
+            # A group of its own: Ctrl-C reaches the supervisor alone, which then asks the children one by one.
+            child.process = subprocess.Popen(  # noqa: S603 - our own command line
+                child.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
+
+    def _plan_kill(self) -> None:
+        if self.chaos_every_s is not None:
+            self._next_kill = time.monotonic() + self._random.uniform(0.5, 1.5) * self.chaos_every_s
+
+    @property
+    def kills(self) -> int:
+        """How many processes were killed on purpose."""
+        return sum(child.kills for child in self.children)
+
+    def tend(self) -> Child | None:
+        """Restart what died and kill what is due; return a process that cannot be kept alive, if there is one."""
+        if self.chaos_every_s is not None and time.monotonic() >= self._next_kill:
+            victims = [child for child in self.children if child.alive]
+            if victims:
+                victim = self._random.choice(victims)
+                assert victim.process is not None
+                victim.process.kill()
+                victim.process.wait()
+                victim.kills += 1
+            self._plan_kill()
+        for child in self.children:
+            if child.process is None or child.alive or child.process.returncode == 0:
+                continue
+            if child.restarts - child.kills >= RESTARTS_WITHOUT_CHAOS:
+                return child
+            child.restarts += 1
+            self._spawn(child)
+        return None
+
+    @property
+    def running(self) -> int:
+        """How many processes are alive."""
+        return sum(child.alive for child in self.children)
+
+    def stop(self, friendly_s: float = FRIENDLY_EXIT_S) -> None:
+        """Ask every process to end (as Ctrl-C does), and kill those that have not after ``friendly_s``."""
+        for child in self.children:
+            if child.alive and child.process is not None:
+                child.process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + friendly_s
+        for child in self.children:
+            if child.process is None:
+                continue
+            try:
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+
+
+def command_of(*words: str) -> list[str]:
+    """Return the command line of ``trinity-buffer words`` under this very interpreter."""
+    return [sys.executable, "-m", "trinity_buffer", *words]

@@ -1,0 +1,58 @@
+"""Named places at which a test may kill the process. Nothing happens at them unless an environment variable says so.
+
+``TRINITY_BUFFER_CRASH_AT=after-append:3`` kills the process (SIGKILL, as the kernel's memory killer would) when it
+reaches ``after-append`` for the third time. Without the variable, `reached` is a function that does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+VARIABLE = "TRINITY_BUFFER_CRASH_AT"
+
+CRASH_POINTS = (
+    "before-plan",
+    "after-plan",
+    "before-append",
+    "inside-append",
+    "after-append",
+    "before-annotate",
+    "inside-annotate",
+    "after-annotate",
+    "before-lease",
+    "inside-lease",
+    "after-lease",
+    "before-step",
+    "after-step",
+    "before-checkpoint",
+    "after-checkpoint",
+    "before-commit",
+    "inside-commit",
+    "after-commit",
+)
+
+
+def _nothing(point: str) -> None:
+    """Do nothing: nobody asked for a crash."""
+
+
+def _armed(wanted: str) -> Callable[[str], None]:
+    name, _, count = wanted.partition(":")
+    if name not in CRASH_POINTS:
+        raise ValueError(f"{VARIABLE}={wanted}: there is no crash point {name!r}; there are {', '.join(CRASH_POINTS)}")
+    left = int(count or 1)
+
+    def count_down(point: str) -> None:
+        nonlocal left
+        if point == name:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return count_down
+
+
+reached: Callable[[str], None] = _armed(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else _nothing
+"""Call it with the name of the place."""

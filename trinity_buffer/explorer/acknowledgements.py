@@ -1,0 +1,34 @@
+"""What a store has acknowledged, noted by the explorer itself: the proof that nothing was lost comes from outside."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from trinity_buffer.writer import WriteReceipt
+
+
+class Acknowledgements:
+    """An append-only file of uids, one per line, of receipts that `write` has returned.
+
+    ``trinity-buffer verify --acknowledged FOLDER`` compares such files with the log. A crash may leave the last line
+    unfinished; it is read as never written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def note(self, receipt: WriteReceipt) -> None:
+        """Append the uids of ``receipt``, in one write call."""
+        os.write(self._descriptor, "".join(f"{uid}\n" for uid in receipt.uids).encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+def read_acknowledged(path: Path) -> list[str]:
+    """Return the uids in the file ``path``, or in all ``*.ack`` files of the folder ``path``."""
+    files = sorted(path.glob("*.ack")) if path.is_dir() else [path]
+    whole = (file.read_text().rpartition("\n")[0] for file in files)
+    return [uid for text in whole for uid in text.splitlines()]

@@ -1,0 +1,160 @@
+"""The explorer: plan, generate, write, seal, again; and after a crash, first what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio.to_thread
+import torch
+
+from trinity_buffer.errors import CheckpointError
+from trinity_buffer.experience import Experience
+from trinity_buffer.explorer.acknowledgements import Acknowledgements
+from trinity_buffer.explorer.rollout import rollout
+from trinity_buffer.explorer.tasks import Task
+from trinity_buffer.identity import Key
+from trinity_buffer.pipeline.background import running
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.policy import TransformerPolicy, load_policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplorerSettings:
+    """What one explorer generates.
+
+    Attributes:
+        actor: its name; its batches are ``<actor>-0``, ``<actor>-1``, ...
+        seed: of the experiment; problems and rollouts follow from it.
+        groups_per_batch: problems that are planned at once.
+        rollouts_per_group: attempts at each.
+        groups_per_write: how many groups are written in one call.
+        acknowledgements: file that notes what the store has acknowledged; None: no proof is kept.
+        max_batches: end after so many; None: when the experiment is finished.
+    """
+
+    actor: str
+    seed: int = 0
+    groups_per_batch: int = 8
+    rollouts_per_group: int = 8
+    groups_per_write: int = 8
+    acknowledgements: Path | None = None
+    max_batches: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """What is said of one batch that was sealed.
+
+    Attributes:
+        reward: mean of the rewards of its runs' last steps.
+        repaired: True if it was planned before a crash and finished now.
+    """
+
+    batch: Key
+    policy_version: int
+    rollouts: int
+    experiences: int
+    reward: float
+    repaired: bool
+
+
+class Explorer:
+    """Generates rollouts of one task with the newest published policy.
+
+    Args:
+        experiment: where they go, and where new policies are announced.
+        task: whose problems.
+        first_policy: returns the policy of version 0, before any was published.
+        settings: everything else.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        task: Task,
+        first_policy: Callable[[], TransformerPolicy],
+        settings: ExplorerSettings,
+    ) -> None:
+        self._experiment = experiment
+        self._task = task
+        self._settings = settings
+        self._writer = experiment.writer(settings.actor)
+        self._policy = first_policy()
+        self._version = 0
+        self._last_policy_at = 0
+        path = settings.acknowledgements
+        self._acknowledgements = None if path is None else Acknowledgements(path)
+
+    async def run(self, report: Callable[[BatchReport], None]) -> None:
+        """Explore until the experiment is finished or ``max_batches`` are planned."""
+        try:
+            await self._load_newest()
+            number, unfinished = await self._writer.unsealed()
+            for batch in unfinished:
+                report(await self._finish(batch, repaired=True))
+            async with running(self._follow_policies):
+                while self._settings.max_batches is None or number < self._settings.max_batches:
+                    batch = f"{self._settings.actor}-{number}"
+                    tasks = list(range(self._settings.groups_per_batch))
+                    planned = await self._writer.plan(
+                        batch, tasks, self._settings.rollouts_per_group, policy_version=lambda: self._version
+                    )
+                    if not planned:
+                        return
+                    report(await self._finish(batch, repaired=False))
+                    number += 1
+        finally:
+            if self._acknowledgements is not None:
+                self._acknowledgements.close()
+
+    async def _finish(self, batch: Key, *, repaired: bool) -> BatchReport:
+        """Generate and write what is missing of a planned batch, then seal it."""
+        missing = await self._writer.missing(batch)
+        version, policy = self._version, self._policy
+        experiences, rewards = 0, []
+        for pairs in _by_group(missing, self._settings.groups_per_write):
+            made = await anyio.to_thread.run_sync(self._generate, policy, version, batch, pairs)
+            receipt = await self._writer.write(made)
+            if self._acknowledgements is not None:
+                self._acknowledgements.note(receipt)
+            experiences += len(made)
+            last = {e.eid.rid: e.reward for e in made}
+            rewards += [reward for reward in last.values() if reward is not None]
+        await self._writer.seal(batch, await self._writer.stored(batch))
+        mean = sum(rewards) / len(rewards) if rewards else 0.0
+        return BatchReport(batch, version, len(missing), experiences, mean, repaired)
+
+    def _generate(
+        self, policy: TransformerPolicy, version: int, batch: Key, pairs: Sequence[tuple[Key, int]]
+    ) -> list[Experience]:
+        torch.set_num_threads(1)
+        return rollout(policy, self._task, pairs, batch=batch, seed=self._settings.seed, policy_version=version)
+
+    async def _follow_policies(self) -> None:
+        async for _ in self._experiment.events(self._last_policy_at, follow=True, kinds=("PolicyPublished",)):
+            await self._load_newest()
+
+    async def _load_newest(self) -> None:
+        while True:
+            found = await self._experiment.newest_policy()
+            if found is None or found.version == self._version:
+                return
+            try:
+                policy = await anyio.to_thread.run_sync(load_policy, found.uri)
+            except CheckpointError:
+                # The trainer keeps only its newest checkpoints: between the event and the file, a newer one came.
+                if (newer := await self._experiment.newest_policy()) and newer.position > found.position:
+                    continue
+                raise
+            self._policy, self._version, self._last_policy_at = policy, found.version, found.position
+
+
+def _by_group(pairs: Sequence[tuple[Key, int]], groups: int) -> list[list[tuple[Key, int]]]:
+    """Return ``pairs`` in pieces of whole groups."""
+    by_task: dict[Key, list[tuple[Key, int]]] = {}
+    for pair in pairs:
+        by_task.setdefault(pair[0], []).append(pair)
+    tasks = list(by_task.values())
+    return [sum(tasks[start : start + groups], []) for start in range(0, len(tasks), groups)]
