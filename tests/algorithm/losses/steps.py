@@ -83,7 +83,7 @@ class Step:
 
 
 def make_step(dtype: torch.dtype, seed: int = 0) -> Step:
-    """Return a step of eight rows: two of an expert, a multi-turn one, two without action tokens."""
+    """Return a step of eight rows: two of an expert, a multi-turn one, two without a token."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(LENGTHS)
 

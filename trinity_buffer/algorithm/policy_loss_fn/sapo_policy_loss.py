@@ -26,8 +26,8 @@ from trinity_buffer.errors import InvalidArgumentError
 class SAPOPolicyLossFn(PolicyLossFn):
     """``-f(r) A`` with ``f(r) = 4 / tau * sigmoid(tau (r - 1))``.
 
-    The gradient then weighs ``A grad logprob`` with ``f'(r) r``: 1 at r = 1, fading on both sides.
-    The reference weighs it with ``f(r)``, which is ``2 / tau`` at r = 1 and *grows* with r.
+    The gradient then weighs ``A grad logprob`` with ``r f'(r)``, where ``f'`` is 1 at r = 1 and
+    fades on both sides. The reference weighs it with ``f(r)``: ``2 / tau`` at r = 1, *growing*.
 
     Args:
         backend: whose names callers use.
