@@ -42,7 +42,7 @@ class AlgorithmType(ABC, metaclass=ConstantMeta):
     Attributes:
         use_critic: a value model is trained beside the policy.
         use_reference: a frozen reference policy scores the data.
-        compute_advantage_in_trainer: advantages come from the trainer's tensors, not from the store.
+        compute_advantage_in_trainer: advantages come from the trainer's tensors, not the store.
         can_balance_batch: rows may change places between micro-batches.
         use_rollout: the policy's own rollouts are trained (False where only recorded data are).
         schema: what the data are: ``experience``, ``sft``, ``dpo`` or ``cpt``.

@@ -36,7 +36,7 @@ def copy_experience(experience: Experience, *, task: Key, suffix: str) -> Experi
 
 
 def fresh_task(eid: EID, taken: set[str], start: int = 1) -> tuple[str, int]:
-    """Return a task id for a copy of the group of ``eid``, and its number, the first free from ``start`` on.
+    """Return a task id for a copy of the group of ``eid``, and its number: the first that is free.
 
     ``taken`` holds the ``batch/task`` ids in use and gets the new one: a copied group is a group of
     its own.

@@ -33,7 +33,8 @@ class Registry(Generic[T]):
     def register_module(self, name: str) -> Callable[[Registered], Registered]:
         """Return a decorator that files a class under ``name``.
 
-        The same class again, as when a notebook's cell runs twice, takes its own place.
+        The same class again, as when a notebook's cell runs twice, takes its own place; and so does
+        a user's version of a class of this package, if it has the same name.
 
         Raises:
             InvalidArgumentError: the name belongs to another class.
@@ -41,7 +42,7 @@ class Registry(Generic[T]):
 
         def register(cls: Registered) -> Registered:
             known = self._classes.get(name)
-            if known is not None and _origin(known) != _origin(cls):
+            if known is not None and not _is_version_of(cls, known):
                 raise InvalidArgumentError(
                     f"{self.kind} {name!r} is taken by {known!r}; choose another name"
                 )
@@ -76,9 +77,11 @@ class Registry(Generic[T]):
         return f"trinity_buffer.{self.kind}"
 
 
-def _origin(cls: object) -> tuple[object, object]:
-    """Return where a class was written, the same for each run of its statement."""
-    return getattr(cls, "__module__", None), getattr(cls, "__qualname__", None)
+def _is_version_of(cls: object, known: object) -> bool:
+    """Return whether ``cls`` is ``known`` written again, or a user's version of a class of ours."""
+    modules = [getattr(one, "__module__", "") for one in (cls, known)]
+    same_name = getattr(cls, "__qualname__", "") == getattr(known, "__qualname__", None)
+    return same_name and (modules[0] == modules[1] or modules[1].startswith("trinity_buffer."))
 
 
 ADD_STRATEGY: Registry[type[AddStrategy]] = Registry("add_strategy")

@@ -89,12 +89,12 @@ class AddStrategy(ABC):
         return default_arguments(cls, leave_out=cls.runtime_args)
 
     @classmethod
-    def unit_for(cls, **arguments: Any) -> Unit:  # noqa: ARG003 - subclasses look at them
+    def unit_for(cls, **arguments: Any) -> Unit:
         """Return the unit that a strategy with these constructor arguments needs."""
         return cls.unit
 
     @classmethod
-    def families_for(cls, **arguments: Any) -> tuple[str, ...]:  # noqa: ARG003
+    def families_for(cls, **arguments: Any) -> tuple[str, ...]:
         """Return the column families that a strategy with these constructor arguments reads."""
         return cls.families
 
@@ -139,7 +139,13 @@ class AddStrategy(ABC):
 
 
 class GroupAdvantageStrategy(AddStrategy):
-    """Scores one group at a time: write `group_experiences` and `calculate_group_advantage`."""
+    """Scores one group at a time: write `group_experiences` and `calculate_group_advantage`.
+
+    Class attributes:
+        left_out: the reason recorded for members that `calculate_group_advantage` does not return.
+    """
+
+    left_out: ClassVar[str] = "filtered"
 
     @abstractmethod
     def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
@@ -151,7 +157,7 @@ class GroupAdvantageStrategy(AddStrategy):
     ) -> tuple[list[Experience], dict[str, float]]:
         """Set the advantages of one group; return the members to write, and the group's metrics.
 
-        Members that are not returned are rejected as ``filtered``.
+        Members that are not returned are rejected, for the reason `left_out`.
         """
 
     def needs_of(self, exps: Sequence[Experience]) -> Sequence[str]:
@@ -181,9 +187,6 @@ class GroupAdvantageStrategy(AddStrategy):
         self.reject([e for e in group if id(e) not in written], self.left_out)
         if kept:
             await self.writer.write_async(kept)
-
-    left_out: ClassVar[str] = "filtered"
-    """Reason that is recorded for members which `calculate_group_advantage` does not return."""
 
 
 @ADD_STRATEGY.register_module("grpo")

@@ -1,4 +1,4 @@
-"""Several strategies as one: what the first keeps is what the second sees, and all commit together."""
+"""Several strategies as one: what the first keeps the second sees, and all commit together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class CompositeAddStrategy(AddStrategy):
         self.stages = list(stages)
 
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
-        """Run all stages, then write the groups of the last; metrics of one name get the stage's before it."""
+        """Run all stages, then write what the last one wrote.
+
+        A metric whose name an earlier stage used gets the name of its own stage before it.
+        """
         groups, metrics = [list(experiences)], {}
         left_out: list[tuple[Experience, str]] = []
         for name, strategy, staged in self.stages:

@@ -114,7 +114,7 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
             return self.rng.shuffle
         if self.seed is None or not groups:
             return random.shuffle
-        # Seeded by the batch, not once for all: a restarted consumer must draw what the first one drew.
+        # Seeded by the batch: a restarted consumer must draw what the first one drew.
         return random.Random(f"{self.seed}/{groups[0][0].eid.tid}").shuffle
 
     def _copy(self, group: Group, turn: int, taken: set[str], num_groups: int) -> Group:

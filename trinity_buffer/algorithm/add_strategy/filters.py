@@ -20,7 +20,7 @@ Metrics = dict[str, Any]
 
 @ADD_STRATEGY.register_module("outcome_gate")
 class OutcomeGateAddStrategy(AddStrategy):
-    """Keeps the groups in which enough runs succeed, judged by a named metric rather than the reward.
+    """Keeps the groups in which enough runs succeed, judged by a named metric, not the reward.
 
     A shaped reward differs between runs that all fail; a gate on its variance would keep such
     groups, a gate on the outcome does not.
@@ -72,10 +72,11 @@ class OutcomeGateAddStrategy(AddStrategy):
         return sum(len(group) for group in kept), metrics if groups else {}
 
     def _judged(self, experiences: Sequence[Experience]) -> list[Experience]:
-        """Return those with an outcome: the metric, or else a reward."""
-        return [
-            e for e in experiences if self._metric(e) is not None or self.usable([e], ("reward",))
-        ]
+        """Return those with an outcome: the metric, or else a reward; the others are refused."""
+        judged: list[Experience] = []
+        for e in experiences:
+            judged += [e] if self._metric(e) is not None else self.usable([e], ("reward",))
+        return judged
 
     def _metric(self, experience: Experience) -> float | None:
         found = experience.metrics.get(self.metric_key, experience.info.get(self.metric_key))
@@ -93,7 +94,7 @@ class OutcomeGateAddStrategy(AddStrategy):
 
 @ADD_STRATEGY.register_module("dapo_dynamic_sampling")
 class DynamicSamplingAddStrategy(OutcomeGateAddStrategy):
-    """Keeps the groups in which some runs succeed and some fail (DAPO, arXiv:2503.14476, section 3.2).
+    """Keeps the groups in which some runs succeed and some fail (DAPO, arXiv:2503.14476).
 
     Args:
         writer: where the kept groups go.
@@ -126,7 +127,7 @@ class DynamicSamplingAddStrategy(OutcomeGateAddStrategy):
 
 @ADD_STRATEGY.register_module("best_of_group")
 class BestOfGroupAddStrategy(AddStrategy):
-    """Keeps the runs with the largest reward of each group (RAFT, arXiv:2304.06767), for supervised losses.
+    """Keeps the runs with the largest reward of each group (RAFT, arXiv:2304.06767).
 
     Args:
         writer: where the kept runs go.
@@ -171,7 +172,7 @@ class BestOfGroupAddStrategy(AddStrategy):
 
 @ADD_STRATEGY.register_module("overlong_penalty")
 class OverlongPenaltyAddStrategy(AddStrategy):
-    """Lowers the reward of answers that come near the length limit (DAPO, arXiv:2503.14476, eq. 13).
+    """Lowers the reward of answers near the length limit (DAPO, arXiv:2503.14476).
 
     0 up to ``max_length - cache_length`` action tokens, falling linearly to ``-penalty`` at
     ``max_length``, and ``-penalty`` beyond. The stored reward stays; the strategies behind this one

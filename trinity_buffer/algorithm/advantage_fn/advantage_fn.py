@@ -197,5 +197,5 @@ class TrainerAdvantage(AdvantageFn):
 
 
 def gather_groups(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of groups as ``group_advantages/<name>/{mean,max,min}``; none without groups."""
+    """Return the metrics of groups as ``group_advantages/<name>/{mean,max,min}``."""
     return gather_metrics(metrics, "group_advantages") if metrics else {}

@@ -1,4 +1,4 @@
-"""AsymRE (arXiv:2506.20520): a baseline below the mean emphasizes successes when data are off-policy."""
+"""AsymRE (arXiv:2506.20520): a baseline below the mean, for data that are off-policy."""
 
 from __future__ import annotations
 

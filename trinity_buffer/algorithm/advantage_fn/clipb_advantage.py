@@ -1,4 +1,4 @@
-"""Clip-B: group-relative advantages, without the bad answers' tokens that would cost the most entropy."""
+"""Clip-B (arXiv:2602.03392): GRPO without the tokens of bad answers that move entropy most."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 
 @ADVANTAGE_FN.register_module("clipb")
 class ClipBAdvantageFn(GRPOAdvantageFn):
-    """Drops action tokens with A < 0 and ``S - mean(S) < -mu std(S)`` from the mask, ``S = p (H + log p)``.
+    """Drops tokens with A < 0 and ``S - mean(S) < -mu std(S)`` from the action mask.
 
-    Needs ``rollout_logprob`` and ``entropy``. Mean and (population) deviation are over all action
-    tokens.
+    ``S = p (H + log p)``.     Needs ``rollout_logprob`` and ``entropy``. Mean and (population)
+    deviation are over all action tokens.
 
     Args:
         epsilon: added to the deviation of the rewards.

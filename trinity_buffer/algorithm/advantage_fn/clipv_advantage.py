@@ -1,4 +1,4 @@
-"""Clip-V: group-relative advantages, without the tokens that would change the policy's entropy most."""
+"""Clip-V (arXiv:2602.03392): GRPO without the tokens of bad answers that move entropy most."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 
 @ADVANTAGE_FN.register_module("clipv")
 class ClipVAdvantageFn(GRPOAdvantageFn):
-    """Drops action tokens with A <= 0 and ``D > mu std(D)`` from the mask, ``D = necs - p (H + log p)``.
+    """Drops tokens with A <= 0 and ``D > mu std(D)`` from the action mask.
 
-    Needs ``old_logprob``, ``entropy`` and ``necs``. The deviation is the population's, over all
-    action tokens.
+    ``D = necs - S`` with ``S = p (H + log p)`` and `expected_entropy_change` as ``necs``.     Needs
+    ``old_logprob``, ``entropy`` and ``necs``. The deviation is the population's, over all action
+    tokens.
 
     Args:
         epsilon: added to the deviation of the rewards.

@@ -12,8 +12,22 @@ NEGLIGIBLE_STD = 1e-12
 
 
 def entropy_change(logprob: Tensor, entropy: Tensor) -> Tensor:
-    """Return ``S = p (H + log p)``: to first order, what raising a token's probability takes off the entropy."""
+    """Return ``S = p (H + log p)``: what raising a token's logit takes off the entropy.
+
+    To first order in the step (arXiv:2602.03392, theorem 3.2).
+    """
     return logprob.exp() * (entropy + logprob)
+
+
+def expected_entropy_change(logits: Tensor) -> Tensor:
+    """Return the mean of `entropy_change` over the policy's own choices, ``(..., V)`` to ``(...)``.
+
+    The column ``necs`` of Clip-V.
+    """
+    logprobs = logits.log_softmax(-1)
+    probs = logprobs.exp()
+    entropy = -(probs * logprobs).sum(-1, keepdim=True)
+    return (probs * entropy_change(logprobs, entropy)).sum(-1)
 
 
 def clipped_fractions(dropped: Tensor, advantages: Tensor, rows: Rows) -> dict[str, Tensor]:

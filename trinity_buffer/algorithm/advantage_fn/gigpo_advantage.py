@@ -1,4 +1,4 @@
-"""Group-in-group policy optimization (GiGPO, arXiv:2505.10978): credit for whole runs and for single steps."""
+"""Group-in-group policy optimization (GiGPO, arXiv:2505.10978): credit for runs and for steps."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         step_reward_key: key of ``info`` with the reward of a step; runs without it get their last
             step's ``reward``.
         env_state_hash_key: key of ``info`` that names the state in which a step was taken.
-        missing_reward: what a run without any reward is: to ``"refuse"``, or worth ``"zero"``, as in the
-            reference.
+        missing_reward: what to do with a run without any reward: ``"refuse"`` it, or take it for
+            ``"zero"``, as in the reference.
         anchor_scope: whose steps share an anchor: those of one ``"task"``, as published, or of the
             whole ``"batch"``, as in the reference.
         ddof: 1 for the sample deviation, 0 for the population's.
@@ -87,7 +87,7 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         return "batch" if arguments.get("anchor_scope") == "batch" else "group"
 
     def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
-        """Yield the runs that lack a mask on any step, or a reward, or have one that is not finite."""
+        """Yield the runs that lack a mask on any step, or a reward, or have a broken one."""
         yield from run_problems(exps, self._rewarded)
         for runs in runs_by_task(exps).values():
             for steps in runs.values():

@@ -12,7 +12,7 @@ from trinity_buffer.algorithm.group_scores import Rewards, as_rewards
 
 
 def scored_rows(rows: Rows, score: Callable[[Rewards], Rewards]) -> Tensor:
-    """Return ``score`` of the rewards of every group, put back in row order, float64, shape ``(B,)``.
+    """Return ``score`` of the rewards of every group, in row order, float64, shape ``(B,)``.
 
     One transfer from the device: groups are few and small, and the same functions score lists of
     experiences.

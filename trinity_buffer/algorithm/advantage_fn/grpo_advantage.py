@@ -101,7 +101,7 @@ class GRPOGroupedAdvantage(GroupAdvantage):
     def calculate_group_advantage(
         self, group_id: str, exps: Group, precomputed_std: float | None = None
     ) -> tuple[Group, dict[str, Any]]:
-        """Score one group, by ``precomputed_std`` if given; return nothing of it if it is left out."""
+        """Score one group, by ``precomputed_std`` if given; return nothing if it is left out."""
         raw, compared = self._rewards(exps)
         mean, std = group_scores.moments(compared, ddof=self.ddof, std_floor=self.std_floor)
         metrics = {"reward_mean": mean, "reward_std": std}

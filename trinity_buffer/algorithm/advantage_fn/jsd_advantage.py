@@ -45,7 +45,7 @@ def divergence_gradient(student: Tensor, teacher: Tensor, weight: float) -> tupl
 
 
 def sampled_log_ratios(student: Tensor, teacher: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """Return what the reference uses: minus the weighted log-ratios of the sampled token, and these.
+    """Return what the reference uses: minus the log-ratios of the sampled token, and these.
 
     By Jensen's inequality they are never positive for ``0 < w < 1``, so that the advantage grows
     with the

@@ -71,7 +71,7 @@ class StepWiseGRPOAdvantageFn(PipelineAdvantage):
     def calculate_group_advantage(
         self, exps: Mapping[str, Experience], precomputed_std: float | None = None
     ) -> tuple[dict[str, float], dict[str, float], bool]:
-        """Return the score of each run, given its last step, the metrics, and whether to leave it out."""
+        """Return the score of each run by its last step, metrics, and whether to leave it out."""
         rewards = [reward_of(e) for e in exps.values()]
         mean, std = group_scores.moments(rewards, ddof=self.ddof, std_floor=self.std_floor)
         threshold = self.std_threshold

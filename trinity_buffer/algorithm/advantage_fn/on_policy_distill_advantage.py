@@ -1,4 +1,4 @@
-"""On-policy distillation (arXiv:2306.13649): a teacher scores every token that the student sampled."""
+"""On-policy distillation (arXiv:2306.13649): a teacher scores what the student sampled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trinity_buffer.algorithm.advantage_fn.token_scores import row_statistics, r
 
 @ADVANTAGE_FN.register_module("on_policy_distill")
 class OnPolicyDistillAdvantage(TrainerAdvantage):
-    """``kl_coef (teacher - student)`` in log-probabilities: the gradient of the reverse KL divergence.
+    """``kl_coef (teacher - student)``, in log-probabilities: descends the reverse divergence.
 
     Needs ``old_logprob`` (the student) and ``teacher_logprob``.
 

@@ -24,7 +24,9 @@ def check_discount(name: str, value: float) -> None:
 
 @ADVANTAGE_FN.register_module("ppo")
 class PPOAdvantageFn(TrainerAdvantage):
-    """Whitened generalized advantages of ``values`` and ``token_level_rewards``; returns are advantage plus value.
+    """Whitened generalized advantages of ``values`` and ``token_level_rewards``.
+
+    Returns are the unwhitened advantages plus the values.
 
     Args:
         gamma: discount of a time step, which is an action token.

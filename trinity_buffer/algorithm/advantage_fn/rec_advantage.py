@@ -18,7 +18,7 @@ from trinity_buffer.experience import Experience
 
 @ADVANTAGE_FN.register_module("rec")
 class RECGroupedAdvantage(GroupAdvantage):
-    """``reward - mean``, on request divided by the deviation and with as many bad answers as good ones.
+    """``reward - mean``; on request divided by the deviation, or balanced.
 
     Args:
         epsilon: added to the deviation.

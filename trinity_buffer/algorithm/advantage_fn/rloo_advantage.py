@@ -10,7 +10,7 @@ from trinity_buffer.algorithm.group_scores import Rewards
 
 @ADVANTAGE_FN.register_module("rloo")
 class RLOOAdvantageFn(TrainerAdvantage):
-    """``(reward - mean) n / (n - 1)`` of the rows' summed token-level rewards; the raw reward if n = 1."""
+    """``(reward - mean) n / (n - 1)`` of the rows' summed token-level rewards; raw if n = 1."""
 
     def score(self, rewards: Rewards) -> Rewards:
         """Return the scores of one group."""

@@ -130,7 +130,7 @@ class Rows:
     def moments(
         self, values: Tensor, mask: Tensor | None = None, *, ddof: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return count, mean and variance of ``values`` under ``mask``, over all ranks; 0-d float64.
+        """Return count, mean and variance of ``values`` under ``mask``, over all ranks, 0-d.
 
         The variance is 0 where there are not more than ``ddof`` values.
         """
