@@ -1,7 +1,8 @@
 """Named places at which a test may kill the process. Nothing happens at them unless an environment variable says so.
 
-``TRINITY_BUFFER_CRASH_AT=after-append:3`` kills the process (SIGKILL, as the kernel's memory killer would) when it
-reaches ``after-append`` for the third time. Without the variable, `reached` is a function that does nothing.
+``TRINITY_BUFFER_CRASH_AT=after-append:3`` kills the process (SIGKILL, as the kernel's memory killer
+would) when it reaches ``after-append`` for the third time. Without the variable, `reached` is a
+function that does nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def _nothing(point: str) -> None:
 def _armed(wanted: str) -> Callable[[str], None]:
     name, _, count = wanted.partition(":")
     if name not in CRASH_POINTS:
-        raise ValueError(f"{VARIABLE}={wanted}: there is no crash point {name!r}; there are {', '.join(CRASH_POINTS)}")
+        raise ValueError(
+            f"{VARIABLE}={wanted}: there is no crash point {name!r}; there are {', '.join(CRASH_POINTS)}"
+        )
     left = int(count or 1)
 
     def count_down(point: str) -> None:
@@ -54,5 +57,7 @@ def _armed(wanted: str) -> Callable[[str], None]:
     return count_down
 
 
-reached: Callable[[str], None] = _armed(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else _nothing
+reached: Callable[[str], None] = (
+    _armed(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else _nothing
+)
 """Call it with the name of the place."""

@@ -25,8 +25,9 @@ TrinityBufferError
     ├── LeaseLostError                  a newer token fences this trainer
     └── CheckpointError                 a checkpoint that is missing or does not match its digest
 
-To add one: put it in the picture, inherit the builtin that a caller would have guessed, let the message name
-the thing, the place and the remedy, and keep it picklable (one positional argument: the message).
+To add one: put it in the picture, inherit the builtin that a caller would have guessed, let the
+message name the thing, the place and the remedy, and keep it picklable (one positional argument:
+the message).
 """
 
 
@@ -45,7 +46,8 @@ class InvalidExperienceError(InvalidArgumentError):
 class UnknownNameError(InvalidArgumentError, LookupError):
     """A name that is not registered; the message says what is, and what was probably meant."""
 
-    __str__ = Exception.__str__  # LookupError would not change it, KeyError-like quoting must not creep in
+    # LookupError would not change it, KeyError-like quoting must not creep in
+    __str__ = Exception.__str__
 
 
 class ConflictError(TrinityBufferError, ValueError):

@@ -13,8 +13,8 @@ Key = int | str
 class EID:
     """Address of one experience: which batch, which task in it, which run, which step (turn) of the run.
 
-    ``suffix`` tells deliberate repetitions apart: ``""`` for the first attempt, ``"a1"`` for a second one. It is
-    never random: writing the same attempt twice must be writing it once.
+    ``suffix`` tells deliberate repetitions apart: ``""`` for the first attempt, ``"a1"`` for a
+    second one. It is never random: writing the same attempt twice must be writing it once.
     """
 
     batch: Key = ""

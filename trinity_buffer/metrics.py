@@ -14,11 +14,12 @@ def gather_metrics(
 ) -> dict[str, float]:
     """Return ``{prefix/name/stat: value}``, each the unweighted statistic over the groups that have ``name``.
 
-    Not-a-number values are left out of a statistic, as are values that are not numbers; a name without any
-    number yields nothing.
+    Not-a-number values are left out of a statistic, as are values that are not numbers; a name
+    without any number yields nothing.
 
     Raises:
-        ValueError: the list is empty (the reference does the same; callers that may have none catch it).
+        ValueError: the list is empty (the reference does the same; callers that may have none catch
+            it).
     """
     if not metric_list:
         raise ValueError("gather_metrics: the list of metrics is empty")

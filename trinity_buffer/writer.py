@@ -16,10 +16,12 @@ class WriteReceipt:
     """What became of one ``write``.
 
     Attributes:
-        position: place in the log of the event that holds (the last of) these experiences; 0: nothing was new.
+        position: place in the log of the event that holds (the last of) these experiences; 0:
+            nothing was new.
         written: how many experiences this call added.
         duplicates: how many were stored before with the same content.
-        rejected: how many were recorded, but will never be trained (``late``, ``invalid``); counted in ``written``.
+        rejected: how many were recorded, but will never be trained (``late``, ``invalid``); counted
+            in ``written``.
         uids: uid of every experience of the call, in its order, new or not.
     """
 
@@ -54,8 +56,8 @@ class BufferWriter(ABC):
 class StagedWriter(BufferWriter):
     """Keeps what a strategy writes until the consumer commits all of it, with its cursor, in one transaction.
 
-    ``groups`` holds one list per ``write`` call, in the order of the calls: that is how a strategy says which
-    experiences belong together.
+    ``groups`` holds one list per ``write`` call, in the order of the calls: that is how a strategy
+    says which experiences belong together.
     """
 
     groups: list[list[Experience]] = field(default_factory=list)

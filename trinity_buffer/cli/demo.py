@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ class Demo:
     explorers: int = 2
     chaos_every_s: float | None = None
     limit_s: float | None = None
-    console: Console = Console()
+    console: Console = field(default_factory=Console)
+    _supervisor: Supervisor = field(default_factory=lambda: Supervisor({}, Path()))
 
     def run(self) -> int:
         """Run to the end; return the exit code."""
@@ -81,13 +82,18 @@ class Demo:
         except KeyboardInterrupt:
             self.console.print("\nstopped; run the same command again to go on where it was")
             return 0
+        finally:
+            # again: an impatient second Ctrl-C may have cut the first one short
+            self._supervisor.stop()
 
     async def _run(self) -> int:
         begin = time.monotonic()
         async with open_store(self.paths.store) as store:
             experiment = await self._experiment(store)
             numbers = RunNumbers()
-            supervisor = Supervisor(self._commands(), self.paths.logs, self.chaos_every_s, self.config.seed)
+            supervisor = self._supervisor = Supervisor(
+                self._commands(), self.paths.logs, self.chaos_every_s, self.config.seed
+            )
             if not await experiment.is_finished():
                 supervisor.start()
                 try:
@@ -96,7 +102,9 @@ class Demo:
                     with anyio.CancelScope(shield=True):
                         await anyio.to_thread.run_sync(supervisor.stop)
             else:
-                self.console.print("this run is finished already; here is how it ended (--name starts another)")
+                self.console.print(
+                    "this run is finished already; here is how it ended (--name starts another)"
+                )
                 async for event in experiment.events():
                     numbers.take(event)
             return await self._conclude(experiment, numbers, supervisor, time.monotonic() - begin)
@@ -113,36 +121,55 @@ class Demo:
         common = ("--store", self.paths.store, "--experiment", self.experiment)
         commands = {
             f"explorer-{number}": command_of(
-                "explore", *common, "--actor", f"e{number}", "--acknowledge", str(self.paths.acknowledgements)
+                "explore",
+                *common,
+                "--actor",
+                f"e{number}",
+                "--acknowledge",
+                str(self.paths.acknowledgements),
             )
             for number in range(self.explorers)
         }
         commands["strategy"] = command_of("annotate", *common, "--follow")
-        commands["trainer"] = command_of("train", *common, "--follow", "--checkpoints", str(self.paths.checkpoints))
+        commands["trainer"] = command_of(
+            "train", *common, "--follow", "--checkpoints", str(self.paths.checkpoints)
+        )
         return commands
 
-    async def _watch(self, experiment: Experiment, numbers: RunNumbers, supervisor: Supervisor, begin: float) -> None:
+    async def _watch(
+        self, experiment: Experiment, numbers: RunNumbers, supervisor: Supervisor, begin: float
+    ) -> None:
         """Show the run until it is finished, its time is up, or a process cannot be kept alive."""
         async with AsyncExitStack() as stack:
             live = None
             if self.console.is_terminal:
-                live = stack.enter_context(Live(console=self.console, refresh_per_second=FRAMES_PER_S, transient=True))
+                live = stack.enter_context(
+                    Live(console=self.console, refresh_per_second=FRAMES_PER_S, transient=True)
+                )
             group = await stack.enter_async_context(anyio.create_task_group())
             group.start_soon(self._fold, experiment, numbers)
             said = 0.0
             while numbers.finished is None and not self._time_is_up(begin):
                 broken = supervisor.tend()
                 if broken is not None:
-                    self.console.print(f"[red]{broken.name} ends again and again: {broken.last_line()}")
+                    self.console.print(
+                        f"[red]{broken.name} ends again and again: {broken.last_line()}"
+                    )
                     self.console.print(f"its log: {broken.log}")
                     break
                 if live is not None:
                     title = f"{self.experiment} · {self.paths.store}"
-                    live.update(run_view.drawn(title, numbers, supervisor.children, supervisor.kills))
+                    live.update(
+                        run_view.drawn(title, numbers, supervisor.children, supervisor.kills)
+                    )
                 elif time.monotonic() - said >= PLAIN_LINE_EVERY_S:
                     said = time.monotonic()
                     kills = f"  killed {supervisor.kills}" if self.chaos_every_s else ""
-                    self.console.print(f"{said - begin:5.0f} s  {numbers.line()}{kills}", highlight=False, soft_wrap=True)
+                    self.console.print(
+                        f"{said - begin:5.0f} s  {numbers.line()}{kills}",
+                        highlight=False,
+                        soft_wrap=True,
+                    )
                 await anyio.sleep(1 / FRAMES_PER_S)  # the frame rate of what a person looks at
             if numbers.finished is not None:
                 await self._wait_for_children(supervisor)
@@ -165,11 +192,15 @@ class Demo:
         self, experiment: Experiment, numbers: RunNumbers, supervisor: Supervisor, seconds: float
     ) -> int:
         checkpoint = await self._last_checkpoint(experiment)
-        report = await verify(experiment, acknowledged=self.paths.acknowledgements, checkpoint=checkpoint)
+        report = await verify(
+            experiment, acknowledged=self.paths.acknowledgements, checkpoint=checkpoint
+        )
         accuracy = await anyio.to_thread.run_sync(self._accuracy, checkpoint)
         self._show(numbers, report, supervisor, seconds)
         self.console.print(f"accuracy {accuracy:.2f}", highlight=False, soft_wrap=True)
-        self.console.print(f"lost {report.lost}, duplicated {report.duplicated}", highlight=False, soft_wrap=True)
+        self.console.print(
+            f"lost {report.lost}, duplicated {report.duplicated}", highlight=False, soft_wrap=True
+        )
         return 0 if report.ok else 1
 
     async def _last_checkpoint(self, experiment: Experiment) -> Path | None:
@@ -178,18 +209,33 @@ class Demo:
 
     def _accuracy(self, checkpoint: Path | None) -> float:
         """Return the exact-match accuracy of the last committed weights on problems that nobody has seen."""
-        # torch is imported only here: while the run is on, this process must leave the cores to the others.
+        # torch is imported only here: while the run is on, this process must leave the cores to the
+        # others.
         from trinity_buffer.cli.roles import first_policy, task_of  # noqa: PLC0415
         from trinity_buffer.explorer.rollout import evaluate  # noqa: PLC0415
         from trinity_buffer.policy import load_policy  # noqa: PLC0415
 
-        policy = first_policy(self.config) if checkpoint is None else load_policy(checkpoint / "policy.safetensors")
+        policy = (
+            first_policy(self.config)
+            if checkpoint is None
+            else load_policy(checkpoint / "policy.safetensors")
+        )
         return evaluate(policy, task_of(self.config), 1000, seed=self.config.seed + 1_000_000)
 
-    def _show(self, numbers: RunNumbers, report: VerifyReport, supervisor: Supervisor, seconds: float) -> None:
+    def _show(
+        self, numbers: RunNumbers, report: VerifyReport, supervisor: Supervisor, seconds: float
+    ) -> None:
         say = self.console.print
-        say(f"reward   {run_view.sparkline([reward for _, reward in numbers.rewards])}", highlight=False, soft_wrap=True)
-        say(f"accuracy {run_view.sparkline([value for _, value in numbers.accuracies])}", highlight=False, soft_wrap=True)
+        say(
+            f"reward   {run_view.sparkline([reward for _, reward in numbers.rewards])}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        say(
+            f"accuracy {run_view.sparkline([value for _, value in numbers.accuracies])}",
+            highlight=False,
+            soft_wrap=True,
+        )
         say(
             f"{numbers.rollouts.total} rollouts, {numbers.step} gradient steps, {seconds:.0f} s"
             + (f", {supervisor.kills} processes killed" if supervisor.kills else ""),
@@ -198,11 +244,21 @@ class Demo:
         picture = str(self.paths.picture)
         if numbers.rewards and run_view.save_curve(picture, numbers, self.experiment):
             say(f"curve: {picture}", highlight=False, soft_wrap=True)
-        say(f"verify: {'everything holds' if report.ok else 'FAILED: ' + '; '.join(report.problems[:3])}")
+        say(
+            f"verify: {'everything holds' if report.ok else 'FAILED: ' + '; '.join(report.problems[:3])}"
+        )
         say(f"store: {self.paths.store}   logs: {self.paths.logs}", highlight=False, soft_wrap=True)
         say("try next:")
-        for command in ("stats", "groups --limit 5", "events --after 0 --kind StepsCommitted --limit 3"):
-            say(f"  trinity-buffer {command} --store {self.paths.store}", highlight=False, soft_wrap=True)
+        for command in (
+            "stats",
+            "groups --limit 5",
+            "events --after 0 --kind StepsCommitted --limit 3",
+        ):
+            say(
+                f"  trinity-buffer {command} --store {self.paths.store}",
+                highlight=False,
+                soft_wrap=True,
+            )
 
 
 def store_path(store: str | None, name: str) -> DemoPaths:
@@ -213,7 +269,9 @@ def store_path(store: str | None, name: str) -> DemoPaths:
         return DemoPaths(f"sqlite:///{base}.db", base)
     with suppress(StoreError):
         plain = store.removeprefix("sqlite:///")
-        return DemoPaths(store, Path(plain).with_suffix("") if "://" not in plain else Path("runs") / name)
+        return DemoPaths(
+            store, Path(plain).with_suffix("") if "://" not in plain else Path("runs") / name
+        )
     return DemoPaths(store, Path("runs") / name)
 
 

@@ -7,6 +7,7 @@ import sys
 import typer
 
 from trinity_buffer.cli import run_commands
+from trinity_buffer.cli.supervisor import end_with_parent
 from trinity_buffer.errors import TrinityBufferError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -15,6 +16,7 @@ run_commands.register(app)
 
 def main() -> None:
     """Run the command; our errors are one sentence and exit code 2."""
+    end_with_parent()
     try:
         app()
     except TrinityBufferError as error:

@@ -15,10 +15,14 @@ STORE_VARIABLE = "TRINITY_BUFFER_STORE"
 
 StoreOption = Annotated[
     str | None,
-    typer.Option("--store", help=f"Where: a path or URL. Default: ${STORE_VARIABLE}, else the newest runs/*.db."),
+    typer.Option(
+        "--store",
+        help=f"Where: a path or URL. Default: ${STORE_VARIABLE}, else the newest runs/*.db.",
+    ),
 ]
 ExperimentOption = Annotated[
-    str | None, typer.Option("--experiment", help="Which experiment, where the store has more than one.")
+    str | None,
+    typer.Option("--experiment", help="Which experiment, where the store has more than one."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -34,7 +38,9 @@ def chosen_store(store: str | None) -> str:
         return named
     files = sorted(Path("runs").glob("*.db"), key=lambda path: path.stat().st_mtime)
     if not files:
-        raise UnknownStoreError(f"no store: say --store, set ${STORE_VARIABLE}, or run `trinity-buffer demo` first")
+        raise UnknownStoreError(
+            f"no store: say --store, set ${STORE_VARIABLE}, or run `trinity-buffer demo` first"
+        )
     return f"sqlite:///{files[-1]}"
 
 
@@ -51,7 +57,11 @@ async def chosen_experiment(url: str, experiment: str | None) -> str:
         return experiment
     if experiment is not None or not names:
         known = ", ".join(names) or "none"
-        raise UnknownExperimentError(f"{url} holds no experiment {experiment or ''!r} (there: {known})")
+        raise UnknownExperimentError(
+            f"{url} holds no experiment {experiment or ''!r} (there: {known})"
+        )
     if len(names) > 1:
-        raise InvalidArgumentError(f"{url} holds several experiments, say which with --experiment: {', '.join(names)}")
+        raise InvalidArgumentError(
+            f"{url} holds several experiments, say which with --experiment: {', '.join(names)}"
+        )
     return names[0]

@@ -48,7 +48,13 @@ def use_one_thread() -> None:
 
 
 async def explore(
-    url: str, experiment: str, *, actor: str, acknowledgements: Path | None, max_batches: int | None, say: Say
+    url: str,
+    experiment: str,
+    *,
+    actor: str,
+    acknowledgements: Path | None,
+    max_batches: int | None,
+    say: Say,
 ) -> None:
     """Explore until the experiment is finished."""
     use_one_thread()
@@ -75,7 +81,13 @@ async def explore(
 
 
 async def annotate(
-    url: str, experiment: str, *, strategy: str | None, name: str | None, args: dict[str, Any] | None, follow: bool
+    url: str,
+    experiment: str,
+    *,
+    strategy: str | None,
+    name: str | None,
+    args: dict[str, Any] | None,
+    follow: bool,
 ) -> ConsumerReport:
     """Run the strategy of the run, or another one."""
     use_one_thread()
@@ -83,7 +95,9 @@ async def annotate(
         opened = await store.experiment(experiment)
         configured = opened.config.get("strategy_args", {}) if strategy is None else {}
         chosen = strategy or opened.config.get("strategy", "grpo")
-        return await run_strategy(opened, chosen, args if args is not None else configured, name=name, follow=follow)
+        return await run_strategy(
+            opened, chosen, args if args is not None else configured, name=name, follow=follow
+        )
 
 
 async def _config_of(url: str, experiment: str) -> RunConfig:
@@ -149,7 +163,9 @@ class _Evaluation:
         rules = self._config.evaluation
         if step % rules.every_steps and step != self._config.max_steps:
             return {}
-        self.accuracy = evaluate(self._trainer.policy, self._task, rules.problems, seed=self._config.seed + step)
+        self.accuracy = evaluate(
+            self._trainer.policy, self._task, rules.problems, seed=self._config.seed + step
+        )
         self.reached = rules.target_accuracy is not None and self.accuracy >= rules.target_accuracy
         return {"accuracy": self.accuracy}
 

@@ -3,29 +3,52 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import anyio
 import typer
 
-from trinity_buffer.cli.options import ExperimentOption, JsonOption, StoreOption, chosen_experiment, chosen_store
+from trinity_buffer.cli.options import (
+    ExperimentOption,
+    JsonOption,
+    StoreOption,
+    chosen_experiment,
+    chosen_store,
+)
 from trinity_buffer.errors import InvalidArgumentError
 
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a key of the configuration, as optimizer.learning_rate=3e-4.")
+    list[str] | None,
+    typer.Option(
+        "--set", help="Override a key of the configuration, as optimizer.learning_rate=3e-4."
+    ),
 ]
-ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML or YAML file with the configuration.")]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="TOML or YAML file with the configuration.")
+]
 
 
 def demo(
-    store: Annotated[str | None, typer.Option("--store", help="Where; by default runs/NAME.db.")] = None,
-    name: Annotated[str, typer.Option(help="Name of the run and of its files under runs/.")] = "demo",
-    task: Annotated[str, typer.Option(help="sort (digits) or guess (a hidden number, several turns).")] = "sort",
+    store: Annotated[
+        str | None, typer.Option("--store", help="Where; by default runs/NAME.db.")
+    ] = None,
+    name: Annotated[
+        str, typer.Option(help="Name of the run and of its files under runs/.")
+    ] = "demo",
+    task: Annotated[
+        str, typer.Option(help="sort (digits) or guess (a hidden number, several turns).")
+    ] = "sort",
     digits: Annotated[int, typer.Option(help="sort: how many digits.")] = 3,
     explorers: Annotated[int, typer.Option(help="How many explorer processes.")] = 2,
-    chaos: Annotated[bool, typer.Option("--chaos", help="Kill a random process every few seconds.")] = False,
-    chaos_every: Annotated[float, typer.Option(help="Seconds between two kills, on average.")] = 4.0,
+    chaos: Annotated[
+        bool, typer.Option("--chaos", help="Kill a random process every few seconds.")
+    ] = False,
+    chaos_every: Annotated[
+        float, typer.Option(help="Seconds between two kills, on average.")
+    ] = 4.0,
     limit: Annotated[float | None, typer.Option(help="Stop after so many seconds.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, problems and rollouts.")] = 0,
     config: ConfigOption = None,
@@ -55,7 +78,9 @@ def demo(
 
 
 def explore(
-    actor: Annotated[str, typer.Option(help="Name of this explorer; its batches are ACTOR-0, ACTOR-1, ...")],
+    actor: Annotated[
+        str, typer.Option(help="Name of this explorer; its batches are ACTOR-0, ACTOR-1, ...")
+    ],
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     config: ConfigOption = None,
@@ -75,23 +100,32 @@ def explore(
         url = chosen_store(store)
         name = await _prepared(url, experiment, config, overrides)
         path = None if acknowledge is None else acknowledge / f"{actor}.ack"
-        await roles.explore(url, name, actor=actor, acknowledgements=path, max_batches=batches, say=roles.plain)
+        await roles.explore(
+            url, name, actor=actor, acknowledgements=path, max_batches=batches, say=roles.plain
+        )
 
-    anyio.run(main)
+    _until_interrupted(anyio.run, main)
 
 
 def annotate(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
-    strategy: Annotated[str | None, typer.Option(help="Registered name; by default the experiment's.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the annotation set; by default the strategy's.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="Registered name; by default the experiment's.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the annotation set; by default the strategy's.")
+    ] = None,
     overrides: SetOption = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until the experiment is finished.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on until the experiment is finished.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a strategy over what is stored: advantages in, annotations out.
 
-    Example: trinity-buffer annotate --store runs/demo.db --strategy grpo --set epsilon=1e-5 --name grpo-5
+    Example: trinity-buffer annotate --store runs/demo.db --strategy grpo --set epsilon=1e-5 --name
+        grpo-5
     """
     from dataclasses import asdict  # noqa: PLC0415
 
@@ -102,7 +136,9 @@ def annotate(
         url = chosen_store(store)
         chosen = await chosen_experiment(url, experiment)
         args = overridden({}, overrides) if overrides else None
-        report = await roles.annotate(url, chosen, strategy=strategy, name=name, args=args, follow=follow)
+        report = await roles.annotate(
+            url, chosen, strategy=strategy, name=name, args=args, follow=follow
+        )
         if as_json:
             typer.echo(json.dumps(asdict(report)))
         else:
@@ -111,7 +147,7 @@ def annotate(
                 f"{report.waiting_groups} incomplete groups"
             )
 
-    anyio.run(main)
+    _until_interrupted(anyio.run, main)
 
 
 def train(
@@ -119,9 +155,15 @@ def train(
     experiment: ExperimentOption = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    checkpoints: Annotated[Path | None, typer.Option(help="Folder; by default beside the store.")] = None,
-    resume_from: Annotated[int | None, typer.Option(help="Rewind to this committed step first.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Wait for more; otherwise end with what is stored.")] = False,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Folder; by default beside the store.")
+    ] = None,
+    resume_from: Annotated[
+        int | None, typer.Option(help="Rewind to this committed step first.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Wait for more; otherwise end with what is stored.")
+    ] = False,
 ) -> None:
     """Train on annotated groups, and commit each checkpoint with what it was trained on.
 
@@ -133,17 +175,40 @@ def train(
     name = anyio.run(_prepared, url, experiment, config, overrides)
     folder = checkpoints or _beside(url)
     folder.mkdir(parents=True, exist_ok=True)
-    roles.train(url, name, checkpoints=folder, follow=follow, resume_from=resume_from, say=roles.plain)
+    _until_interrupted(
+        partial(
+            roles.train,
+            url,
+            name,
+            checkpoints=folder,
+            follow=follow,
+            resume_from=resume_from,
+            say=roles.plain,
+        )
+    )
+
+
+def _until_interrupted(run: Callable[..., Any], *args: Any) -> None:
+    """Run; Ctrl-C ends it cleanly: what was acknowledged is stored, the lease is released."""
+    try:
+        run(*args)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; run it again to go on")
+        raise typer.Exit(130) from None
 
 
 def _beside(url: str) -> Path:
     path = url.removeprefix("sqlite:///")
     if "://" in path:
-        raise InvalidArgumentError("a store on a server has no folder beside it: say --checkpoints FOLDER")
+        raise InvalidArgumentError(
+            "a store on a server has no folder beside it: say --checkpoints FOLDER"
+        )
     return Path(path).with_suffix(".checkpoints")
 
 
-async def _prepared(url: str, experiment: str | None, config: Path | None, overrides: list[str] | None) -> str:
+async def _prepared(
+    url: str, experiment: str | None, config: Path | None, overrides: list[str] | None
+) -> str:
     """Return the experiment's name; with a configuration, create it or record what changed."""
     if config is None and not overrides:
         return await chosen_experiment(url, experiment)
@@ -153,9 +218,15 @@ async def _prepared(url: str, experiment: str | None, config: Path | None, overr
     async with open_store(url) as store:
         names = await store.experiments()
         name = experiment or (names[0] if len(names) == 1 else "run")
-        known = of_experiment((await store.experiment(name)).config).model_dump() if name in names else {}
+        known = (
+            of_experiment((await store.experiment(name)).config).model_dump()
+            if name in names
+            else {}
+        )
         values = {**known, **(read_file(config) if config is not None else {})}
-        await store.experiment(name, config=resolved(overridden(values, overrides or [])).model_dump())
+        await store.experiment(
+            name, config=resolved(overridden(values, overrides or [])).model_dump()
+        )
         return name
 
 

@@ -1,6 +1,7 @@
 """The configuration of a run: one model, from defaults, a TOML or YAML file and dotted overrides, in this order.
 
-The resolved configuration is the first event of the experiment, and what every process of the run reads from there.
+The resolved configuration is the first event of the experiment, and what every process of the run
+reads from there.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class RunConfig(_Section):
     rollouts_per_group: int = Field(8, ge=1)
     groups_per_step: int = Field(16, ge=1)
     max_waiting_groups: int | None = Field(None, ge=1)
-    max_staleness: int | None = Field(2, ge=0, description="in policy versions, which are gradient steps")
+    max_staleness: int | None = Field(
+        2, ge=0, description="in policy versions, which are gradient steps"
+    )
     commit_every_steps: int = Field(1, ge=1)
     max_steps: int | None = Field(None, ge=1)
     tokens_per_microbatch: int | None = Field(None, ge=1)
@@ -148,7 +151,9 @@ def resolved(values: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}" for e in error.errors()]
+        problems = [
+            f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}" for e in error.errors()
+        ]
         raise InvalidArgumentError("; ".join(problems)) from error
 
 

@@ -84,7 +84,13 @@ class RunNumbers:
                 self.finished = None
 
     def _recorded(self, meta: dict[str, list[object]], at: float) -> None:
-        last = dict(zip(zip(meta["batch"], meta["task"], meta["run"], strict=True), meta["reward"], strict=True))
+        last = dict(
+            zip(
+                zip(meta["batch"], meta["task"], meta["run"], strict=True),
+                meta["reward"],
+                strict=True,
+            )
+        )
         rewards = [float(reward) for reward in last.values() if isinstance(reward, (int, float))]
         self.rollouts.add(len(last), at)
         versions = [version for version in meta["policy_version"] if isinstance(version, int)]
@@ -125,9 +131,13 @@ def sparkline(values: Sequence[float], width: int = 60, low: float = 0.0, high: 
     if not values:
         return ""
     size = max(1, len(values) // width)
-    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    means = [
+        sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)
+    ]
     scale = (len(BARS) - 1) / max(high - low, 1e-9)
-    return "".join(BARS[round(min(max(value - low, 0.0), high - low) * scale)] for value in means[-width:])
+    return "".join(
+        BARS[round(min(max(value - low, 0.0), high - low) * scale)] for value in means[-width:]
+    )
 
 
 def drawn(title: str, numbers: RunNumbers, children: Sequence[Child], kills: int) -> Panel:
@@ -135,7 +145,9 @@ def drawn(title: str, numbers: RunNumbers, children: Sequence[Child], kills: int
     now = time.time()
     top = Table.grid(padding=(0, 3))
     accuracy = "-" if numbers.accuracy is None else f"{numbers.accuracy:.3f}"
-    top.add_row("step", "accuracy", "reward", "rollouts/s", "steps/s", "waiting", "staleness", style="dim")
+    top.add_row(
+        "step", "accuracy", "reward", "rollouts/s", "steps/s", "waiting", "staleness", style="dim"
+    )
     top.add_row(
         str(numbers.step),
         Text(accuracy, style="bold green"),
@@ -151,7 +163,10 @@ def drawn(title: str, numbers: RunNumbers, children: Sequence[Child], kills: int
         again = f"restarted {child.restarts}×" if child.restarts else ""
         bottom.add_row(state, child.name, again, Text(child.last_line()[:90], style="dim"))
     curve = Text("reward   " + sparkline([reward for _, reward in numbers.rewards]), style="cyan")
-    footer = Text(f"{kills} processes killed so far" if kills else "Ctrl-C ends it; nothing is lost", style="dim")
+    footer = Text(
+        f"{kills} processes killed so far" if kills else "Ctrl-C ends it; nothing is lost",
+        style="dim",
+    )
     return Panel(Group(top, curve, Text(), bottom, footer), title=title, border_style="blue")
 
 
@@ -163,9 +178,16 @@ def save_curve(path: str, numbers: RunNumbers, title: str) -> bool:
         return False
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(*zip(*numbers.rewards, strict=True), ".", markersize=2, alpha=0.4, label="reward of a write")
+    axes.plot(
+        *zip(*numbers.rewards, strict=True), ".", markersize=2, alpha=0.4, label="reward of a write"
+    )
     if numbers.accuracies:
-        axes.plot(*zip(*numbers.accuracies, strict=True), "-o", markersize=3, label="exact match, fresh problems")
+        axes.plot(
+            *zip(*numbers.accuracies, strict=True),
+            "-o",
+            markersize=3,
+            label="exact match, fresh problems",
+        )
     axes.set(xlabel="gradient step (policy version)", ylim=(0, 1.02), title=title)
     axes.legend(loc="lower right")
     axes.grid(visible=True, alpha=0.3)

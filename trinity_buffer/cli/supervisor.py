@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +17,17 @@ from pathlib import Path
 RESTARTS_WITHOUT_CHAOS = 3
 FRIENDLY_EXIT_S = 1.2
 """How long a process has to end by itself before it is killed, which loses nothing but takes a repair next time."""
+
+ENDS_WITH_PARENT = "TRINITY_BUFFER_ENDS_WITH_PARENT"
+"""Environment variable that tells a process to end as with Ctrl-C when the one that started it is gone."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """If the environment says so, have the kernel interrupt this process when its parent dies (Linux only)."""
+    if os.environ.get(ENDS_WITH_PARENT) and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 @dataclass(slots=True)
@@ -72,11 +85,22 @@ class Supervisor:
         self._plan_kill()
 
     def _spawn(self, child: Child) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            ENDS_WITH_PARENT: "1",
+        }
         with child.log.open("ab") as log:
-            # A group of its own: Ctrl-C reaches the supervisor alone, which then asks the children one by one.
-            child.process = subprocess.Popen(  # noqa: S603 - our own command line
-                child.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            # A group of its own: Ctrl-C reaches the supervisor alone, which then asks the children
+            # one by one.
+            child.process = subprocess.Popen(
+                child.command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
             )
 
     def _plan_kill(self) -> None:
@@ -114,7 +138,19 @@ class Supervisor:
         return sum(child.alive for child in self.children)
 
     def stop(self, friendly_s: float = FRIENDLY_EXIT_S) -> None:
-        """Ask every process to end (as Ctrl-C does), and kill those that have not after ``friendly_s``."""
+        """Ask every process to end (as Ctrl-C does), and kill those that have not after ``friendly_s``.
+
+        A Ctrl-C meanwhile is ignored: what was started must be stopped.
+        """
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
+        try:
+            self._stop(friendly_s)
+        finally:
+            if in_main_thread:
+                signal.signal(signal.SIGINT, before)
+
+    def _stop(self, friendly_s: float) -> None:
         for child in self.children:
             if child.alive and child.process is not None:
                 child.process.send_signal(signal.SIGINT)

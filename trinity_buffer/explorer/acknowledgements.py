@@ -11,8 +11,8 @@ from trinity_buffer.writer import WriteReceipt
 class Acknowledgements:
     """An append-only file of uids, one per line, of receipts that `write` has returned.
 
-    ``trinity-buffer verify --acknowledged FOLDER`` compares such files with the log. A crash may leave the last line
-    unfinished; it is read as never written.
+    ``trinity-buffer verify --acknowledged FOLDER`` compares such files with the log. A crash may
+    leave the last line unfinished; it is read as never written.
     """
 
     def __init__(self, path: Path) -> None:

@@ -99,7 +99,10 @@ class Explorer:
                     batch = f"{self._settings.actor}-{number}"
                     tasks = list(range(self._settings.groups_per_batch))
                     planned = await self._writer.plan(
-                        batch, tasks, self._settings.rollouts_per_group, policy_version=lambda: self._version
+                        batch,
+                        tasks,
+                        self._settings.rollouts_per_group,
+                        policy_version=lambda: self._version,
                     )
                     if not planned:
                         return
@@ -130,10 +133,14 @@ class Explorer:
         self, policy: TransformerPolicy, version: int, batch: Key, pairs: Sequence[tuple[Key, int]]
     ) -> list[Experience]:
         torch.set_num_threads(1)
-        return rollout(policy, self._task, pairs, batch=batch, seed=self._settings.seed, policy_version=version)
+        return rollout(
+            policy, self._task, pairs, batch=batch, seed=self._settings.seed, policy_version=version
+        )
 
     async def _follow_policies(self) -> None:
-        async for _ in self._experiment.events(self._last_policy_at, follow=True, kinds=("PolicyPublished",)):
+        async for _ in self._experiment.events(
+            self._last_policy_at, follow=True, kinds=("PolicyPublished",)
+        ):
             await self._load_newest()
 
     async def _load_newest(self) -> None:
@@ -144,11 +151,18 @@ class Explorer:
             try:
                 policy = await anyio.to_thread.run_sync(load_policy, found.uri)
             except CheckpointError:
-                # The trainer keeps only its newest checkpoints: between the event and the file, a newer one came.
-                if (newer := await self._experiment.newest_policy()) and newer.position > found.position:
+                # The trainer keeps only its newest checkpoints: between the event and the file, a
+                # newer one came.
+                if (
+                    newer := await self._experiment.newest_policy()
+                ) and newer.position > found.position:
                     continue
                 raise
-            self._policy, self._version, self._last_policy_at = policy, found.version, found.position
+            self._policy, self._version, self._last_policy_at = (
+                policy,
+                found.version,
+                found.position,
+            )
 
 
 def _by_group(pairs: Sequence[tuple[Key, int]], groups: int) -> list[list[tuple[Key, int]]]:

@@ -12,7 +12,8 @@ import anyio
 async def running(*tasks: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
     """Run ``tasks`` while the body runs; cancel them when it ends.
 
-    An error of the body comes out as it is, not inside an exception group: callers catch errors by name.
+    An error of the body comes out as it is, not inside an exception group: callers catch errors by
+    name.
     """
     failure: Exception | None = None
     async with anyio.create_task_group() as group:

@@ -21,7 +21,11 @@ def make_durable(checkpoint: Path) -> str:
     """
     for file in _files(checkpoint):
         _fsync(file)
-    folders = {checkpoint.parent, *(p for p in checkpoint.rglob("*") if p.is_dir())} if checkpoint.is_dir() else set()
+    folders = (
+        {checkpoint.parent, *(p for p in checkpoint.rglob("*") if p.is_dir())}
+        if checkpoint.is_dir()
+        else set()
+    )
     for folder in (*folders, checkpoint if checkpoint.is_dir() else checkpoint.parent):
         _fsync(folder)
     return digest_of(checkpoint)
@@ -55,7 +59,11 @@ def require_digest(checkpoint: Path, digest: str) -> None:
 
 
 def _files(checkpoint: Path) -> list[Path]:
-    files = sorted(p for p in checkpoint.rglob("*") if p.is_file()) if checkpoint.is_dir() else [checkpoint]
+    files = (
+        sorted(p for p in checkpoint.rglob("*") if p.is_file())
+        if checkpoint.is_dir()
+        else [checkpoint]
+    )
     if not files or not all(file.is_file() for file in files):
         raise CheckpointError(
             f"checkpoint {checkpoint} is missing or empty: write it before commit(), or resume from an older step"

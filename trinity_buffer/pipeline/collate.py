@@ -1,6 +1,7 @@
 """From rows to micro-batches: full-length, token-aligned tensors, padded or packed, under one set of names.
 
-Element t describes token t; a response-aligned column is placed from ``prompt_length`` on, and position 0 holds 0.
+Element t describes token t; a response-aligned column is placed from ``prompt_length`` on, and
+position 0 holds 0.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ OPTIONAL = {"teacher_logprobs": "teacher_logprob"}
 class MicroBatch(Mapping[str, Any]):
     """A mapping of tensors; N rows, padded to ``[N, T]`` or packed to ``[T]``.
 
-    ``input_ids`` and ``position_ids`` int64, ``attention_mask`` and ``action_mask`` bool; ``rollout_logprob``,
-    ``old_logprob`` (the same tensor until the trainer recomputes it), ``advantages``, ``returns`` and
-    ``token_level_rewards`` float32; ``sample_index`` (slot in the manifest), ``group_index`` and ``step`` int32
-    ``[N]``; packed also ``cu_seqlens`` int32 ``[N + 1]`` and ``max_seqlen``.
+    ``input_ids`` and ``position_ids`` int64, ``attention_mask`` and ``action_mask`` bool;
+    ``rollout_logprob``, ``old_logprob`` (the same tensor until the trainer recomputes it),
+    ``advantages``, ``returns`` and ``token_level_rewards`` float32; ``sample_index`` (slot in the
+    manifest), ``group_index`` and ``step`` int32 ``[N]``; packed also ``cu_seqlens`` int32
+    ``[N + 1]`` and ``max_seqlen``.
 
     Attributes:
-        tensors: the mapping itself; assign to it what the trainer computes (``values``, ``ref_logprob``, ...).
+        tensors: the mapping itself; assign to it what the trainer computes (``values``,
+            ``ref_logprob``, ...).
         layout: sequence boundaries, and the denominators of the whole step.
         multi_modal_inputs: one mapping per row, name -> tensor.
         policy_versions: one per row, None where unknown.
@@ -88,10 +91,15 @@ def collate_step(
             world_size=world,
         )
         modal = [
-            {name: _moved(torch.from_numpy(np.array(value)), device) for name, value in inputs.items()}
+            {
+                name: _moved(torch.from_numpy(np.array(value)), device)
+                for name, value in inputs.items()
+            }
             for inputs in rows.multi_modal[chosen]
         ]
-        batches.append(MicroBatch(tensors, layout, modal, [row.policy_version for row in rows.meta[chosen]]))
+        batches.append(
+            MicroBatch(tensors, layout, modal, [row.policy_version for row in rows.meta[chosen]])
+        )
     return batches
 
 
@@ -125,7 +133,9 @@ def _columns(rows: LoadedRows) -> _Columns:
         if all(value is not None for value in values):
             responses[name] = values
     if any(not isinstance(mask, np.ndarray) for mask in masks):
-        raise InvalidArgumentError("a row of the step has no action mask; this stream trains single rows, not pairs")
+        raise InvalidArgumentError(
+            "a row of the step has no action mask; this stream trains single rows, not pairs"
+        )
     return _Columns(
         rows.column("tokens"),  # type: ignore[arg-type]
         [row.prompt_length for row in rows.meta],
@@ -144,7 +154,13 @@ def _padded(columns: _Columns, plan: MicroBatchPlan) -> dict[str, Any]:
     responses = {name: np.zeros((number, width), np.float32) for name in columns.responses}
     for i, row in enumerate(range(plan.start, plan.stop)):
         tokens[i, : lengths[i]] = columns.tokens[row]
-        _fill_row(columns, row, mask[i], {name: out[i] for name, out in responses.items()}, int(lengths[i]))
+        _fill_row(
+            columns,
+            row,
+            mask[i],
+            {name: out[i] for name, out in responses.items()},
+            int(lengths[i]),
+        )
     positions = torch.arange(width).expand(number, width)
     return {
         "input_ids": torch.from_numpy(tokens),
@@ -166,7 +182,13 @@ def _packed(columns: _Columns, plan: MicroBatchPlan) -> dict[str, Any]:
     responses = {name: np.zeros(total, np.float32) for name in columns.responses}
     for i, row in enumerate(chosen):
         place = slice(int(ends[i]), int(ends[i + 1]))
-        _fill_row(columns, row, mask[place], {name: out[place] for name, out in responses.items()}, int(lengths[i]))
+        _fill_row(
+            columns,
+            row,
+            mask[place],
+            {name: out[place] for name, out in responses.items()},
+            int(lengths[i]),
+        )
     tokens = np.concatenate([columns.tokens[row] for row in chosen]).astype(np.int64)
     positions = np.arange(total) - np.repeat(ends[:-1], lengths)
     return {
@@ -180,7 +202,9 @@ def _packed(columns: _Columns, plan: MicroBatchPlan) -> dict[str, Any]:
     }
 
 
-def _fill_row(columns: _Columns, row: int, mask: Array, responses: Mapping[str, Array], length: int) -> None:
+def _fill_row(
+    columns: _Columns, row: int, mask: Array, responses: Mapping[str, Array], length: int
+) -> None:
     """Place the response of one row into its slice of every column."""
     begin = columns.prompt_lengths[row]
     stored = columns.masks[row]

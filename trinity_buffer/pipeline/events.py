@@ -44,7 +44,9 @@ def decoded(experiment: str, stored: StoredEvent) -> Event:
         CodecError: the body is damaged, or of a newer version.
     """
     body = codec.decode_body(stored.kind, stored.body)
-    return Event(experiment, stored.position, stored.kind, stored.actor, stored.recorded_at / 1e6, body)
+    return Event(
+        experiment, stored.position, stored.kind, stored.actor, stored.recorded_at / 1e6, body
+    )
 
 
 def now_us() -> int:

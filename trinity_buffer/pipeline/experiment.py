@@ -52,7 +52,12 @@ class Experiment:
     """
 
     def __init__(
-        self, database: Database, group_commit: GroupCommit, key: int, name: str, config: Mapping[str, Any]
+        self,
+        database: Database,
+        group_commit: GroupCommit,
+        key: int,
+        name: str,
+        config: Mapping[str, Any],
     ) -> None:
         self.database = database
         self.key = key
@@ -64,7 +69,8 @@ class Experiment:
         """Return a writer for the process ``actor``; its experiences are checked against the experiment's schema.
 
         Args:
-            on_invalid: ``"raise"``, or ``"quarantine"``: record what is invalid as rejected and go on.
+            on_invalid: ``"raise"``, or ``"quarantine"``: record what is invalid as rejected and go
+                on.
         """
         from trinity_buffer.pipeline.sql_writer import SQLWriter  # noqa: PLC0415 - torch, which readers do not need
 
@@ -132,23 +138,30 @@ class Experiment:
         """Yield the stored experiences that match every given keyword, oldest first, decoded.
 
         Args:
-            families: the column families to load; an attribute of another one raises and says which to name.
+            families: the column families to load; an attribute of another one raises and says which
+                to name.
             include_refused: also what was recorded as late or invalid.
         """
         from trinity_buffer.pipeline.loading import load_experiences  # noqa: PLC0415 - torch
 
-        wanted = reads.Filter(batch, task, run, policy_version, reward_min, reward_max, include_refused)
+        wanted = reads.Filter(
+            batch, task, run, policy_version, reward_min, reward_max, include_refused
+        )
         after = -1
         while True:
             async with self.database.reading() as tx:
-                rows = await reads.experiences(tx, self.key, wanted, after=after, limit=EXPERIENCES_PER_PAGE)
+                rows = await reads.experiences(
+                    tx, self.key, wanted, after=after, limit=EXPERIENCES_PER_PAGE
+                )
             if not rows:
                 return
             for experience in await load_experiences(self.database, self.key, rows, families):
                 yield experience
             after = rows[-1].address
 
-    async def publish_policy(self, version: int, uri: str, *, digest: str = "", actor: str = "user") -> None:
+    async def publish_policy(
+        self, version: int, uri: str, *, digest: str = "", actor: str = "user"
+    ) -> None:
         """Record that the weights of policy ``version`` are at ``uri``; explorers that follow load them."""
         event = new_event("PolicyPublished", {"version": version, "uri": uri, "digest": digest})
         async with self.database.writing() as tx:

@@ -26,7 +26,8 @@ class PreparedWrite:
     """One call, encoded: everything that computes has happened.
 
     Attributes:
-        late: batches whose experiences are marked as refused already; a seal of any other batch stops the call.
+        late: batches whose experiences are marked as refused already; a seal of any other batch
+            stops the call.
     """
 
     experiment: int
@@ -157,12 +158,16 @@ class GroupCommit:
         if sealed:
             return Outcome(sealed=sealed)
         reached("inside-append")
-        positions = await log.append(tx, write.experiment, write.events, actor=write.actor, now_us=now_us())
+        positions = await log.append(
+            tx, write.experiment, write.events, actor=write.actor, now_us=now_us()
+        )
         return Outcome(position=positions[-1])
 
     async def _sealed(self, tx: AsyncConnection, write: PreparedWrite) -> frozenset[str]:
         batches = {str(eid.batch) for eid in write.eids} - write.late
-        return frozenset(await queries.sealed_among(tx, write.experiment, sorted(batches)) if batches else ())
+        return frozenset(
+            await queries.sealed_among(tx, write.experiment, sorted(batches)) if batches else ()
+        )
 
 
 class _SomebodyIsLate(IntegrityError):

@@ -1,8 +1,8 @@
 """When a group or a batch is complete, and in which order a strategy sees it.
 
-`Grouping` is a fold over the log that lives in memory and decides nothing durable: a consumer that restarts feeds it
-what is waiting and goes on. A group is ready when its planned runs are stored, when its batch is sealed, or at its
-deadline; a straggling group holds back nobody.
+`Grouping` is a fold over the log that lives in memory and decides nothing durable: a consumer that
+restarts feeds it what is waiting and goes on. A group is ready when its planned runs are stored,
+when its batch is sealed, or at its deadline; a straggling group holds back nobody.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ class GroupingRules:
     """How experiences become groups.
 
     Attributes:
-        rollouts_per_group: of batches that nobody planned; a plan says it itself. None: such a group waits for a seal
-            or its deadline.
-        deadline_s: seconds after its first experience at which a group is closed as it is; None: never.
-        incomplete: what becomes of a group that is closed before its planned runs are stored: ``"keep"`` gives the
-            strategy what is there, ``"reject"`` records all of it as rejected (``incomplete_group``).
+        rollouts_per_group: of batches that nobody planned; a plan says it itself. None: such a
+            group waits for a seal or its deadline.
+        deadline_s: seconds after its first experience at which a group is closed as it is; None:
+            never.
+        incomplete: what becomes of a group that is closed before its planned runs are stored:
+            ``"keep"`` gives the strategy what is there, ``"reject"`` records all of it as rejected
+            (``incomplete_group``).
     """
 
     rollouts_per_group: int | None = None
@@ -38,9 +40,13 @@ class GroupingRules:
 
     def __post_init__(self) -> None:
         if self.incomplete not in ("keep", "reject"):
-            raise InvalidArgumentError(f"incomplete={self.incomplete!r}: accepted are 'keep' and 'reject'")
+            raise InvalidArgumentError(
+                f"incomplete={self.incomplete!r}: accepted are 'keep' and 'reject'"
+            )
         if self.rollouts_per_group is not None and self.rollouts_per_group < 1:
-            raise InvalidArgumentError(f"rollouts_per_group={self.rollouts_per_group}: it must be at least 1")
+            raise InvalidArgumentError(
+                f"rollouts_per_group={self.rollouts_per_group}: it must be at least 1"
+            )
 
 
 @dataclass(slots=True)
@@ -94,8 +100,8 @@ class _Batch:
 class Grouping:
     """Collects rows into groups and says which are ready.
 
-    The owner asks `unknown` before it feeds a page of rows, and answers with `know_batch` or `know_decided` what the
-    database knows of them.
+    The owner asks `unknown` before it feeds a page of rows, and answers with `know_batch` or
+    `know_decided` what the database knows of them.
     """
 
     def __init__(self, unit: Unit, rules: GroupingRules) -> None:
@@ -108,17 +114,31 @@ class Grouping:
     @property
     def num_waiting(self) -> int:
         """How many experiences are seen and not decided."""
-        return sum(len(g.members) for b in self._batches.values() for g in b.groups.values() if not g.decided)
+        return sum(
+            len(g.members)
+            for b in self._batches.values()
+            for g in b.groups.values()
+            if not g.decided
+        )
 
     @property
     def num_waiting_groups(self) -> int:
         """How many groups have experiences that are not decided."""
-        return sum(1 for b in self._batches.values() for g in b.groups.values() if g.members and not g.decided)
+        return sum(
+            1
+            for b in self._batches.values()
+            for g in b.groups.values()
+            if g.members and not g.decided
+        )
 
     def unknown(self, rows: Iterable[ExperienceRow]) -> set[GroupKey]:
         """Return the groups of ``rows`` that are not in memory: new ones, or decided long ago."""
         keys = {(str(row.eid.batch), str(row.eid.task)) for row in rows}
-        return {key for key in keys if key[0] not in self._batches or key[1] not in self._batches[key[0]].groups}
+        return {
+            key
+            for key in keys
+            if key[0] not in self._batches or key[1] not in self._batches[key[0]].groups
+        }
 
     def knows(self, batch: str) -> bool:
         """Return whether the batch is in memory."""
@@ -157,17 +177,23 @@ class Grouping:
         group.runs.add(row.eid.run)
         if row.refused is None:
             group.members.append(row)
-            group.first_seen_us = at_us if group.first_seen_us is None else min(at_us, group.first_seen_us)
+            group.first_seen_us = (
+                at_us if group.first_seen_us is None else min(at_us, group.first_seen_us)
+            )
         self._candidates.add(batch)
 
     def seal(self, batch: str) -> None:
         """Close a batch: its groups are ready as they are."""
-        known = self._batches.setdefault(batch, _Batch(planned=False, rollouts=self.rules.rollouts_per_group))
+        known = self._batches.setdefault(
+            batch, _Batch(planned=False, rollouts=self.rules.rollouts_per_group)
+        )
         known.sealed = True
         self._candidates.add(batch)
 
     def _group(self, batch: str, task: str) -> Group:
-        known = self._batches.setdefault(batch, _Batch(planned=False, rollouts=self.rules.rollouts_per_group))
+        known = self._batches.setdefault(
+            batch, _Batch(planned=False, rollouts=self.rules.rollouts_per_group)
+        )
         if task not in known.groups:
             known.groups[task] = Group((batch, task), known.planned, known.rollouts)
         return known.groups[task]
@@ -192,9 +218,15 @@ class Grouping:
 
     def take_ready(self, now_us: int) -> list[ReadyUnit]:
         """Return, once, every unit that is ready, oldest batch first, and forget batches that are done."""
-        deadline_us = None if self.rules.deadline_s is None else now_us - int(self.rules.deadline_s * 1e6)
+        deadline_us = (
+            None if self.rules.deadline_s is None else now_us - int(self.rules.deadline_s * 1e6)
+        )
         if deadline_us is not None:
-            overdue = (key for key, g in self._open() if g.first_seen_us is not None and g.first_seen_us <= deadline_us)
+            overdue = (
+                key
+                for key, g in self._open()
+                if g.first_seen_us is not None and g.first_seen_us <= deadline_us
+            )
             self._candidates.update(overdue)
         units: list[ReadyUnit] = []
         for key in [key for key in self._batches if key in self._candidates]:
@@ -221,7 +253,10 @@ class Grouping:
             group.decided = True
         chunks = [ready] if self.unit == "batch" else [[group] for group in ready]
         return [
-            ReadyUnit(tuple(chunk), any(group.rollouts is not None and not group.complete for group in chunk))
+            ReadyUnit(
+                tuple(chunk),
+                any(group.rollouts is not None and not group.complete for group in chunk),
+            )
             for chunk in chunks
             if chunk
         ]

@@ -33,13 +33,19 @@ async def load_segments(
     for start in range(0, len(wanted), SEGMENTS_PER_READ):
         async with database.reading() as tx:
             parts = await segments.read(tx, wanted[start : start + SEGMENTS_PER_READ], families)
-        for (key, family), blob in (await anyio.to_thread.run_sync(partial(_joined, parts))).items():
+        for (key, family), blob in (
+            await anyio.to_thread.run_sync(partial(_joined, parts))
+        ).items():
             found[key][family] = blob
     return found
 
 
-def _joined(parts: dict[tuple[bytes, str], list[tuple[int, int, bytes]]]) -> dict[tuple[bytes, str], bytes]:
-    return {(key, family): segments.joined(key, family, some) for (key, family), some in parts.items()}
+def _joined(
+    parts: dict[tuple[bytes, str], list[tuple[int, int, bytes]]],
+) -> dict[tuple[bytes, str], bytes]:
+    return {
+        (key, family): segments.joined(key, family, some) for (key, family), some in parts.items()
+    }
 
 
 async def load_experiences(
@@ -47,7 +53,8 @@ async def load_experiences(
 ) -> list[Experience]:
     """Return the experiences of ``rows``, in their order, with the columns of ``families``.
 
-    Each carries its log address as ``address``. What a caller changes in its tensors never reaches the store.
+    Each carries its log address as ``address``. What a caller changes in its tensors never reaches
+    the store.
     """
     blobs = await load_segments(database, (row.segment for row in rows), families)
     async with database.reading() as tx:
@@ -63,7 +70,9 @@ async def load_experiences(
         for position, some in by_event.items():
             buffers = {family: bytearray(blob) for family, blob in blobs[some[0].segment].items()}
             slots = [slot_of(row.address) for row in some]
-            for row, experience in zip(some, decode_experiences(buffers, bodies[position]["meta"], slots), strict=True):
+            for row, experience in zip(
+                some, decode_experiences(buffers, bodies[position]["meta"], slots), strict=True
+            ):
                 experience.address = row.address
                 found[row.address] = experience
         return [found[row.address] for row in rows]

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-
-
 from trinity_buffer.errors import InvalidArgumentError
 
 LayoutName = Literal["padded", "packed"]
@@ -71,7 +69,9 @@ class Manifest:
             [[m.start, m.stop, m.width, m.rank] for m in self.microbatches],
             self.normalizer,
         ]
-        return hashlib.blake2b(json.dumps(content, separators=(",", ":")).encode(), digest_size=16).digest()
+        return hashlib.blake2b(
+            json.dumps(content, separators=(",", ":")).encode(), digest_size=16
+        ).digest()
 
     def body(self, consumer: str, token: int) -> dict[str, Any]:
         """Return the body of the `BatchLeased` event."""
@@ -125,9 +125,10 @@ def plan_microbatches(
 ) -> tuple[list[int], list[MicroBatchPlan]]:
     """Return an order of the rows, and the micro-batches over it.
 
-    A group lies on one rank; groups are dealt to the ranks by their tokens, the largest first. Within a rank, padded
-    rows are sorted by length so that little is padding. The budget counts what is computed: rows × width when padded,
-    tokens when packed; a row above it is a micro-batch of its own. Every rank gets the same number of micro-batches.
+    A group lies on one rank; groups are dealt to the ranks by their tokens, the largest first.
+    Within a rank, padded rows are sorted by length so that little is padding. The budget counts
+    what is computed: rows × width when padded, tokens when packed; a row above it is a micro-batch
+    of its own. Every rank gets the same number of micro-batches.
 
     Args:
         lengths: tokens of each row.
@@ -137,7 +138,9 @@ def plan_microbatches(
         InvalidArgumentError: fewer rows than ranks, or a budget that is not positive.
     """
     if tokens_per_microbatch is not None and tokens_per_microbatch < 1:
-        raise InvalidArgumentError(f"tokens_per_microbatch={tokens_per_microbatch}: it must be at least 1")
+        raise InvalidArgumentError(
+            f"tokens_per_microbatch={tokens_per_microbatch}: it must be at least 1"
+        )
     order: list[int] = []
     per_rank = []
     for rows in _deal(lengths, groups, world_size):
@@ -197,6 +200,8 @@ def _split_to(chunks: list[list[int]], number: int) -> list[list[int]]:
         longest = max(range(len(chunks)), key=lambda i: len(chunks[i]))
         rows = chunks[longest]
         if len(rows) < 2:
-            raise InvalidArgumentError("a rank has fewer rows than another has micro-batches: raise groups_per_step")
+            raise InvalidArgumentError(
+                "a rank has fewer rows than another has micro-batches: raise groups_per_step"
+            )
         chunks[longest : longest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
     return chunks

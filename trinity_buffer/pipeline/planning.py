@@ -97,7 +97,11 @@ _WAIT = object()
 
 
 async def _may_plan(
-    tx: AsyncConnection, experiment: int, actor: str, body: dict[str, Any], version: int | Callable[[], int] | None
+    tx: AsyncConnection,
+    experiment: int,
+    actor: str,
+    body: dict[str, Any],
+    version: int | Callable[[], int] | None,
 ) -> object:
     """Return None: plan it now; True: it is planned already; False: the experiment is finished; or `_WAIT`."""
     existing = await queries.batch_row(tx, experiment, body["batch"])
@@ -120,7 +124,9 @@ async def _may_plan(
 def _same_plan(existing: queries.BatchRow, actor: str, body: dict[str, Any]) -> bool:
     key = body["batch"]
     if existing.planned_at is None:
-        raise ConflictingPlanError(f"batch {key!r} was sealed without a plan; choose another batch id")
+        raise ConflictingPlanError(
+            f"batch {key!r} was sealed without a plan; choose another batch id"
+        )
     if existing.actor != actor:
         raise ConflictingPlanError(
             f"batch {key!r} is planned by {existing.actor!r}; a batch has one actor, so {actor!r} needs an id of its own"
@@ -138,9 +144,13 @@ def _check(batch: Key, tasks: Sequence[Key], rollouts_per_group: int) -> None:
     if not isinstance(batch, (int, str)) or "/" in str(batch) or batch == "":
         raise InvalidArgumentError(f"batch {batch!r}: a batch id is a number or a text without '/'")
     if not tasks or len({str(task) for task in tasks}) != len(tasks):
-        raise InvalidArgumentError(f"batch {batch!r}: a plan needs at least one task, and each only once")
+        raise InvalidArgumentError(
+            f"batch {batch!r}: a plan needs at least one task, and each only once"
+        )
     if rollouts_per_group < 1:
-        raise InvalidArgumentError(f"batch {batch!r}: rollouts_per_group={rollouts_per_group}, it must be at least 1")
+        raise InvalidArgumentError(
+            f"batch {batch!r}: rollouts_per_group={rollouts_per_group}, it must be at least 1"
+        )
 
 
 async def missing(database: Database, experiment: int, batch: Key) -> list[tuple[Key, int]]:

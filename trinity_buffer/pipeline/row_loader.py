@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import anyio.to_thread
-import numpy as np
 import numpy.typing as npt
 
 from trinity_buffer.codec import Column, Segment, decode_segment
@@ -122,9 +121,7 @@ class RowLoader:
         keys = {row.segment for row in meta} | {key for key in annotations.values() if key}
         missing = [key for key in keys if key not in self._segments]
         loaded = await load_segments(self._database, missing, (*FAMILIES, "annotation"))
-        return await anyio.to_thread.run_sync(
-            self._gather, manifest, meta, annotations, loaded
-        )
+        return await anyio.to_thread.run_sync(self._gather, manifest, meta, annotations, loaded)
 
     async def _keys_of(self, positions: set[int]) -> dict[int, bytes | None]:
         """Return position of an annotation event -> key of its segment; None: it has no tensors."""
@@ -165,7 +162,11 @@ class RowLoader:
             raise DamagedSegmentError("an experience of the step has no tokens: run `verify`")
         heavy = [name for name in columns if name.startswith("multi_modal_inputs.")]
         modal = [
-            {name.partition(".")[2]: columns[name][i] for name in heavy if columns[name][i] is not None}
+            {
+                name.partition(".")[2]: columns[name][i]
+                for name in heavy
+                if columns[name][i] is not None
+            }
             for i in range(total)
         ]
         return LoadedRows(meta, columns, modal)

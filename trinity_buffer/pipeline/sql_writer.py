@@ -9,7 +9,11 @@ from typing import Literal
 import anyio.to_thread
 
 from trinity_buffer.crash_points import reached
-from trinity_buffer.errors import ConflictingExperienceError, InvalidArgumentError, InvalidExperienceError
+from trinity_buffer.errors import (
+    ConflictingExperienceError,
+    InvalidArgumentError,
+    InvalidExperienceError,
+)
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.pipeline import planning
@@ -52,7 +56,9 @@ class SQLWriter(BufferWriter):
         on_invalid: OnInvalid = "raise",
     ) -> None:
         if on_invalid not in ("raise", "quarantine"):
-            raise InvalidArgumentError(f"on_invalid={on_invalid!r}: accepted are 'raise' and 'quarantine'")
+            raise InvalidArgumentError(
+                f"on_invalid={on_invalid!r}: accepted are 'raise' and 'quarantine'"
+            )
         self._database = database
         self._group_commit = group_commit
         self._experiment = experiment
@@ -64,13 +70,13 @@ class SQLWriter(BufferWriter):
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
         """Record ``experiences``; on return they are durable.
 
-        All of the call is written, or nothing: calls that run at the same time share a transaction, but not their
-        fate. What is stored already with the same content is counted as a duplicate; what belongs to a sealed batch
-        is recorded as rejected (``late``).
+        All of the call is written, or nothing: calls that run at the same time share a transaction,
+        but not their fate. What is stored already with the same content is counted as a duplicate;
+        what belongs to a sealed batch is recorded as rejected (``late``).
 
         Raises:
-            InvalidExperienceError: a field that cannot be right (with ``on_invalid="quarantine"`` it is recorded as
-                rejected instead).
+            InvalidExperienceError: a field that cannot be right (with ``on_invalid="quarantine"``
+                it is recorded as rejected instead).
             ConflictingExperienceError: an EID is stored with other content.
         """
         given = list(experiences)
@@ -107,11 +113,13 @@ class SQLWriter(BufferWriter):
     ) -> bool:
         """Record what the batch will hold, before it is generated; the same again is a no-op.
 
-        Waits until the trainer needs more (see `planning.Admission`): backpressure comes before generation.
+        Waits until the trainer needs more (see `planning.Admission`): backpressure comes before
+        generation.
 
         Args:
-            policy_version: the version that will generate, for the bound on staleness; a function is asked again at
-                each look, so that an explorer that loads newer weights meanwhile gets on.
+            policy_version: the version that will generate, for the bound on staleness; a function
+                is asked again at each look, so that an explorer that loads newer weights meanwhile
+                gets on.
 
         Returns:
             True once planned; False if the experiment finished before there was room.
@@ -120,7 +128,13 @@ class SQLWriter(BufferWriter):
             ConflictingPlanError: the batch is planned with other tasks, or by another actor.
         """
         return await planning.plan(
-            self._database, self._experiment, self.actor, batch, tasks, rollouts_per_group, policy_version
+            self._database,
+            self._experiment,
+            self.actor,
+            batch,
+            tasks,
+            rollouts_per_group,
+            policy_version,
         )
 
     async def missing(self, batch: Key) -> list[tuple[Key, int]]:
@@ -185,7 +199,9 @@ class SQLWriter(BufferWriter):
                 found[experience.eid] = "invalid"
         return found
 
-    def _prepare(self, parts: Sequence[_Part], invalid: Mapping[EID, str], late: frozenset[str]) -> PreparedWrite:
+    def _prepare(
+        self, parts: Sequence[_Part], invalid: Mapping[EID, str], late: frozenset[str]
+    ) -> PreparedWrite:
         events = []
         for part in parts:
             refused = {
@@ -194,7 +210,12 @@ class SQLWriter(BufferWriter):
                 if str(experience.eid.batch) in late or experience.eid in invalid
             }
             sizes = {family: len(blob) for family, blob in part.encoded.families.items()}
-            body = {"segment": part.key, "families": sizes, "meta": part.encoded.meta, "refused": refused}
+            body = {
+                "segment": part.key,
+                "families": sizes,
+                "meta": part.encoded.meta,
+                "refused": refused,
+            }
             events.append(new_event("ExperiencesRecorded", body))
         return PreparedWrite(
             self._experiment,
@@ -221,7 +242,15 @@ def _distinct(experiences: Sequence[Experience]) -> list[Experience]:
     repeated = [e for e in experiences if by_eid.setdefault(_as_text(e.eid), e) is not e]
     for experience in repeated:
         first = by_eid[_as_text(experience.eid)]
-        if len({*encode_experiences([first]).meta["digest"], *encode_experiences([experience]).meta["digest"]}) > 1:
+        if (
+            len(
+                {
+                    *encode_experiences([first]).meta["digest"],
+                    *encode_experiences([experience]).meta["digest"],
+                }
+            )
+            > 1
+        ):
             raise ConflictingExperienceError(
                 f"experience {experience.eid.uid} comes twice in one write, with two contents; "
                 "give a deliberate second attempt another suffix, such as 'a1'"
@@ -234,7 +263,9 @@ def _as_text(eid: EID) -> EID:
     return replace(eid, batch=str(eid.batch), task=str(eid.task))
 
 
-def _without_known(parts: Sequence[_Part], known: Mapping[EID, tuple[int, bytes]]) -> list[Experience]:
+def _without_known(
+    parts: Sequence[_Part], known: Mapping[EID, tuple[int, bytes]]
+) -> list[Experience]:
     new = []
     for part in parts:
         for experience, digest in zip(part.experiences, part.encoded.meta["digest"], strict=True):

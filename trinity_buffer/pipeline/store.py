@@ -37,17 +37,25 @@ class Store:
             return list(await log.experiment_names(tx))
 
     async def experiment(
-        self, name: str, *, config: Mapping[str, Any] | None = None, schema: str = "experience", actor: str = "user"
+        self,
+        name: str,
+        *,
+        config: Mapping[str, Any] | None = None,
+        schema: str = "experience",
+        actor: str = "user",
     ) -> Experiment:
         """Open the experiment ``name``; with a ``config``, create it or record what changed.
 
         Args:
-            config: what the run is configured with, JSON values only. It is the experiment's first event; where it
-                differs later, a ``ConfigurationChanged`` event says which keys. None: the experiment must exist.
-            schema: what its experiences must have: ``experience``, ``sft``, ``dpo`` or ``cpt``. It cannot change.
+            config: what the run is configured with, JSON values only. It is the experiment's first
+                event; where it differs later, a ``ConfigurationChanged`` event says which keys.
+                None: the experiment must exist.
+            schema: what its experiences must have: ``experience``, ``sft``, ``dpo`` or ``cpt``. It
+                cannot change.
 
         Raises:
-            UnknownExperimentError: there is none, and no ``config`` to create it with (or the store is read-only).
+            UnknownExperimentError: there is none, and no ``config`` to create it with (or the store
+                is read-only).
             InvalidArgumentError: a key of identity (the schema) would change.
         """
         async with self.database.reading() as tx:
@@ -65,7 +73,9 @@ class Store:
         key, stored = await self._create_or_change(name, wanted, actor)
         return Experiment(self.database, self._group_commit, key, name, stored)
 
-    async def _create_or_change(self, name: str, wanted: dict[str, Any], actor: str) -> tuple[int, dict[str, Any]]:
+    async def _create_or_change(
+        self, name: str, wanted: dict[str, Any], actor: str
+    ) -> tuple[int, dict[str, Any]]:
         if not name or len(name) > 255:
             raise InvalidArgumentError(f"experiment {name!r}: a name has 1 to 255 characters")
         created = new_event("ExperimentCreated", {"config": wanted})
@@ -77,7 +87,11 @@ class Store:
                 await log.append(tx, key, [created], actor=actor, now_us=now_us())
                 return key, wanted
             before = found[0]
-            changes = {k: [before.get(k), v] for k, v in wanted.items() if k not in before or before[k] != v}
+            changes = {
+                k: [before.get(k), v]
+                for k, v in wanted.items()
+                if k not in before or before[k] != v
+            }
             for identity in IDENTITY_KEYS & changes.keys():
                 raise InvalidArgumentError(
                     f"experiment {name!r} has {identity}={before.get(identity)!r}, which cannot become "
@@ -99,8 +113,9 @@ async def open_store(
     Args:
         url: ``sqlite:///runs/sort.db`` (or just the path) or ``postgresql://user@host/database``.
         read_only: change nothing, neither the database nor the content of its write-ahead log.
-        durability: of SQLite. ``"normal"`` survives kill -9 of any process, but a power loss may take the last
-            commits (never a part of one); ``"full"`` waits for the disk at each commit.
+        durability: of SQLite. ``"normal"`` survives kill -9 of any process, but a power loss may
+            take the last commits (never a part of one); ``"full"`` waits for the disk at each
+            commit.
 
     Raises:
         UnknownStoreError: nothing there to read, a missing folder, or a database that is not ours.

@@ -12,7 +12,12 @@ import anyio.to_thread
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.algorithm.add_strategy import AddStrategy, compose
 from trinity_buffer.crash_points import reached
-from trinity_buffer.errors import ConflictingStrategyError, CursorConflictError, InvalidArgumentError, UnknownNameError
+from trinity_buffer.errors import (
+    ConflictingStrategyError,
+    CursorConflictError,
+    InvalidArgumentError,
+    UnknownNameError,
+)
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotation_encoding import encode_annotations
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
@@ -20,7 +25,6 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.grouping import Group, Grouping, GroupingRules, GroupKey, ReadyUnit
 from trinity_buffer.pipeline.loading import load_experiences
 from trinity_buffer.store import log, queries, segments
-from trinity_buffer.store.address import address_of, first_address
 from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import NewEvent, StoredEvent
 from trinity_buffer.store.queries import ExperienceRow, typed_rows_of_event
@@ -65,11 +69,13 @@ class _Decision:
 class StrategyConsumer:
     """Runs one strategy over one experiment; its annotations form the set ``name``.
 
-    Any number of processes may run the same name: each unit is decided once, whoever comes second reads on.
+    Any number of processes may run the same name: each unit is decided once, whoever comes second
+    reads on.
 
     Args:
         experiment: whose log is read.
-        strategy: a registered name, an `AddStrategy` class, or a list of them (filters first, one commit).
+        strategy: a registered name, an `AddStrategy` class, or a list of them (filters first, one
+            commit).
         args: constructor arguments of the strategy (of a list: name -> arguments).
         name: of the annotation set; by default the strategy's registered name.
         rules: how experiences become groups; by default as the experiment is configured.
@@ -88,8 +94,10 @@ class StrategyConsumer:
         self._staged = StagedWriter()
         listed = [strategy] if isinstance(strategy, (str, type)) else list(strategy)
         names = [_name_of(one) for one in listed]
-        self.strategy = compose(self._staged, listed, args or {}) if len(listed) > 1 else _make(
-            listed[0], self._staged, args or {}
+        self.strategy = (
+            compose(self._staged, listed, args or {})
+            if len(listed) > 1
+            else _make(listed[0], self._staged, args or {})
         )
         self.name = name or "+".join(names)
         self.rules = rules or GroupingRules(
@@ -128,7 +136,9 @@ class StrategyConsumer:
             if not follow or await self.experiment.is_finished():
                 return self._report()
             deadline = self._grouping.next_deadline_us()
-            await changes.changed(state, None if deadline is None else max(0.0, (deadline - now_us()) / 1e6))
+            await changes.changed(
+                state, None if deadline is None else max(0.0, (deadline - now_us()) / 1e6)
+            )
 
     def _report(self) -> ConsumerReport:
         waiting, groups = self._grouping.num_waiting, self._grouping.num_waiting_groups
@@ -145,10 +155,13 @@ class StrategyConsumer:
             await self._decide([], late)
         return bool(read or units or late)
 
-    # -- what is known ------------------------------------------------------------------------------------------
+    # -- what is known
+    # ------------------------------------------------------------------------------------------
 
     async def _register(self) -> None:
-        event = new_event("ConsumerRegistered", {"consumer": self.name, "kind": "strategy", "config": self.config})
+        event = new_event(
+            "ConsumerRegistered", {"consumer": self.name, "kind": "strategy", "config": self.config}
+        )
         database, key = self.experiment.database, self.experiment.key
         async with database.reading() as tx:
             row = await queries.consumer_row(tx, key, self.name)
@@ -178,7 +191,9 @@ class StrategyConsumer:
         after = -1
         while True:
             async with database.reading() as tx:
-                page = await queries.waiting_rows(tx, key, self.name, after=after, limit=WAITING_PER_PAGE)
+                page = await queries.waiting_rows(
+                    tx, key, self.name, after=after, limit=WAITING_PER_PAGE
+                )
             if not page:
                 return
             await self._learn(self._grouping.unknown(page), set(), seen=self._seen)
@@ -193,14 +208,24 @@ class StrategyConsumer:
             head = await log.head(tx, key)
             if head == self._seen:
                 return False
-            page = await log.read_after(tx, key, self._seen, limit=EVENTS_PER_PAGE, kinds=_KINDS, up_to=head)
+            page = await log.read_after(
+                tx, key, self._seen, limit=EVENTS_PER_PAGE, kinds=_KINDS, up_to=head
+            )
         seen = page[-1].position if len(page) == EVENTS_PER_PAGE else head
-        bodies = await anyio.to_thread.run_sync(lambda: [decoded("", stored).body for stored in page])
+        bodies = await anyio.to_thread.run_sync(
+            lambda: [decoded("", stored).body for stored in page]
+        )
         rows = []
         for stored, body in zip(page, bodies, strict=True):
             if stored.kind == "ExperiencesRecorded":
-                rows += [(row, stored.recorded_at) for row in typed_rows_of_event(stored.position, body)]
-        sealed = {str(body["batch"]) for stored, body in zip(page, bodies, strict=True) if stored.kind == "BatchSealed"}
+                rows += [
+                    (row, stored.recorded_at) for row in typed_rows_of_event(stored.position, body)
+                ]
+        sealed = {
+            str(body["batch"])
+            for stored, body in zip(page, bodies, strict=True)
+            if stored.kind == "BatchSealed"
+        }
         await self._learn(self._grouping.unknown(row for row, _ in rows), sealed, seen=self._seen)
         for row, at_us in rows:
             self._grouping.record(row, at_us)
@@ -212,7 +237,13 @@ class StrategyConsumer:
     def _take_in_batch(self, stored: StoredEvent, body: Mapping[str, Any]) -> None:
         if stored.kind == "BatchPlanned":
             row = queries.BatchRow(
-                body["batch"], stored.actor, body["rollouts_per_group"], stored.position, None, None, tuple(body["tasks"])
+                body["batch"],
+                stored.actor,
+                body["rollouts_per_group"],
+                stored.position,
+                None,
+                None,
+                tuple(body["tasks"]),
             )
             self._grouping.know_batch(row, sealed=False)
         elif stored.kind == "BatchSealed":
@@ -220,7 +251,9 @@ class StrategyConsumer:
 
     async def _learn(self, groups: set[GroupKey], batches: set[str], *, seen: int) -> None:
         """Tell the grouping what the database knows of groups and batches that are not in its memory."""
-        names = sorted({batch for batch, _ in groups} | {b for b in batches if not self._grouping.knows(b)})
+        names = sorted(
+            {batch for batch, _ in groups} | {b for b in batches if not self._grouping.knows(b)}
+        )
         if not names:
             return
         database, key = self.experiment.database, self.experiment.key
@@ -231,12 +264,15 @@ class StrategyConsumer:
             decided = await queries.decided_groups(tx, key, self.name, asked, cursor=seen)
             refused = await queries.refused_runs(tx, key, asked, cursor=seen)
         for batch in known.values():
-            self._grouping.know_batch(batch, sealed=batch.sealed_at is not None and batch.sealed_at <= seen)
+            self._grouping.know_batch(
+                batch, sealed=batch.sealed_at is not None and batch.sealed_at <= seen
+            )
         self._grouping.know_decided(decided)
         for group, run in refused:
             self._grouping.know_run(group, run)
 
-    # -- what is decided ----------------------------------------------------------------------------------------
+    # -- what is decided
+    # ----------------------------------------------------------------------------------------
 
     async def _decide(self, units: Sequence[ReadyUnit], late: Sequence[ExperienceRow]) -> None:
         """Run the strategy over ``units`` and commit everything it said, with the cursor."""
@@ -253,7 +289,9 @@ class StrategyConsumer:
         self._annotated += decision.annotated
         self._rejected += decision.rejected
 
-    async def _compute(self, units: Sequence[ReadyUnit], late: Sequence[ExperienceRow]) -> _Decision:
+    async def _compute(
+        self, units: Sequence[ReadyUnit], late: Sequence[ExperienceRow]
+    ) -> _Decision:
         written: list[list[Experience]] = []
         reasons = {row.address: "late" for row in late}
         planned: dict[str, bool] = {}
@@ -261,12 +299,18 @@ class StrategyConsumer:
         given: set[int] = set()
         for unit in units:
             groups, incomplete = self._sorted_out(unit)
-            reasons.update({row.address: "incomplete_group" for group in incomplete for row in group.members})
-            planned.update({f"{group.key[0]}/{group.key[1]}": group.planned for group in unit.groups})
+            reasons.update(
+                {row.address: "incomplete_group" for group in incomplete for row in group.members}
+            )
+            planned.update(
+                {f"{group.key[0]}/{group.key[1]}": group.planned for group in unit.groups}
+            )
             rows = ReadyUnit(tuple(groups), incomplete=False).rows
             if not rows:
                 continue
-            experiences = await load_experiences(self.experiment.database, self.experiment.key, rows, self._families)
+            experiences = await load_experiences(
+                self.experiment.database, self.experiment.key, rows, self._families
+            )
             _, found = await self.strategy.add(experiences, self._calls)
             self._calls += 1
             metrics.append({name: float(value) for name, value in found.items()})
@@ -284,7 +328,9 @@ class StrategyConsumer:
                 f"strategy {self.name!r} both wrote and rejected {len(contradictory)} experiences of one unit"
             )
         left_out = sum(is_planned and tid not in kept for tid, is_planned in planned.items())
-        return await anyio.to_thread.run_sync(self._encode, kept, planned, reasons, left_out, metrics)
+        return await anyio.to_thread.run_sync(
+            self._encode, kept, planned, reasons, left_out, metrics
+        )
 
     def _sorted_out(self, unit: ReadyUnit) -> tuple[list[Group], list[Group]]:
         """Return the groups that the strategy sees, and those that are rejected because they are incomplete."""
@@ -337,10 +383,14 @@ def _name_of(strategy: str | type[AddStrategy]) -> str:
     return known.get(strategy, strategy.__name__)
 
 
-def _make(strategy: str | type[AddStrategy], writer: StagedWriter, args: Mapping[str, Any]) -> AddStrategy:
+def _make(
+    strategy: str | type[AddStrategy], writer: StagedWriter, args: Mapping[str, Any]
+) -> AddStrategy:
     kind = ADD_STRATEGY.get(strategy) if isinstance(strategy, str) else strategy
     if not (isinstance(kind, type) and issubclass(kind, AddStrategy)):
-        raise UnknownNameError(f"{strategy!r} is not an AddStrategy; known are {', '.join(ADD_STRATEGY.names())}")
+        raise UnknownNameError(
+            f"{strategy!r} is not an AddStrategy; known are {', '.join(ADD_STRATEGY.names())}"
+        )
     return kind(writer, **args)
 
 
@@ -391,17 +441,24 @@ async def run_strategy(
         strategy: a registered name, an `AddStrategy` class, or a list of them.
         args: constructor arguments, such as ``{"epsilon": 1e-6}``.
         name: of the annotation set; by default the strategy's name.
-        follow: go on until an ``ExperimentFinished`` event; otherwise end when what is stored is decided.
+        follow: go on until an ``ExperimentFinished`` event; otherwise end when what is stored is
+            decided.
         grouping: fields of `GroupingRules`; by default the experiment's configuration.
 
     Raises:
         ConflictingStrategyError: the annotation set exists with another configuration.
         UnknownNameError: no such strategy.
     """
-    defaults = {field: experiment.config[field] for field in GroupingRules.__slots__ if field in experiment.config}
+    defaults = {
+        field: experiment.config[field]
+        for field in GroupingRules.__slots__
+        if field in experiment.config
+    }
     try:
         rules = GroupingRules(**{**defaults, **grouping})
     except TypeError as error:
         accepted = ", ".join(GroupingRules.__slots__)
         raise InvalidArgumentError(f"run_strategy: {error}; accepted are {accepted}") from error
-    return await StrategyConsumer(experiment, strategy, args, name=name, rules=rules).run(follow=follow)
+    return await StrategyConsumer(experiment, strategy, args, name=name, rules=rules).run(
+        follow=follow
+    )

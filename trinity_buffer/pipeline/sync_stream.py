@@ -53,7 +53,9 @@ class SyncTrainStream:
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Record that every delivered step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`."""
-        self._portal.call(partial(self._stream.commit, step, checkpoint, policy, environment, metrics))
+        self._portal.call(
+            partial(self._stream.commit, step, checkpoint, policy, environment, metrics)
+        )
 
     def finish(self, reason: str) -> None:
         """Record that the experiment is finished: explorers and strategies that follow it end."""
@@ -73,10 +75,19 @@ async def _opened(url: str, experiment: str, options: dict[str, Any]) -> AsyncIt
 def open_train_stream(url: str, *, experiment: str, **options: Any) -> Iterator[SyncTrainStream]:
     """Open the stream of gradient steps of ``experiment`` in the store at ``url``; see `StreamOptions`.
 
-    Closing it releases the lease. Steps that were delivered and not committed are served again to the next process.
+    Closing it releases the lease. Steps that were delivered and not committed are served again to
+    the next process.
     """
+    failure: BaseException | None = None
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(_opened(url, experiment, options)) as stream,
     ):
-        yield SyncTrainStream(portal, stream)
+        try:
+            yield SyncTrainStream(portal, stream)
+        except BaseException as error:  # noqa: BLE001 - re-raised below
+            # Ctrl-C too must close the stream as usual, and come out as it is and not in a group of
+            # the portal's.
+            failure = error
+    if failure is not None:
+        raise failure

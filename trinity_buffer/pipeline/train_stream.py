@@ -14,7 +14,12 @@ import anyio
 import anyio.to_thread
 
 from trinity_buffer.crash_points import reached
-from trinity_buffer.errors import CheckpointError, ConflictingStrategyError, InvalidArgumentError, StoreError
+from trinity_buffer.errors import (
+    CheckpointError,
+    ConflictingStrategyError,
+    InvalidArgumentError,
+    StoreError,
+)
 from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.collate import MicroBatch, collate_step
@@ -22,7 +27,13 @@ from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.grouping import GroupingRules
-from trinity_buffer.pipeline.manifest import FIRST_LINK, LayoutName, Manifest, chain, plan_microbatches
+from trinity_buffer.pipeline.manifest import (
+    FIRST_LINK,
+    LayoutName,
+    Manifest,
+    chain,
+    plan_microbatches,
+)
 from trinity_buffer.pipeline.ready_groups import ReadyGroups
 from trinity_buffer.pipeline.recorded_strategy import RecordedStrategy
 from trinity_buffer.pipeline.row_loader import RowLoader
@@ -45,11 +56,14 @@ class StreamOptions:
         strategy: the annotation set to train on; None: what was recorded.
         consumer: name of this trainer; its steps, manifests and commits belong to it.
         groups_per_step: groups of one gradient step.
-        tokens_per_microbatch: budget of computed tokens (rows × width padded, tokens packed); None: one micro-batch.
+        tokens_per_microbatch: budget of computed tokens (rows × width padded, tokens packed); None:
+            one micro-batch.
         layout: ``"padded"`` (right-padded rows) or ``"packed"``.
         device: where the tensors of a micro-batch are put.
-        max_tokens: an experience with more is rejected (``oversize``); also the default normalizer of the losses.
-        follow: wait for more; otherwise end, with a smaller last step, when what is stored has been served.
+        max_tokens: an experience with more is rejected (``oversize``); also the default normalizer
+            of the losses.
+        follow: wait for more; otherwise end, with a smaller last step, when what is stored has been
+            served.
         prefetch: how many steps are leased and decoded ahead.
         lease_ttl_s: after so long without a heartbeat another process may take over.
         wait_for_lease: wait for the holder of the lease, or raise `LeaseHeldError`.
@@ -73,11 +87,15 @@ class StreamOptions:
 
     def __post_init__(self) -> None:
         if self.layout not in ("padded", "packed"):
-            raise InvalidArgumentError(f"layout={self.layout!r}: accepted are 'padded' and 'packed'")
+            raise InvalidArgumentError(
+                f"layout={self.layout!r}: accepted are 'padded' and 'packed'"
+            )
         if self.groups_per_step < 1 or self.prefetch < 1:
             raise InvalidArgumentError("groups_per_step and prefetch must be at least 1")
         if not 0 <= self.rank < self.world_size:
-            raise InvalidArgumentError(f"rank={self.rank} of world_size={self.world_size}: ranks count from 0")
+            raise InvalidArgumentError(
+                f"rank={self.rank} of world_size={self.world_size}: ranks count from 0"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +121,11 @@ class TrainStep:
 
     Attributes:
         step: 1, 2, ... of this trainer.
-        microbatches: mappings of tensors, those of this rank; accumulate their gradients, then step the optimizer.
+        microbatches: mappings of tensors, those of this rank; accumulate their gradients, then step
+            the optimizer.
         manifest: the rows in their order, as recorded in the log.
-        chain: link of the manifest chain after this step; keep it with the weights that went through the step.
+        chain: link of the manifest chain after this step; keep it with the weights that went
+            through the step.
         recorded: True if this step was leased before a restart and is served again.
         policy_versions: of the experiences, where known.
     """
@@ -142,14 +162,17 @@ class TrainStream:
         self._chain = FIRST_LINK
         self._source_is_done = options.strategy is not None
         self._failure: Exception | None = None
-        self._send, self._receive = anyio.create_memory_object_stream[TrainStep](options.prefetch - 1)
+        self._send, self._receive = anyio.create_memory_object_stream[TrainStep](
+            options.prefetch - 1
+        )
 
     @property
     def annotation_set(self) -> str:
         """Name of the set that is trained on."""
         return RECORDED if self.options.strategy is None else self.options.strategy
 
-    # -- opening ------------------------------------------------------------------------------------------------
+    # -- opening
+    # ------------------------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
         """Register, rewind if asked to, find the last commit and what was handed out after it."""
@@ -170,7 +193,9 @@ class TrainStream:
     async def _register(self) -> ConsumerRow:
         config = {"strategy": self.annotation_set}
         name, key = self.options.consumer, self.experiment.key
-        event = new_event("ConsumerRegistered", {"consumer": name, "kind": "trainer", "config": config})
+        event = new_event(
+            "ConsumerRegistered", {"consumer": name, "kind": "trainer", "config": config}
+        )
         async with self._database.writing() as tx:
             await lock_experiment(tx, key)
             row = await queries.consumer_row(tx, key, name)
@@ -196,7 +221,9 @@ class TrainStream:
             )
         if step == row.committed_step:
             return row
-        event = new_event("TrainerRewound", {"consumer": name, "step": step, "from": row.committed_step})
+        event = new_event(
+            "TrainerRewound", {"consumer": name, "step": step, "from": row.committed_step}
+        )
         async with self._database.writing() as tx:
             await leases.require(tx, key, name, token=self._lease.token)
             await log.append(tx, key, [event], actor=name, now_us=now_us())
@@ -210,7 +237,8 @@ class TrainStream:
             await anyio.to_thread.run_sync(checkpoints.require_digest, path, last.checkpoint_digest)
         self.resume = Resume(last.step, path, last.checkpoint_digest, self._chain)
 
-    # -- serving ------------------------------------------------------------------------------------------------
+    # -- serving
+    # ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Make and serve steps until there are no more; an error comes out where the stream is read."""
@@ -254,7 +282,9 @@ class TrainStream:
     async def _next(self) -> TrainStep | None:
         while True:
             state = await self._database.changes.state()
-            ending = self._source_is_done and (not self.options.follow or await self.experiment.is_finished())
+            ending = self._source_is_done and (
+                not self.options.follow or await self.experiment.is_finished()
+            )
             rows = await self._ready.take(self.options.groups_per_step, partial_ok=ending)
             if rows:
                 rows = await self._without_oversize(rows)
@@ -282,8 +312,12 @@ class TrainStream:
         }
         event = new_event("ExperiencesRejected", body)
         async with self._database.writing() as tx:
-            await leases.require(tx, self.experiment.key, self.options.consumer, token=self._lease.token)
-            await log.append(tx, self.experiment.key, [event], actor=self.options.consumer, now_us=now_us())
+            await leases.require(
+                tx, self.experiment.key, self.options.consumer, token=self._lease.token
+            )
+            await log.append(
+                tx, self.experiment.key, [event], actor=self.options.consumer, now_us=now_us()
+            )
         return kept
 
     async def _lease_step(self, rows: list[ReadyRow]) -> TrainStep:
@@ -292,8 +326,12 @@ class TrainStream:
         event = new_event("BatchLeased", manifest.body(self.options.consumer, self._lease.token))
         reached("before-lease")
         async with self._database.writing() as tx:
-            await leases.require(tx, self.experiment.key, self.options.consumer, token=self._lease.token)
-            await log.append(tx, self.experiment.key, [event], actor=self.options.consumer, now_us=now_us())
+            await leases.require(
+                tx, self.experiment.key, self.options.consumer, token=self._lease.token
+            )
+            await log.append(
+                tx, self.experiment.key, [event], actor=self.options.consumer, now_us=now_us()
+            )
             reached("inside-lease")
         reached("after-lease")
         self._next_step += 1
@@ -301,7 +339,9 @@ class TrainStream:
 
     def _plan(self, rows: list[ReadyRow]) -> Manifest:
         numbers: dict[tuple[int, int], int] = {}
-        groups = [numbers.setdefault((row.address >> 20, row.group_slot), len(numbers)) for row in rows]
+        groups = [
+            numbers.setdefault((row.address >> 20, row.group_slot), len(numbers)) for row in rows
+        ]
         order, microbatches = plan_microbatches(
             [row.length for row in rows],
             groups,
@@ -325,7 +365,12 @@ class TrainStream:
     async def _load(self, manifest: Manifest, *, recorded: bool) -> TrainStep:
         rows = await self._loader.load(manifest)
         work = partial(
-            collate_step, manifest, rows, rank=self.options.rank, world=self.options.world_size, device=self.options.device
+            collate_step,
+            manifest,
+            rows,
+            rank=self.options.rank,
+            world=self.options.world_size,
+            device=self.options.device,
         )
         microbatches = await anyio.to_thread.run_sync(work)
         self._chain = chain(self._chain, manifest.digest)
@@ -347,7 +392,8 @@ class TrainStream:
         self._delivered[step.step] = step
         return step
 
-    # -- committing ---------------------------------------------------------------------------------------------
+    # -- committing
+    # ---------------------------------------------------------------------------------------------
 
     async def commit(
         self,
@@ -359,12 +405,16 @@ class TrainStream:
     ) -> None:
         """Record, in one transaction, that every delivered step up to ``step`` is in ``checkpoint``.
 
-        The checkpoint's files are written through to the disk first. The same commit again is a no-op.
+        The checkpoint's files are written through to the disk first. The same commit again is a
+        no-op.
 
         Args:
-            checkpoint: file or folder that holds the weights after ``step``; None where there is none to tie to.
-            policy: file with the weights that explorers shall load; publishes policy version ``step.step``.
-            environment: what replay must restore; by default torch's version, device, threads and flags.
+            checkpoint: file or folder that holds the weights after ``step``; None where there is
+                none to tie to.
+            policy: file with the weights that explorers shall load; publishes policy version
+                ``step.step``.
+            environment: what replay must restore; by default torch's version, device, threads and
+                flags.
             metrics: numbers to remember with the step, such as its loss.
 
         Raises:
@@ -376,7 +426,9 @@ class TrainStream:
         steps = list(range(self._committed + 1, step.step + 1))
         missing = [number for number in steps if number not in self._delivered]
         if missing:
-            raise InvalidArgumentError(f"commit of step {step.step}: step {missing[0]} was not delivered by this stream")
+            raise InvalidArgumentError(
+                f"commit of step {step.step}: step {missing[0]} was not delivered by this stream"
+            )
         events = await self._commit_events(steps, step, checkpoint, policy, environment, metrics)
         name, key = self.options.consumer, self.experiment.key
         reached("before-commit")
@@ -386,7 +438,8 @@ class TrainStream:
                 await log.append(tx, key, events, actor=name, now_us=now_us())
                 reached("inside-commit")
         except StoreError:
-            # The connection may have been lost after the commit: read its key back, never send it again blindly.
+            # The connection may have been lost after the commit: read its key back, never send it
+            # again blindly.
             async with self._database.reading() as tx:
                 row = await queries.consumer_row(tx, key, name)
             if row is None or row.committed_step < step.step or row.token != self._lease.token:
@@ -407,7 +460,9 @@ class TrainStream:
     ) -> list[NewEvent]:
         digest = None
         if checkpoint is not None:
-            digest = await anyio.to_thread.run_sync(checkpoints.make_durable, Path(checkpoint).absolute())
+            digest = await anyio.to_thread.run_sync(
+                checkpoints.make_durable, Path(checkpoint).absolute()
+            )
         body = {
             "consumer": self.options.consumer,
             "token": self._lease.token,
@@ -417,7 +472,9 @@ class TrainStream:
             "checkpoint": None if checkpoint is None else str(Path(checkpoint).absolute()),
             "checkpoint_digest": digest,
             "metrics": dict(metrics or {}),
-            "environment": dict(environment if environment is not None else environment_of_run(self.options.device)),
+            "environment": dict(
+                environment if environment is not None else environment_of_run(self.options.device)
+            ),
         }
         events = [new_event("StepsCommitted", body)]
         if policy is not None:
@@ -429,15 +486,19 @@ class TrainStream:
 
 
 @asynccontextmanager
-async def open_async_train_stream(experiment: Experiment, **options: Any) -> AsyncIterator[TrainStream]:
+async def open_async_train_stream(
+    experiment: Experiment, **options: Any
+) -> AsyncIterator[TrainStream]:
     """Open the stream of gradient steps; see `StreamOptions` for the keywords.
 
-    Uncommitted steps of an earlier process of the same consumer are served first, byte for byte as they were recorded.
+    Uncommitted steps of an earlier process of the same consumer are served first, byte for byte as
+    they were recorded.
 
     Raises:
         InvalidArgumentError: an unknown or impossible option.
         LeaseHeldError: another process is this consumer, and ``wait_for_lease`` is False.
-        CheckpointError: the last commit's checkpoint is missing or is not the one that was committed.
+        CheckpointError: the last commit's checkpoint is missing or is not the one that was
+            committed.
     """
     try:
         chosen = StreamOptions(**options)
@@ -445,7 +506,11 @@ async def open_async_train_stream(experiment: Experiment, **options: Any) -> Asy
         accepted = ", ".join(StreamOptions.__slots__)
         raise InvalidArgumentError(f"train stream: {error}; accepted are {accepted}") from error
     async with hold_lease(
-        experiment.database, experiment.key, chosen.consumer, ttl_s=chosen.lease_ttl_s, wait=chosen.wait_for_lease
+        experiment.database,
+        experiment.key,
+        chosen.consumer,
+        ttl_s=chosen.lease_ttl_s,
+        wait=chosen.wait_for_lease,
     ) as lease:
         stream = TrainStream(experiment, chosen, lease)
         await stream.prepare()

@@ -94,7 +94,13 @@ class TrainerLease:
             try:
                 async with self._database.writing() as tx:
                     expires = now_us() + self._ttl_us
-                    await leases.renew(tx, self._experiment, self._consumer, token=self.token, expires_at_us=expires)
+                    await leases.renew(
+                        tx,
+                        self._experiment,
+                        self._consumer,
+                        token=self.token,
+                        expires_at_us=expires,
+                    )
             except LeaseLostError as error:
                 self.lost = error
 

@@ -1,7 +1,7 @@
 """The log address of one row of one event: ``position * 2**20 + slot``, one integer.
 
-It is derived from the log, hence no surrogate key: rebuilding the projections gives every row the same address.
-Sorting by address sorts by position, then by slot.
+It is derived from the log, hence no surrogate key: rebuilding the projections gives every row the
+same address. Sorting by address sorts by position, then by slot.
 """
 
 from __future__ import annotations

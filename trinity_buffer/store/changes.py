@@ -18,8 +18,8 @@ SLOWEST_POLL_S = 0.008
 class Changes(ABC):
     """Wakes whoever waits for the next commit.
 
-    The pattern: take `state`, read, and if there was nothing, ``await changed(state)``: a commit between the two
-    returns at once. The wait may return early; callers read again.
+    The pattern: take `state`, read, and if there was nothing, ``await changed(state)``: a commit
+    between the two returns at once. The wait may return early; callers read again.
     """
 
     def __init__(self) -> None:
@@ -48,14 +48,17 @@ class Changes(ABC):
 class SQLiteChanges(Changes):
     """Polls ``PRAGMA data_version`` on a plain connection of its own, and only while somebody waits.
 
-    The pragma reads one word of shared memory (some 5 µs), so it may run on the event loop. It says nothing on a
-    pooled connection, whose own commits do not move it.
+    The pragma reads one word of shared memory (some 5 µs), so it may run on the event loop. It says
+    nothing on a pooled connection, whose own commits do not move it.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._connection: Any = dbapi2.connect(
-            f"file:{path.resolve()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False
+            f"file:{path.resolve()}?mode=ro",
+            uri=True,
+            isolation_level=None,
+            check_same_thread=False,
         )
 
     def _version(self) -> int:
@@ -95,9 +98,12 @@ class PostgresChanges(Changes):
 
         async with self._lock:
             if self._connection is None or self._connection.is_closed():
-                self._connection = await asyncpg.connect(_dsn(self._url), **_connect_args(self._url))
+                self._connection = await asyncpg.connect(
+                    _dsn(self._url), **_connect_args(self._url)
+                )
                 await self._connection.add_listener(CHANNEL, self._heard)
-                self._others += 1  # what came before the connection stood was not heard: read once more
+                # what came before the connection stood was not heard: read once more
+                self._others += 1
 
     def _heard(self, *_: Any) -> None:
         self._others += 1

@@ -44,7 +44,9 @@ def parse_url(url: str) -> URL:
     backend = parsed.get_backend_name()
     if backend == "sqlite":
         if parsed.database in (None, "", ":memory:"):
-            raise InvalidArgumentError("a store in memory would not survive anything; name a file: sqlite:///runs/a.db")
+            raise InvalidArgumentError(
+                "a store in memory would not survive anything; name a file: sqlite:///runs/a.db"
+            )
         return parsed.set(drivername="sqlite+pysqlite3async")
     if backend == "postgresql":
         return parsed.set(drivername="postgresql+asyncpg")
@@ -83,17 +85,24 @@ class Database:
     async def writing(self, *, integrity_errors: bool = False) -> AsyncIterator[AsyncConnection]:
         """Open the one writing transaction; it commits on leaving, or rolls back on an error.
 
-        The body is shielded: a cancellation takes effect after it. So it must be short, and compute nothing.
+        The body is shielded: a cancellation takes effect after it. So it must be short, and compute
+        nothing.
 
         Args:
-            integrity_errors: let ``IntegrityError`` through as it is, for callers who know what a taken key means.
+            integrity_errors: let ``IntegrityError`` through as it is, for callers who know what a
+                taken key means.
         """
         if self.read_only:
-            raise ReadOnlyStoreError(f"{self.name} is open read-only; open it without read_only to write")
+            raise ReadOnlyStoreError(
+                f"{self.name} is open read-only; open it without read_only to write"
+            )
         async with AsyncExitStack() as stack:
             if self.dialect == "sqlite":
                 await stack.enter_async_context(self._write_lock)
-            with anyio.CancelScope(shield=True), _foreign_errors(self.name, integrity=integrity_errors):
+            with (
+                anyio.CancelScope(shield=True),
+                _foreign_errors(self.name, integrity=integrity_errors),
+            ):
                 async with self._engine.connect() as connection:
                     await connection.execution_options(trinity_buffer_writes=True)
                     async with connection.begin():
@@ -121,11 +130,17 @@ class Database:
         with self._errors():
             if self.dialect == "sqlite" and not self.read_only:
                 await anyio.to_thread.run_sync(sqlite.prepare_file, self.path)
-            self.changes = PostgresChanges(self.url) if self.dialect == "postgresql" else SQLiteChanges(self.path)
+            self.changes = (
+                PostgresChanges(self.url)
+                if self.dialect == "postgresql"
+                else SQLiteChanges(self.path)
+            )
             stack.push_async_callback(self.changes.close)
             async with self._engine.connect() as connection:
                 if self.dialect == "postgresql":
-                    self.version = str((await connection.execute(text("SHOW server_version"))).scalar_one())
+                    self.version = str(
+                        (await connection.execute(text("SHOW server_version"))).scalar_one()
+                    )
                 found = await schema.inspect(connection, self.name)
         if not found:
             if self.read_only:
@@ -145,9 +160,14 @@ class Database:
             return engine
         url = self.url
         if self.read_only:
-            url = url.set(database=f"file:{self.path.resolve()}", query={"mode": "ro", "uri": "true"})
+            url = url.set(
+                database=f"file:{self.path.resolve()}", query={"mode": "ro", "uri": "true"}
+            )
         engine = create_async_engine(
-            url, pool_size=READERS + 1, max_overflow=2, connect_args={"isolation_level": None, "cached_statements": 256}
+            url,
+            pool_size=READERS + 1,
+            max_overflow=2,
+            connect_args={"isolation_level": None, "cached_statements": 256},
         )
         statements = sqlite.pragmas(durability=self.durability, read_only=self.read_only)
 
@@ -163,8 +183,9 @@ class Database:
 
 
 def _begin_sqlite(connection: Any) -> None:
-    # The driver is in autocommit: it must not begin a transaction on its own. Writers take the write lock at once, as
-    # a deferred transaction that is upgraded later fails without waiting for the busy timeout.
+    # The driver is in autocommit: it must not begin a transaction on its own. Writers take the
+    # write lock at once, as a deferred transaction that is upgraded later fails without waiting for
+    # the busy timeout.
     writes = connection.get_execution_options().get("trinity_buffer_writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 

@@ -13,7 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 CHANNEL = "trinity_buffer"
 
 
-def among(tx: AsyncConnection, column: ColumnElement[Any], values: Iterable[int | str]) -> ColumnElement[bool]:
+def among(
+    tx: AsyncConnection, column: ColumnElement[Any], values: Iterable[int | str]
+) -> ColumnElement[bool]:
     """Return ``column IN (values)`` with one bound parameter, however many values there are."""
     listed = list(values)
     if tx.dialect.name == "sqlite":
@@ -30,11 +32,15 @@ def upsert(tx: AsyncConnection, table: Table) -> Any:
 async def lock_experiment(tx: AsyncConnection, experiment: int) -> None:
     """Let this transaction be the only one that appends to ``experiment`` until it ends.
 
-    A position given out under the lock is committed before the next one is given out, so a reader that has seen a
-    position has seen every lower one. On SQLite, ``BEGIN IMMEDIATE`` has done it already.
+    A position given out under the lock is committed before the next one is given out, so a reader
+    that has seen a position has seen every lower one. On SQLite, ``BEGIN IMMEDIATE`` has done it
+    already.
     """
     if tx.dialect.name == "postgresql":
-        await tx.execute(text("SELECT pg_advisory_xact_lock(:space, :experiment)"), {"space": 7, "experiment": experiment})
+        await tx.execute(
+            text("SELECT pg_advisory_xact_lock(:space, :experiment)"),
+            {"space": 7, "experiment": experiment},
+        )
 
 
 async def announce(tx: AsyncConnection) -> None:

@@ -1,8 +1,8 @@
 """Leases: a trainer's renewable claim on a consumer name. Promises, not facts: forgetting them all is safe.
 
-A lease can be acquired when one of three holds: nobody has it, it has expired, or its owner is asking. Acquiring
-always yields a token above every token seen before. Only a newer token fences: an expired lease that nobody took can
-still be renewed and committed.
+A lease can be acquired when one of three holds: nobody has it, it has expired, or its owner is
+asking. Acquiring always yields a token above every token seen before. Only a newer token fences: an
+expired lease that nobody took can still be renewed and committed.
 """
 
 from __future__ import annotations
@@ -18,17 +18,27 @@ from trinity_buffer.store.tables import consumer, lease
 async def holder(tx: AsyncConnection, experiment: int, name: str) -> tuple[str, int, int] | None:
     """Return (owner, token, expires_at in µs) of the lease, or None."""
     query = select(lease.c.owner, lease.c.token, lease.c.expires_at)
-    row = (await tx.execute(query.where(lease.c.experiment == experiment, lease.c.consumer == name))).one_or_none()
+    row = (
+        await tx.execute(query.where(lease.c.experiment == experiment, lease.c.consumer == name))
+    ).one_or_none()
     return None if row is None else (row[0], int(row[1]), int(row[2]))
 
 
 async def acquire(
-    tx: AsyncConnection, experiment: int, name: str, *, owner: str, now_us: int, ttl_us: int, dead: str | None = None
+    tx: AsyncConnection,
+    experiment: int,
+    name: str,
+    *,
+    owner: str,
+    now_us: int,
+    ttl_us: int,
+    dead: str | None = None,
 ) -> int:
     """Take the lease and return its fencing token.
 
     Args:
-        dead: an owner that the caller knows to be dead (a process of this machine that is gone); its lease is free.
+        dead: an owner that the caller knows to be dead (a process of this machine that is gone);
+            its lease is free.
 
     Raises:
         LeaseHeldError: another owner holds it and it has not expired.
@@ -40,16 +50,22 @@ async def acquire(
             f"trainer {name!r} is at work in {held[0]}, whose lease ends in {(held[2] - now_us) / 1e6:.0f} s: wait for "
             "it, stop that process, or choose another consumer name"
         )
-    query = select(func.max(consumer.c.token)).where(consumer.c.experiment == experiment, consumer.c.name == name)
+    query = select(func.max(consumer.c.token)).where(
+        consumer.c.experiment == experiment, consumer.c.name == name
+    )
     recorded = int((await tx.execute(query)).scalar() or 0)
     token = max(recorded, held[1] if held else 0) + 1
     row = {"owner": owner, "token": token, "expires_at": now_us + ttl_us}
     statement = upsert(tx, lease).values({"experiment": experiment, "consumer": name, **row})
-    await tx.execute(statement.on_conflict_do_update(index_elements=["experiment", "consumer"], set_=row))
+    await tx.execute(
+        statement.on_conflict_do_update(index_elements=["experiment", "consumer"], set_=row)
+    )
     return token
 
 
-async def renew(tx: AsyncConnection, experiment: int, name: str, *, token: int, expires_at_us: int) -> None:
+async def renew(
+    tx: AsyncConnection, experiment: int, name: str, *, token: int, expires_at_us: int
+) -> None:
     """Extend the lease.
 
     Raises:
@@ -67,7 +83,9 @@ async def require(tx: AsyncConnection, experiment: int, name: str, *, token: int
         LeaseLostError: it is not.
     """
     held = await holder(tx, experiment, name)
-    query = select(func.max(consumer.c.token)).where(consumer.c.experiment == experiment, consumer.c.name == name)
+    query = select(func.max(consumer.c.token)).where(
+        consumer.c.experiment == experiment, consumer.c.name == name
+    )
     newest = max(int((await tx.execute(query)).scalar() or 0), held[1] if held else 0)
     if newest > token:
         who = held[0] if held else "another process"

@@ -93,7 +93,9 @@ async def read_after(
     return [StoredEvent(*row) for row in (await tx.execute(query)).all()]
 
 
-async def read_at(tx: AsyncConnection, experiment_id: int, positions: Sequence[int]) -> list[StoredEvent]:
+async def read_at(
+    tx: AsyncConnection, experiment_id: int, positions: Sequence[int]
+) -> list[StoredEvent]:
     """Return the events at ``positions``, in order of position."""
     query = (
         select(event.c.position, event.c.kind, event.c.actor, event.c.recorded_at, event.c.body)
@@ -105,14 +107,18 @@ async def read_at(tx: AsyncConnection, experiment_id: int, positions: Sequence[i
 
 async def find_experiment(tx: AsyncConnection, name: str) -> int | None:
     """Return the id of the experiment, or None."""
-    found = (await tx.execute(select(experiment.c.id).where(experiment.c.name == name))).scalar_one_or_none()
+    found = (
+        await tx.execute(select(experiment.c.id).where(experiment.c.name == name))
+    ).scalar_one_or_none()
     return None if found is None else int(found)
 
 
 async def create_experiment(tx: AsyncConnection, name: str) -> int:
     """Return the id of the experiment, new or not."""
     await tx.execute(upsert(tx, experiment).values(name=name).on_conflict_do_nothing())
-    return int((await tx.execute(select(experiment.c.id).where(experiment.c.name == name))).scalar_one())
+    return int(
+        (await tx.execute(select(experiment.c.id).where(experiment.c.name == name))).scalar_one()
+    )
 
 
 async def experiment_names(tx: AsyncConnection) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """The fold: how each kind of event changes the projections.
 
-The same functions run in the transaction that records an event and when `rebuild` folds the whole log again, so the
-two cannot differ. A fold reads nothing but its event's body and the projections, and opens no segment.
+The same functions run in the transaction that records an event and when `rebuild` folds the whole
+log again, so the two cannot differ. A fold reads nothing but its event's body and the projections,
+and opens no segment.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from trinity_buffer.store.tables import (
 Body = Mapping[str, Any]
 
 
-async def fold(tx: AsyncConnection, experiment: int, position: int, kind: str, body: Body, actor: str) -> None:
+async def fold(
+    tx: AsyncConnection, experiment: int, position: int, kind: str, body: Body, actor: str
+) -> None:
     """Apply one event. An unknown kind changes nothing: an older version may meet a newer log read-only."""
     handler = _FOLDS.get(kind)
     if handler is not None:
@@ -47,18 +50,31 @@ async def clear(tx: AsyncConnection, experiment: int) -> None:
         await tx.execute(delete(table).where(table.c.experiment == experiment))
 
 
-async def _configured(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
-    row = {"experiment": experiment, "position": position, "config": body["config"], "finished": False}
+async def _configured(
+    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
+) -> None:
+    row = {
+        "experiment": experiment,
+        "position": position,
+        "config": body["config"],
+        "finished": False,
+    }
     statement = upsert(tx, configuration).values(row)
     changed = {"position": position, "config": body["config"], "finished": False}
     await tx.execute(statement.on_conflict_do_update(index_elements=["experiment"], set_=changed))
 
 
-async def _finished(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
-    await tx.execute(update(configuration).where(configuration.c.experiment == experiment).values(finished=True))
+async def _finished(
+    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
+) -> None:
+    await tx.execute(
+        update(configuration).where(configuration.c.experiment == experiment).values(finished=True)
+    )
 
 
-async def _planned(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+async def _planned(
+    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
+) -> None:
     key = body["batch"]
     row = {
         "experiment": experiment,
@@ -86,14 +102,26 @@ async def _planned(tx: AsyncConnection, experiment: int, position: int, body: Bo
     await tx.execute(insert(plan), tasks)
 
 
-async def _sealed(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+async def _sealed(
+    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
+) -> None:
     key, sealed = body["batch"], {"sealed_at": position, "expected": body["expected"]}
-    row = {"experiment": experiment, "batch": str(key), "batch_is_int": isinstance(key, int), "actor": actor, **sealed}
+    row = {
+        "experiment": experiment,
+        "batch": str(key),
+        "batch_is_int": isinstance(key, int),
+        "actor": actor,
+        **sealed,
+    }
     statement = upsert(tx, batch).values(row)
-    await tx.execute(statement.on_conflict_do_update(index_elements=["experiment", "batch"], set_=sealed))
+    await tx.execute(
+        statement.on_conflict_do_update(index_elements=["experiment", "batch"], set_=sealed)
+    )
 
 
-async def _recorded(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+async def _recorded(
+    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
+) -> None:
     meta, refused, key = body["meta"], body["refused"], body["segment"]
     base = first_address(position)
     columns = zip(
@@ -149,9 +177,18 @@ async def _recorded(tx: AsyncConnection, experiment: int, position: int, body: B
     await tx.execute(insert(experience), rows)
 
 
-async def _registered(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
-    numbers = dict.fromkeys(("cursor", "calls", "rejected_groups", "token", "leased_step", "committed_step"), 0)
-    row = {"experiment": experiment, "name": body["consumer"], "kind": body["kind"], "config": body["config"]}
+async def _registered(
+    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
+) -> None:
+    numbers = dict.fromkeys(
+        ("cursor", "calls", "rejected_groups", "token", "leased_step", "committed_step"), 0
+    )
+    row = {
+        "experiment": experiment,
+        "name": body["consumer"],
+        "kind": body["kind"],
+        "config": body["config"],
+    }
     await tx.execute(insert(consumer), row | numbers)
 
 
@@ -168,7 +205,9 @@ async def _see(tx: AsyncConnection, experiment: int, body: Body) -> None:
             experience.c.refused.is_(None),
         )
         await tx.execute(insert(waiting).from_select(["experiment", "consumer", "address"], unseen))
-    await tx.execute(update(consumer).where(*mine).values(cursor=max(seen, cursor), calls=body["calls"]))
+    await tx.execute(
+        update(consumer).where(*mine).values(cursor=max(seen, cursor), calls=body["calls"])
+    )
 
 
 def _literal(value: str) -> Any:
@@ -188,7 +227,9 @@ async def _decide(tx: AsyncConnection, experiment: int, name: str, addresses: li
         )
 
 
-async def _annotated(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+async def _annotated(
+    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
+) -> None:
     await _see(tx, experiment, body)
     name, addresses = body["consumer"], body["experiences"]
     await _decide(tx, experiment, name, sorted(set(addresses)))
@@ -207,13 +248,21 @@ async def _annotated(tx: AsyncConnection, experiment: int, position: int, body: 
     await tx.execute(insert(annotation), rows)
 
 
-async def _rejected(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+async def _rejected(
+    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
+) -> None:
     name, addresses = body["consumer"], body["experiences"]
     if body["by"] == "strategy":
         await _see(tx, experiment, body)
         await _decide(tx, experiment, name, addresses)
     rows = [
-        {"experiment": experiment, "consumer": name, "address": address, "reason": reason, "position": position}
+        {
+            "experiment": experiment,
+            "consumer": name,
+            "address": address,
+            "reason": reason,
+            "position": position,
+        }
         for address, reason in zip(addresses, body["reasons"], strict=True)
     ]
     if rows:
@@ -224,11 +273,15 @@ async def _rejected(tx: AsyncConnection, experiment: int, position: int, body: B
         await tx.execute(update(consumer).where(*mine).values(rejected_groups=more))
 
 
-async def _leased(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+async def _leased(
+    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
+) -> None:
     name, number = body["consumer"], body["step"]
     addresses = body["annotations"]
     mine = (step.c.experiment == experiment, step.c.consumer == name)
-    before = await tx.execute(select(step.c.planned_groups_so_far).where(*mine, step.c.step == number - 1))
+    before = await tx.execute(
+        select(step.c.planned_groups_so_far).where(*mine, step.c.step == number - 1)
+    )
     row = {
         "experiment": experiment,
         "consumer": name,
@@ -243,27 +296,47 @@ async def _leased(tx: AsyncConnection, experiment: int, position: int, body: Bod
     keys = ("experiment", "consumer", "address", "step")
     rows = [
         dict(zip(keys, values, strict=True))
-        for values in zip(repeat(experiment, len(addresses)), repeat(name), addresses, repeat(number), strict=False)
+        for values in zip(
+            repeat(experiment, len(addresses)),
+            repeat(name),
+            addresses,
+            repeat(number),
+            strict=False,
+        )
     ]
     await tx.execute(insert(delivery), rows)
     handed_out = {"leased_step": number, "token": body["token"]}
     await tx.execute(
-        update(consumer).where(consumer.c.experiment == experiment, consumer.c.name == name).values(handed_out)
+        update(consumer)
+        .where(consumer.c.experiment == experiment, consumer.c.name == name)
+        .values(handed_out)
     )
 
 
-async def _committed(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+async def _committed(
+    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
+) -> None:
     name, last = body["consumer"], body["steps"][-1]
     mine = (step.c.experiment == experiment, step.c.consumer == name)
-    new = update(step).where(*mine, step.c.step <= last, step.c.committed_at.is_(None)).values(committed_at=position)
+    new = (
+        update(step)
+        .where(*mine, step.c.step <= last, step.c.committed_at.is_(None))
+        .values(committed_at=position)
+    )
     await tx.execute(new)
     checkpoint = {"checkpoint": body["checkpoint"], "checkpoint_digest": body["checkpoint_digest"]}
     await tx.execute(update(step).where(*mine, step.c.step == last).values(checkpoint))
     done = {"committed_step": last, "token": body["token"]}
-    await tx.execute(update(consumer).where(consumer.c.experiment == experiment, consumer.c.name == name).values(done))
+    await tx.execute(
+        update(consumer)
+        .where(consumer.c.experiment == experiment, consumer.c.name == name)
+        .values(done)
+    )
 
 
-async def _rewound(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+async def _rewound(
+    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
+) -> None:
     name, kept = body["consumer"], body["step"]
     mine = (step.c.experiment == experiment, step.c.consumer == name, step.c.step > kept)
     superseded = {"committed_at": None, "checkpoint": None, "checkpoint_digest": None}
@@ -272,7 +345,9 @@ async def _rewound(tx: AsyncConnection, experiment: int, position: int, body: Bo
     await tx.execute(update(consumer).where(*live).values(committed_step=kept))
 
 
-async def _published(tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str) -> None:
+async def _published(
+    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
+) -> None:
     row = {"experiment": experiment, "position": position, "version": body["version"]}
     await tx.execute(insert(policy), row | {"uri": body["uri"], "digest": body["digest"]})
 

@@ -115,7 +115,11 @@ def eid_of(row: Any) -> EID:
     """Return the EID of a row with the columns of `tables.experience`."""
     kinds = row.int_keys
     return EID(
-        typed(row.batch, is_int=bool(kinds & 1)), typed(row.task, is_int=bool(kinds & 2)), row.run, row.step, row.suffix
+        typed(row.batch, is_int=bool(kinds & 1)),
+        typed(row.task, is_int=bool(kinds & 2)),
+        row.run,
+        row.step,
+        row.suffix,
     )
 
 
@@ -158,20 +162,31 @@ def experience_row(row: Row[Any]) -> ExperienceRow:
 
 async def config_of(tx: AsyncConnection, experiment: int) -> tuple[dict[str, Any], bool] | None:
     """Return (configuration, whether the experiment is finished), or None before its first event."""
-    query = select(configuration.c.config, configuration.c.finished).where(configuration.c.experiment == experiment)
+    query = select(configuration.c.config, configuration.c.finished).where(
+        configuration.c.experiment == experiment
+    )
     row = (await tx.execute(query)).one_or_none()
     return None if row is None else (dict(row.config), bool(row.finished))
 
 
-async def stored(tx: AsyncConnection, experiment: int, eids: Sequence[EID]) -> dict[EID, tuple[int, bytes]]:
+async def stored(
+    tx: AsyncConnection, experiment: int, eids: Sequence[EID]
+) -> dict[EID, tuple[int, bytes]]:
     """Return (address, content digest) of those of ``eids`` that are stored."""
-    columns = (experience.c.batch, experience.c.task, experience.c.run, experience.c.step, experience.c.suffix)
+    columns = (
+        experience.c.batch,
+        experience.c.task,
+        experience.c.run,
+        experience.c.step,
+        experience.c.suffix,
+    )
     wanted = {(str(e.batch), str(e.task), e.run, e.step, e.suffix): e for e in eids}
     found: dict[EID, tuple[int, bytes]] = {}
     keys = list(wanted)
     for start in range(0, len(keys), EID_CHUNK):
         query = select(experience.c.address, experience.c.digest, *columns).where(
-            experience.c.experiment == experiment, tuple_(*columns).in_(keys[start : start + EID_CHUNK])
+            experience.c.experiment == experiment,
+            tuple_(*columns).in_(keys[start : start + EID_CHUNK]),
         )
         for address, digest, *key in (await tx.execute(query)).all():
             found[wanted[tuple(key)]] = (int(address), bytes(digest))  # type: ignore[index]
@@ -181,7 +196,9 @@ async def stored(tx: AsyncConnection, experiment: int, eids: Sequence[EID]) -> d
 async def sealed_among(tx: AsyncConnection, experiment: int, batches: Sequence[str]) -> set[str]:
     """Return which of ``batches`` are sealed."""
     query = select(batch.c.batch).where(
-        batch.c.experiment == experiment, batch.c.sealed_at.is_not(None), among(tx, batch.c.batch, batches)
+        batch.c.experiment == experiment,
+        batch.c.sealed_at.is_not(None),
+        among(tx, batch.c.batch, batches),
     )
     return set((await tx.execute(query)).scalars())
 
@@ -196,7 +213,9 @@ async def batches(tx: AsyncConnection, experiment: int, keys: Sequence[str]) -> 
     """Return those of the batches ``keys`` that were planned or sealed."""
     mine = (plan.c.experiment == experiment, among(tx, plan.c.batch, keys))
     tasks: dict[str, list[Key]] = {}
-    query: Select[Any] = select(plan.c.batch, plan.c.task, plan.c.task_is_int).where(*mine).order_by(plan.c.ordinal)
+    query: Select[Any] = (
+        select(plan.c.batch, plan.c.task, plan.c.task_is_int).where(*mine).order_by(plan.c.ordinal)
+    )
     for key, task, is_int in (await tx.execute(query)).all():
         tasks.setdefault(key, []).append(typed(task, is_int=is_int))
     query = select(batch).where(batch.c.experiment == experiment, among(tx, batch.c.batch, keys))
@@ -214,11 +233,21 @@ async def batches(tx: AsyncConnection, experiment: int, keys: Sequence[str]) -> 
     }
 
 
-async def batches_of_actor(tx: AsyncConnection, experiment: int, actor: str) -> tuple[int, list[str]]:
+async def batches_of_actor(
+    tx: AsyncConnection, experiment: int, actor: str
+) -> tuple[int, list[str]]:
     """Return how many batches ``actor`` planned, and which of them are not sealed, oldest first."""
-    mine = (batch.c.experiment == experiment, batch.c.actor == actor, batch.c.planned_at.is_not(None))
-    number = int((await tx.execute(select(func.count()).select_from(batch).where(*mine))).scalar_one())
-    query = select(batch.c.batch).where(*mine, batch.c.sealed_at.is_(None)).order_by(batch.c.planned_at)
+    mine = (
+        batch.c.experiment == experiment,
+        batch.c.actor == actor,
+        batch.c.planned_at.is_not(None),
+    )
+    number = int(
+        (await tx.execute(select(func.count()).select_from(batch).where(*mine))).scalar_one()
+    )
+    query = (
+        select(batch.c.batch).where(*mine, batch.c.sealed_at.is_(None)).order_by(batch.c.planned_at)
+    )
     return number, list((await tx.execute(query)).scalars())
 
 
@@ -265,15 +294,27 @@ async def waiting_rows(
     """Return experiences that strategy ``name`` has seen and not decided, by address, above ``after``."""
     query = (
         select(*EXPERIENCE_COLUMNS)
-        .join(waiting, and_(waiting.c.experiment == experience.c.experiment, waiting.c.address == experience.c.address))
-        .where(waiting.c.experiment == experiment, waiting.c.consumer == name, waiting.c.address > after)
+        .join(
+            waiting,
+            and_(
+                waiting.c.experiment == experience.c.experiment,
+                waiting.c.address == experience.c.address,
+            ),
+        )
+        .where(
+            waiting.c.experiment == experiment,
+            waiting.c.consumer == name,
+            waiting.c.address > after,
+        )
         .order_by(waiting.c.address)
         .limit(limit)
     )
     return [experience_row(row) for row in (await tx.execute(query)).all()]
 
 
-async def experience_rows(tx: AsyncConnection, experiment: int, addresses: Sequence[int]) -> list[ExperienceRow]:
+async def experience_rows(
+    tx: AsyncConnection, experiment: int, addresses: Sequence[int]
+) -> list[ExperienceRow]:
     """Return the experiences at ``addresses``, in order of address."""
     mine = (experience.c.experiment == experiment, among(tx, experience.c.address, addresses))
     query = select(*EXPERIENCE_COLUMNS).where(*mine).order_by(experience.c.address)
@@ -281,19 +322,28 @@ async def experience_rows(tx: AsyncConnection, experiment: int, addresses: Seque
 
 
 async def decided_groups(
-    tx: AsyncConnection, experiment: int, name: str, groups: Sequence[tuple[str, str]], *, cursor: int
+    tx: AsyncConnection,
+    experiment: int,
+    name: str,
+    groups: Sequence[tuple[str, str]],
+    *,
+    cursor: int,
 ) -> set[tuple[str, str]]:
     """Return which (batch, task) groups have experiences up to ``cursor`` that the strategy has decided already."""
     decided: set[tuple[str, str]] = set()
     still = exists().where(
-        waiting.c.experiment == experiment, waiting.c.consumer == name, waiting.c.address == experience.c.address
+        waiting.c.experiment == experiment,
+        waiting.c.consumer == name,
+        waiting.c.address == experience.c.address,
     )
     for start in range(0, len(groups), EID_CHUNK):
         query = (
             select(experience.c.batch, experience.c.task)
             .where(
                 experience.c.experiment == experiment,
-                tuple_(experience.c.batch, experience.c.task).in_(groups[start : start + EID_CHUNK]),
+                tuple_(experience.c.batch, experience.c.task).in_(
+                    groups[start : start + EID_CHUNK]
+                ),
                 experience.c.address < first_address(cursor + 1),
                 experience.c.refused.is_(None),
                 ~still,
@@ -305,18 +355,32 @@ async def decided_groups(
 
 
 async def ready_rows(
-    tx: AsyncConnection, experiment: int, *, annotation_set: str, trainer: str, start: int, limit: int
+    tx: AsyncConnection,
+    experiment: int,
+    *,
+    annotation_set: str,
+    trainer: str,
+    start: int,
+    limit: int,
 ) -> list[ReadyRow]:
     """Return annotation rows from address ``start`` on that ``trainer`` neither holds nor rejected, oldest first."""
     held = exists().where(
-        delivery.c.experiment == experiment, delivery.c.consumer == trainer, delivery.c.address == annotation.c.address
+        delivery.c.experiment == experiment,
+        delivery.c.consumer == trainer,
+        delivery.c.address == annotation.c.address,
     )
     left_out = exists().where(
         rejection.c.experiment == experiment,
         rejection.c.consumer == trainer,
         rejection.c.address == annotation.c.address,
     )
-    key = (experience.c.batch, experience.c.task, experience.c.run, experience.c.step, experience.c.suffix)
+    key = (
+        experience.c.batch,
+        experience.c.task,
+        experience.c.run,
+        experience.c.step,
+        experience.c.suffix,
+    )
     query = (
         select(
             annotation.c.address,
@@ -333,7 +397,10 @@ async def ready_rows(
         )
         .join(
             experience,
-            and_(experience.c.experiment == annotation.c.experiment, experience.c.address == annotation.c.experience),
+            and_(
+                experience.c.experiment == annotation.c.experiment,
+                experience.c.address == annotation.c.experience,
+            ),
         )
         .where(
             annotation.c.experiment == experiment,
@@ -362,16 +429,22 @@ async def ready_rows(
     ]
 
 
-async def steps(tx: AsyncConnection, experiment: int, name: str, *, after: int = 0, limit: int = -1) -> list[StepRow]:
+async def steps(
+    tx: AsyncConnection, experiment: int, name: str, *, after: int = 0, limit: int = -1
+) -> list[StepRow]:
     """Return the steps of a trainer above ``after``, in order."""
-    query = select(step).where(step.c.experiment == experiment, step.c.consumer == name, step.c.step > after)
+    query = select(step).where(
+        step.c.experiment == experiment, step.c.consumer == name, step.c.step > after
+    )
     query = query.order_by(step.c.step)
     if limit >= 0:
         query = query.limit(limit)
     return [StepRow(*row[2:]) for row in (await tx.execute(query)).all()]
 
 
-async def last_checkpoint(tx: AsyncConnection, experiment: int, name: str, *, at: int | None = None) -> StepRow | None:
+async def last_checkpoint(
+    tx: AsyncConnection, experiment: int, name: str, *, at: int | None = None
+) -> StepRow | None:
     """Return the last committed step (or step ``at``) of the live line that names a checkpoint."""
     query = select(step).where(
         step.c.experiment == experiment,
@@ -388,7 +461,9 @@ async def last_checkpoint(tx: AsyncConnection, experiment: int, name: str, *, at
 async def newest_policy(tx: AsyncConnection, experiment: int) -> tuple[int, str, str, int] | None:
     """Return (version, uri, digest, position) of the policy that was published last, or None."""
     query = select(policy.c.version, policy.c.uri, policy.c.digest, policy.c.position)
-    query = query.where(policy.c.experiment == experiment).order_by(policy.c.position.desc()).limit(1)
+    query = (
+        query.where(policy.c.experiment == experiment).order_by(policy.c.position.desc()).limit(1)
+    )
     row = (await tx.execute(query)).one_or_none()
     return None if row is None else (int(row[0]), row[1], row[2], int(row[3]))
 
@@ -399,7 +474,8 @@ class Backlog:
 
     Attributes:
         undelivered: planned groups that were neither handed to the trainer nor rejected.
-        uncommitted: planned groups whose gradient step is not committed; rejected ones do not count.
+        uncommitted: planned groups whose gradient step is not committed; rejected ones do not
+            count.
         published: the newest policy version, 0 before the first.
     """
 
@@ -425,7 +501,9 @@ async def backlog(tx: AsyncConnection, experiment: int, trainer: str) -> Backlog
         totals = {int(number): int(groups) for number, groups in (await tx.execute(so_far)).all()}
         delivered, committed = totals.get(row.leased_step, 0), totals.get(row.committed_step, 0)
     newest = await newest_policy(tx, experiment)
-    return Backlog(planned - rejected - delivered, planned - rejected - committed, newest[0] if newest else 0)
+    return Backlog(
+        planned - rejected - delivered, planned - rejected - committed, newest[0] if newest else 0
+    )
 
 
 async def refused_runs(
@@ -440,7 +518,9 @@ async def refused_runs(
             experience.c.address < first_address(cursor + 1),
             experience.c.refused.is_not(None),
         )
-        found.update(((row.batch, row.task), int(row.run)) for row in (await tx.execute(query)).all())
+        found.update(
+            ((row.batch, row.task), int(row.run)) for row in (await tx.execute(query)).all()
+        )
     return found
 
 
@@ -480,6 +560,8 @@ async def first_undelivered(tx: AsyncConnection, experiment: int, trainer: str) 
     """Return the lowest address above everything that ``trainer`` was handed or has rejected."""
     last = 0
     for table in (delivery, rejection):
-        query = select(func.max(table.c.address)).where(table.c.experiment == experiment, table.c.consumer == trainer)
+        query = select(func.max(table.c.address)).where(
+            table.c.experiment == experiment, table.c.consumer == trainer
+        )
         last = max(last, int((await tx.execute(query)).scalar() or 0))
     return last + 1

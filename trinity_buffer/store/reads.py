@@ -29,10 +29,15 @@ async def experiences(
     tx: AsyncConnection, experiment: int, wanted: Filter, *, after: int, limit: int
 ) -> list[ExperienceRow]:
     """Return up to ``limit`` experiences with an address above ``after``, in order of address."""
-    query = select(*EXPERIENCE_COLUMNS).where(experience.c.experiment == experiment, experience.c.address > after)
+    query = select(*EXPERIENCE_COLUMNS).where(
+        experience.c.experiment == experiment, experience.c.address > after
+    )
     equal = ((experience.c.run, wanted.run), (experience.c.policy_version, wanted.policy_version))
     texts = ((experience.c.batch, wanted.batch), (experience.c.task, wanted.task))
-    for column, value in (*equal, *((column, None if key is None else str(key)) for column, key in texts)):
+    for column, value in (
+        *equal,
+        *((column, None if key is None else str(key)) for column, key in texts),
+    ):
         if value is not None:
             query = query.where(column == value)
     if wanted.reward_min is not None:

@@ -28,8 +28,12 @@ async def inspect(connection: AsyncConnection, name: str) -> bool:
         return False
     if "alembic_version" not in found or "event" not in found:
         some = ", ".join(sorted(found)[:3])
-        raise UnknownStoreError(f"{name} is not a Trinity Buffer store: it holds other tables ({some})")
-    revision = (await connection.execute(text("SELECT version_num FROM alembic_version"))).scalar_one_or_none()
+        raise UnknownStoreError(
+            f"{name} is not a Trinity Buffer store: it holds other tables ({some})"
+        )
+    revision = (
+        await connection.execute(text("SELECT version_num FROM alembic_version"))
+    ).scalar_one_or_none()
     if revision == tables.SCHEMA_REVISION:
         return True
     if revision in KNOWN_REVISIONS:
@@ -51,6 +55,10 @@ async def create(tx: AsyncConnection, name: str) -> None:
         return
     await tx.run_sync(tables.metadata.create_all)
     await tx.execute(
-        text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL CONSTRAINT alembic_version_pkc PRIMARY KEY)")
+        text(
+            "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL CONSTRAINT alembic_version_pkc PRIMARY KEY)"
+        )
     )
-    await tx.execute(text("INSERT INTO alembic_version VALUES (:revision)"), {"revision": tables.SCHEMA_REVISION})
+    await tx.execute(
+        text("INSERT INTO alembic_version VALUES (:revision)"), {"revision": tables.SCHEMA_REVISION}
+    )

@@ -18,11 +18,13 @@ from trinity_buffer.errors import ReadOnlyStoreError, UnknownStoreError, UnsafeS
 APPLICATION_ID = 0x54425546  # "TBUF": tells our files from other SQLite databases
 PAGE_SIZE_BYTES = 16384  # rows are blobs of 0.1 to 1 MB: 1.4 times the write rate of 4 KiB pages
 BUSY_TIMEOUT_MS = 30_000
-# Checkpoints run beside the writers (see `checkpoint.py`); this bound is for a process that never gets to one.
+# Checkpoints run beside the writers (see `checkpoint.py`); this bound is for a process that never
+# gets to one.
 WAL_AUTOCHECKPOINT_PAGES = 16_384
 JOURNAL_SIZE_LIMIT_BYTES = 1 << 28
 
-# Releases in which a checkpoint that races a commit cannot lose it (sqlite.org/wal.html, "the WAL-reset bug").
+# Releases in which a checkpoint that races a commit cannot lose it (sqlite.org/wal.html, "the
+# WAL-reset bug").
 _FIXED_IN = ((3, 44, 6), (3, 50, 7), (3, 51, 3))
 _FIRST_AFFECTED = (3, 7, 0)
 
@@ -79,7 +81,9 @@ def require_safe_library(library: ModuleType = pysqlite3) -> str:
         UnsafeStoreError: the library has the WAL-reset bug.
     """
     version: tuple[int, ...] = tuple(int(part) for part in library.sqlite_version.split("."))
-    fixed = version >= _FIXED_IN[-1] or any(version[:2] == low[:2] and version >= low for low in _FIXED_IN)
+    fixed = version >= _FIXED_IN[-1] or any(
+        version[:2] == low[:2] and version >= low for low in _FIXED_IN
+    )
     if version >= _FIRST_AFFECTED and not fixed:
         raise UnsafeStoreError(
             f"SQLite {library.sqlite_version} can lose committed transactions when a checkpoint races a commit "
@@ -111,13 +115,16 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
     Raises:
         UnknownStoreError: no such folder, a folder in place of a file, or nothing to read.
         ReadOnlyStoreError: the file or its folder cannot be written.
-        UnsafeStoreError: the folder is on a network file system, where SQLite's locks and shared memory do not hold.
+        UnsafeStoreError: the folder is on a network file system, where SQLite's locks and shared
+            memory do not hold.
     """
     folder = path.parent
     if not folder.is_dir():
         raise UnknownStoreError(f"{folder}: no such directory; create it first (mkdir -p {folder})")
     if path.is_dir():
-        raise UnknownStoreError(f"{path} is a directory; name a file in it, such as {path / 'run.db'}")
+        raise UnknownStoreError(
+            f"{path} is a directory; name a file in it, such as {path / 'run.db'}"
+        )
     exists = path.exists()
     if read_only and not exists:
         raise UnknownStoreError(f"{path}: there is no store to read")

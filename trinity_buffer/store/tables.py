@@ -1,10 +1,11 @@
 """The single truth of the schema: every table, constraint, index and trigger.
 
-Truth is `experiment`, `event` and `segment`; triggers keep it immutable. `lease` holds promises, which may be
-forgotten at any time. Everything else is a projection: written in the transaction of its event, droppable, and
-equal row for row when the log is folded again.
+Truth is `experiment`, `event` and `segment`; triggers keep it immutable. `lease` holds promises,
+which may be forgotten at any time. Everything else is a projection: written in the transaction of
+its event, droppable, and equal row for row when the log is folded again.
 
-An `address` is ``position * 2**20 + slot`` (see `address.py`): the row of an event that an entry talks about.
+An `address` is ``position * 2**20 + slot`` (see `address.py`): the row of an event that an entry
+talks about.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+)
+from sqlalchemy import (
     event as listen_to,
 )
 
@@ -76,15 +79,16 @@ event = Table(
     _key("position"),
     Column("kind", Text, nullable=False),
     Column("actor", Text, nullable=False),
-    Column("recorded_at", BigInteger, nullable=False),  # microseconds since 1970, for people: order is `position`
+    # microseconds since 1970, for people: order is `position`
+    Column("recorded_at", BigInteger, nullable=False),
     Column("body", LargeBinary, nullable=False),
     CheckConstraint("position >= 1", name="position"),
     CheckConstraint("kind <> ''", name="kind"),
     sqlite_with_rowid=False,
 )
 
-# The key is random within its millisecond and not the position: on PostgreSQL the big rows are inserted before the
-# experiment's lock is taken, when the position is not known yet.
+# The key is random within its millisecond and not the position: on PostgreSQL the big rows are
+# inserted before the experiment's lock is taken, when the position is not known yet.
 segment = Table(
     "segment",
     metadata,
@@ -127,7 +131,8 @@ plan = Table(
     _key("batch", Text),
     _key("task", Text),
     Column("task_is_int", Boolean, nullable=False),
-    Column("ordinal", BigInteger, nullable=False),  # 1, 2, ... over the experiment: the last one is their number
+    # 1, 2, ... over the experiment: the last one is their number
+    Column("ordinal", BigInteger, nullable=False),
     Index("ix_plan_ordinal", "experiment", "ordinal"),
     sqlite_with_rowid=False,
 )
@@ -142,7 +147,8 @@ experience = Table(
     Column("run", Integer, nullable=False),
     Column("step", Integer, nullable=False),
     Column("suffix", Text, nullable=False),
-    Column("int_keys", Integer, nullable=False),  # 1: the batch id is a number, 2: the task id is one
+    # 1: the batch id is a number, 2: the task id is one
+    Column("int_keys", Integer, nullable=False),
     Column("reward", Float(53)),
     Column("policy_version", BigInteger),
     Column("prompt_length", Integer, nullable=False),
@@ -163,12 +169,13 @@ consumer = Table(
     _key("name", Text),
     Column("kind", Text, nullable=False),
     Column("config", CanonicalJSON, nullable=False),
-    # Of a strategy: the position up to which the log was seen, how often `add` was called, and how many planned
-    # groups it left out as a whole.
+    # Of a strategy: the position up to which the log was seen, how often `add` was called, and how
+    # many planned groups it left out as a whole.
     Column("cursor", BigInteger, nullable=False),
     Column("calls", BigInteger, nullable=False),
     Column("rejected_groups", BigInteger, nullable=False),
-    # Of a trainer: the highest fencing token, the last step handed out, and the last one committed on the live line.
+    # Of a trainer: the highest fencing token, the last step handed out, and the last one committed
+    # on the live line.
     Column("token", BigInteger, nullable=False),
     Column("leased_step", BigInteger, nullable=False),
     Column("committed_step", BigInteger, nullable=False),
@@ -193,8 +200,10 @@ annotation = Table(
     _key("consumer", Text),
     _key("address"),
     Column("experience", BigInteger, nullable=False),
-    Column("group_slot", Integer, nullable=False),  # rows of one event with the same number are one group
-    Column("planned", Boolean, nullable=False),  # False for copies and for batches that nobody planned
+    # rows of one event with the same number are one group
+    Column("group_slot", Integer, nullable=False),
+    # False for copies and for batches that nobody planned
+    Column("planned", Boolean, nullable=False),
     Index("ix_annotation_experience", "experiment", "experience", "consumer"),
     sqlite_with_rowid=False,
 )
@@ -211,7 +220,8 @@ rejection = Table(
     sqlite_with_rowid=False,
 )
 
-# A delivery is committed when its step is at most the consumer's `committed_step`: a commit touches one row.
+# A delivery is committed when its step is at most the consumer's `committed_step`: a commit touches
+# one row.
 delivery = Table(
     "delivery",
     metadata,
@@ -232,7 +242,8 @@ step = Table(
     Column("leased_at", BigInteger, nullable=False),
     Column("rows", Integer, nullable=False),
     Column("groups", Integer, nullable=False),
-    Column("planned_groups_so_far", BigInteger, nullable=False),  # of this and all earlier steps of the consumer
+    # of this and all earlier steps of the consumer
+    Column("planned_groups_so_far", BigInteger, nullable=False),
     Column("manifest_digest", LargeBinary, nullable=False),
     Column("committed_at", BigInteger),  # None: not committed on the live line
     Column("checkpoint", Text),

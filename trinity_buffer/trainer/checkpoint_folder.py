@@ -30,7 +30,8 @@ class TrainerState:
 
     Attributes:
         step: the last one that the weights went through.
-        manifests: digest of the manifest of every step so far, in order, as the trainer itself saw them.
+        manifests: digest of the manifest of every step so far, in order, as the trainer itself saw
+            them.
     """
 
     policy: TransformerPolicy
@@ -74,7 +75,9 @@ def load_checkpoint(folder: Path, optimizer_of: Any) -> TrainerState:
         tensors = load_file(folder / OPTIMIZER_FILE)
         manifests = read_manifests(folder)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be read: {error}; resume from an older step") from error
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be read: {error}; resume from an older step"
+        ) from error
     policy = load_policy(folder / POLICY_FILE)
     optimizer = optimizer_of(policy)
     torch.set_rng_state(tensors.pop("rng"))
@@ -89,9 +92,14 @@ def read_manifests(folder: Path) -> list[bytes]:
         CheckpointError: there are none in this folder.
     """
     try:
-        return [bytes.fromhex(digest) for digest in json.loads((folder / MANIFESTS_FILE).read_text())["manifests"]]
+        return [
+            bytes.fromhex(digest)
+            for digest in json.loads((folder / MANIFESTS_FILE).read_text())["manifests"]
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder} holds no {MANIFESTS_FILE} of a trainer: {error}") from error
+        raise CheckpointError(
+            f"{folder} holds no {MANIFESTS_FILE} of a trainer: {error}"
+        ) from error
 
 
 def remove_old(root: Path, *, keep: int, last_committed: int) -> None:
@@ -102,7 +110,9 @@ def remove_old(root: Path, *, keep: int, last_committed: int) -> None:
         shutil.rmtree(folder)
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[Any]]:
+def _optimizer_tensors(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[dict[str, torch.Tensor], list[Any]]:
     state = optimizer.state_dict()
     tensors = {
         f"{index}.{name}": value.detach().contiguous()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
 import torch
 from torch import Tensor
 
@@ -57,7 +56,10 @@ class TrainerSettings:
     def optimizer_of(self, policy: TransformerPolicy) -> torch.optim.Optimizer:
         """Return a fresh optimizer."""
         return torch.optim.AdamW(
-            policy.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay, betas=self.betas
+            policy.parameters(),
+            lr=self.learning_rate,
+            weight_decay=self.weight_decay,
+            betas=self.betas,
         )
 
 
@@ -87,7 +89,8 @@ class Trainer:
     """Trains a policy on a stream of gradient steps.
 
     Args:
-        stream: where the steps come from and commits go to; its last commit is where training goes on.
+        stream: where the steps come from and commits go to; its last commit is where training goes
+            on.
         fresh_policy: returns the policy to begin with, where there is no commit yet.
         loss_fn: the policy loss.
         settings: everything else.
@@ -127,7 +130,8 @@ class Trainer:
 
         Args:
             report: hears of every step.
-            measure: called after every step with its number; what it returns is recorded with the step's commit.
+            measure: called after every step with its number; what it returns is recorded with the
+                step's commit.
         """
         last: TrainStep | None = None
         if self._reached(self.state.step):
@@ -193,11 +197,21 @@ class Trainer:
         folder = save_checkpoint(self._settings.checkpoints, self.state)
         reached("after-checkpoint")
         self._stream.commit(step, checkpoint=folder, policy=folder / POLICY_FILE, metrics=metrics)
-        remove_old(self._settings.checkpoints, keep=self._settings.keep_checkpoints, last_committed=step.step)
+        remove_old(
+            self._settings.checkpoints,
+            keep=self._settings.keep_checkpoints,
+            last_committed=step.step,
+        )
 
 
 def _report_of(
-    step: TrainStep, loss: float, norm: float, metrics: dict[str, float], begin: float, *, committed: bool
+    step: TrainStep,
+    loss: float,
+    norm: float,
+    metrics: dict[str, float],
+    begin: float,
+    *,
+    committed: bool,
 ) -> StepReport:
     rewards = torch.cat([m["token_level_rewards"].flatten() for m in step.microbatches]).sum()
     lags = [step.step - 1 - version for version in step.policy_versions]
@@ -215,5 +229,3 @@ def _report_of(
         committed=committed,
         metrics=metrics,
     )
-
-
