@@ -8,17 +8,18 @@ from typing import Any
 import torch
 
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.writer import StagedWriter
+from trinity_buffer.writer import BufferWriter, StagedWriter, WriteReceipt
 
 
-class PlainWriter:
-    """A writer as users have them: it takes, and knows nothing else."""
+class PlainWriter(BufferWriter):
+    """A writer as users have them: it takes, and cannot record a rejection."""
 
     def __init__(self) -> None:
         self.writes: list[list[Experience]] = []
 
-    async def write_async(self, experiences: Sequence[Experience]) -> None:
+    async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
         self.writes.append(list(experiences))
+        return WriteReceipt(0, len(experiences), 0)
 
 
 def rollout(
@@ -46,13 +47,15 @@ def group(rewards: Sequence[float | None], task: int | str = 0, **fields: Any) -
     return [rollout(task, run, reward, **fields) for run, reward in enumerate(rewards)]
 
 
+def tensor(found: torch.Tensor | None) -> torch.Tensor:
+    """Return a field that a test knows to be there."""
+    assert found is not None
+    return found
+
+
 def scores(experiences: Sequence[Experience]) -> list[float]:
     """Return the advantage of the first action token of each experience."""
-    found = []
-    for e in experiences:
-        assert e.advantages is not None and e.action_mask is not None
-        found.append(float(e.advantages[e.action_mask != 0][0]))
-    return found
+    return [float(tensor(e.advantages)[tensor(e.action_mask) != 0][0]) for e in experiences]
 
 
 def written(writer: PlainWriter | StagedWriter) -> list[Experience]:

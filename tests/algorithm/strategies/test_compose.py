@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.algorithm.strategies.rollouts import group, rejected, rollout, scores, written
 
+from tests.algorithm.strategies.rollouts import group, rejected, rollout, scores, written
 from trinity_buffer.algorithm.add_strategy import AddStrategy, compose, original_uid
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.writer import StagedWriter
@@ -22,7 +22,10 @@ async def test_what_the_filter_keeps_is_what_the_next_one_scores():
     count, metrics = await compose(writer, ["reward_variance", "grpo"]).add(exps, 4)
     assert count == 2
     assert scores(written(writer)) == pytest.approx([-(2**-0.5), 2**-0.5], rel=1e-5)
-    assert rejected(writer) == [("b/equal/0/0/", "zero_variance"), ("b/equal/1/0/", "zero_variance")]
+    assert rejected(writer) == [
+        ("b/equal/0/0/", "zero_variance"),
+        ("b/equal/1/0/", "zero_variance"),
+    ]
     assert metrics["kept_groups"] == 1
     assert metrics["group_advantages/reward_mean/mean"] == 1.0
 
@@ -78,7 +81,7 @@ def test_a_list_names_each_strategy_once(names):
 
 
 def test_arguments_for_a_strategy_that_is_not_there_are_refused():
-    with pytest.raises(InvalidArgumentError, match="'gripo'.*did you mean 'grpo'"):
+    with pytest.raises(InvalidArgumentError, match=r"'gripo'.*did you mean 'grpo'"):
         compose(StagedWriter(), ["grpo"], {"gripo": {}})
     with pytest.raises(InvalidArgumentError, match="did you mean 'epsilon'"):
         compose(StagedWriter(), ["grpo"], {"grpo": {"epsilom": 1.0}})

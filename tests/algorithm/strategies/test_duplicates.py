@@ -4,8 +4,8 @@ import random
 from collections import Counter
 
 import pytest
-from tests.algorithm.strategies.rollouts import PlainWriter, group, rejected, rollout, written
 
+from tests.algorithm.strategies.rollouts import PlainWriter, group, rejected, rollout, written
 from trinity_buffer.algorithm.add_strategy import DuplicateInformativeAddStrategy, original_uid
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.writer import StagedWriter

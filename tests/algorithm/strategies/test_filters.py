@@ -1,8 +1,15 @@
 from __future__ import annotations
 
 import pytest
-from tests.algorithm.strategies.rollouts import PlainWriter, group, rejected, rollout, scores, written
 
+from tests.algorithm.strategies.rollouts import (
+    PlainWriter,
+    group,
+    rejected,
+    rollout,
+    scores,
+    written,
+)
 from trinity_buffer.algorithm.add_strategy import (
     BestOfGroupAddStrategy,
     DynamicSamplingAddStrategy,
@@ -28,7 +35,7 @@ async def test_dynamic_sampling_keeps_groups_with_successes_and_failures():
     count, metrics = await DynamicSamplingAddStrategy(writer).add(exps, 0)
     assert count == 2
     assert {e.eid.task for e in written(writer)} == {"some"}
-    assert dict((uid.split("/")[1], why) for uid, why in rejected(writer)) == {
+    assert {uid.split("/")[1]: why for uid, why in rejected(writer)} == {
         "all": "all_correct",
         "none": "all_wrong",
     }
@@ -66,7 +73,9 @@ async def test_the_best_run_of_each_group_is_kept():
     assert len(writer.rejections) == 4
 
 
-@pytest.mark.parametrize(("length", "charge"), [(6, 0.0), (7, -0.25), (8, -0.5), (10, -1), (99, -1)])
+@pytest.mark.parametrize(
+    ("length", "charge"), [(6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0), (99, -1.0)]
+)
 def test_the_overlong_penalty_grows_linearly_before_the_limit(length, charge):
     strategy = OverlongPenaltyAddStrategy(PlainWriter(), max_length=10, cache_length=4)
     assert strategy.penalty_of(length) == charge

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.algorithm.strategies.rollouts import group, rollout
 
+from tests.algorithm.strategies.rollouts import group, rollout, tensor
 from trinity_buffer.algorithm import SAMPLE_STRATEGY
 from trinity_buffer.algorithm.sample_strategy import (
     DefaultSampleStrategy,
@@ -75,9 +75,9 @@ async def test_mix_marks_both_kinds_and_gives_the_expert_empty_columns():
     assert [e.info["is_expert"] for e in taken] == [False, True]
     assert [e.info["step"] for e in taken] == [7, 7]
     assert expert.reward == 0.0
-    assert expert.logprobs.tolist() == expert.returns.tolist() == [0.0, 0.0, 0.0]
+    assert tensor(expert.logprobs).tolist() == tensor(expert.returns).tolist() == [0.0] * 3
     assert [field.destination_field for field in expert.custom_fields] == ["expert_mask", "step"]
-    assert usual.logprobs.tolist() == [-1.0, -1.0]
+    assert tensor(usual.logprobs).tolist() == [-1.0, -1.0]
 
 
 async def test_a_state_that_was_saved_goes_on_where_it_was():

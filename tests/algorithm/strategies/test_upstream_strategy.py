@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.algorithm.strategies.rollouts import PlainWriter, rollout, scores
 
+from tests.algorithm.strategies.rollouts import PlainWriter, rollout, scores
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.algorithm.add_strategy import AddStrategy, StepWiseGRPOStrategy, compose
 from trinity_buffer.writer import StagedWriter
@@ -33,7 +33,8 @@ def ported(tmp_path, monkeypatch):
     path.write_text("\n".join(IMPORTS.get(line, line) for line in lines))
     monkeypatch.setattr(ADD_STRATEGY, "_classes", dict(ADD_STRATEGY._classes))
     spec = importlib.util.spec_from_file_location("ported_strategy", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "ported_strategy", module)
     spec.loader.exec_module(module)
@@ -58,7 +59,9 @@ async def test_it_registers_itself_and_computes_what_ours_does(ported):
     count, metrics = await ported(writer, enable_step_norm=True, something_else=1).add(theirs, 1)
     expected = PlainWriter()
     strategy = StepWiseGRPOStrategy(expected, enable_step_norm=True)
-    assert await strategy.add(ours, 1) == (count, pytest.approx(metrics, rel=1e-5))
+    expected_count, expected_metrics = await strategy.add(ours, 1)
+    assert count == expected_count
+    assert metrics == pytest.approx(expected_metrics, rel=1e-5)
     assert scores(theirs) == pytest.approx(scores(ours), rel=1e-5)
     assert [[e.eid for e in w] for w in writer.writes] == [
         [e.eid for e in w] for w in expected.writes

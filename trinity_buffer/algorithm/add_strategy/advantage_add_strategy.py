@@ -48,6 +48,8 @@ class AdvantageAddStrategy(AddStrategy):
 
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Score all groups, then write them one by one, in order of first appearance."""
+        if not experiences:
+            return 0, {}
         sound = self._sound(experiences)
         kept, metrics = self.advantage.process(sound)
         written = {id(experience) for experience in kept}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import discounted_returns
@@ -9,10 +12,25 @@ from trinity_buffer.algorithm.advantage_fn.token_scores import discounted_return
 
 @ADVANTAGE_FN.register_module("remax")
 class REMAXAdvantageFn(TrainerAdvantage):
-    """``returns - reward_baselines`` on action tokens; needs ``reward_baselines``, one per row."""
+    """``returns - reward_baselines`` on action tokens; needs ``reward_baselines``, one per row.
+
+    Args:
+        mask_aware: returns and advantages are 0 outside the mask, and a reward that falls on a
+            token of the environment counts. False drops such a reward and leaves returns at earlier
+            masked tokens, as the reference does.
+    """
+
+    reference_args: ClassVar[Mapping[str, Any]] = {"mask_aware": False}
+
+    def __init__(self, *, mask_aware: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.mask_aware = mask_aware
 
     def compute(self, rows: Rows) -> Result:
         """Return the rewards that are still to come, less the baseline."""
-        returns = discounted_returns(rows["token_level_rewards"], 1.0)
+        if self.mask_aware:
+            returns = discounted_returns(rows.raw("token_level_rewards"), 1.0, rows.mask)
+        else:
+            returns = discounted_returns(rows["token_level_rewards"], 1.0)
         baselines = rows.per_row("reward_baselines").to(returns.dtype).unsqueeze(-1)
-        return Result((returns - baselines.where(rows.mask, 0.0)), returns)
+        return Result(returns - baselines.where(rows.mask, 0.0), returns)

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trinity_buffer.algorithm import (
+    ALGORITHM_TYPE,
+    Algorithm,
+    AlgorithmType,
+    BatchLayout,
+    GRPOAddStrategy,
+    build,
+    effective_args,
+)
+from trinity_buffer.algorithm.algorithm import CPTAlgorithm, GRPOAlgorithm
+from trinity_buffer.algorithm.policy_loss_fn import GSPOLossFn
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+
+SCHEMAS = {"sft": "sft", "cpt": "cpt", "dpo": "dpo"}
+
+
+def microbatch():
+    """Return a micro-batch with all that any algorithm needs."""
+    draw = torch.Generator().manual_seed(0)
+    shape = (4, 5)
+    columns = ("old_logprob", "rollout_logprob", "ref_logprob", "advantages")
+    batch = {name: -torch.rand(shape, generator=draw) for name in columns}
+    mask = torch.ones(shape, dtype=torch.bool)
+    mask[:, 0] = False
+    return {
+        **batch,
+        "action_mask": mask,
+        "expert_mask": torch.tensor([True, False, True, False]),
+        "step": torch.full((4,), 3, dtype=torch.int32),
+    }
+
+
+def mode_of_loss(algorithm: Algorithm) -> object:
+    """Return how the policy loss becomes one number."""
+    return vars(algorithm.policy_loss)["loss_agg_mode"]
+
+
+@pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
+def test_every_algorithm_builds_and_its_loss_has_a_gradient(name):
+    algorithm = build(name)
+    logprob = (microbatch()["old_logprob"] + 0.05).requires_grad_()
+    layout = BatchLayout.of_step(
+        microbatch()["action_mask"], expert_mask=microbatch()["expert_mask"], normalizer=5.0
+    )
+    loss, metrics = algorithm.loss(logprob, microbatch(), layout=layout)
+    loss.backward()
+    assert logprob.grad is not None
+    assert torch.isfinite(logprob.grad).all()
+    assert logprob.grad.any()
+    assert float(metrics["final_loss"]) == float(loss.detach())
+    assert all(key == "final_loss" or key.startswith("actor/") for key in metrics)
+
+
+@pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
+def test_every_algorithm_says_what_it_is(name):
+    kind = ALGORITHM_TYPE.get(name)
+    algorithm = build(name)
+    assert kind.name() == algorithm.name == name
+    assert kind.schema == SCHEMAS.get(name, "experience")
+    assert kind.__doc__
+    assert kind.compute_advantage_in_trainer == (algorithm.advantage is not None)
+    assert not (algorithm.needs_advantages and not algorithm.strategies)
+    assert algorithm.needs_reference <= kind.use_reference
+
+
+def test_constants_stay_what_they_are():
+    with pytest.raises(AttributeError, match="use_critic is already defined"):
+        GRPOAlgorithm.use_critic = True
+    with pytest.raises(AttributeError, match="constant"):
+        CPTAlgorithm.use_reference = True  # inherited ones too
+    with pytest.raises(AttributeError, match="constant"):
+        del GRPOAlgorithm.recipe
+    assert GRPOAlgorithm.use_critic is False
+
+
+def test_a_new_attribute_may_be_added_and_a_subclass_may_differ():
+    class Mine(GRPOAlgorithm):
+        """GRPO with a critic."""
+
+        use_critic = True
+
+    setattr(Mine, "note", "mine")  # noqa: B010 (no checker knows of it)
+    assert Mine.use_critic
+    assert vars(Mine)["note"] == "mine"
+    assert build(Mine).strategies[0].cls is GRPOAddStrategy
+
+
+def test_the_users_argument_beats_the_recipes_and_this_the_tuned_and_this_the_signature():
+    assert build("ppo").choices["policy_loss_fn"].args["clip_range"] == 0.2  # tuned
+    assert build("dapo").choices["policy_loss_fn"].args["clip_range_high"] == 0.28  # recipe
+    mine = build("dapo", policy_loss_fn_args={"clip_range_high": 0.3})
+    assert mine.choices["policy_loss_fn"].args["clip_range_high"] == 0.3
+    assert mine.choices["policy_loss_fn"].args["clip_range_low"] == 0.2
+    assert mine.choices["policy_loss_fn"].args["clip_ratio_c"] == 3.0  # signature
+
+
+def test_the_recipes_arguments_belong_to_the_recipes_own_part():
+    other = build("dapo", policy_loss_fn="sft")
+    assert other.choices["policy_loss_fn"].args == {"loss_agg_mode": "token-mean"}
+
+
+def test_a_part_may_be_a_name_or_a_class():
+    by_name = build("grpo", policy_loss_fn="gspo")
+    by_class = build("grpo", policy_loss_fn=GSPOLossFn)
+    assert by_name.choices["policy_loss_fn"] == by_class.choices["policy_loss_fn"]
+
+
+def test_gspo_keeps_its_own_aggregation_and_the_other_losses_follow_it():
+    assert build("gspo").loss_agg_mode == "seq-mean-token-mean"
+    assert mode_of_loss(build("gspo")) == "seq-mean-token-mean"
+
+
+def test_one_aggregation_mode_can_be_set_for_all():
+    algorithm = build("gspo", loss_agg_mode="token-mean")
+    assert algorithm.loss_agg_mode == mode_of_loss(algorithm) == "token-mean"
+    other = build(
+        "gspo",
+        loss_agg_mode="token-mean",
+        policy_loss_fn_args={"loss_agg_mode": "seq-mean-token-sum"},
+    )
+    assert mode_of_loss(other) == "seq-mean-token-sum"
+    assert other.loss_agg_mode == "token-mean"
+
+
+def test_strategies_are_chosen_one_by_one():
+    algorithm = build(
+        "grpo",
+        add_strategy=["reward_variance", "grpo"],
+        add_strategy_args={"grpo": {"epsilon": 1e-3}},
+    )
+    assert [choice.name for choice in algorithm.strategies] == ["reward_variance", "grpo"]
+    assert algorithm.strategies[1].args["epsilon"] == 1e-3
+    assert build("grpo", add_strategy_args={"epsilon": 0.1}).strategies[0].args["epsilon"] == 0.1
+
+
+def test_the_loss_is_policy_minus_entropy_plus_divergence():
+    batch, logprob = microbatch(), microbatch()["old_logprob"] + 0.05
+    entropy = torch.rand(4, 5, generator=torch.Generator().manual_seed(1))
+    plain, _ = build("grpo", kl_loss_fn="none", entropy_loss_fn="none").loss(logprob, batch)
+    whole, metrics = build(
+        "grpo", kl_loss_fn_args={"kl_coef": 0.5}, entropy_loss_fn_args={"entropy_coef": 0.25}
+    ).loss(logprob, batch, entropy=entropy)
+    expected = plain - 0.25 * metrics["actor/entropy_loss"] + 0.5 * metrics["actor/kl_loss"]
+    assert float(whole) == pytest.approx(float(expected))
+    assert metrics["actor/kl_loss"] > 0
+
+
+def test_a_correction_weighs_the_advantages():
+    batch, logprob = microbatch(), microbatch()["old_logprob"] + 0.05
+    plain, _ = build("asymre").loss(logprob, batch)
+    corrected, metrics = build("asymre", importance_correction="token_tis").loss(logprob, batch)
+    assert float(corrected) != float(plain)
+    assert "actor/rollout_is/weight" in metrics
+
+
+def test_entropy_is_not_needed_where_it_weighs_nothing():
+    logprob = microbatch()["old_logprob"]
+    assert not build("grpo").needs_entropy
+    build("grpo").loss(logprob, microbatch())
+    weighing = build("grpo", entropy_loss_fn_args={"entropy_coef": 0.1})
+    assert weighing.needs_entropy
+    with pytest.raises(InvalidArgumentError, match=r"entropy_coef=0\.1 and needs entropy="):
+        weighing.loss(logprob, microbatch())
+
+
+@pytest.mark.parametrize("missing", ["advantages", "old_logprob", "action_mask", "ref_logprob"])
+def test_a_missing_tensor_is_named_with_who_needs_it(missing):
+    batch = {key: value for key, value in microbatch().items() if key != missing}
+    with pytest.raises(InvalidArgumentError, match=f"needs the tensor '{missing}'.*holds"):
+        build("grpo").loss(batch.get("old_logprob", torch.zeros(4, 5)), batch)
+
+
+def test_data_of_another_schema_are_refused_with_what_would_fit():
+    build("dpo").check_schema("dpo")
+    with pytest.raises(InvalidArgumentError, match=r"'dpo'.*'experience'.*grpo"):
+        build("dpo").check_schema("experience")
+
+
+@pytest.mark.parametrize(
+    ("user", "message"),
+    [
+        ({"policy_los_fn": "ppo"}, "did you mean 'policy_loss_fn'"),
+        ({"policy_loss_fn_args": {"clip_rang": 0.1}}, "did you mean 'clip_range'"),
+        ({"policy_loss_fn_args": {"backend": "verl"}}, "'backend'"),
+        ({"kl_loss_fn_args": {"coef": 0.1}}, "kl_coef"),
+        ({"entropy_loss_fn_args": {"entropy_coeff": 0.1}}, "did you mean 'entropy_coef'"),
+        ({"add_strategy_args": {"epsilom": 0.1}}, "did you mean 'epsilon'"),
+        ({"add_strategy": ["grpo", "opmd"], "add_strategy_args": {"epsilon": 1}}, "'epsilon'"),
+        ({"add_strategy": "overlong_penalty"}, "needs max_length, cache_length"),
+        ({"advantage_fn": "grpo"}, "works on stored experiences"),
+        ({"advantage_fn": "ppo", "advantage_fn_args": {"lamda": 1}}, "did you mean 'lam'"),
+        ({"rollouts_per_group": 0}, "rollouts_per_group"),
+        ({"sample_strategy": "mix", "sample_strategy_args": {"ratio": 1}}, "expert_data_ratio"),
+    ],
+)
+def test_what_nothing_takes_is_refused_with_what_was_meant(user, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        build("grpo", **user)
+
+
+def test_an_unknown_algorithm_or_part_is_refused_with_what_was_meant():
+    with pytest.raises(UnknownNameError, match="did you mean 'grpo'"):
+        build("gripo")
+    with pytest.raises(UnknownNameError, match="did you mean 'gspo'"):
+        build("grpo", policy_loss_fn="gspoo")
+
+
+@pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
+def test_effective_arguments_say_everything_that_building_uses(name):
+    found = effective_args(name)
+    built = build(name)
+    assert found["algorithm"] == name
+    assert found["policy_loss_fn"]["args"] == built.choices["policy_loss_fn"].args
+    assert [s["name"] for s in found["add_strategy"]] == [c.name for c in built.strategies]
+    assert found["rollouts_per_group"] >= 1
+    assert issubclass(built.type, AlgorithmType)
