@@ -181,21 +181,14 @@ class Experience:
         self.advantages = tensor("advantages", advantages, torch.float32)
         self.returns = tensor("returns", returns, torch.float32)
         self.truncate_status = truncate_status
-        self.info = info or {}
-        self.metrics = metrics or {}
-        self.response_text = response_text
-        self.prompt_text = prompt_text
+        self.info, self.metrics = info or {}, metrics or {}
+        self.response_text, self.prompt_text = response_text, prompt_text
         self.action_mask = tensor("action_mask", action_mask, torch.bool)
-        self.messages = messages
-        self.tools = tools
-        self.chosen_messages = chosen_messages
-        self.rejected_messages = rejected_messages
+        self.messages, self.tools = messages, tools
+        self.chosen_messages, self.rejected_messages = chosen_messages, rejected_messages
         self.chosen = tensor("chosen", chosen, torch.int32)
         self.rejected = tensor("rejected", rejected, torch.int32)
-        self.multi_modal_inputs = None if multi_modal_inputs is None else {
-            name: tensor(f"multi_modal_inputs[{name!r}]", value, None)
-            for name, value in multi_modal_inputs.items()
-        }  # fmt: skip
+        self.multi_modal_inputs = self._modal_tensors(multi_modal_inputs)
         self.teacher_logprobs = tensor("teacher_logprobs", teacher_logprobs, torch.float32)
         self.routed_experts = tensor("routed_experts", routed_experts, torch.uint8)
         self.custom_fields = list(custom_fields or ())
@@ -224,12 +217,12 @@ class Experience:
     def response_length(self) -> int:
         """Length of the action mask, R; for ``dpo`` that of the longer response."""
         known = self.__dict__
-        if known["experience_type"] == "dpo":
-            if "chosen" not in known:
-                return int(known["_response_length"])
-            return max(len(known["chosen"]), len(known["rejected"]))
-        mask = known.get("action_mask")
-        return int(known.get("_response_length", 0)) if mask is None else len(mask)
+        pair = known["experience_type"] == "dpo"
+        fields = [
+            known.get(name) for name in (("chosen", "rejected") if pair else ("action_mask",))
+        ]
+        sizes = [field.numel() for field in fields if field is not None]
+        return max(sizes) if sizes else int(known.get("_response_length", 0))
 
     @property
     def policy_version(self) -> int | None:
@@ -301,6 +294,14 @@ class Experience:
                 f"experience {self.eid.uid}: {name} cannot be made a tensor ({error}); give a list "
                 "of numbers, all rows of one length, or a tensor"
             ) from error
+
+    def _modal_tensors(self, inputs: Mapping[str, Any] | None) -> dict[str, Tensor] | None:
+        if inputs is None:
+            return None
+        return {
+            name: self._tensor(f"multi_modal_inputs[{name!r}]", value, None)
+            for name, value in inputs.items()
+        }
 
     def _settle_type(self) -> None:
         if self.action_mask is not None:

@@ -25,6 +25,9 @@ Place: TypeAlias = "tuple[Place | str, object] | str"
 MAX_DEPTH = 64
 """Levels of nesting; deeper values are refused when written, and nested extensions when read."""
 
+MAX_INT_BYTES = 1024
+"""Of an int. Longer ones cannot even be printed: Python refuses over 4,300 digits."""
+
 _TUPLE, _BIG_INT, _ARRAY, _SCALAR, _TENSOR = 1, 2, 3, 4, 5
 _NUMPY_KINDS = "biufc"
 _SCALARS = frozenset({type(None), bool, float, str, bytes})
@@ -57,11 +60,14 @@ class ObjectPacker:
 
     Args:
         from_tensor: returns the `RawTensor` of a foreign value, None for what it does not know.
+        canonical: equal values become equal bytes, whatever the order of their keys; without it
+            the order is kept.
     """
 
-    def __init__(self, from_tensor: FromTensor = _no_tensor) -> None:
+    def __init__(self, from_tensor: FromTensor = _no_tensor, *, canonical: bool = False) -> None:
         self._pack = msgpack.Packer(strict_types=True, unicode_errors="surrogatepass").pack
         self._from_tensor = from_tensor
+        self._canonical = canonical
 
     def pack(self, value: object, place: str) -> bytes:
         """Return ``value`` as msgpack; ``place`` names it in errors.
@@ -71,19 +77,13 @@ class ObjectPacker:
         """
         return self._pack(value if type(value) is str else self._plain(value, place, MAX_DEPTH))
 
-    def pack_canonical(self, value: object, place: str) -> bytes:
-        """Return the same bytes for equal values, whatever the order of their keys."""
-        if type(value) is str:
-            return self._pack(value)
-        return self._pack(_in_order(self._plain(value, place, MAX_DEPTH)))
-
     def _plain(self, value: object, place: Place, depth: int) -> object:
         """Return ``value`` in the types that msgpack knows, extensions included."""
         kind = type(value)
         if kind in _SCALARS:
             return value
         if kind is int:
-            return _plain_int(value)  # type: ignore[arg-type]  # its type was just compared
+            return _plain_int(value, place)  # type: ignore[arg-type]  # its type was just compared
         if depth == 0:
             raise InvalidArgumentError(f"{_name(place)} is nested deeper than {MAX_DEPTH} levels")
         if kind is dict:
@@ -107,17 +107,17 @@ class ObjectPacker:
                     f"{_name(place)} has the key {key!r} of type {type(key).__name__}: "
                     "keys are str or int"
                 )
+        items = _in_order(value) if self._canonical else value.items()
         return {
-            _plain_key(key): item
+            _plain_key(key, place): item
             if type(item) in scalars
             else plain(item, (place, key), depth)
-            for key, item in value.items()
-        }  # fmt: skip
+            for key, item in items
+        }
 
     def _foreign(self, value: object, place: Place, depth: int) -> object:
         if type(value) is tuple:
-            # In order of keys at once: the bytes of an extension cannot be put in order later.
-            items = _in_order(self._plain_list(list(value), place, depth - 1))
+            items = self._plain_list(list(value), place, depth - 1)
             return msgpack.ExtType(_TUPLE, _packed(items))
         if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _NUMPY_KINDS:
             return _plain_array(value, place)
@@ -139,15 +139,19 @@ def _packed(value: object) -> bytes:
     return msgpack.packb(value, strict_types=True, unicode_errors="surrogatepass")
 
 
-def _plain_int(value: int) -> object:
+def _plain_int(value: int, place: Place) -> object:
     if -(1 << 63) <= value < 1 << 64:
         return value
     size = value.bit_length() // 8 + 1
+    if size > MAX_INT_BYTES:
+        raise InvalidArgumentError(
+            f"{_name(place)} is an int of {size} bytes, the longest has {MAX_INT_BYTES}"
+        )
     return msgpack.ExtType(_BIG_INT, value.to_bytes(size, "big", signed=True))
 
 
-def _plain_key(key: object) -> object:
-    return _plain_int(key) if type(key) is int else key
+def _plain_key(key: object, place: Place) -> object:
+    return _plain_int(key, place) if type(key) is int else key
 
 
 def _plain_array(value: np.generic | np.ndarray[Any, Any], place: Place) -> object:
@@ -161,12 +165,9 @@ def _plain_array(value: np.generic | np.ndarray[Any, Any], place: Place) -> obje
     return msgpack.ExtType(code, _packed([value.dtype.name, list(value.shape), little.tobytes()]))
 
 
-def _in_order(value: object) -> object:
-    """Return ``value`` with every dict in the order of its keys: ints first, then texts."""
-    if isinstance(value, dict):
-        keys = sorted(value, key=lambda key: (isinstance(key, str), str(type(key)), key))
-        return {key: _in_order(value[key]) for key in keys}
-    return [_in_order(item) for item in value] if isinstance(value, list) else value
+def _in_order(value: dict[Any, object]) -> list[tuple[Any, object]]:
+    """Return the items of ``value`` in the order of its keys: ints first, then texts."""
+    return sorted(value.items(), key=lambda item: (type(item[0]) is str, item[0]))
 
 
 def _name(place: Place) -> str:
@@ -220,7 +221,7 @@ def _extension(as_tensor: AsTensor | None, depth: int, code: int, data: bytes) -
     match code:
         case 1:  # _TUPLE
             return tuple(_listed(data, depth, as_tensor))
-        case 2:  # _BIG_INT
+        case 2 if len(data) <= MAX_INT_BYTES:  # _BIG_INT
             return int.from_bytes(data, "big", signed=True)
         case 3 | 4:  # _ARRAY, _SCALAR
             return _numpy(_listed(data, depth), scalar=code == _SCALAR)
@@ -228,7 +229,7 @@ def _extension(as_tensor: AsTensor | None, depth: int, code: int, data: bytes) -
             raw = _raw_tensor(_listed(data, depth))
             return raw if as_tensor is None else as_tensor(raw)
         case _:
-            raise CodecError(f"a value has the unknown extension {code}")
+            raise CodecError(f"a value has an extension of unknown form ({code})")
 
 
 def _listed(data: bytes, depth: int, as_tensor: AsTensor | None = None) -> list[Any]:
@@ -270,7 +271,7 @@ def _checked(items: list[Any], sizes: dict[str, int]) -> tuple[str, tuple[int, .
     if not good or not all(type(size) is int and size >= 0 for size in shape):
         raise CodecError("an array in a value has no shape: its bytes are damaged")
     if math.prod(shape) * sizes[name] != len(data):
-        raise CodecError(f"an array of shape {shape} and {len(data)} bytes: they do not fit")
+        raise CodecError(f"an array in a value has {len(data)} bytes, its shape says otherwise")
     return name, tuple(shape), data
 
 

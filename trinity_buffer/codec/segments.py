@@ -229,7 +229,7 @@ def _read_column(segment: Segment, entry: object, body: memoryview, used: int) -
     name, dtype, encoding, rows, ndim, shapes, *_ = items = _claim_name(segment, entry, 8)
     known = isinstance(dtype, str) and dtype in DTYPES and encoding in ENCODINGS
     if not known or not _is_count(ndim) or ndim > (0 if encoding != "raw" else MAX_DIMENSIONS):
-        raise _damaged(f"column {name!r} is {dtype!r}, {encoding!r}, {ndim!r}: unknown")
+        raise _damaged(f"column {name!r} is of a dtype or encoding that we do not know")
     raw, end = _region(items, body, used)
     present = None if rows is None else _integers(rows, name)
     if present is not None and not _ascending(present, segment.rows):

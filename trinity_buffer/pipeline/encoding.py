@@ -46,24 +46,29 @@ __all__ = [
     "encode_experiences",
 ]
 
-META = (
-    "batch",
-    "task",
-    "run",
-    "step",
-    "suffix",
-    "reward",
-    "policy_version",
-    "prompt_length",
-    "length",
-    "response_length",
-    "trained_tokens",
-    "kind",
-    "finish_reason",
-    "digest",
-)
+_KEY, _COUNT, _TEXT = frozenset({int, str}), frozenset({int}), frozenset({str})
+_NONE = frozenset({type(None)})
+
+META: dict[str, frozenset[type]] = {
+    "batch": _KEY,
+    "task": _KEY,
+    "run": _COUNT,
+    "step": _COUNT,
+    "suffix": _TEXT,
+    "reward": frozenset({int, float, bool}) | _NONE,
+    "policy_version": _COUNT | _NONE,
+    "prompt_length": _COUNT,
+    "length": _COUNT,
+    "response_length": _COUNT,
+    "trained_tokens": _COUNT,
+    "kind": _TEXT,
+    "finish_reason": _TEXT | _NONE,
+    "digest": frozenset({bytes}),
+}
 """What the event's own body says of every experience, so that projections open no segment."""
 
+_OF_EID = tuple(META)[:5]
+_OF_EXPERIENCE = tuple(META)[5:10]
 _DIGEST_VERSION = 1
 _OBJECTS: dict[str, type] = {
     "info": dict,
@@ -99,8 +104,8 @@ class EncodedWrite:
 class _Contents:
     """Collects, row by row, what a content digest covers."""
 
-    def __init__(self, packer: ObjectPacker, experiences: Sequence[Experience]) -> None:
-        self._packer = packer
+    def __init__(self, experiences: Sequence[Experience]) -> None:
+        self._packer = packer = ObjectPacker(raw_tensor, canonical=True)
         self._heads: list[list[bytes]] = [
             [packer.pack([_DIGEST_VERSION, e.experience_type, e.prompt_length, e.reward], "reward")]
             for e in experiences
@@ -108,7 +113,7 @@ class _Contents:
         self._buffers: list[list[memoryview]] = [[] for _ in experiences]
 
     def add_objects(self, field: str, values: Sequence[Any], pieces: Sequence[bytes]) -> None:
-        name, canonical = self._packer.pack(field, field), self._packer.pack_canonical
+        name, canonical = self._packer.pack(field, field), self._packer.pack
         for head, value, piece in zip(self._heads, values, pieces, strict=True):
             if piece:
                 head += (name, piece if type(value) is str else canonical(value, field))
@@ -142,7 +147,7 @@ def encode_experiences(experiences: Sequence[Experience]) -> EncodedWrite:
         InvalidArgumentError: a value that cannot be stored; the message names the field.
     """
     packer = ObjectPacker(raw_tensor)
-    contents, families, masks = _Contents(packer, experiences), {}, list[Column]()
+    contents, families, masks = _Contents(experiences), {}, list[Column]()
     for family, fields in FAMILIES.items():
         columns: list[Column] = []
         packed: dict[str, list[bytes]] = {}
@@ -152,8 +157,10 @@ def encode_experiences(experiences: Sequence[Experience]) -> EncodedWrite:
                 columns += _modal_columns(values)
             if field not in _OBJECTS:
                 columns += columns_of(field, values)
-            elif any(values) or any(value == {} for value in values if field.startswith("multi")):
-                packed[field] = _add_objects(contents, packer, field, values)
+                continue
+            stored = [_stored(field, value) for value in values]
+            if any(value is not None for value in stored):
+                packed[field] = _add_objects(contents, packer, field, stored)
         for column in columns:
             contents.add_column(column)
         masks += [column for column in columns if column.field == "action_mask"]
@@ -171,10 +178,9 @@ def content_digest_of(experience: Experience) -> bytes:
 def _add_objects(
     contents: _Contents, packer: ObjectPacker, field: str, values: Sequence[Any]
 ) -> list[bytes]:
-    stored = [_stored(field, value) for value in values]
-    pieces = [b"" if value is None else packer.pack(value, field) for value in stored]
+    pieces = [b"" if value is None else packer.pack(value, field) for value in values]
     if field != "metrics":
-        contents.add_objects(field, stored, pieces)
+        contents.add_objects(field, values, pieces)
     return pieces
 
 
@@ -209,8 +215,8 @@ def _meta(
     eids = [experience.eid for experience in experiences]
     trained = _trained_tokens(experiences, masks)
     columns: Iterable[list[Any]] = (
-        *(list(map(attrgetter(name), eids)) for name in META[:5]),
-        *(list(map(attrgetter(name), experiences)) for name in META[5:10]),
+        *(list(map(attrgetter(name), eids)) for name in _OF_EID),
+        *(list(map(attrgetter(name), experiences)) for name in _OF_EXPERIENCE),
         trained,
         [experience.experience_type for experience in experiences],
         [experience.finish_reason for experience in experiences],
@@ -229,7 +235,7 @@ def _trained_tokens(experiences: Sequence[Experience], masks: Sequence[Column]) 
     for row, experience in enumerate(experiences):
         if experience.experience_type == "dpo":
             pair = (experience.chosen, experience.rejected)
-            counts[row] = sum(len(response) for response in pair if response is not None)
+            counts[row] = sum(response.numel() for response in pair if response is not None)
     return counts
 
 
@@ -255,10 +261,7 @@ def decode_experiences(
     Raises:
         CodecError: a blob that is damaged, or that does not belong to ``meta``.
     """
-    missing = [name for name in META if name not in meta]
-    rows = 0 if missing else len(meta["batch"])
-    if missing or any(len(meta[name]) != rows for name in META):
-        raise CodecError(f"the metadata of a write lacks {missing or 'items in some columns'}")
+    rows = _check_meta(meta)
     wanted = range(rows) if slots is None else slots
     if any(not 0 <= slot < rows for slot in wanted):
         raise CodecError(f"slots {list(wanted)} of a write with {rows} experiences")
@@ -271,6 +274,22 @@ def decode_experiences(
     return [Experience.from_state(state) for state in states]
 
 
+def _check_meta(meta: Any) -> int:
+    """Check that every column of `META` is there and holds what it should; return its length."""
+    if not isinstance(meta, Mapping) or not isinstance(meta.get("batch"), list):
+        raise CodecError("an event has no metadata of experiences: its body is damaged")
+    rows = len(meta["batch"])
+    for name, types in META.items():
+        column = meta.get(name)
+        if not isinstance(column, list) or len(column) != rows:
+            raise CodecError(f"the metadata of {rows} experiences has not as many of {name}")
+        if not types.issuperset(map(type, column)):
+            raise CodecError(f"the metadata of experiences has a {name} that is none")
+    if not _KINDS.issuperset(meta["kind"]):
+        raise CodecError("the metadata of experiences names a kind of experience that is unknown")
+    return rows
+
+
 def _states(
     meta: Mapping[str, Sequence[Any]], wanted: Sequence[int], loaded: Iterable[str]
 ) -> list[dict[str, Any]]:
@@ -278,12 +297,9 @@ def _states(
     unknown = [family for family in loaded if family not in FAMILIES]
     if unknown:
         raise CodecError(f"families {unknown} do not exist; there are {', '.join(FAMILIES)}")
-    if not _KINDS.issuperset(meta["kind"]):
-        raise CodecError(f"experiences of kinds {set(meta['kind']) - _KINDS} are not known")
     empty = {field: None for family in dict.fromkeys(loaded) for field in FAMILIES[family]}
     has_light = "info" in empty
-    known = zip(*(meta[name] for name in META), strict=True)
-    every = list(known)
+    every = list(zip(*(meta[name] for name in META), strict=True))
     states = []
     for slot in wanted:
         *eid, reward, version, prompt, length, response, _trained, kind, reason, _digest = every[
@@ -314,7 +330,7 @@ def _fill(
     modal: list[dict[str, Tensor]] = [{} for _ in states] if family == "heavy" else []
     for name, columns in segment.columns.items():
         field, targets = name, states
-        if name.startswith(_MODAL) and modal:
+        if family == "heavy" and name.startswith(_MODAL):
             field, targets = name.removeprefix(_MODAL), modal
         elif name not in fields or name in _OBJECTS:
             raise CodecError(f"segment {family} has the column {name!r}, which is none of its own")
@@ -359,7 +375,9 @@ def _fill_objects(
         if value is None:
             continue
         if not isinstance(value, form):
-            raise CodecError(f"{field} of {state['eid']} is a {type(value).__name__}, not {form}")
+            raise CodecError(
+                f"{field} of {state['eid']} is a {type(value).__name__}, not a {form.__name__}"
+            )
         if field == "custom_fields":
             state[field] = [_custom_field(item) for item in value]
         elif field == "multi_modal_inputs":
@@ -369,12 +387,13 @@ def _fill_objects(
 
 
 def _custom_field(item: Any) -> CustomField:
-    if not isinstance(item, list) or len(item) != 3 or item[2] not in TORCH_DTYPES:
-        raise CodecError(f"{item!r} is no custom field")
+    texts = isinstance(item, list) and all(isinstance(text, str) for text in item)
+    if not texts or len(item) != 3 or item[2] not in TORCH_DTYPES:
+        raise CodecError("custom_fields holds what is no custom field: its bytes are damaged")
     return CustomField(item[0], item[1], TORCH_DTYPES[item[2]])
 
 
 def _modal_inputs(names: list[Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not all(isinstance(name, str) and name in tensors for name in names):
-        raise CodecError(f"multi_modal_inputs names {names}, stored are {list(tensors)}")
+        raise CodecError(f"multi_modal_inputs names what is not stored; stored are {list(tensors)}")
     return {name: tensors[name] for name in names}

@@ -19,6 +19,11 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
+# What ``torch.cat`` is fast for, and at home with; it warns of complex32.
+_JOINED = frozenset({torch.bool, torch.uint8, torch.int32, torch.int64, torch.bfloat16}) | {
+    *(torch.float16, torch.float32, torch.float64)
+}
+
 _Kind: TypeAlias = "tuple[torch.dtype, int, torch.device]"
 
 
@@ -64,11 +69,16 @@ def _column(field: str, tensors: Sequence[Tensor | None], rows: list[int]) -> Co
 
 def bytes_of(tensors: Sequence[Tensor]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """Return the bytes of 1-D ``tensors`` of one dtype, one after another."""
+    if tensors[0].dtype not in _JOINED:
+        tensors = [_raw(tensor) for tensor in tensors]
     flat = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
-    # A lazily conjugated or negated view would give the bytes of what it looks at.
-    flat = flat.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    found: np.ndarray[tuple[int], np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
+    found: np.ndarray[tuple[int], np.dtype[np.uint8]] = _raw(flat).cpu().numpy()
     return found
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    # A lazily conjugated or negated view would give the bytes of what it looks at.
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8)
 
 
 def flat_tensor(column: Column) -> Tensor:
