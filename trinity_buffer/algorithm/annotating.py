@@ -41,8 +41,8 @@ def annotate(experience: Experience, score: float) -> None:
         raise InvalidExperienceError(
             f"{experience.eid.uid}: advantages need an action_mask, it is None"
         )
-    weights = mask if mask.is_floating_point() else mask.to(torch.float32)
-    experience.advantages = weights * score
+    # A bool or int mask times a Python number is float32; a float mask keeps its own type.
+    experience.advantages = mask * score
     experience.returns = experience.advantages.clone()
 
 

@@ -86,7 +86,6 @@ def normalized_scores(
     ddof: int = 1,
     std_floor: float = RELATIVE_FLOOR,
     single_member: SingleMember = "raw",
-    std: float | None = None,
 ) -> Rewards:
     """Return ``(r - mean) / (std + epsilon)``, shape ``(G,)`` (arXiv:2402.03300, section 4.1.2).
 
@@ -97,13 +96,19 @@ def normalized_scores(
         std_floor: relative size below which the deviation is 0, and so are the scores.
         single_member: a group of one has nothing to be compared with: ``"raw"`` scores its reward
             (mean 0, std 1, as the reference does), ``"zero"`` scores nothing.
-        std: a deviation found elsewhere (of the batch), in place of the group's own.
     """
     values = as_rewards(rewards)
+    mean, std = moments(values, ddof=ddof, std_floor=std_floor)
+    return scores_around(values, mean, std, epsilon, single_member)
+
+
+def scores_around(
+    values: Rewards, mean: float, std: float, epsilon: float, single_member: SingleMember = "raw"
+) -> Rewards:
+    """Return `normalized_scores` where mean and deviation are known."""
     if len(values) == 1 and single_member == "zero":
         return np.zeros_like(values)
-    mean, own = moments(values, ddof=ddof, std_floor=std_floor)
-    return scaled(values - mean, own if std is None else std, epsilon)
+    return scaled(values - mean, std, epsilon)
 
 
 def baseline(rewards: Sequence[float] | Rewards, kind: str = "mean", tau: float = 1.0) -> float:

@@ -244,13 +244,7 @@ class GRPOAddStrategy(GroupAdvantageStrategy):
         metrics = {"reward_mean": mean, "reward_std": std}
         if self.std_threshold is not None and (len(exps) == 1 or std <= self.std_threshold):
             return [], metrics
-        scores = group_scores.normalized_scores(
-            rewards,
-            epsilon=self.epsilon,
-            ddof=self.ddof,
-            std_floor=self.std_floor,
-            single_member=self.single_member,
-        )
+        scores = group_scores.scores_around(rewards, mean, std, self.epsilon, self.single_member)
         for experience, score in zip(exps, scores, strict=True):
             annotate(experience, float(score))
         return exps, metrics

@@ -63,15 +63,9 @@ class StepWiseGRPOStrategy(AddStrategy):
         self, exps: dict[str, Experience]
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return the score of each run, given its last step, and the metrics of the task."""
-        rewards = [reward_of(exp) for exp in exps.values()]
+        rewards = group_scores.as_rewards([reward_of(exp) for exp in exps.values()])
         mean, std = group_scores.moments(rewards, ddof=self.ddof, std_floor=self.std_floor)
-        scores = group_scores.normalized_scores(
-            rewards,
-            epsilon=self.epsilon,
-            ddof=self.ddof,
-            std_floor=self.std_floor,
-            single_member=self.single_member,
-        )
+        scores = group_scores.scores_around(rewards, mean, std, self.epsilon, self.single_member)
         return dict(zip(exps, scores.tolist(), strict=True)), {
             "reward_mean": mean,
             "reward_std": std,

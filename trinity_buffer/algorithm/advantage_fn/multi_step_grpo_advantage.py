@@ -72,18 +72,12 @@ class StepWiseGRPOAdvantageFn(PipelineAdvantage):
         self, exps: Mapping[str, Experience], precomputed_std: float | None = None
     ) -> tuple[dict[str, float], dict[str, float], bool]:
         """Return the score of each run by its last step, metrics, and whether to leave it out."""
-        rewards = [reward_of(e) for e in exps.values()]
+        rewards = group_scores.as_rewards([reward_of(e) for e in exps.values()])
         mean, std = group_scores.moments(rewards, ddof=self.ddof, std_floor=self.std_floor)
         threshold = self.std_threshold
         skip = threshold is not None and (len(rewards) == 1 or std <= threshold)
-        scores = group_scores.normalized_scores(
-            rewards,
-            epsilon=self.epsilon,
-            ddof=self.ddof,
-            std_floor=self.std_floor,
-            single_member=self.single_member,
-            std=precomputed_std,
-        )
+        used = std if precomputed_std is None else precomputed_std
+        scores = group_scores.scores_around(rewards, mean, used, self.epsilon, self.single_member)
         metrics = {"reward_mean": mean, "reward_std": std}
         return dict(zip(exps, scores.tolist(), strict=True)), metrics, skip
 
