@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 ExperienceType = Literal["single_turn", "multi_turn", "dpo"]
-TensorLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[float] | Sequence[int]"
+TensorLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
 Messages: TypeAlias = "list[dict[str, Any]]"
 
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -158,7 +158,7 @@ class Experience:
         metrics: dict[str, Any] | None = None,
         response_text: str | None = None,
         prompt_text: str | None = None,
-        action_mask: TensorLike | Sequence[bool] | None = None,
+        action_mask: TensorLike | None = None,
         messages: Messages | None = None,
         tools: Messages | None = None,
         chosen_messages: Messages | None = None,
@@ -174,13 +174,12 @@ class Experience:
         self.address = None
         tensor = self._tensor
         self.tokens = tensor("tokens", tokens, torch.int32)
-        self.prompt_length = prompt_length
+        self.prompt_length, self.truncate_status = prompt_length, truncate_status
         self.logprobs = tensor("logprobs", logprobs, torch.float32)
         self.reward = _python_number(reward)
         self.token_level_reward = tensor("token_level_reward", token_level_reward, torch.float32)
         self.advantages = tensor("advantages", advantages, torch.float32)
         self.returns = tensor("returns", returns, torch.float32)
-        self.truncate_status = truncate_status
         self.info, self.metrics = info or {}, metrics or {}
         self.response_text, self.prompt_text = response_text, prompt_text
         self.action_mask = tensor("action_mask", action_mask, torch.bool)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,7 +123,7 @@ def test_what_was_read_has_the_digest_of_what_was_written(given_experiences):
 
 
 def sample(number=0, **changed):
-    fields = {
+    fields: dict[str, Any] = {
         "eid": EID("e0-7", number),
         "tokens": [1, 2, 3, 4 + number],
         "prompt_length": 2,
@@ -198,17 +199,21 @@ def test_a_lazy_view_is_stored_as_what_it_shows(dtype):
             return
         given_tensor = given_tensor.to(TORCH_DTYPES[dtype]).mul(1 + 1j).conj()
     write = encode_experiences([sample(multi_modal_inputs={"x": given_tensor})])
-    found = decode_experiences(blobs(write), write.meta)[0].multi_modal_inputs["x"]
-    assert torch.equal(found, given_tensor)
+    found: Any = decode_experiences(blobs(write), write.meta)[0]
+    assert torch.equal(found.multi_modal_inputs["x"], given_tensor)
 
 
 def test_a_gradient_does_not_stop_a_tensor_from_being_stored():
     write = encode_experiences([sample(logprobs=torch.zeros(2, requires_grad=True))] * 2)
-    assert not decode_experiences(blobs(write), write.meta)[0].logprobs.requires_grad
+    found: Any = decode_experiences(blobs(write), write.meta)[0]
+    assert not found.logprobs.requires_grad
 
 
 def test_a_tensor_in_info_comes_back_as_a_tensor():
-    info = {"value": torch.ones(2, dtype=torch.bfloat16), "more": (torch.zeros(()),)}
+    info: dict[str, Any] = {
+        "value": torch.ones(2, dtype=torch.bfloat16),
+        "more": (torch.zeros(()),),
+    }
     write = encode_experiences([sample(info=info)])
     found = decode_experiences(blobs(write), write.meta)[0].info
     assert plain(found["value"]) == plain(info["value"])
@@ -239,7 +244,7 @@ GOLDEN = {
 
 
 def golden_experience(kind):
-    given_fields = {
+    given_fields: dict[str, dict[str, Any]] = {
         "single_turn": {"tokens": [1, 2, 3], "logprobs": [-0.5, -0.25], "reward": 1},
         "multi_turn": {
             "tokens": [1, 2, 3],
@@ -275,7 +280,7 @@ def test_the_digest_does_not_depend_on_what_is_written_beside_it():
     assert encode_experiences([*others, sample()]).meta["digest"][-1] == alone
 
 
-CHANGES = {
+CHANGES: dict[str, Any] = {
     "tokens": torch.tensor([1, 2, 3, 5], dtype=torch.int32),
     "token dtype": {"tokens": torch.tensor([1, 2, 3, 4])},
     "prompt_length": {"prompt_length": 1, "logprobs": [-0.5, -0.25], "action_mask": None},

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def stored(*families):
 
 
 def test_lists_become_tensors_of_the_reference_dtypes():
-    e = Experience(
+    e: Any = Experience(
         tokens=[1, 2, 3],
         logprobs=[-1, -2],
         action_mask=[1, 0],
@@ -192,6 +193,7 @@ def test_a_pair_splits_into_two_single_turns():
     pair = Experience(eid=EID(1, 2, 3), tokens=[1, 2, 3], chosen=[4, 5], rejected=[6], reward=0.5)
     chosen, rejected = split_dpo_experience(pair)
     assert (chosen.tokens.tolist(), rejected.tokens.tolist()) == ([1, 2, 3, 4, 5], [1, 2, 3, 6])
+    assert chosen.action_mask is not None
     assert chosen.action_mask.tolist() == [True, True]
     assert {e.prompt_length for e in (chosen, rejected)} == {3}
     assert {e.reward for e in (chosen, rejected)} == {0.5}

@@ -6,6 +6,7 @@ against what is there before anything is allocated.
 
 from trinity_buffer.codec.bodies import BODY_VERSIONS, UPCASTERS, decode_body, encode_body
 from trinity_buffer.codec.columns import Column, ObjectColumn, Segment
+from trinity_buffer.codec.contents import Contents, digests_of_segments
 from trinity_buffer.codec.digests import content_digest
 from trinity_buffer.codec.dtypes import DTYPES
 from trinity_buffer.codec.objects import ObjectPacker, RawTensor, unpack_object
@@ -17,6 +18,7 @@ __all__ = [
     "SEGMENT_VERSION",
     "UPCASTERS",
     "Column",
+    "Contents",
     "ObjectColumn",
     "ObjectPacker",
     "RawTensor",
@@ -24,6 +26,7 @@ __all__ = [
     "content_digest",
     "decode_body",
     "decode_segment",
+    "digests_of_segments",
     "encode_body",
     "encode_segment",
     "unpack_object",

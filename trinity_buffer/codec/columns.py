@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeAlias, overload
 
 import numpy as np
@@ -84,6 +85,12 @@ class ObjectColumn(Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.values(range(len(self))))
+
+    @property
+    def pieces(self) -> list[bytes]:
+        """The objects as they are packed; an empty one is None."""
+        ends, data = self._offsets.tolist(), self._data
+        return [bytes(data[start:stop]) for start, stop in pairwise(ends)]
 
     def values(self, rows: Sequence[int], as_tensor: AsTensor | None = None) -> list[Any]:
         """Return the objects of ``rows``.

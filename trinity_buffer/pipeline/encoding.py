@@ -12,9 +12,9 @@ from torch import Tensor
 
 from trinity_buffer.codec import (
     Column,
+    Contents,
     ObjectPacker,
     Segment,
-    content_digest,
     decode_segment,
     encode_segment,
 )
@@ -69,7 +69,6 @@ META: dict[str, frozenset[type]] = {
 
 _OF_EID = tuple(META)[:5]
 _OF_EXPERIENCE = tuple(META)[5:10]
-_DIGEST_VERSION = 1
 _OBJECTS: dict[str, type] = {
     "info": dict,
     "metrics": dict,
@@ -101,43 +100,6 @@ class EncodedWrite:
     meta: dict[str, list[Any]]
 
 
-class _Contents:
-    """Collects, row by row, what a content digest covers."""
-
-    def __init__(self, experiences: Sequence[Experience]) -> None:
-        self._packer = packer = ObjectPacker(raw_tensor, canonical=True)
-        self._heads: list[list[bytes]] = [
-            [packer.pack([_DIGEST_VERSION, e.experience_type, e.prompt_length, e.reward], "reward")]
-            for e in experiences
-        ]
-        self._buffers: list[list[memoryview]] = [[] for _ in experiences]
-
-    def add_objects(self, field: str, values: Sequence[Any], pieces: Sequence[bytes]) -> None:
-        name, canonical = self._packer.pack(field, field), self._packer.pack
-        for head, value, piece in zip(self._heads, values, pieces, strict=True):
-            if piece:
-                head += (name, piece if type(value) is str else canonical(value, field))
-
-    def add_column(self, column: Column) -> None:
-        width, known = column.elements.itemsize, {}
-        ends, shapes = (column.offsets * width).tolist(), column.shapes.tolist()
-        view = column.data.data
-        rows = range(len(self._heads)) if column.rows is None else column.rows.tolist()
-        for index, row in enumerate(rows):
-            shape = tuple(shapes[index])
-            if shape not in known:
-                form = [column.field, column.dtype, shapes[index]]
-                known[shape] = self._packer.pack(form, column.field)
-            self._heads[row].append(known[shape])
-            self._buffers[row].append(view[ends[index] : ends[index + 1]])
-
-    def digests(self) -> list[bytes]:
-        return [
-            content_digest(b"".join(head), buffers)
-            for head, buffers in zip(self._heads, self._buffers, strict=True)
-        ]
-
-
 def encode_experiences(experiences: Sequence[Experience]) -> EncodedWrite:
     """Return ``experiences`` as segments, one per family, and the metadata for the event's body.
 
@@ -147,7 +109,8 @@ def encode_experiences(experiences: Sequence[Experience]) -> EncodedWrite:
         InvalidArgumentError: a value that cannot be stored; the message names the field.
     """
     packer = ObjectPacker(raw_tensor)
-    contents, families, masks = _Contents(experiences), {}, list[Column]()
+    heads = [(e.experience_type, e.prompt_length, e.reward) for e in experiences]
+    contents, families, masks = Contents(heads, raw_tensor), {}, list[Column]()
     for family, fields in FAMILIES.items():
         columns: list[Column] = []
         packed: dict[str, list[bytes]] = {}
@@ -176,11 +139,10 @@ def content_digest_of(experience: Experience) -> bytes:
 
 
 def _add_objects(
-    contents: _Contents, packer: ObjectPacker, field: str, values: Sequence[Any]
+    contents: Contents, packer: ObjectPacker, field: str, values: Sequence[Any]
 ) -> list[bytes]:
     pieces = [b"" if value is None else packer.pack(value, field) for value in values]
-    if field != "metrics":
-        contents.add_objects(field, values, pieces)
+    contents.add_objects(field, values, pieces)
     return pieces
 
 

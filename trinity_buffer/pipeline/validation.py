@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -137,7 +136,8 @@ def _check_tokens(experience: Experience, field: str) -> None:
     _check_vector(experience, field, tokens, _INTEGERS, "integer token ids")
     if not tokens.numel():
         raise _refuse(experience, field, "has no elements, it needs at least one token")
-    if tokens.dtype.is_signed and int(_numbers(tokens).min()) < 0:
+    # NumPy: twice as fast as torch on a thousand elements.
+    if tokens.dtype.is_signed and tokens.numpy(force=True).min() < 0:
         raise _refuse(experience, field, "holds negative numbers: these are no token ids")
 
 
@@ -156,18 +156,11 @@ def _check_vector(
         raise _refuse(experience, field, f"is {value.dtype}, it must hold {what}")
 
 
-def _numbers(tensor: Tensor) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return a tensor for NumPy, which is three times as fast on a thousand elements."""
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.float()
-    return tensor.numpy(force=True)
-
-
 def _all_finite(tensor: Tensor) -> bool:
     # NaN and Inf survive in a sum of squares, which takes a tenth of the time of looking at each;
     # it may overflow without them, hence the second look.
-    numbers = _numbers(tensor)
-    return math.isfinite(numbers.dot(numbers)) or bool(np.isfinite(numbers).all())
+    numbers = tensor.detach()
+    return math.isfinite(numbers.dot(numbers).item()) or bool(numbers.isfinite().all())
 
 
 def _check_response(experience: Experience) -> int:
