@@ -1,0 +1,77 @@
+"""Processes that die at a named place and are born again, until their list of places is through."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+# What takes long to import is imported once, in the server that all lives are forked from; our own
+# package is not, as each life must read its crash point from its environment.
+CONTEXT.set_forkserver_preload(
+    ["torch", "sqlalchemy.ext.asyncio", "aiosqlite", "asyncpg", "pysqlite3", "safetensors.torch"]
+)
+LIFE_S = 60.0
+
+
+def live(role: str, arguments: Mapping[str, Any], crash_at: str | None, log: str) -> None:
+    """Be ``role`` until the crash point is reached, or to the end."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.pop("TRINITY_BUFFER_CRASH_AT", None)
+    if crash_at is not None:
+        os.environ["TRINITY_BUFFER_CRASH_AT"] = crash_at
+    roles = importlib.import_module("tests.crash.roles")
+    getattr(roles, role)(**arguments)
+
+
+class Lives(threading.Thread):
+    """Lives of one role: one per crash point, each of which must end in SIGKILL, then a last one."""
+
+    def __init__(
+        self, role: str, arguments: Mapping[str, Any], points: Sequence[str], log: Path
+    ) -> None:
+        super().__init__(name=role)
+        self._call = (role, dict(arguments))
+        self._points = list(points)
+        self._log = log
+        self.survived: list[str] = []
+        self.crashed: list[str] = []
+        self.through = threading.Event()
+        self.exit_code: int | None = None
+
+    def run(self) -> None:
+        """Live and die."""
+        for point in self._points:
+            code = self._one(point, LIFE_S)
+            (self.crashed if code == -signal.SIGKILL else self.survived).append(f"{point}: {code}")
+        self.through.set()
+        self.exit_code = self._one(None, 2 * LIFE_S)
+
+    def _one(self, point: str | None, limit_s: float) -> int | None:
+        process = CONTEXT.Process(target=live, args=(*self._call, point, str(self._log)))
+        process.start()
+        process.join(limit_s)
+        if process.is_alive():
+            process.terminate()
+            process.join()
+            return None
+        return process.exitcode
+
+
+def run_all(lives: Sequence[Lives], when_through: Callable[[], None]) -> None:
+    """Start all lives, call ``when_through`` once every crash point was reached, and wait for the ends."""
+    for one in lives:
+        one.start()
+    for one in lives:
+        one.through.wait(LIFE_S * 20)
+    when_through()
+    for one in lives:
+        one.join()
