@@ -244,9 +244,8 @@ class Demo:
         picture = str(self.paths.picture)
         if numbers.rewards and run_view.save_curve(picture, numbers, self.experiment):
             say(f"curve: {picture}", highlight=False, soft_wrap=True)
-        say(
-            f"verify: {'everything holds' if report.ok else 'FAILED: ' + '; '.join(report.problems[:3])}"
-        )
+        wrong = "; ".join(map(str, report.problems[:3]))
+        say(f"verify: {'everything holds' if report.ok else f'FAILED: {wrong}'}")
         say(f"store: {self.paths.store}   logs: {self.paths.logs}", highlight=False, soft_wrap=True)
         say("try next:")
         for command in (

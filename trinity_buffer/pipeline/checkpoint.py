@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 
 from trinity_buffer.errors import CheckpointError
 
 CHUNK_BYTES = 1 << 20
+MANIFESTS_FILE = "manifests.json"
+"""In the folder of a checkpoint: digests of the manifests that its weights went through."""
 
 
 def make_durable(checkpoint: Path) -> str:
@@ -53,9 +56,26 @@ def require_digest(checkpoint: Path, digest: str) -> None:
     found = digest_of(checkpoint)
     if found != digest:
         raise CheckpointError(
-            f"checkpoint {checkpoint} is not the one that was committed (sha256 {found[:12]}…, recorded {digest[:12]}…): "
-            "restore it, or resume from an older step with resume_from="
+            f"checkpoint {checkpoint} is not the one that was committed (sha256 {found[:12]}…, "
+            f"recorded {digest[:12]}…): restore it, or resume from an older step with resume_from="
         )
+
+
+def read_manifests(folder: Path) -> list[bytes]:
+    """Return the digests of the manifests that the weights in ``folder`` went through, in order.
+
+    Raises:
+        CheckpointError: there are none in this folder.
+    """
+    try:
+        return [
+            bytes.fromhex(digest)
+            for digest in json.loads((folder / MANIFESTS_FILE).read_text())["manifests"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder} holds no {MANIFESTS_FILE} of a trainer: {error}"
+        ) from error
 
 
 def _files(checkpoint: Path) -> list[Path]:
@@ -66,7 +86,8 @@ def _files(checkpoint: Path) -> list[Path]:
     )
     if not files or not all(file.is_file() for file in files):
         raise CheckpointError(
-            f"checkpoint {checkpoint} is missing or empty: write it before commit(), or resume from an older step"
+            f"checkpoint {checkpoint} is missing or empty: write it before commit(), or resume "
+            "from an older step"
         )
     return files
 

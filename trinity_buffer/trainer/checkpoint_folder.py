@@ -1,4 +1,4 @@
-"""What a trainer keeps of a step: weights, optimizer, random numbers, and the manifests that the weights went through.
+"""What a trainer keeps of a step: weights, optimizer, random numbers, manifests gone through.
 
 Tensors are safetensors, everything else is JSON: a checkpoint of unknown origin cannot run code.
 """
@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trinity_buffer.errors import CheckpointError
+from trinity_buffer.pipeline.checkpoint import MANIFESTS_FILE, read_manifests
 from trinity_buffer.policy import TransformerPolicy, load_policy, save_policy
 
 POLICY_FILE = "policy.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
-MANIFESTS_FILE = "manifests.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +83,6 @@ def load_checkpoint(folder: Path, optimizer_of: Any) -> TrainerState:
     torch.set_rng_state(tensors.pop("rng"))
     optimizer.load_state_dict(_optimizer_state(tensors, state["optimizer"]))
     return TrainerState(policy, optimizer, state["step"], manifests)
-
-
-def read_manifests(folder: Path) -> list[bytes]:
-    """Return the digests of the manifests that the weights in ``folder`` went through, in order.
-
-    Raises:
-        CheckpointError: there are none in this folder.
-    """
-    try:
-        return [
-            bytes.fromhex(digest)
-            for digest in json.loads((folder / MANIFESTS_FILE).read_text())["manifests"]
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder} holds no {MANIFESTS_FILE} of a trainer: {error}"
-        ) from error
 
 
 def remove_old(root: Path, *, keep: int, last_committed: int) -> None:

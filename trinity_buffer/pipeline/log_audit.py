@@ -1,0 +1,285 @@
+"""One walk through the log that believes nothing but the events themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trinity_buffer import codec
+from trinity_buffer.errors import CodecError
+from trinity_buffer.pipeline.findings import Problem
+from trinity_buffer.pipeline.trainer_audit import TrainerAudit
+from trinity_buffer.store.address import address_of, first_address, written_as
+from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.scratch import DecodedEvent
+
+Integers = npt.NDArray[np.int64]
+
+
+class Names:
+    """A set of many texts, kept as 64-bit hashes: 8 bytes each instead of a hundred.
+
+    Hashes are salted per process; that two of 10 million texts share one has a chance of 1 in
+    400,000, and what is found here is looked up again before it is told.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Integers] = []
+        self._sorted: Integers | None = None
+
+    def add(self, texts: Iterable[object], count: int) -> None:
+        """Add ``count`` hashable ``texts``."""
+        self._parts.append(np.fromiter(map(hash, texts), np.int64, count))
+        self._sorted = None
+
+    @property
+    def hashes(self) -> Integers:
+        """All of them in order, as often as they were added."""
+        if self._sorted is None:
+            whole = np.concatenate(self._parts) if self._parts else np.empty(0, np.int64)
+            self._sorted = np.sort(whole)
+            self._parts = [self._sorted]
+        return self._sorted
+
+    def repeated(self) -> set[int]:
+        """Return the hashes that were added more than once."""
+        hashes = self.hashes
+        return set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
+
+    def lacking(self, wanted: Integers) -> npt.NDArray[np.bool_]:
+        """Return for each of ``wanted`` whether it was never added."""
+        hashes = self.hashes
+        if not len(hashes):
+            return np.ones(len(wanted), np.bool_)
+        place = np.minimum(np.searchsorted(hashes, wanted), len(hashes) - 1)
+        found: npt.NDArray[np.bool_] = hashes[place] != wanted
+        return found
+
+
+@dataclass(slots=True)
+class _Strategy:
+    """What one annotation set decided."""
+
+    seen: int = 0
+    rows: int = 0
+    rejections: int = 0
+    decided: list[Integers] = field(default_factory=list)
+
+
+def uids_of(meta: Mapping[str, Sequence[Any]]) -> Iterable[str]:
+    """Return the uids of one ``ExperiencesRecorded``, as `EID.uid` writes them."""
+    eids = zip(*(meta[name] for name in ("batch", "task", "run", "step", "suffix")), strict=True)
+    return (f"{batch}/{task}/{run}/{step}/{suffix}" for batch, task, run, step, suffix in eids)
+
+
+class LogAudit:
+    """Collects what the log says, event by event. Feed it with `add`, then ask.
+
+    Attributes:
+        position: the last one that was added.
+        events, experiences: how many there were.
+        problems: what was wrong so far.
+        uids: of all recorded experiences.
+        trainers: what was leased and committed, by consumer.
+    """
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.events = 0
+        self.experiences = 0
+        self.problems: list[Problem] = []
+        self.uids = Names()
+        self.trainers: dict[str, TrainerAudit] = {}
+        self._counts: Counter[str] = Counter()
+        self._strategies: dict[str, _Strategy] = {}
+        self._recorded: list[Integers] = []
+        self._refused = 0
+        self._runs = Names()
+        self._planned_runs: list[Integers] = []
+        self._held: Counter[str] = Counter()
+        self._batches: set[str] = set()
+
+    def add(self, page: Sequence[StoredEvent]) -> list[DecodedEvent]:
+        """Take in the next events of the log; return those whose body can be read."""
+        found = []
+        for stored in page:
+            self._follow(stored)
+            try:
+                body = codec.decode_body(stored.kind, stored.body)
+            except CodecError as error:
+                self._wrong("log", stored.position, f"its body cannot be read: {error}")
+                continue
+            try:
+                self._read(stored, body)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                what = f"its body has not the form of {stored.kind}: {error!r}"
+                self._wrong("log", stored.position, what)
+            found.append(DecodedEvent(stored.position, stored.kind, stored.actor, body))
+        return found
+
+    def _wrong(self, check: str, position: int, what: str) -> None:
+        self.problems.append(Problem(check, f"position {position}", what))
+
+    def _follow(self, stored: StoredEvent) -> None:
+        expected = self.position + 1
+        if stored.position == expected + 1:
+            self._wrong("log", expected, "there is no event")
+        elif stored.position != expected:
+            self._wrong("log", expected, f"there is no event, nor up to {stored.position - 1}")
+        if stored.position == 1 and stored.kind != "ExperimentCreated":
+            self._wrong("log", 1, f"the first event is {stored.kind}, not ExperimentCreated")
+        self.position = stored.position
+        self.events += 1
+
+    def _read(self, stored: StoredEvent, body: Mapping[str, Any]) -> None:
+        reader = _READERS.get(stored.kind)
+        if reader is not None:
+            reader(self, stored.position, body)
+
+    def _tell(self, problems: Iterable[Problem]) -> None:
+        self.problems.extend(problems)
+
+    def _trainer(self, body: Mapping[str, Any]) -> TrainerAudit:
+        name = body["consumer"]
+        if name not in self.trainers:
+            raise LookupError(f"trainer {name!r} was never registered")
+        return self.trainers[name]
+
+    def _registered(self, _position: int, body: Mapping[str, Any]) -> None:
+        self._counts["consumer"] += 1
+        if body["kind"] == "trainer":
+            self.trainers[body["consumer"]] = TrainerAudit(body["consumer"])
+        else:
+            self._strategies[body["consumer"]] = _Strategy()
+
+    def _leased(self, position: int, body: Mapping[str, Any]) -> None:
+        self._counts["step"] += 1
+        self._counts["delivery"] += len(body["annotations"])
+        self._tell(self._trainer(body).leased(position, body))
+
+    def _committed(self, position: int, body: Mapping[str, Any]) -> None:
+        self._tell(self._trainer(body).committed(position, body))
+
+    def _rewound(self, position: int, body: Mapping[str, Any]) -> None:
+        self._tell(self._trainer(body).rewound(position, body))
+
+    def _published(self, _position: int, _body: Mapping[str, Any]) -> None:
+        self._counts["policy"] += 1
+
+    def _recorded_ones(self, position: int, body: Mapping[str, Any]) -> None:
+        meta, refused = body["meta"], body["refused"]
+        count = len(meta["batch"])
+        batches = [str(batch) for batch in meta["batch"]]
+        self.uids.add(uids_of(meta), count)
+        self._runs.add(zip(batches, map(str, meta["task"]), meta["run"], strict=True), count)
+        self._counts["experience"] += count
+        self.experiences += count
+        addresses = np.arange(count, dtype=np.int64) + first_address(position)
+        self._recorded.append(np.delete(addresses, sorted(refused)) if refused else addresses)
+        self._refused += len(refused)
+        self._held.update(batches)
+        self._held.subtract(batches[slot] for slot, why in refused.items() if why == "late")
+
+    def _planned(self, _position: int, body: Mapping[str, Any]) -> None:
+        batch, tasks, rollouts = str(body["batch"]), body["tasks"], body["rollouts_per_group"]
+        self._batches.add(batch)
+        self._counts["plan"] += len(tasks)
+        runs = product((batch,), map(str, tasks), range(rollouts))
+        self._planned_runs.append(np.fromiter(map(hash, runs), np.int64, len(tasks) * rollouts))
+
+    def _sealed(self, position: int, body: Mapping[str, Any]) -> None:
+        batch = str(body["batch"])
+        self._batches.add(batch)
+        if self._held[batch] != body["expected"]:
+            what = f"batch {batch!r} was sealed with {body['expected']} experiences"
+            self._wrong("log", position, f"{what}, recorded before were {self._held[batch]}")
+
+    def _strategy(self, position: int, body: Mapping[str, Any]) -> _Strategy:
+        if body["consumer"] not in self._strategies:
+            raise LookupError(f"strategy {body['consumer']!r} was never registered")
+        found = self._strategies[body["consumer"]]
+        if not found.seen <= body["seen"] < position:
+            what = f"strategy {body['consumer']!r} has seen {body['seen']}, before it {found.seen}"
+            self._wrong("log", position, what)
+        found.seen = max(found.seen, body["seen"])
+        return found
+
+    def _annotated(self, position: int, body: Mapping[str, Any]) -> None:
+        found = self._strategy(position, body)
+        found.rows += len(body["experiences"])
+        found.decided.append(np.unique(np.array(body["experiences"], np.int64)))
+
+    def _rejected(self, position: int, body: Mapping[str, Any]) -> None:
+        count = len(body["experiences"])
+        self._counts["rejection"] += count
+        if body["by"] == "strategy":
+            found = self._strategy(position, body)
+            found.rejections += count
+            found.decided.append(np.array(body["experiences"], np.int64))
+        else:
+            self._trainer(body).rejected(position, body)
+
+    # -- at the end -------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Check what only the whole log tells: each experience is decided once, if it exists."""
+        for trainer in self.trainers.values():
+            self._tell(trainer.finish())
+        recorded = _joined(self._recorded)
+        for name, strategy in self._strategies.items():
+            decided = np.sort(_joined(strategy.decided))
+            for address in decided[1:][decided[1:] == decided[:-1]].tolist():
+                self._decided_wrongly(name, address, "was decided twice")
+            known = recorded[recorded < first_address(strategy.seen + 1)]
+            for address in np.setdiff1d(decided, known).tolist():
+                self._decided_wrongly(name, address, "was decided, and was not there to be seen")
+
+    def _decided_wrongly(self, name: str, address: int, what: str) -> None:
+        where = f"experience {written_as(address)}"
+        self.problems.append(Problem("conservation", where, f"{what} by strategy {name!r}"))
+
+    def rows(self) -> dict[str, int]:
+        """Return how many rows each projection must have."""
+        counts, recorded = self._counts, _joined(self._recorded)
+        waiting = annotations = 0
+        for strategy in self._strategies.values():
+            seen = int(np.searchsorted(recorded, address_of(strategy.seen + 1, 0)))
+            waiting += seen - sum(map(len, strategy.decided))
+            annotations += strategy.rows
+        names = ("plan", "experience", "consumer", "rejection", "delivery", "step", "policy")
+        return {
+            "configuration": 1,
+            "batch": len(self._batches),
+            "waiting": waiting,
+            "annotation": annotations,
+            **{name: counts[name] for name in names},
+        }
+
+    def stored_runs(self) -> int:
+        """Return how many planned (batch, task, run) the log has experiences of."""
+        planned = np.unique(_joined(self._planned_runs))
+        return int(np.count_nonzero(~self._runs.lacking(planned)))
+
+
+_READERS: Mapping[str, Callable[[LogAudit, int, Mapping[str, Any]], None]] = {
+    "BatchPlanned": LogAudit._planned,  # noqa: SLF001 - the class's own table
+    "BatchSealed": LogAudit._sealed,  # noqa: SLF001
+    "ExperiencesRecorded": LogAudit._recorded_ones,  # noqa: SLF001
+    "ConsumerRegistered": LogAudit._registered,  # noqa: SLF001
+    "ExperiencesAnnotated": LogAudit._annotated,  # noqa: SLF001
+    "ExperiencesRejected": LogAudit._rejected,  # noqa: SLF001
+    "BatchLeased": LogAudit._leased,  # noqa: SLF001
+    "StepsCommitted": LogAudit._committed,  # noqa: SLF001
+    "TrainerRewound": LogAudit._rewound,  # noqa: SLF001
+    "PolicyPublished": LogAudit._published,  # noqa: SLF001
+}
+
+
+def _joined(parts: Sequence[Integers]) -> Integers:
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)

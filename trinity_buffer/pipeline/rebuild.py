@@ -1,0 +1,74 @@
+"""Projections made anew from the log, without anybody seeing them half-built."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from trinity_buffer.pipeline.refold import (
+    Progress,
+    catch_up,
+    confirmed,
+    diff_projections,
+    fold_tail,
+    no_progress,
+    suspects,
+    unfoldable_error,
+    whole_spans,
+)
+from trinity_buffer.store import comparison
+from trinity_buffer.store.database import Database
+from trinity_buffer.store.dialect import announce, lock_experiment
+from trinity_buffer.store.scratch import open_scratch
+
+__all__ = ["RebuildReport", "diff_projections", "rebuild"]
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildReport:
+    """What `rebuild` did.
+
+    Attributes:
+        events: how many were folded.
+        mended: table -> rows that were not what the log says, and are now.
+    """
+
+    events: int
+    mended: dict[str, int] = field(default_factory=dict)
+
+
+async def rebuild(
+    database: Database, experiment: int, progress: Progress = no_progress
+) -> RebuildReport:
+    """Make every projection of ``experiment`` what the log says, row for row.
+
+    The log is folded into a scratch database beside the store, page by page, while others go on.
+    One transaction then folds the few events that came meanwhile and replaces the rows that differ:
+    what it writes is as much as was wrong, mostly nothing, and whoever reads sees all of it or
+    none. Only where whole projections were lost does it last (some 20 s for a million experiences).
+
+    Raises:
+        StoreError: an event that cannot be folded; nothing was changed.
+        CodecError: a body is damaged; nothing was changed.
+    """
+    async with open_scratch(experiment) as scratch:
+        wrong = await catch_up(database, scratch, progress)
+        spans = [] if wrong else await suspects(database, scratch, progress)
+        wrong = wrong or await catch_up(database, scratch, progress)
+        if wrong is not None:
+            raise unfoldable_error(database.name, wrong)
+        async with database.writing() as tx:
+            await lock_experiment(tx, experiment)
+            wrong = await fold_tail(tx, scratch)
+            if wrong is not None:
+                raise unfoldable_error(database.name, wrong)
+            # Events that came meanwhile were folded on the live side with whatever is wrong there,
+            # so what they may have spoilt is looked at again beside what was found.
+            whole = await whole_spans(tx, scratch)
+            again = [span for span in whole if span.is_stateful]
+            again += [span for span in spans if not span.is_stateful]
+            differences = await confirmed(tx, scratch, again)
+            await comparison.mend(tx, differences)
+            await announce(tx)
+        mended = Counter(difference.table for difference in differences)
+        return RebuildReport(scratch.position, dict(sorted(mended.items())))

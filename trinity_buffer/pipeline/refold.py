@@ -1,0 +1,162 @@
+"""The log folded again beside the live projections, and how the two compare."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+
+import anyio.to_thread
+
+from trinity_buffer import codec
+from trinity_buffer.errors import CodecError, StoreError
+from trinity_buffer.store import comparison, log
+from trinity_buffer.store.comparison import Difference, Span
+from trinity_buffer.store.database import Database
+from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.scratch import DecodedEvent, Scratch, Unfoldable, open_scratch
+from trinity_buffer.store.transaction import Transaction
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+EVENTS_PER_PAGE = 256
+SHORT_TAIL = 64
+"""Events that may be folded inside a transaction: some milliseconds."""
+
+
+def no_progress(_what: str, _done: int, _total: int) -> None:
+    """Say nothing."""
+
+
+async def pages(
+    database: Database, experiment: int, *, after: int, up_to: int
+) -> AsyncIterator[list[StoredEvent]]:
+    """Yield the events of ``after`` < position <= ``up_to`` in pages, each read for itself."""
+    while True:
+        async with database.reading() as tx:
+            page = await log.read_after(tx, experiment, after, limit=EVENTS_PER_PAGE, up_to=up_to)
+        if page:
+            yield page
+            after = page[-1].position
+        if len(page) < EVENTS_PER_PAGE:
+            return
+
+
+def decoded_events(page: Sequence[StoredEvent]) -> list[DecodedEvent]:
+    """Return a page with its bodies.
+
+    Raises:
+        CodecError: a body is damaged; the message names its position.
+    """
+    found = []
+    for event in page:
+        try:
+            body = codec.decode_body(event.kind, event.body)
+        except CodecError as error:
+            raise type(error)(f"event {event.position}: {error}") from error
+        found.append(DecodedEvent(event.position, event.kind, event.actor, body))
+    return found
+
+
+async def catch_up(
+    database: Database, scratch: Scratch, progress: Progress = no_progress
+) -> Unfoldable | None:
+    """Fold until the scratch is at most `SHORT_TAIL` events behind; return what cannot be folded.
+
+    Raises:
+        CodecError: a body is damaged.
+    """
+    while True:
+        async with database.reading() as tx:
+            head = await log.head(tx, scratch.experiment)
+        if head - scratch.position <= SHORT_TAIL:
+            return None
+        async for page in pages(database, scratch.experiment, after=scratch.position, up_to=head):
+            events = await anyio.to_thread.run_sync(decoded_events, page)
+            if (wrong := await scratch.fold(events)) is not None:
+                return wrong
+            progress("fold", page[-1].position, head)
+
+
+async def fold_tail(tx: Transaction, scratch: Scratch) -> Unfoldable | None:
+    """Fold what ``tx`` sees beyond the scratch. `catch_up` first: this is to be short.
+
+    Raises:
+        CodecError: a body is damaged.
+    """
+    tail = await log.read_after(tx, scratch.experiment, scratch.position, limit=1 << 31)
+    return await scratch.fold(decoded_events(tail))
+
+
+async def whole_spans(tx: Transaction, scratch: Scratch) -> list[Span]:
+    """Return the unlimited spans that together are all projections, live and folded."""
+    found = await comparison.spans(tx, scratch.experiment)
+    return list(dict.fromkeys([*found, *await scratch.ask(comparison.spans, scratch.experiment)]))
+
+
+async def suspects(
+    database: Database, scratch: Scratch, progress: Progress = no_progress
+) -> list[Span]:
+    """Return the spans in which live and folded rows differ at first sight.
+
+    Others go on appending meanwhile, so a difference may be news: `confirmed` tells. Reads span by
+    span; no transaction is long.
+    """
+    found: list[Span] = []
+    async with database.reading() as tx:
+        whole = await whole_spans(tx, scratch)
+        total = sum((await comparison.counts(tx, scratch.experiment)).values())
+    done = 0
+    for part in whole:
+        span: Span | None = part
+        while span is not None:
+            limit = await scratch.ask(comparison.next_limit, scratch.experiment, span)
+            piece = Span(span.table, span.consumer, span.after, limit)
+            async with database.reading() as tx:
+                live = await comparison.rows_of(tx, scratch.experiment, piece)
+            folded = await scratch.ask(comparison.rows_of, scratch.experiment, piece)
+            differ = partial(comparison.differences, piece, live, folded)
+            if await anyio.to_thread.run_sync(differ):
+                found.append(piece)
+            done += len(live)
+            progress("compare", min(done, total), total)
+            span = None if limit is None else Span(span.table, span.consumer, limit)
+    return found
+
+
+async def confirmed(tx: Transaction, scratch: Scratch, spans: Sequence[Span]) -> list[Difference]:
+    """Return the rows of ``spans`` that differ, ``tx`` and the scratch being at one position."""
+    found: list[Difference] = []
+    for span in spans:
+        live = await comparison.rows_of(tx, scratch.experiment, span)
+        folded = await scratch.ask(comparison.rows_of, scratch.experiment, span)
+        found += comparison.differences(span, live, folded)
+    return found
+
+
+def unfoldable_error(name: str, wrong: Unfoldable) -> StoreError:
+    """Return the error for a log that contradicts itself."""
+    return StoreError(
+        f"{name}: event {wrong.position} ({wrong.kind}) cannot be folded: {wrong.cause}; run "
+        "`trinity-buffer verify` and restore the store from a backup"
+    )
+
+
+async def diff_projections(
+    database: Database, experiment: int, progress: Progress = no_progress
+) -> list[Difference]:
+    """Return every row of the projections that is not what the log says.
+
+    Raises:
+        StoreError: an event that cannot be folded.
+        CodecError: a body is damaged.
+    """
+    async with open_scratch(experiment) as scratch:
+        wrong = await catch_up(database, scratch, progress)
+        spans = [] if wrong else await suspects(database, scratch, progress)
+        wrong = wrong or await catch_up(database, scratch, progress)
+        async with database.reading() as tx:
+            wrong = wrong or await fold_tail(tx, scratch)
+            if wrong is not None:
+                raise unfoldable_error(database.name, wrong)
+            return await confirmed(tx, scratch, spans)

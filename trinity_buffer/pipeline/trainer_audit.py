@@ -1,0 +1,127 @@
+"""What one trainer leased, committed and took back, as its events tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trinity_buffer.pipeline.findings import Problem
+from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain
+from trinity_buffer.store.address import written_as
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedManifest:
+    """A manifest as the log holds it: where, of which step, and its annotation rows."""
+
+    position: int
+    step: int
+    digest: bytes
+    rows: Integers
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A ``StepsCommitted``: the checkpoint that it names, and the last step in it."""
+
+    position: int
+    step: int
+    checkpoint: str | None
+    digest: str | None
+
+
+class TrainerAudit:
+    """Follows one trainer through the log.
+
+    Attributes:
+        name: of the consumer.
+        steps: what was leased, by step.
+        live: step -> digest that its commit names, on the live line.
+        twice: (step, digest) of the manifests that were committed again on the live line.
+        commits: all of them, those that were superseded too.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.steps: dict[int, LeasedManifest] = {}
+        self.live: dict[int, bytes] = {}
+        self.twice: list[tuple[int, bytes]] = []
+        self.commits: list[Commit] = []
+        self._rejected: list[tuple[int, Integers]] = []
+        self._links: dict[int, bytes] = {0: FIRST_LINK}
+
+    def leased(self, position: int, body: Mapping[str, Any]) -> Iterator[Problem]:
+        """Take in a ``BatchLeased``."""
+        manifest = Manifest.from_body(body)
+        place = self._place(position)
+        if manifest.digest != body["digest"]:
+            what = f"the manifest of step {manifest.step} has the digest {manifest.digest.hex()}"
+            yield Problem("manifests", place, f"{what}, recorded is {body['digest'].hex()}")
+        if manifest.step != len(self.steps) + 1:
+            what = f"step {manifest.step} was leased, the next one is {len(self.steps) + 1}"
+            yield Problem("manifests", place, what)
+        rows = np.array(manifest.annotations, np.int64)
+        self.steps[manifest.step] = LeasedManifest(
+            position, manifest.step, bytes(body["digest"]), rows
+        )
+
+    def committed(self, position: int, body: Mapping[str, Any]) -> Iterator[Problem]:
+        """Take in a ``StepsCommitted``."""
+        place = self._place(position)
+        for step, digest in zip(body["steps"], body["manifests"], strict=True):
+            leased = self.steps.get(step)
+            if leased is None:
+                yield Problem("commits", place, f"step {step} was committed and never leased")
+            elif leased.digest != digest:
+                what = f"step {step} was committed with the manifest {digest.hex()}"
+                yield Problem("commits", place, f"{what}, leased was {leased.digest.hex()}")
+            if step in self.live:
+                self.twice.append((step, bytes(digest)))
+                yield Problem("commits", place, f"step {step} was committed before")
+            elif step != len(self.live) + 1:
+                what = f"step {step} was committed, the next one is {len(self.live) + 1}"
+                yield Problem("commits", place, what)
+            self.live[step] = bytes(digest)
+            self._links[step] = chain(self._links.get(step - 1, FIRST_LINK), digest)
+        last = body["steps"][-1]
+        if self._links[last] != body["chain"]:
+            yield Problem("commits", place, f"the chain of manifests up to step {last} is another")
+        self.commits.append(Commit(position, last, body["checkpoint"], body["checkpoint_digest"]))
+
+    def rewound(self, position: int, body: Mapping[str, Any]) -> Iterator[Problem]:
+        """Take in a ``TrainerRewound``."""
+        kept = body["step"]
+        if kept and kept not in self.live:
+            what = f"it goes back to step {kept}, which was not committed"
+            yield Problem("commits", self._place(position), what)
+        self.live = {step: digest for step, digest in self.live.items() if step <= kept}
+
+    def rejected(self, position: int, body: Mapping[str, Any]) -> None:
+        """Take in an ``ExperiencesRejected`` of the trainer itself."""
+        self._rejected.append((position, np.array(body["experiences"], np.int64)))
+
+    def finish(self) -> Iterator[Problem]:
+        """Yield what only the whole log tells: a row is handed out once, or rejected once."""
+        rows = [leased.rows for leased in self.steps.values()]
+        rows += [gone for _, gone in self._rejected]
+        places = [leased.position for leased in self.steps.values()]
+        places += [position for position, _ in self._rejected]
+        if not rows:
+            return
+        all_rows, owners = np.concatenate(rows), np.repeat(places, list(map(len, rows)))
+        order = np.lexsort((owners, all_rows))
+        all_rows, owners = all_rows[order], owners[order]
+        again = np.flatnonzero(all_rows[1:] == all_rows[:-1])
+        for index in again.tolist():
+            row, first, second = all_rows[index], owners[index], owners[index + 1]
+            what = f"annotation {written_as(int(row))} was given out at position {first} before"
+            yield Problem("conservation", self._place(int(second)), what)
+
+    def _place(self, position: int) -> str:
+        return f"position {position} (trainer {self.name!r})"

@@ -1,0 +1,235 @@
+"""Row by row: the live projections against those that were folded again, and how to mend them.
+
+Rows are read as the driver gives them, without SQLAlchemy's types: a million rows twice are a few
+seconds this way. The folded side sets the limits of each span, as its keys can be trusted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Boolean, Table, delete, func, insert, select, type_coerce
+from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.types import NULLTYPE
+
+from trinity_buffer.store.tables import (
+    PROJECTIONS,
+    CanonicalJSON,
+    annotation,
+    delivery,
+    experience,
+    plan,
+    policy,
+    rejection,
+    step,
+    waiting,
+)
+
+ROWS_PER_SPAN = 16_384
+
+Row = tuple[Any, ...]
+
+_TABLES: Mapping[str, Table] = {table.name: table for table in PROJECTIONS}
+
+# Table -> the number by which its rows are read in spans; the others are small and read as a whole.
+_ORDER: Mapping[str, str] = {
+    plan.name: "ordinal",
+    experience.name: "address",
+    policy.name: "position",
+    waiting.name: "address",
+    annotation.name: "address",
+    rejection.name: "address",
+    delivery.name: "address",
+    step.name: "step",
+}
+_PER_CONSUMER = frozenset(table.name for table in (waiting, annotation, rejection, delivery, step))
+_STATEFUL = frozenset({"configuration", "batch", "consumer", "waiting", "step"})
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of one projection: ``after`` < number <= ``up_to``, of one consumer if it has any.
+
+    None is no limit; tables without a number are one span.
+    """
+
+    table: str
+    consumer: str | None = None
+    after: int | None = None
+    up_to: int | None = None
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether the fold makes its rows of other rows, so that one error may make others."""
+        return self.table in _STATEFUL
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A row that is not what the log says.
+
+    Attributes:
+        table: name of the projection.
+        key: its primary key, without the experiment.
+        live, folded: the whole row as column -> value; None: there is none.
+    """
+
+    table: str
+    key: Mapping[str, Any]
+    live: Mapping[str, Any] | None
+    folded: Mapping[str, Any] | None
+
+    def __str__(self) -> str:
+        key = ", ".join(f"{name}={value!r}" for name, value in self.key.items())
+        if self.live is None:
+            return f"{self.table}({key}) is missing"
+        if self.folded is None:
+            return f"{self.table}({key}) is there, but no event made it"
+        changed = "; ".join(
+            f"{name} is {_shown(value)}, the log says {_shown(self.folded[name])}"
+            for name, value in self.live.items()
+            if not _same(value, self.folded[name])
+        )
+        return f"{self.table}({key}): {changed}"
+
+
+def _shown(value: Any) -> str:
+    return value.hex() if isinstance(value, bytes) else repr(value)
+
+
+def _same(one: Any, other: Any) -> bool:
+    # SQLite stores NaN as NULL, PostgreSQL as it is.
+    return bool(one == other) or (_is_nothing(one) and _is_nothing(other))
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or value != value  # noqa: PLR0124 - NaN is the one value that differs from itself
+
+
+async def consumers_of(tx: AsyncConnection, experiment: int, table_name: str) -> set[str]:
+    """Return the consumers that have rows in a projection."""
+    table = _TABLES[table_name]
+    query = select(table.c.consumer).where(table.c.experiment == experiment).distinct()
+    return set((await tx.execute(query)).scalars())
+
+
+async def spans(tx: AsyncConnection, experiment: int) -> list[Span]:
+    """Return the unlimited spans that together are all projections."""
+    found = []
+    for name in _TABLES:
+        if name in _PER_CONSUMER:
+            consumers = await consumers_of(tx, experiment, name)
+            found += [Span(name, consumer) for consumer in sorted(consumers)]
+        else:
+            found.append(Span(name))
+    return found
+
+
+async def next_limit(folded: AsyncConnection, experiment: int, span: Span) -> int | None:
+    """Return where to cut ``span`` so that `ROWS_PER_SPAN` folded rows lie before; None: no cut."""
+    number = _ORDER.get(span.table)
+    if number is None:
+        return None
+    query = _where(select(_TABLES[span.table].c[number]), experiment, span)
+    query = query.order_by(_TABLES[span.table].c[number]).offset(ROWS_PER_SPAN - 1).limit(1)
+    found = (await folded.execute(query)).scalar_one_or_none()
+    return None if found is None else int(found)
+
+
+def _where(statement: Any, experiment: int, span: Span) -> Any:
+    table = _TABLES[span.table]
+    statement = statement.where(table.c.experiment == experiment)
+    if span.consumer is not None:
+        statement = statement.where(table.c.consumer == span.consumer)
+    if span.after is not None:
+        statement = statement.where(table.c[_ORDER[span.table]] > span.after)
+    if span.up_to is not None:
+        statement = statement.where(table.c[_ORDER[span.table]] <= span.up_to)
+    return statement
+
+
+async def rows_of(tx: AsyncConnection, experiment: int, span: Span) -> list[Row]:
+    """Return the rows of ``span`` in one order on every backend, as the driver gives them."""
+    table = _TABLES[span.table]
+    number = _ORDER.get(span.table)
+    query = _where(select(*(type_coerce(c, NULLTYPE) for c in table.c)), experiment, span)
+    if number is not None:
+        query = query.order_by(table.c[number])
+    found = [tuple(row) for row in (await tx.execute(query)).all()]
+    # Texts are sorted here: a PostgreSQL may have a collation of its own.
+    return found if number is not None else sorted(found, key=_key_getter(table))
+
+
+def _key_getter(table: Table) -> Any:
+    places = [place for place, column in enumerate(table.c) if column.primary_key]
+    return lambda row: tuple(row[place] for place in places)
+
+
+def differences(span: Span, live: Sequence[Row], folded: Sequence[Row]) -> list[Difference]:
+    """Return the rows that differ; computes nothing where all are equal."""
+    if live == folded:
+        return []
+    table = _TABLES[span.table]
+    key_of = _key_getter(table)
+    here, there = ({key_of(row): row for row in rows} for rows in (live, folded))
+    return [
+        _difference(table, here.get(key), there.get(key))
+        for key in dict.fromkeys((*there, *here))
+        if not _same_row(here.get(key), there.get(key))
+    ]
+
+
+def _same_row(one: Row | None, other: Row | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return all(map(_same, one, other))
+
+
+def _difference(table: Table, live: Row | None, folded: Row | None) -> Difference:
+    names = [column.name for column in table.c]
+    found = [None if row is None else dict(zip(names, row, strict=True)) for row in (live, folded)]
+    some = found[0] or found[1] or {}
+    key = {c.name: some[c.name] for c in table.primary_key if c.name != "experiment"}
+    return Difference(table.name, key, *found)
+
+
+async def mend(tx: AsyncConnection, wrong: Iterable[Difference]) -> int:
+    """Make the live rows what the log says; return how many."""
+    count = 0
+    missing: dict[str, list[dict[str, Any]]] = {}
+    for difference in wrong:
+        table = _TABLES[difference.table]
+        if difference.live is not None:
+            live = difference.live
+            key = (column == live[column.name] for column in table.primary_key)
+            await tx.execute(delete(table).where(*key))
+        if difference.folded is not None:
+            missing.setdefault(table.name, []).append(_typed(table, difference.folded))
+        count += 1
+    for name, rows in missing.items():
+        await tx.execute(insert(_TABLES[name]), rows)
+    return count
+
+
+def _typed(table: Table, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row as SQLAlchemy wants it, from one as the driver gave it."""
+    found = dict(row)
+    for column in table.c:
+        value = found[column.name]
+        if isinstance(column.type, Boolean) and value is not None:
+            found[column.name] = bool(value)
+        elif isinstance(column.type, CanonicalJSON) and value is not None:
+            found[column.name] = json.loads(value)
+    return found
+
+
+async def counts(tx: AsyncConnection, experiment: int) -> dict[str, int]:
+    """Return how many rows each projection has."""
+    found = {}
+    for name, table in _TABLES.items():
+        query = select(func.count()).select_from(table).where(table.c.experiment == experiment)
+        found[name] = int((await tx.execute(query)).scalar_one())
+    return found

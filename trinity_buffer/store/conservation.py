@@ -1,0 +1,193 @@
+"""What became of everything, counted in the projections. Each function needs one transaction.
+
+Every term is counted by itself, none as what is left of the others: a row that is lost or there
+twice breaks the equation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, Integer, and_, case, exists, func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from trinity_buffer.store.address import first_address
+from trinity_buffer.store.queries import ConsumerRow
+from trinity_buffer.store.tables import (
+    annotation,
+    batch,
+    delivery,
+    experience,
+    plan,
+    rejection,
+    waiting,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyCounts:
+    """Experiences as one annotation set sees them.
+
+    Attributes:
+        recorded: all that are stored.
+        unseen: beyond the cursor.
+        waiting: seen and undecided.
+        annotated: with at least one annotation; `rows` counts copies too.
+        rejected: by reason, what was refused at the door included.
+    """
+
+    consumer: str
+    recorded: int
+    unseen: int
+    waiting: int
+    annotated: int
+    rejected: dict[str, int]
+    rows: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing is missing and nothing is there twice."""
+        parts = self.unseen + self.waiting + self.annotated + sum(self.rejected.values())
+        return self.recorded == parts
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerCounts:
+    """Annotation rows of one set as one trainer sees them, on the live line.
+
+    Attributes:
+        rows: of the set.
+        ready: neither handed out nor rejected.
+        leased: handed out and not committed.
+        committed: in a committed step.
+        rejected: by reason.
+    """
+
+    consumer: str
+    annotation_set: str
+    rows: int
+    ready: int
+    leased: int
+    committed: int
+    rejected: dict[str, int]
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing is missing and nothing is there twice."""
+        parts = self.ready + self.leased + self.committed + sum(self.rejected.values())
+        return self.rows == parts
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCounts:
+    """Planned rollouts, (batch, task, run) each."""
+
+    planned: int
+    stored: int
+
+    @property
+    def missing(self) -> int:
+        """How many are still to be generated."""
+        return self.planned - self.stored
+
+
+async def _count(tx: AsyncConnection, query: object) -> int:
+    return int((await tx.execute(query)).scalar_one() or 0)  # type: ignore[call-overload]  # any SELECT
+
+
+async def of_strategy(tx: AsyncConnection, experiment: int, row: ConsumerRow) -> StrategyCounts:
+    """Count for one annotation set."""
+    mine = (experience.c.experiment == experiment,)
+    recorded = select(func.count()).select_from(experience).where(*mine)
+    unseen = recorded.where(
+        experience.c.address >= first_address(row.cursor + 1), experience.c.refused.is_(None)
+    )
+    still = select(func.count()).where(
+        waiting.c.experiment == experiment, waiting.c.consumer == row.name
+    )
+    annotated = (annotation.c.experiment == experiment, annotation.c.consumer == row.name)
+    rejected = await _reasons(tx, experiment, row.name)
+    for reason, count in (await _refused(tx, experiment)).items():
+        rejected[reason] = rejected.get(reason, 0) + count
+    distinct = select(func.count(annotation.c.experience.distinct())).where(*annotated)
+    return StrategyCounts(
+        row.name,
+        await _count(tx, recorded),
+        await _count(tx, unseen),
+        await _count(tx, still),
+        await _count(tx, distinct),
+        dict(sorted(rejected.items())),
+        await _count(tx, select(func.count()).where(*annotated)),
+    )
+
+
+async def of_trainer(tx: AsyncConnection, experiment: int, row: ConsumerRow) -> TrainerCounts:
+    """Count for one trainer."""
+    name, of = row.name, str(row.config.get("strategy", ""))
+    in_set = (annotation.c.experiment == experiment, annotation.c.consumer == of)
+    held = exists().where(
+        delivery.c.experiment == experiment,
+        delivery.c.consumer == name,
+        delivery.c.address == annotation.c.address,
+    )
+    left_out = exists().where(
+        rejection.c.experiment == experiment,
+        rejection.c.consumer == name,
+        rejection.c.address == annotation.c.address,
+    )
+    is_committed: ColumnElement[int] = case((delivery.c.step <= row.committed_step, 1), else_=0)
+    handed_out = select(func.count(), func.sum(is_committed, type_=Integer)).where(
+        delivery.c.experiment == experiment, delivery.c.consumer == name
+    )
+    delivered, committed = (await tx.execute(handed_out)).one()
+    return TrainerCounts(
+        name,
+        of,
+        await _count(tx, select(func.count()).where(*in_set)),
+        await _count(tx, select(func.count()).where(*in_set, ~held, ~left_out)),
+        int(delivered) - int(committed or 0),
+        int(committed or 0),
+        await _reasons(tx, experiment, name),
+    )
+
+
+async def of_plans(tx: AsyncConnection, experiment: int) -> PlanCounts:
+    """Count planned rollouts, and those of them that are stored."""
+    of_batch = and_(batch.c.experiment == plan.c.experiment, batch.c.batch == plan.c.batch)
+    planned = (
+        select(func.sum(batch.c.rollouts_per_group, type_=Integer))
+        .select_from(plan.join(batch, of_batch))
+        .where(plan.c.experiment == experiment)
+    )
+    of_plan = and_(
+        plan.c.experiment == experience.c.experiment,
+        plan.c.batch == experience.c.batch,
+        plan.c.task == experience.c.task,
+    )
+    runs = (
+        select(experience.c.batch, experience.c.task, experience.c.run)
+        .select_from(experience.join(plan, of_plan).join(batch, of_batch))
+        .where(
+            experience.c.experiment == experiment,
+            experience.c.run < batch.c.rollouts_per_group,
+        )
+        .distinct()
+    )
+    stored = select(func.count()).select_from(runs.subquery())
+    return PlanCounts(await _count(tx, planned), await _count(tx, stored))
+
+
+async def _reasons(tx: AsyncConnection, experiment: int, name: str) -> dict[str, int]:
+    query = select(rejection.c.reason, func.count()).where(
+        rejection.c.experiment == experiment, rejection.c.consumer == name
+    )
+    query = query.group_by(rejection.c.reason).order_by(rejection.c.reason)
+    return {reason: int(count) for reason, count in (await tx.execute(query)).all()}
+
+
+async def _refused(tx: AsyncConnection, experiment: int) -> dict[str, int]:
+    query = select(experience.c.refused, func.count()).where(
+        experience.c.experiment == experiment, experience.c.refused.is_not(None)
+    )
+    query = query.group_by(experience.c.refused)
+    return {reason: int(count) for reason, count in (await tx.execute(query)).all()}
