@@ -1,0 +1,147 @@
+"""The recorded batches once more: the steps of a trainer as its manifests say, without explorers, changing nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.collate import collate_step
+from trinity_buffer.pipeline.events import decoded
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain
+from trinity_buffer.pipeline.row_loader import RowLoader
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.train_stream import Resume, TrainStep
+from trinity_buffer.store import log, queries
+from trinity_buffer.store.queries import StepRow
+
+
+async def replayed_steps(
+    experiment: Experiment,
+    *,
+    consumer: str = "trainer",
+    first: int = 1,
+    last: int | None = None,
+    device: str = "cpu",
+    rank: int = 0,
+    world_size: int = 1,
+) -> AsyncIterator[TrainStep]:
+    """Yield the steps ``first`` to ``last`` of a trainer exactly as they were handed out.
+
+    Args:
+        last: by default the last committed one.
+
+    Raises:
+        InvalidArgumentError: no such trainer, or steps that it has not been handed.
+    """
+    database, key = experiment.database, experiment.key
+    async with database.reading() as tx:
+        row = await queries.consumer_row(tx, key, consumer)
+        steps = await queries.steps(tx, key, consumer)
+    if row is None or row.kind != "trainer":
+        raise InvalidArgumentError(f"experiment {experiment.name!r} has no trainer {consumer!r}")
+    last = row.committed_step if last is None else last
+    if not 1 <= first <= last <= row.leased_step:
+        raise InvalidArgumentError(
+            f"steps {first}:{last}: trainer {consumer!r} was handed steps 1 to {row.leased_step}"
+        )
+    link = FIRST_LINK
+    loader = RowLoader(database, key)
+    for recorded in steps[:last]:
+        link = chain(link, recorded.manifest_digest)
+        if recorded.step >= first:
+            manifest = await _manifest(experiment, recorded)
+            rows = await loader.load(manifest)
+            collate = partial(
+                collate_step, manifest, rows, rank=rank, world=world_size, device=device
+            )
+            microbatches = await anyio.to_thread.run_sync(collate)
+            versions = [r.policy_version for r in rows.meta if r.policy_version is not None]
+            yield TrainStep(
+                manifest.step, microbatches, manifest, link, recorded=True, policy_versions=versions
+            )
+
+
+async def _manifest(experiment: Experiment, recorded: StepRow) -> Manifest:
+    async with experiment.database.reading() as tx:
+        (stored,) = await log.read_at(tx, experiment.key, [recorded.leased_at])
+    return Manifest.from_body(decoded("", stored).body)
+
+
+class ReplayStream:
+    """Looks like a train stream to a trainer; commits go nowhere. Made by `open_replay_stream`.
+
+    Attributes:
+        resume: where the replay begins: the checkpoint that was asked for, or None for the very beginning.
+    """
+
+    def __init__(
+        self, portal: BlockingPortal, steps: AsyncIterator[TrainStep], resume: Resume | None
+    ) -> None:
+        self._portal = portal
+        self._steps = steps
+        self.resume = resume
+
+    def __iter__(self) -> Iterator[TrainStep]:
+        return self
+
+    def __next__(self) -> TrainStep:
+        step = self._portal.call(self._receive)
+        if step is None:
+            raise StopIteration
+        return step
+
+    async def _receive(self) -> TrainStep | None:
+        return await anext(self._steps, None)
+
+    def commit(
+        self,
+        step: TrainStep,
+        checkpoint: str | Path | None = None,
+        policy: str | Path | None = None,
+        environment: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Do nothing: a replay changes no store."""
+
+    def finish(self, reason: str) -> None:
+        """Do nothing: a replay changes no store."""
+
+
+@asynccontextmanager
+async def _opened(
+    url: str, experiment: str, options: dict[str, Any]
+) -> AsyncIterator[AsyncIterator[TrainStep]]:
+    async with open_store(url, read_only=True) as store:
+        yield replayed_steps(await store.experiment(experiment), **options)
+
+
+@contextmanager
+def open_replay_stream(
+    url: str, *, experiment: str, from_checkpoint: Path | None = None, **options: Any
+) -> Iterator[ReplayStream]:
+    """Open the recorded steps of a trainer as a stream that `Trainer` takes; see `replayed_steps`.
+
+    Args:
+        from_checkpoint: folder of the checkpoint to begin with; ``first`` must be the step after it.
+    """
+    failure: BaseException | None = None
+    first = options.get("first", 1)
+    resume = None if from_checkpoint is None else Resume(first - 1, from_checkpoint, None, b"")
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(_opened(url, experiment, options)) as steps,
+    ):
+        try:
+            yield ReplayStream(portal, steps, resume)
+        except BaseException as error:  # noqa: BLE001 - re-raised below, bare of the portal's group
+            failure = error
+    if failure is not None:
+        raise failure
