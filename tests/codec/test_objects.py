@@ -137,6 +137,15 @@ def test_an_array_may_stand_at_the_deepest_level():
     assert unpack_object(packed(value)) == value
 
 
+def test_an_int_of_a_kilobyte_is_the_longest():
+    longest = (1 << 8 * 1024 - 1) - 1
+    assert unpack_object(packed([longest, -longest])) == [longest, -longest]
+    with pytest.raises(InvalidArgumentError, match=r"info\['n'\] is an int of 1025 bytes"):
+        packed({"n": longest + 1})
+    with pytest.raises(CodecError, match="unknown form"):
+        unpack_object(msgpack.packb(msgpack.ExtType(2, bytes(1025))))
+
+
 def test_a_cycle_is_refused():
     cycle: list[object] = []
     cycle.append(cycle)
