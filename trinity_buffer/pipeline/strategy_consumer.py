@@ -1,9 +1,10 @@
-"""Strategies as consumers of the log: units in, annotations and rejections out, one commit for both and the cursor."""
+"""Strategies as consumers of the log: units in, and what they decide out, in one commit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import anyio
@@ -19,23 +20,19 @@ from trinity_buffer.errors import (
     UnknownNameError,
 )
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotation_encoding import encode_annotations
-from trinity_buffer.pipeline.events import decoded, new_event, now_us
+from trinity_buffer.pipeline.decision import Decision, Verdicts
+from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.grouping import Group, Grouping, GroupingRules, GroupKey, ReadyUnit
+from trinity_buffer.pipeline.grouping import Group, GroupingRules, ReadyUnit
 from trinity_buffer.pipeline.loading import load_experiences
+from trinity_buffer.pipeline.unit_reader import UnitReader
 from trinity_buffer.store import log, queries, segments
 from trinity_buffer.store.dialect import lock_experiment
-from trinity_buffer.store.log import NewEvent, StoredEvent
-from trinity_buffer.store.queries import ExperienceRow, typed_rows_of_event
+from trinity_buffer.store.queries import ExperienceRow
 from trinity_buffer.writer import StagedWriter
 
-EVENTS_PER_PAGE = 256
-WAITING_PER_PAGE = 4096
 EXPERIENCES_PER_COMMIT = 2048
 """Units that are ready together share a commit up to this many experiences."""
-
-_KINDS = ("ExperiencesRecorded", "BatchPlanned", "BatchSealed")
 
 StrategyLike = str | type[AddStrategy] | Sequence[str | type[AddStrategy]]
 
@@ -56,16 +53,6 @@ class ConsumerReport:
     waiting_groups: int
 
 
-@dataclass(slots=True)
-class _Decision:
-    """What becomes of some units, ready to be committed."""
-
-    events: list[NewEvent]
-    segment_rows: list[dict[str, object]]
-    annotated: int
-    rejected: int
-
-
 class StrategyConsumer:
     """Runs one strategy over one experiment; its annotations form the set ``name``.
 
@@ -79,6 +66,7 @@ class StrategyConsumer:
         args: constructor arguments of the strategy (of a list: name -> arguments).
         name: of the annotation set; by default the strategy's registered name.
         rules: how experiences become groups; by default as the experiment is configured.
+        rewards: name of a scoring whose rewards take the place of the recorded ones.
     """
 
     def __init__(
@@ -89,6 +77,7 @@ class StrategyConsumer:
         *,
         name: str | None = None,
         rules: GroupingRules | None = None,
+        rewards: str | None = None,
     ) -> None:
         self.experiment = experiment
         self._staged = StagedWriter()
@@ -106,11 +95,13 @@ class StrategyConsumer:
             incomplete=experiment.config.get("incomplete", "keep"),
         )
         self.config = {"strategy": names, "args": dict(args or {}), "grouping": asdict(self.rules)}
+        self._scoring = rewards
+        if rewards is not None:
+            self.config["rewards"] = rewards
         own = dict(args or {})
         self._unit = self.strategy.unit_for(**own)
         self._families = ("light", *(f for f in self.strategy.families_for(**own) if f != "light"))
-        self._grouping = Grouping(self._unit, self.rules)
-        self._seen = 0
+        self._reader = UnitReader(experiment, self.name, self._unit, self.rules)
         self._calls = 0
         self._annotated = 0
         self._rejected = 0
@@ -123,40 +114,42 @@ class StrategyConsumer:
         """
         changes = self.experiment.database.changes
         await self._register()
-        await self._load()
+        await self._start_over()
         while True:
             state = await changes.state()
             try:
                 worked = await self._advance()
             except CursorConflictError:
-                await self._load()
+                await self._start_over()
                 continue
             if worked:
                 continue
             if not follow or await self.experiment.is_finished():
                 return self._report()
-            deadline = self._grouping.next_deadline_us()
-            await changes.changed(
-                state, None if deadline is None else max(0.0, (deadline - now_us()) / 1e6)
-            )
+            await changes.changed(state, self._reader.seconds_to_deadline())
 
     def _report(self) -> ConsumerReport:
-        waiting, groups = self._grouping.num_waiting, self._grouping.num_waiting_groups
-        return ConsumerReport(self._annotated, self._rejected, waiting, groups)
+        return ConsumerReport(self._annotated, self._rejected, *self._reader.num_waiting)
 
     async def _advance(self) -> bool:
         """Read one page, decide what is ready; return whether there was anything to do."""
-        read = await self._read_page()
-        units = self._grouping.take_ready(now_us())
-        late = self._grouping.take_late()
+        read = await self._reader.read()
+        units, late = self._reader.take_ready(), self._reader.take_late()
         for some in _chunks(units):
             await self._decide(some, [])
         if late:
             await self._decide([], late)
         return bool(read or units or late)
 
-    # -- what is known
-    # ------------------------------------------------------------------------------------------
+    async def _start_over(self) -> None:
+        """Take up where the last commit of this name left off, whoever made it."""
+        self._staged.groups.clear()
+        self._staged.rejections.clear()
+        async with self.experiment.database.reading() as tx:
+            row = await queries.consumer_row(tx, self.experiment.key, self.name)
+        assert row is not None  # registered before
+        self._calls = row.calls
+        await self._reader.load(row)
 
     async def _register(self) -> None:
         event = new_event(
@@ -174,105 +167,10 @@ class StrategyConsumer:
                     return
         if row.kind != "strategy" or row.config != self.config:
             raise ConflictingStrategyError(
-                f"the annotation set {self.name!r} of experiment {self.experiment.name!r} was made with {row.config}, "
-                f"this is {self.config}: give the new one a name of its own with name="
+                f"the annotation set {self.name!r} of experiment {self.experiment.name!r} was made "
+                f"with {row.config}, this is {self.config}: give the new one a name of its own "
+                "with name="
             )
-
-    async def _load(self) -> None:
-        """Take up where the last commit of this name left off."""
-        self._grouping = Grouping(self._unit, self.rules)
-        self._staged.groups.clear()
-        self._staged.rejections.clear()
-        database, key = self.experiment.database, self.experiment.key
-        async with database.reading() as tx:
-            row = await queries.consumer_row(tx, key, self.name)
-        assert row is not None
-        self._seen, self._calls = row.cursor, row.calls
-        after = -1
-        while True:
-            async with database.reading() as tx:
-                page = await queries.waiting_rows(
-                    tx, key, self.name, after=after, limit=WAITING_PER_PAGE
-                )
-            if not page:
-                return
-            await self._learn(self._grouping.unknown(page), set(), seen=self._seen)
-            for waiting in page:
-                self._grouping.record(waiting, now_us())
-            after = page[-1].address
-
-    async def _read_page(self) -> bool:
-        """Feed the next events to the grouping; return whether there were any."""
-        database, key = self.experiment.database, self.experiment.key
-        async with database.reading() as tx:
-            head = await log.head(tx, key)
-            if head == self._seen:
-                return False
-            page = await log.read_after(
-                tx, key, self._seen, limit=EVENTS_PER_PAGE, kinds=_KINDS, up_to=head
-            )
-        seen = page[-1].position if len(page) == EVENTS_PER_PAGE else head
-        bodies = await anyio.to_thread.run_sync(
-            lambda: [decoded("", stored).body for stored in page]
-        )
-        rows = []
-        for stored, body in zip(page, bodies, strict=True):
-            if stored.kind == "ExperiencesRecorded":
-                rows += [
-                    (row, stored.recorded_at) for row in typed_rows_of_event(stored.position, body)
-                ]
-        sealed = {
-            str(body["batch"])
-            for stored, body in zip(page, bodies, strict=True)
-            if stored.kind == "BatchSealed"
-        }
-        await self._learn(self._grouping.unknown(row for row, _ in rows), sealed, seen=self._seen)
-        for row, at_us in rows:
-            self._grouping.record(row, at_us)
-        for stored, body in zip(page, bodies, strict=True):
-            self._take_in_batch(stored, body)
-        self._seen = seen
-        return bool(page)
-
-    def _take_in_batch(self, stored: StoredEvent, body: Mapping[str, Any]) -> None:
-        if stored.kind == "BatchPlanned":
-            row = queries.BatchRow(
-                body["batch"],
-                stored.actor,
-                body["rollouts_per_group"],
-                stored.position,
-                None,
-                None,
-                tuple(body["tasks"]),
-            )
-            self._grouping.know_batch(row, sealed=False)
-        elif stored.kind == "BatchSealed":
-            self._grouping.seal(str(body["batch"]))
-
-    async def _learn(self, groups: set[GroupKey], batches: set[str], *, seen: int) -> None:
-        """Tell the grouping what the database knows of groups and batches that are not in its memory."""
-        names = sorted(
-            {batch for batch, _ in groups} | {b for b in batches if not self._grouping.knows(b)}
-        )
-        if not names:
-            return
-        database, key = self.experiment.database, self.experiment.key
-        async with database.reading() as tx:
-            known = await queries.batches(tx, key, names)
-            planned = {(name, str(task)) for name, batch in known.items() for task in batch.tasks}
-            asked = sorted(groups | planned)
-            decided = await queries.decided_groups(tx, key, self.name, asked, cursor=seen)
-            refused = await queries.refused_runs(tx, key, asked, cursor=seen)
-        for batch in known.values():
-            self._grouping.know_batch(
-                batch, sealed=batch.sealed_at is not None and batch.sealed_at <= seen
-            )
-        self._grouping.know_decided(decided)
-        for group, run in refused:
-            self._grouping.know_run(group, run)
-
-    # -- what is decided
-    # ----------------------------------------------------------------------------------------
 
     async def _decide(self, units: Sequence[ReadyUnit], late: Sequence[ExperienceRow]) -> None:
         """Run the strategy over ``units`` and commit everything it said, with the cursor."""
@@ -289,91 +187,42 @@ class StrategyConsumer:
         self._annotated += decision.annotated
         self._rejected += decision.rejected
 
-    async def _compute(
-        self, units: Sequence[ReadyUnit], late: Sequence[ExperienceRow]
-    ) -> _Decision:
-        written: list[list[Experience]] = []
-        reasons = {row.address: "late" for row in late}
-        planned: dict[str, bool] = {}
-        metrics = []
-        given: set[int] = set()
+    async def _compute(self, units: Sequence[ReadyUnit], late: Sequence[ExperienceRow]) -> Decision:
+        verdicts = Verdicts(self.name)
+        verdicts.reject(late, "late")
         for unit in units:
-            groups, incomplete = self._sorted_out(unit)
-            reasons.update(
-                {row.address: "incomplete_group" for group in incomplete for row in group.members}
-            )
-            planned.update(
-                {f"{group.key[0]}/{group.key[1]}": group.planned for group in unit.groups}
-            )
-            rows = ReadyUnit(tuple(groups), incomplete=False).rows
-            if not rows:
-                continue
-            experiences = await load_experiences(
-                self.experiment.database, self.experiment.key, rows, self._families
-            )
-            _, found = await self.strategy.add(experiences, self._calls)
-            self._calls += 1
-            metrics.append({name: float(value) for name, value in found.items()})
-            given.update(row.address for row in rows)
-        written, self._staged.groups = self._staged.groups, []
-        rejected, self._staged.rejections = self._staged.rejections, []
-        reasons.update({_address(e, given, self.name): reason for e, reason in rejected})
-        kept = _by_group(written)
-        kept_addresses = {_address(e, given, self.name) for group in kept.values() for e in group}
-        for address in given - kept_addresses - reasons.keys():
-            reasons[address] = "filtered"
-        contradictory = kept_addresses & reasons.keys()
-        if contradictory:
-            raise InvalidArgumentError(
-                f"strategy {self.name!r} both wrote and rejected {len(contradictory)} experiences of one unit"
-            )
-        left_out = sum(is_planned and tid not in kept for tid, is_planned in planned.items())
-        return await anyio.to_thread.run_sync(
-            self._encode, kept, planned, reasons, left_out, metrics
-        )
+            verdicts.concern(unit.groups)
+            whole, short = self._sorted_out(unit)
+            for group in short:
+                verdicts.reject(group.members, "incomplete_group")
+            rows = ReadyUnit(tuple(whole), incomplete=False).rows
+            if rows:
+                experiences = await self._load_experiences(rows)
+                _, found = await self.strategy.add(experiences, self._calls)
+                self._calls += 1
+                verdicts.metrics.append({name: float(value) for name, value in found.items()})
+                verdicts.given.update(row.address for row in rows)
+        kept = verdicts.taken_from(self._staged)
+        encode = partial(verdicts.decision, kept, seen=self._reader.seen, calls=self._calls)
+        return await anyio.to_thread.run_sync(encode)
+
+    async def _load_experiences(self, rows: Sequence[ExperienceRow]) -> list[Experience]:
+        database, key = self.experiment.database, self.experiment.key
+        experiences = await load_experiences(database, key, rows, self._families)
+        if self._scoring is not None:
+            async with database.reading() as tx:
+                addresses = [row.address for row in rows]
+                rewards = await queries.assigned_rewards(tx, key, self._scoring, addresses)
+            for experience in experiences:
+                experience.reward = rewards.get(experience.address or 0)
+        return experiences
 
     def _sorted_out(self, unit: ReadyUnit) -> tuple[list[Group], list[Group]]:
-        """Return the groups that the strategy sees, and those that are rejected because they are incomplete."""
+        """Return the groups that the strategy sees, and those that are rejected as incomplete."""
         if self.rules.incomplete == "keep":
             return list(unit.groups), []
         short = [g for g in unit.groups if g.rollouts is not None and not g.complete]
         return [g for g in unit.groups if g not in short], short
-
-    def _encode(
-        self,
-        kept: Mapping[str, Sequence[Experience]],
-        planned: Mapping[str, bool],
-        reasons: Mapping[int, str],
-        left_out: int,
-        metrics: Sequence[Mapping[str, float]],
-    ) -> _Decision:
-        common = {"consumer": self.name, "seen": self._seen, "calls": self._calls}
-        events, rows = [], []
-        experiences = [experience for group in kept.values() for experience in group]
-        if experiences:
-            key, families = segments.new_key(), {"annotation": encode_annotations(experiences)}
-            rows = segments.rows_of(key, families)
-            body = {
-                **common,
-                "segment": key,
-                "families": {family: len(blob) for family, blob in families.items()},
-                "experiences": [experience.address for experience in experiences],
-                "groups": [number for number, group in enumerate(kept.values()) for _ in group],
-                "planned": [planned.get(tid, False) for tid in kept],
-                "metrics": list(metrics),
-            }
-            events.append(new_event("ExperiencesAnnotated", body))
-        if reasons or left_out:
-            addresses = sorted(reasons)
-            body = {
-                **common,
-                "by": "strategy",
-                "experiences": addresses,
-                "reasons": [reasons[address] for address in addresses],
-                "planned_groups": left_out,
-            }
-            events.append(new_event("ExperiencesRejected", body))
-        return _Decision(events, rows, len(experiences), len(reasons))
 
 
 def _name_of(strategy: str | type[AddStrategy]) -> str:
@@ -392,25 +241,6 @@ def _make(
             f"{strategy!r} is not an AddStrategy; known are {', '.join(ADD_STRATEGY.names())}"
         )
     return kind(writer, **args)
-
-
-def _by_group(written: Sequence[Sequence[Experience]]) -> dict[str, list[Experience]]:
-    """Return what was written by group, in order of first appearance; a copy's group is not its original's."""
-    groups: dict[str, list[Experience]] = {}
-    for some in written:
-        for experience in some:
-            groups.setdefault(experience.eid.tid, []).append(experience)
-    return groups
-
-
-def _address(experience: Experience, given: set[int], name: str) -> int:
-    address = experience.address
-    if address is None or address not in given:
-        raise InvalidArgumentError(
-            f"strategy {name!r} wrote {experience.eid.uid}, which it was not given; a strategy may keep, copy "
-            "(copy.copy) or leave out experiences, not make them"
-        )
-    return address
 
 
 def _chunks(units: Sequence[ReadyUnit]) -> list[list[ReadyUnit]]:
@@ -433,6 +263,7 @@ async def run_strategy(
     *,
     name: str | None = None,
     follow: bool = False,
+    rewards: str | None = None,
     **grouping: Any,
 ) -> ConsumerReport:
     """Run ``strategy`` over ``experiment`` and return what was done.
@@ -443,6 +274,8 @@ async def run_strategy(
         name: of the annotation set; by default the strategy's name.
         follow: go on until an ``ExperimentFinished`` event; otherwise end when what is stored is
             decided.
+        rewards: name of a scoring (`assign_rewards`) whose rewards take the place of the recorded
+            ones.
         grouping: fields of `GroupingRules`; by default the experiment's configuration.
 
     Raises:
@@ -459,6 +292,5 @@ async def run_strategy(
     except TypeError as error:
         accepted = ", ".join(GroupingRules.__slots__)
         raise InvalidArgumentError(f"run_strategy: {error}; accepted are {accepted}") from error
-    return await StrategyConsumer(experiment, strategy, args, name=name, rules=rules).run(
-        follow=follow
-    )
+    consumer = StrategyConsumer(experiment, strategy, args, name=name, rules=rules, rewards=rewards)
+    return await consumer.run(follow=follow)

@@ -20,6 +20,8 @@ from trinity_buffer.store.dialect import among, upsert
 from trinity_buffer.store.tables import (
     PROJECTIONS,
     annotation,
+    archived,
+    assigned_reward,
     batch,
     configuration,
     consumer,
@@ -352,6 +354,30 @@ async def _published(
     await tx.execute(insert(policy), row | {"uri": body["uri"], "digest": body["digest"]})
 
 
+async def _scored(
+    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
+) -> None:
+    """A later event of the same scoring replaces what an earlier one said of an experience."""
+    rows = [
+        {"experiment": experiment, "scoring": body["scoring"], "address": address, "reward": reward}
+        for address, reward in zip(body["experiences"], body["rewards"], strict=True)
+    ]
+    statement = upsert(tx, assigned_reward)
+    keys = ["experiment", "scoring", "address"]
+    replace = {"reward": statement.excluded.reward}
+    await tx.execute(statement.on_conflict_do_update(index_elements=keys, set_=replace), rows)
+
+
+async def _archived(
+    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
+) -> None:
+    rows = [
+        {"experiment": experiment, "segment": key, "position": position, "uri": body["uri"]}
+        for key in body["segments"]
+    ]
+    await tx.execute(insert(archived), rows)
+
+
 _FOLDS: dict[str, Callable[[AsyncConnection, int, int, Body, str], Awaitable[None]]] = {
     "ExperimentCreated": _configured,
     "ConfigurationChanged": _configured,
@@ -366,5 +392,7 @@ _FOLDS: dict[str, Callable[[AsyncConnection, int, int, Body, str], Awaitable[Non
     "StepsCommitted": _committed,
     "TrainerRewound": _rewound,
     "PolicyPublished": _published,
+    "RewardsAssigned": _scored,
+    "SegmentsArchived": _archived,
 }
 EVENT_KINDS = tuple(_FOLDS)

@@ -14,6 +14,7 @@ from trinity_buffer.store.address import first_address
 from trinity_buffer.store.dialect import among
 from trinity_buffer.store.tables import (
     annotation,
+    assigned_reward,
     batch,
     configuration,
     consumer,
@@ -565,3 +566,15 @@ async def first_undelivered(tx: AsyncConnection, experiment: int, trainer: str) 
         )
         last = max(last, int((await tx.execute(query)).scalar() or 0))
     return last + 1
+
+
+async def assigned_rewards(
+    tx: AsyncConnection, experiment: int, scoring: str, addresses: Sequence[int]
+) -> dict[int, float]:
+    """Return address -> reward of those of ``addresses`` that a scoring has rewarded."""
+    query = select(assigned_reward.c.address, assigned_reward.c.reward).where(
+        assigned_reward.c.experiment == experiment,
+        assigned_reward.c.scoring == scoring,
+        among(tx, assigned_reward.c.address, addresses),
+    )
+    return {int(address): float(reward) for address, reward in (await tx.execute(query)).all()}

@@ -262,6 +262,29 @@ policy = Table(
     sqlite_with_rowid=False,
 )
 
+# Rewards of a later scoring stand beside the recorded ones, under the name of the scoring.
+assigned_reward = Table(
+    "assigned_reward",
+    metadata,
+    _key("experiment", Integer),
+    _key("scoring", Text),
+    _key("address"),
+    Column("reward", Float(53), nullable=False),
+    sqlite_with_rowid=False,
+)
+
+# Segments that may leave, or have left, the database; the trigger on `segment` asks this table.
+archived = Table(
+    "archived",
+    metadata,
+    _key("experiment", Integer),
+    _key("segment", LargeBinary),
+    Column("position", BigInteger, nullable=False),
+    Column("uri", Text),  # of the Parquet file; None: deleted for good
+    Index("ix_archived_segment", "segment"),
+    sqlite_with_rowid=False,
+)
+
 lease = Table(
     "lease",
     metadata,
@@ -286,36 +309,52 @@ PROJECTIONS = (
     delivery,
     step,
     policy,
+    assigned_reward,
+    archived,
 )
 
 _IMMUTABLE = (
     (experiment, ("UPDATE", "DELETE")),
     (event, ("UPDATE", "DELETE")),
-    (segment, ("UPDATE", "DELETE")),
+    (segment, ("UPDATE",)),
 )
+_NOT_ARCHIVED = "NOT EXISTS (SELECT 1 FROM archived WHERE archived.segment = OLD.key)"
 
 
 def immutability_statements(dialect: str) -> list[tuple[Table, str]]:
-    """Return the statements that make truth immutable on ``dialect``, each with the table that it guards."""
+    """Return the statements that make truth immutable on ``dialect``, each with its table.
+
+    A segment may be deleted once an ``archived`` row names it: that row comes with the
+    ``SegmentsArchived`` event, in the same transaction.
+    """
     statements = []
     for table, operations in _IMMUTABLE:
         for operation in operations:
-            name = f"{table.name}_forbids_{operation.lower()}"
-            message = f"{table.name}: {operation} is forbidden, the log is append-only"
-            if dialect == "sqlite":
-                body = f"BEFORE {operation} ON {table.name} BEGIN SELECT RAISE(ABORT, '{message}'); END"
-                statements.append((table, f"CREATE TRIGGER {name} {body}"))
-            else:
-                function = (
-                    f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS "
-                    f"$$ BEGIN RAISE EXCEPTION '{message}'; END $$"
-                )
-                trigger = (
-                    f"CREATE TRIGGER {name} BEFORE {operation} ON {table.name} "
-                    f"FOR EACH STATEMENT EXECUTE FUNCTION {name}()"
-                )
-                statements += [(table, function), (table, trigger)]
-    return statements
+            statements += _guard(dialect, table, operation, "the log is append-only", "")
+    archive_first = "archive it first (trinity-buffer compact)"
+    return statements + _guard(dialect, segment, "DELETE", archive_first, _NOT_ARCHIVED)
+
+
+def _guard(
+    dialect: str, table: Table, operation: str, why: str, condition: str
+) -> list[tuple[Table, str]]:
+    """Return what makes ``operation`` on ``table`` fail, or only where ``condition`` holds."""
+    name = f"{table.name}_forbids_{operation.lower()}"
+    message = f"{table.name}: {operation} is forbidden, {why}"
+    if dialect == "sqlite":
+        when = f"WHEN {condition} " if condition else ""
+        body = f"BEGIN SELECT RAISE(ABORT, '{message}'); END"
+        return [(table, f"CREATE TRIGGER {name} BEFORE {operation} ON {table.name} {when}{body}")]
+    raises = f"RAISE EXCEPTION '{message}';"
+    body = f"IF {condition} THEN {raises} END IF; RETURN OLD;" if condition else raises
+    function = (
+        f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {body} END $$"
+    )
+    trigger = (
+        f"CREATE TRIGGER {name} BEFORE {operation} ON {table.name} "
+        f"FOR EACH {'ROW' if condition else 'STATEMENT'} EXECUTE FUNCTION {name}()"
+    )
+    return [(table, function), (table, trigger)]
 
 
 for _dialect in ("sqlite", "postgresql"):

@@ -1,0 +1,120 @@
+"""What a strategy said of some units, checked and made ready to be committed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.annotation_encoding import encode_annotations
+from trinity_buffer.pipeline.events import new_event
+from trinity_buffer.pipeline.grouping import Group
+from trinity_buffer.store import segments
+from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.queries import ExperienceRow
+from trinity_buffer.writer import StagedWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is committed for some units: events, the segment that they refer to, and two counts."""
+
+    events: list[NewEvent]
+    segment_rows: list[dict[str, object]]
+    annotated: int
+    rejected: int
+
+
+@dataclass(slots=True)
+class Verdicts:
+    """Collects, over several units, what was given to a strategy and what came of it.
+
+    Attributes:
+        strategy: name of the annotation set.
+        reasons: address of an experience -> why it is rejected.
+        planned: tid of a group -> whether it was planned.
+        given: addresses that the strategy saw.
+        metrics: what each of its calls returned.
+    """
+
+    strategy: str
+    reasons: dict[int, str] = field(default_factory=dict)
+    planned: dict[str, bool] = field(default_factory=dict)
+    given: set[int] = field(default_factory=set)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+
+    def reject(self, rows: Sequence[ExperienceRow], reason: str) -> None:
+        """Leave ``rows`` out without asking the strategy."""
+        self.reasons.update({row.address: reason for row in rows})
+
+    def concern(self, groups: Sequence[Group]) -> None:
+        """Note that ``groups`` are decided now, whatever becomes of them."""
+        self.planned.update({f"{g.key[0]}/{g.key[1]}": g.planned for g in groups})
+
+    def taken_from(self, staged: StagedWriter) -> dict[str, list[Experience]]:
+        """Empty ``staged`` and return what was kept, by group in order of first appearance.
+
+        What was neither written nor rejected is rejected as ``filtered``.
+
+        Raises:
+            InvalidArgumentError: an experience that was not given, or both written and rejected.
+        """
+        written, staged.groups = staged.groups, []
+        rejected, staged.rejections = staged.rejections, []
+        self.reasons.update({self._address(e): reason for e, reason in rejected})
+        kept: dict[str, list[Experience]] = {}
+        for experience in (e for some in written for e in some):
+            kept.setdefault(experience.eid.tid, []).append(experience)  # a copy has another tid
+        addresses = {self._address(e) for group in kept.values() for e in group}
+        for address in self.given - addresses - self.reasons.keys():
+            self.reasons[address] = "filtered"
+        contradictory = addresses & self.reasons.keys()
+        if contradictory:
+            raise InvalidArgumentError(
+                f"strategy {self.strategy!r} both wrote and rejected {len(contradictory)} "
+                "experiences of one unit"
+            )
+        return kept
+
+    def _address(self, experience: Experience) -> int:
+        address = experience.address
+        if address is None or address not in self.given:
+            raise InvalidArgumentError(
+                f"strategy {self.strategy!r} wrote {experience.eid.uid}, which it was not given; a "
+                "strategy may keep, copy (copy.copy) or leave out experiences, not make them"
+            )
+        return address
+
+    def decision(
+        self, kept: Mapping[str, Sequence[Experience]], *, seen: int, calls: int
+    ) -> Decision:
+        """Return what to commit. Encodes: call it off the event loop."""
+        common = {"consumer": self.strategy, "seen": seen, "calls": calls}
+        events, rows = [], []
+        experiences = [experience for group in kept.values() for experience in group]
+        if experiences:
+            key, families = segments.new_key(), {"annotation": encode_annotations(experiences)}
+            rows = segments.rows_of(key, families)
+            body = {
+                **common,
+                "segment": key,
+                "families": {family: len(blob) for family, blob in families.items()},
+                "experiences": [experience.address for experience in experiences],
+                "groups": [number for number, group in enumerate(kept.values()) for _ in group],
+                "planned": [self.planned.get(tid, False) for tid in kept],
+                "metrics": self.metrics,
+            }
+            events.append(new_event("ExperiencesAnnotated", body))
+        left_out = sum(planned and tid not in kept for tid, planned in self.planned.items())
+        if self.reasons or left_out:
+            addresses = sorted(self.reasons)
+            body = {
+                **common,
+                "by": "strategy",
+                "experiences": addresses,
+                "reasons": [self.reasons[address] for address in addresses],
+                "planned_groups": left_out,
+            }
+            events.append(new_event("ExperiencesRejected", body))
+        return Decision(events, rows, len(experiences), len(self.reasons))

@@ -1,0 +1,70 @@
+"""Rewards of a later scoring: a new reward function over stored rollouts, beside what was recorded.
+
+A scoring has a name. Its rewards are events (`RewardsAssigned`); a strategy that is run with
+``rewards=NAME`` sees them in place of the recorded ones, in an annotation set of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.loading import load_experiences
+from trinity_buffer.store import log, reads
+
+EXPERIENCES_PER_EVENT = 512
+
+
+async def assign_rewards(
+    experiment: Experiment,
+    name: str,
+    reward: Callable[[Experience], float | None],
+    *,
+    families: Sequence[str] = ("light", "tokens", "text"),
+    actor: str = "user",
+) -> int:
+    """Score every stored experience under the scoring ``name``; return how many were.
+
+    What was recorded stays as it is. Scoring again under the same name replaces its rewards.
+
+    Args:
+        reward: the new reward function; None leaves an experience without a reward in this scoring.
+        families: column families that it reads.
+
+    Raises:
+        InvalidArgumentError: a reward that is not finite; nothing of that page was recorded.
+    """
+    wanted, after, scored = reads.Filter(), -1, 0
+    while True:
+        async with experiment.database.reading() as tx:
+            rows = await reads.experiences(
+                tx, experiment.key, wanted, after=after, limit=EXPERIENCES_PER_EVENT
+            )
+        if not rows:
+            return scored
+        after = rows[-1].address
+        experiences = await load_experiences(experiment.database, experiment.key, rows, families)
+        found = [(e, reward(e)) for e in experiences]
+        rewards = {e.address: _checked(e, name, value) for e, value in found if value is not None}
+        if rewards:
+            body = {
+                "scoring": name,
+                "experiences": list(rewards),
+                "rewards": list(rewards.values()),
+            }
+            event = new_event("RewardsAssigned", body)
+            async with experiment.database.writing() as tx:
+                await log.append(tx, experiment.key, [event], actor=actor, now_us=now_us())
+        scored += len(rewards)
+
+
+def _checked(experience: Experience, name: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise InvalidArgumentError(
+            f"scoring {name!r}: the reward of {experience.eid.uid} is {value}, it must be finite"
+        )
+    return float(value)

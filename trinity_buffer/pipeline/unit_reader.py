@@ -1,0 +1,142 @@
+"""What a strategy has to decide: the log behind its cursor, folded into units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import anyio.to_thread
+
+from trinity_buffer.pipeline.events import decoded, now_us
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.grouping import Grouping, GroupingRules, GroupKey, ReadyUnit, Unit
+from trinity_buffer.store import log, queries
+from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.queries import ConsumerRow, ExperienceRow, typed_rows_of_event
+
+EVENTS_PER_PAGE = 256
+WAITING_PER_PAGE = 4096
+
+_KINDS = ("ExperiencesRecorded", "BatchPlanned", "BatchSealed")
+
+
+class UnitReader:
+    """Reads on from where the last commit of a strategy left off, and says which units are ready.
+
+    Attributes:
+        seen: position up to which the log was read; goes into the strategy's next commit.
+    """
+
+    def __init__(self, experiment: Experiment, name: str, unit: Unit, rules: GroupingRules) -> None:
+        self._experiment = experiment
+        self._name = name
+        self._unit: Unit = unit
+        self._rules = rules
+        self._grouping = Grouping(unit, rules)
+        self.seen = 0
+
+    @property
+    def num_waiting(self) -> tuple[int, int]:
+        """How many experiences are seen and not decided, and in how many groups."""
+        return self._grouping.num_waiting, self._grouping.num_waiting_groups
+
+    def seconds_to_deadline(self) -> float | None:
+        """Return how long it is until the next group must be closed, or None."""
+        deadline = self._grouping.next_deadline_us()
+        return None if deadline is None else max(0.0, (deadline - now_us()) / 1e6)
+
+    def take_ready(self) -> list[ReadyUnit]:
+        """Return, once, every unit that is ready."""
+        return self._grouping.take_ready(now_us())
+
+    def take_late(self) -> list[ExperienceRow]:
+        """Return, once, what came for groups that were decided before."""
+        return self._grouping.take_late()
+
+    async def load(self, row: ConsumerRow) -> None:
+        """Take up where the last commit, whose state ``row`` holds, left off."""
+        self._grouping = Grouping(self._unit, self._rules)
+        self.seen = row.cursor
+        database, key = self._experiment.database, self._experiment.key
+        after = -1
+        while True:
+            async with database.reading() as tx:
+                page = await queries.waiting_rows(
+                    tx, key, self._name, after=after, limit=WAITING_PER_PAGE
+                )
+            if not page:
+                return
+            await self._learn(self._grouping.unknown(page), set(), seen=self.seen)
+            for waiting in page:
+                self._grouping.record(waiting, now_us())
+            after = page[-1].address
+
+    async def read(self) -> bool:
+        """Feed the next events to the grouping; return whether there were any."""
+        database, key = self._experiment.database, self._experiment.key
+        async with database.reading() as tx:
+            head = await log.head(tx, key)
+            if head == self.seen:
+                return False
+            page = await log.read_after(
+                tx, key, self.seen, limit=EVENTS_PER_PAGE, kinds=_KINDS, up_to=head
+            )
+        seen = page[-1].position if len(page) == EVENTS_PER_PAGE else head
+        bodies = await anyio.to_thread.run_sync(
+            lambda: [decoded("", stored).body for stored in page]
+        )
+        rows = []
+        for stored, body in zip(page, bodies, strict=True):
+            if stored.kind == "ExperiencesRecorded":
+                rows += [
+                    (row, stored.recorded_at) for row in typed_rows_of_event(stored.position, body)
+                ]
+        sealed = {
+            str(body["batch"])
+            for stored, body in zip(page, bodies, strict=True)
+            if stored.kind == "BatchSealed"
+        }
+        await self._learn(self._grouping.unknown(row for row, _ in rows), sealed, seen=self.seen)
+        for row, at_us in rows:
+            self._grouping.record(row, at_us)
+        for stored, body in zip(page, bodies, strict=True):
+            self._take_in_batch(stored, body)
+        self.seen = seen
+        return bool(page)
+
+    def _take_in_batch(self, stored: StoredEvent, body: Mapping[str, Any]) -> None:
+        if stored.kind == "BatchPlanned":
+            row = queries.BatchRow(
+                body["batch"],
+                stored.actor,
+                body["rollouts_per_group"],
+                stored.position,
+                None,
+                None,
+                tuple(body["tasks"]),
+            )
+            self._grouping.know_batch(row, sealed=False)
+        elif stored.kind == "BatchSealed":
+            self._grouping.seal(str(body["batch"]))
+
+    async def _learn(self, groups: set[GroupKey], batches: set[str], *, seen: int) -> None:
+        """Tell the grouping what the database knows of what is not in its memory."""
+        names = sorted(
+            {batch for batch, _ in groups} | {b for b in batches if not self._grouping.knows(b)}
+        )
+        if not names:
+            return
+        database, key = self._experiment.database, self._experiment.key
+        async with database.reading() as tx:
+            known = await queries.batches(tx, key, names)
+            planned = {(name, str(task)) for name, batch in known.items() for task in batch.tasks}
+            asked = sorted(groups | planned)
+            decided = await queries.decided_groups(tx, key, self._name, asked, cursor=seen)
+            refused = await queries.refused_runs(tx, key, asked, cursor=seen)
+        for batch in known.values():
+            self._grouping.know_batch(
+                batch, sealed=batch.sealed_at is not None and batch.sealed_at <= seen
+            )
+        self._grouping.know_decided(decided)
+        for group, run in refused:
+            self._grouping.know_run(group, run)
