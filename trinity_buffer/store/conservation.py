@@ -95,12 +95,17 @@ async def _count(tx: AsyncConnection, query: object) -> int:
     return int((await tx.execute(query)).scalar_one() or 0)  # type: ignore[call-overload]  # any SELECT
 
 
+async def recorded(tx: AsyncConnection, experiment: int) -> int:
+    """Return how many experiences are stored."""
+    query = select(func.count()).select_from(experience)
+    return await _count(tx, query.where(experience.c.experiment == experiment))
+
+
 async def of_strategy(tx: AsyncConnection, experiment: int, row: ConsumerRow) -> StrategyCounts:
     """Count for one annotation set."""
     mine = (experience.c.experiment == experiment,)
-    recorded = select(func.count()).select_from(experience).where(*mine)
-    unseen = recorded.where(
-        experience.c.address >= first_address(row.cursor + 1), experience.c.refused.is_(None)
+    unseen = select(func.count()).where(
+        *mine, experience.c.address >= first_address(row.cursor + 1), experience.c.refused.is_(None)
     )
     still = select(func.count()).where(
         waiting.c.experiment == experiment, waiting.c.consumer == row.name
@@ -112,7 +117,7 @@ async def of_strategy(tx: AsyncConnection, experiment: int, row: ConsumerRow) ->
     distinct = select(func.count(annotation.c.experience.distinct())).where(*annotated)
     return StrategyCounts(
         row.name,
-        await _count(tx, recorded),
+        await recorded(tx, experiment),
         await _count(tx, unseen),
         await _count(tx, still),
         await _count(tx, distinct),

@@ -1,0 +1,25 @@
+"""Read-only questions to a store: one layer for the command line, tools and pages. No torch."""
+
+from trinity_buffer.inspect.events import EventLine, event_lines, last_position, line_of
+from trinity_buffer.inspect.groups import GroupView, RunView, groups
+from trinity_buffer.inspect.overview import ExperimentOverview, Overview, overview
+from trinity_buffer.inspect.show import ExperienceView, SetView, StepView, show
+from trinity_buffer.inspect.tensors import TensorSummary
+
+__all__ = [
+    "EventLine",
+    "ExperienceView",
+    "ExperimentOverview",
+    "GroupView",
+    "Overview",
+    "RunView",
+    "SetView",
+    "StepView",
+    "TensorSummary",
+    "event_lines",
+    "groups",
+    "last_position",
+    "line_of",
+    "overview",
+    "show",
+]

@@ -1,0 +1,119 @@
+"""What became of experiences: in every annotation set, and in every trainer of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trinity_buffer.store import inspection, queries
+from trinity_buffer.store.address import position_of
+from trinity_buffer.store.queries import ConsumerRow, ExperienceRow
+from trinity_buffer.store.transaction import Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class StepOfRow:
+    """The gradient step that holds an annotation row, or why a trainer left it out."""
+
+    trainer: str
+    step: int | None
+    committed: bool
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotationRow:
+    """One annotation of an experience, and its gradient steps."""
+
+    address: int
+    steps: tuple[StepOfRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of one experience in one annotation set.
+
+    Attributes:
+        state: ``refused`` at the door, ``unseen``, ``waiting``, ``rejected`` or ``annotated``.
+        reason: of what was refused or rejected.
+        annotations: more than one where the strategy made copies.
+    """
+
+    annotation_set: str
+    state: str
+    reason: str | None
+    annotations: tuple[AnnotationRow, ...] = ()
+
+    def __str__(self) -> str:
+        if self.state != "annotated":
+            return self.state if self.reason is None else f"{self.state}: {self.reason}"
+        return "; ".join(dict.fromkeys(map(_told, self.annotations)))
+
+
+def _told(row: AnnotationRow) -> str:
+    if not row.steps:
+        return "ready"
+    return ", ".join(
+        f"rejected by {step.trainer}: {step.reason}"
+        if step.step is None
+        else f"{'trained' if step.committed else 'leased'} in step {step.step} of {step.trainer}"
+        for step in row.steps
+    )
+
+
+async def fates(
+    tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]
+) -> dict[int, list[Fate]]:
+    """Return address of experience -> its fate in every annotation set, by name of the set."""
+    consumers = list((await queries.consumers(tx, experiment)).values())
+    strategies = [row for row in consumers if row.kind == "strategy"]
+    trainers = {row.name: row for row in consumers if row.kind == "trainer"}
+    addresses = [row.address for row in rows]
+    annotated = await inspection.annotation_rows(tx, experiment, addresses)
+    steps = await _steps(tx, experiment, trainers, [a.annotation or 0 for a in annotated])
+    notes: dict[tuple[int, str], list[AnnotationRow]] = {}
+    for one in annotated:
+        row = AnnotationRow(one.annotation or 0, tuple(steps.get(one.annotation or 0, ())))
+        notes.setdefault((one.address, one.consumer), []).append(row)
+    names = [strategy.name for strategy in strategies]
+    rejected = await inspection.rejections(tx, experiment, names, addresses)
+    reasons = {(one.address, one.consumer): one.reason for one in rejected}
+    left = await inspection.still_waiting(tx, experiment, names, addresses)
+    waiting = {(one.address, one.consumer) for one in left}
+    return {
+        row.address: [_fate(row, strategy, notes, reasons, waiting) for strategy in strategies]
+        for row in rows
+    }
+
+
+def _fate(
+    row: ExperienceRow,
+    strategy: ConsumerRow,
+    notes: dict[tuple[int, str], list[AnnotationRow]],
+    reasons: dict[tuple[int, str], str | None],
+    waiting: set[tuple[int, str]],
+) -> Fate:
+    key = (row.address, strategy.name)
+    if row.refused is not None:
+        return Fate(strategy.name, "refused", row.refused)
+    if key in notes:
+        return Fate(strategy.name, "annotated", None, tuple(notes[key]))
+    if key in reasons:
+        return Fate(strategy.name, "rejected", reasons[key])
+    unseen = position_of(row.address) > strategy.cursor and key not in waiting
+    return Fate(strategy.name, "unseen" if unseen else "waiting", None)
+
+
+async def _steps(
+    tx: Transaction, experiment: int, trainers: dict[str, ConsumerRow], rows: Sequence[int]
+) -> dict[int, list[StepOfRow]]:
+    found: dict[int, list[StepOfRow]] = {}
+    for one in await inspection.deliveries(tx, experiment, list(trainers), rows):
+        number = one.step or 0
+        committed = number <= trainers[one.consumer].committed_step
+        step = StepOfRow(one.consumer, number, committed, None)
+        found.setdefault(one.address, []).append(step)
+    for one in await inspection.rejections(tx, experiment, list(trainers), rows):
+        step = StepOfRow(one.consumer, None, committed=False, reason=one.reason)
+        found.setdefault(one.address, []).append(step)
+    return found

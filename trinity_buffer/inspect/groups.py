@@ -1,0 +1,162 @@
+"""Groups: all runs of one task in one batch, with their rewards, advantages and fate."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.identity import Key
+from trinity_buffer.inspect.blobs import EventWithSegment, events_with_segments
+from trinity_buffer.inspect.fates import Fate, fates
+from trinity_buffer.inspect.tensors import mean_of
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.store import inspection, queries
+from trinity_buffer.store.address import position_of, slot_of
+from trinity_buffer.store.queries import BatchRow, ExperienceRow
+from trinity_buffer.store.transaction import Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """One experience of a group.
+
+    Attributes:
+        advantage: mean over its tokens; of a value that is one number times the action mask, that
+            number. None where there is no annotation.
+        state: what became of it.
+    """
+
+    uid: str
+    run: int
+    step: int
+    reward: float | None
+    advantage: float | None
+    policy_version: int | None
+    length: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """One group.
+
+    Attributes:
+        rollouts: how many runs were planned; None: the batch was not.
+        mean, deviation: of the rewards; the deviation is the sample's (n - 1).
+        state: what became of its experiences, with how many where they differ.
+        missing: planned runs that are not stored.
+    """
+
+    batch: Key
+    task: Key
+    rollouts: int | None
+    mean: float | None
+    deviation: float | None
+    state: str
+    missing: int
+    runs: tuple[RunView, ...]
+
+
+async def groups(
+    experiment: Experiment,
+    *,
+    annotation_set: str | None = None,
+    batch: Key | None = None,
+    limit: int = 20,
+) -> list[GroupView]:
+    """Return the newest groups, the newest first.
+
+    Args:
+        annotation_set: whose advantages and decisions are shown; by default the first there is.
+        batch: only groups of this batch.
+        limit: at most so many.
+
+    Raises:
+        UnknownNameError: no such annotation set.
+        DamagedSegmentError: a checksum of the advantages does not hold.
+    """
+    async with experiment.database.reading() as tx:
+        chosen = await _chosen_set(tx, experiment, annotation_set)
+        if batch is None:
+            keys = await inspection.newest_groups(tx, experiment.key, limit)
+        else:
+            keys = await inspection.groups_of_batch(tx, experiment.key, str(batch), limit)
+        rows = await inspection.members(tx, experiment.key, keys)
+        batches = await queries.batches(tx, experiment.key, sorted({key for key, _ in keys}))
+        found = await fates(tx, experiment.key, rows)
+    own = {
+        a: next((f for f in some if f.annotation_set == chosen), None) for a, some in found.items()
+    }
+    noted = [f.annotations[0].address for f in own.values() if f is not None and f.annotations]
+    events = await events_with_segments(experiment, map(position_of, noted), ["annotation"])
+    members: dict[tuple[str, str], list[ExperienceRow]] = {key: [] for key in keys}
+    for row in rows:
+        members[str(row.eid.batch), str(row.eid.task)].append(row)
+    return [_group(batches.get(key[0]), some, own, events) for key, some in members.items() if some]
+
+
+async def _chosen_set(tx: Transaction, experiment: Experiment, wanted: str | None) -> str | None:
+    consumers = await queries.consumers(tx, experiment.key)
+    names = [row.name for row in consumers.values() if row.kind == "strategy"]
+    if wanted is not None and wanted not in names:
+        known = ", ".join(names) or "none"
+        raise UnknownNameError(f"no annotation set {wanted!r} (there: {known})")
+    return wanted or next(iter(names), None)
+
+
+def _group(
+    batch: BatchRow | None,
+    rows: Sequence[ExperienceRow],
+    fates_of: dict[int, Fate | None],
+    events: dict[int, EventWithSegment],
+) -> GroupView:
+    runs = []
+    for row in sorted(rows, key=lambda row: (row.eid.run, row.eid.step, row.eid.suffix)):
+        fate = fates_of[row.address]
+        state = "recorded" if fate is None else str(fate)
+        advantage = _advantage(fate, events)
+        eid = row.eid
+        runs.append(
+            RunView(
+                eid.uid,
+                eid.run,
+                eid.step,
+                row.reward,
+                advantage,
+                row.policy_version,
+                row.length,
+                state,
+            )
+        )
+    rewards = [run.reward for run in runs if run.reward is not None]
+    rollouts = None if batch is None else batch.rollouts_per_group
+    missing = 0
+    if rollouts is not None:
+        missing = len(set(range(rollouts)) - {run.run for run in runs})
+    return GroupView(
+        rows[0].eid.batch,
+        rows[0].eid.task,
+        rollouts,
+        statistics.fmean(rewards) if rewards else None,
+        statistics.stdev(rewards) if len(rewards) > 1 else None,
+        _state([run.state for run in runs], missing),
+        missing,
+        tuple(runs),
+    )
+
+
+def _state(states: Sequence[str], missing: int) -> str:
+    counted = Counter(states)
+    told = [state if len(counted) == 1 else f"{n} {state}" for state, n in counted.items()]
+    return "; ".join([*told, f"{missing} missing"] if missing else told)
+
+
+def _advantage(fate: Fate | None, events: dict[int, EventWithSegment]) -> float | None:
+    if fate is None or not fate.annotations:
+        return None
+    address = fate.annotations[0].address
+    segment = events[position_of(address)].families.get("annotation")
+    return None if segment is None else mean_of(segment, "advantages", slot_of(address))

@@ -1,0 +1,147 @@
+"""What is in a store, and how far everybody is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trinity_buffer.pipeline.store import Store
+from trinity_buffer.store import conservation, inspection, queries
+from trinity_buffer.store.conservation import PlanCounts, StrategyCounts, TrainerCounts
+from trinity_buffer.store.queries import ConsumerRow
+from trinity_buffer.store.transaction import Transaction
+
+STEPS_OF_STALENESS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerProgress:
+    """How far a trainer is.
+
+    Attributes:
+        leased, committed: the last gradient step handed out, and the last one committed.
+        staleness: mean of (step - 1 - policy version) over the rows of the last 100 steps; None
+            where no version is known.
+        undelivered, uncommitted: planned groups on their way to it, and to its commits.
+    """
+
+    name: str
+    leased: int
+    committed: int
+    staleness: float | None
+    undelivered: int
+    uncommitted: int
+    counts: TrainerCounts
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentOverview:
+    """One experiment in numbers.
+
+    Attributes:
+        events: of each kind.
+        first_at, last_at: seconds since 1970.
+        batches, sealed: planned, and sealed.
+        plans: planned rollouts, and those stored.
+        refused: experiences that were recorded as late or invalid, by reason.
+        versions: the lowest and highest policy version that generated something.
+        published: the newest policy version, None before the first; ``policies`` counts them.
+    """
+
+    name: str
+    finished: bool
+    head: int
+    events: dict[str, int]
+    first_at: float | None
+    last_at: float | None
+    experiences: int
+    batches: int
+    sealed: int
+    plans: PlanCounts
+    strategies: tuple[StrategyCounts, ...]
+    trainers: tuple[TrainerProgress, ...]
+    versions: tuple[int | None, int | None]
+    published: int | None
+    policies: int
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """A store in numbers.
+
+    Attributes:
+        version: of the SQLite library, or of the PostgreSQL server.
+        size_bytes: of the database on disk, with its write-ahead log.
+        segment_parts: blobs of tensors, of all experiments.
+    """
+
+    url: str
+    version: str
+    size_bytes: int
+    segment_parts: int
+    experiments: tuple[ExperimentOverview, ...]
+
+
+async def overview(store: Store, experiment: str | None = None) -> Overview:
+    """Return what is in ``store``; of one experiment, or of all.
+
+    Raises:
+        UnknownExperimentError: there is none of this name.
+    """
+    database = store.database
+    names = await store.experiments() if experiment is None else [experiment]
+    found = []
+    for name in names:
+        key = (await store.experiment(name)).key
+        async with database.reading() as tx:
+            found.append(await _of_experiment(tx, key, name))
+    async with database.reading() as tx:
+        size, parts = await inspection.size_bytes(tx), await inspection.segment_parts(tx)
+    if database.dialect == "sqlite":
+        log = database.path.with_name(database.path.name + "-wal")
+        size += log.stat().st_size if log.exists() else 0
+    version = f"{'SQLite' if database.dialect == 'sqlite' else 'PostgreSQL'} {database.version}"
+    return Overview(store.url, version, size, parts, tuple(found))
+
+
+async def _of_experiment(tx: Transaction, key: int, name: str) -> ExperimentOverview:
+    config = await queries.config_of(tx, key)
+    bounds = await inspection.log_bounds(tx, key)
+    kinds = await inspection.kinds(tx, key)
+    batches, sealed = await inspection.batch_counts(tx, key)
+    consumers = (await queries.consumers(tx, key)).values()
+    newest = await queries.newest_policy(tx, key)
+    strategies = [
+        await conservation.of_strategy(tx, key, row) for row in consumers if row.kind == "strategy"
+    ]
+    trainers = [await _of_trainer(tx, key, row) for row in consumers if row.kind == "trainer"]
+    return ExperimentOverview(
+        name=name,
+        finished=config is not None and config[1],
+        head=bounds.events,
+        events=kinds,
+        first_at=None if bounds.first_at is None else bounds.first_at / 1e6,
+        last_at=None if bounds.last_at is None else bounds.last_at / 1e6,
+        experiences=await conservation.recorded(tx, key),
+        batches=batches,
+        sealed=sealed,
+        plans=await conservation.of_plans(tx, key),
+        strategies=tuple(strategies),
+        trainers=tuple(trainers),
+        versions=await inspection.policy_versions(tx, key),
+        published=None if newest is None else newest[0],
+        policies=await inspection.published_versions(tx, key),
+    )
+
+
+async def _of_trainer(tx: Transaction, key: int, row: ConsumerRow) -> TrainerProgress:
+    backlog = await queries.backlog(tx, key, row.name)
+    after = row.leased_step - STEPS_OF_STALENESS
+    return TrainerProgress(
+        row.name,
+        row.leased_step,
+        row.committed_step,
+        await inspection.staleness(tx, key, row.name, after=after),
+        backlog.undelivered,
+        backlog.uncommitted,
+        await conservation.of_trainer(tx, key, row),
+    )

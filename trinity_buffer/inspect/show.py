@@ -1,0 +1,181 @@
+"""One experience: what it is, what it holds, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_buffer.codec import Segment
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.identity import EID
+from trinity_buffer.inspect.blobs import EventWithSegment, events_with_segments
+from trinity_buffer.inspect.fates import AnnotationRow, Fate, fates
+from trinity_buffer.inspect.tensors import TensorSummary, summaries
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.store import inspection
+from trinity_buffer.store.address import position_of, slot_of, written_as
+from trinity_buffer.store.queries import ExperienceRow
+
+FAMILIES = ("light", "tokens", "text", "heavy")
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """A gradient step that holds the experience, or the reason for which a trainer left it out."""
+
+    trainer: str
+    step: int | None
+    committed: bool
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SetView:
+    """The experience in one annotation set.
+
+    Attributes:
+        state: ``refused``, ``unseen``, ``waiting``, ``rejected`` or ``annotated``.
+        reason: of what was refused or rejected.
+        annotation: ``position:slot`` of the (first) annotation.
+        copies: how many annotations there are.
+        tensors: what the strategy computed.
+        steps: where it was trained.
+    """
+
+    annotation_set: str
+    state: str
+    reason: str | None
+    annotation: str | None
+    copies: int
+    tensors: dict[str, TensorSummary]
+    steps: tuple[StepView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExperienceView:
+    """One experience.
+
+    Attributes:
+        address: ``position:slot`` in the log.
+        recorded_at: seconds since 1970; ``actor`` recorded it.
+        refused: why no strategy will see it, mostly None.
+        tensors: its fields in numbers.
+        objects: texts, messages, ``info`` and ``metrics``, as they are.
+        sets: what became of it, by annotation set.
+    """
+
+    uid: str
+    address: str
+    actor: str
+    recorded_at: float
+    kind: str
+    reward: float | None
+    policy_version: int | None
+    prompt_length: int
+    length: int
+    trained_tokens: int
+    finish_reason: str | None
+    refused: str | None
+    digest: str
+    segment: str
+    tensors: dict[str, TensorSummary]
+    objects: dict[str, Any]
+    sets: tuple[SetView, ...]
+
+
+async def show(experiment: Experiment, uid: str) -> ExperienceView:
+    """Return everything about the experience ``uid``.
+
+    Raises:
+        InvalidArgumentError: not ``batch/task/run/step/suffix``.
+        UnknownNameError: there is no such experience.
+        DamagedSegmentError: a checksum does not hold.
+    """
+    eid = parse_uid(uid)
+    async with experiment.database.reading() as tx:
+        row = await inspection.find(tx, experiment.key, eid)
+        if row is None:
+            raise UnknownNameError(
+                f"experiment {experiment.name!r} holds no experience {uid!r}; `trinity-buffer "
+                "groups` shows what there is"
+            )
+        found = (await fates(tx, experiment.key, [row]))[row.address]
+    position = position_of(row.address)
+    recorded = (await events_with_segments(experiment, [position], FAMILIES))[position]
+    noted = [position_of(fate.annotations[0].address) for fate in found if fate.annotations]
+    events = await events_with_segments(experiment, noted, ["annotation"])
+    return _view(row, recorded, [_set(fate, events) for fate in found])
+
+
+def parse_uid(uid: str) -> EID:
+    """Return the address that a uid writes; ``suffix`` and its slash may be left out.
+
+    A task may contain slashes, a batch may not.
+
+    Raises:
+        InvalidArgumentError: not ``batch/task/run/step/suffix``.
+    """
+    batch, _, rest = uid.partition("/")
+    parts = rest.rsplit("/", 3)
+    if len(parts) == 3 and parts[2].isdigit():
+        parts.append("")
+    if len(parts) != 4 or not (parts[1].isdigit() and parts[2].isdigit()):
+        raise InvalidArgumentError(
+            f"{uid!r} is no uid; one is batch/task/run/step/suffix, as 'e0-7/3/1/0/'"
+        )
+    task, run, step, suffix = parts
+    return EID(batch, task, int(run), int(step), suffix)
+
+
+def _view(
+    row: ExperienceRow, recorded: EventWithSegment, sets: Sequence[SetView]
+) -> ExperienceView:
+    slot, event = slot_of(row.address), recorded.event
+    segments = list(recorded.families.values())
+    return ExperienceView(
+        uid=row.eid.uid,
+        address=written_as(row.address),
+        actor=event.actor,
+        recorded_at=event.recorded_at,
+        kind=event.body["meta"]["kind"][slot],
+        reward=row.reward,
+        policy_version=row.policy_version,
+        prompt_length=row.prompt_length,
+        length=row.length,
+        trained_tokens=row.trained_tokens,
+        finish_reason=row.finish_reason,
+        refused=row.refused,
+        digest=row.digest.hex(),
+        segment=row.segment.hex(),
+        tensors={name: one for segment in segments for name, one in summaries(segment, slot)},
+        objects=_objects(segments, slot),
+        sets=tuple(sets),
+    )
+
+
+def _objects(segments: Sequence[Segment], slot: int) -> dict[str, Any]:
+    found = {name: some[slot] for segment in segments for name, some in segment.objects.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _set(fate: Fate, events: Mapping[int, EventWithSegment]) -> SetView:
+    first: AnnotationRow | None = next(iter(fate.annotations), None)
+    tensors: dict[str, TensorSummary] = {}
+    if first is not None:
+        segment = events[position_of(first.address)].families.get("annotation")
+        if segment is not None:
+            tensors = dict(summaries(segment, slot_of(first.address)))
+    return SetView(
+        fate.annotation_set,
+        fate.state,
+        fate.reason,
+        None if first is None else written_as(first.address),
+        len(fate.annotations),
+        tensors,
+        tuple(
+            StepView(step.trainer, step.step, step.committed, step.reason)
+            for row in fate.annotations
+            for step in row.steps
+        ),
+    )

@@ -1,0 +1,267 @@
+"""What people ask of a store: reads only, none of which an explorer or a trainer waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Select, and_, func, select, text, tuple_
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from trinity_buffer.identity import EID
+from trinity_buffer.store.dialect import among
+from trinity_buffer.store.queries import (
+    EID_CHUNK,
+    EXPERIENCE_COLUMNS,
+    ExperienceRow,
+    experience_row,
+)
+from trinity_buffer.store.tables import (
+    annotation,
+    batch,
+    delivery,
+    event,
+    experience,
+    policy,
+    rejection,
+    segment,
+    step,
+    waiting,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LogBounds:
+    """How long a log is, and when it was written; times in microseconds since 1970."""
+
+    events: int
+    first_at: int | None
+    last_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one consumer has made of one experience.
+
+    Attributes:
+        consumer: strategy or trainer.
+        address: of the experience; of a trainer, of the annotation.
+        step: of a trainer, the gradient step that holds it.
+        reason: why it was rejected.
+        annotation: address of the annotation row.
+        group_slot: of an annotation, its group in the event.
+    """
+
+    consumer: str
+    address: int
+    step: int | None = None
+    reason: str | None = None
+    annotation: int | None = None
+    group_slot: int | None = None
+
+
+async def log_bounds(tx: AsyncConnection, experiment: int) -> LogBounds:
+    """Return the number of events, and when the first and the last were recorded."""
+    mine = event.c.experiment == experiment
+    head = (await tx.execute(select(func.max(event.c.position)).where(mine))).scalar()
+    if head is None:
+        return LogBounds(0, None, None)
+    query = select(event.c.recorded_at).where(mine, event.c.position.in_([1, head]))
+    times = sorted(int(at) for at in (await tx.execute(query)).scalars())
+    return LogBounds(int(head), times[0] if times else None, times[-1] if times else None)
+
+
+async def kinds(tx: AsyncConnection, experiment: int) -> dict[str, int]:
+    """Return how many events of each kind there are."""
+    query = select(event.c.kind, func.count()).where(event.c.experiment == experiment)
+    rows = await tx.execute(query.group_by(event.c.kind).order_by(event.c.kind))
+    return {kind: int(count) for kind, count in rows.all()}
+
+
+async def batch_counts(tx: AsyncConnection, experiment: int) -> tuple[int, int]:
+    """Return (planned, sealed) batches."""
+    query = select(func.count(batch.c.planned_at), func.count(batch.c.sealed_at))
+    planned, sealed = (await tx.execute(query.where(batch.c.experiment == experiment))).one()
+    return int(planned), int(sealed)
+
+
+async def policy_versions(tx: AsyncConnection, experiment: int) -> tuple[int | None, int | None]:
+    """Return the lowest and the highest version that generated something."""
+    query = select(func.min(experience.c.policy_version), func.max(experience.c.policy_version))
+    low, high = (await tx.execute(query.where(experience.c.experiment == experiment))).one()
+    return (None, None) if low is None else (int(low), int(high))
+
+
+async def published_versions(tx: AsyncConnection, experiment: int) -> int:
+    """Return how many policies were published."""
+    query = select(func.count()).where(policy.c.experiment == experiment)
+    return int((await tx.execute(query)).scalar_one())
+
+
+async def staleness(
+    tx: AsyncConnection, experiment: int, trainer: str, *, after: int
+) -> float | None:
+    """Return the mean of (step - 1 - policy version) over the rows of the steps above ``after``."""
+    of_delivery = and_(
+        annotation.c.experiment == delivery.c.experiment, annotation.c.address == delivery.c.address
+    )
+    of_annotation = and_(
+        experience.c.experiment == annotation.c.experiment,
+        experience.c.address == annotation.c.experience,
+    )
+    query = (
+        select(func.avg(delivery.c.step - 1 - experience.c.policy_version))
+        .select_from(delivery.join(annotation, of_delivery).join(experience, of_annotation))
+        .where(
+            delivery.c.experiment == experiment,
+            delivery.c.consumer == trainer,
+            delivery.c.step > after,
+            experience.c.policy_version.is_not(None),
+        )
+    )
+    found = (await tx.execute(query)).scalar()
+    return None if found is None else float(found)
+
+
+async def size_bytes(tx: AsyncConnection) -> int:
+    """Return how much of the disk the database takes, without a write-ahead log."""
+    if tx.dialect.name == "sqlite":
+        pages = int((await tx.execute(text("PRAGMA page_count"))).scalar_one())
+        return pages * int((await tx.execute(text("PRAGMA page_size"))).scalar_one())
+    query = text("SELECT pg_database_size(current_database())")
+    return int((await tx.execute(query)).scalar_one())
+
+
+async def segment_parts(tx: AsyncConnection) -> int:
+    """Return how many parts of segments the store has, of all experiments."""
+    return int((await tx.execute(select(func.count()).select_from(segment))).scalar_one())
+
+
+async def newest_groups(tx: AsyncConnection, experiment: int, limit: int) -> list[tuple[str, str]]:
+    """Return (batch, task) of the groups that were recorded last, the newest first."""
+    found: dict[tuple[str, str], None] = {}
+    before: int | None = None
+    while len(found) < limit:
+        query = select(experience.c.address, experience.c.batch, experience.c.task)
+        query = query.where(experience.c.experiment == experiment)
+        if before is not None:
+            query = query.where(experience.c.address < before)
+        rows = (await tx.execute(query.order_by(experience.c.address.desc()).limit(1024))).all()
+        if not rows:
+            break
+        found.update(dict.fromkeys((row.batch, row.task) for row in rows))
+        before = int(rows[-1].address)
+    return list(found)[:limit]
+
+
+async def groups_of_batch(
+    tx: AsyncConnection, experiment: int, key: str, limit: int
+) -> list[tuple[str, str]]:
+    """Return (batch, task) of the groups of one batch, as they were recorded."""
+    query = select(experience.c.task, func.min(experience.c.address)).where(
+        experience.c.experiment == experiment, experience.c.batch == key
+    )
+    query = query.group_by(experience.c.task).order_by(func.min(experience.c.address))
+    return [(key, row.task) for row in (await tx.execute(query.limit(limit))).all()]
+
+
+async def members(
+    tx: AsyncConnection, experiment: int, groups: Sequence[tuple[str, str]]
+) -> list[ExperienceRow]:
+    """Return the experiences of (batch, task) groups, by address."""
+    found: list[ExperienceRow] = []
+    for start in range(0, len(groups), EID_CHUNK):
+        some = groups[start : start + EID_CHUNK]
+        query: Select[Any] = select(*EXPERIENCE_COLUMNS).where(
+            experience.c.experiment == experiment,
+            tuple_(experience.c.batch, experience.c.task).in_(some),
+        )
+        found += [experience_row(row) for row in (await tx.execute(query)).all()]
+    return sorted(found, key=lambda row: row.address)
+
+
+async def find(tx: AsyncConnection, experiment: int, eid: EID) -> ExperienceRow | None:
+    """Return the experience of this address, or None."""
+    query: Select[Any] = select(*EXPERIENCE_COLUMNS).where(
+        experience.c.experiment == experiment,
+        experience.c.batch == str(eid.batch),
+        experience.c.task == str(eid.task),
+        experience.c.run == eid.run,
+        experience.c.step == eid.step,
+        experience.c.suffix == eid.suffix,
+    )
+    row = (await tx.execute(query)).one_or_none()
+    return None if row is None else experience_row(row)
+
+
+async def annotation_rows(
+    tx: AsyncConnection, experiment: int, addresses: Sequence[int]
+) -> list[Decision]:
+    """Return the annotation rows of experiences, of all sets."""
+    query = select(annotation).where(
+        annotation.c.experiment == experiment, among(tx, annotation.c.experience, addresses)
+    )
+    query = query.order_by(annotation.c.consumer, annotation.c.address)
+    return [
+        Decision(
+            row.consumer,
+            int(row.experience),
+            annotation=int(row.address),
+            group_slot=int(row.group_slot),
+        )
+        for row in (await tx.execute(query)).all()
+    ]
+
+
+async def deliveries(
+    tx: AsyncConnection, experiment: int, trainers: Sequence[str], addresses: Sequence[int]
+) -> list[Decision]:
+    """Return the gradient steps of ``trainers`` that hold annotation rows."""
+    query = select(delivery).where(
+        delivery.c.experiment == experiment,
+        among(tx, delivery.c.consumer, trainers),
+        among(tx, delivery.c.address, addresses),
+    )
+    query = query.order_by(delivery.c.consumer, delivery.c.step)
+    return [
+        Decision(row.consumer, int(row.address), step=int(row.step))
+        for row in (await tx.execute(query)).all()
+    ]
+
+
+async def rejections(
+    tx: AsyncConnection, experiment: int, consumers: Sequence[str], addresses: Sequence[int]
+) -> list[Decision]:
+    """Return why ``consumers`` rejected experiences (of a trainer: annotation rows)."""
+    query = select(rejection).where(
+        rejection.c.experiment == experiment,
+        among(tx, rejection.c.consumer, consumers),
+        among(tx, rejection.c.address, addresses),
+    )
+    query = query.order_by(rejection.c.consumer, rejection.c.address)
+    return [
+        Decision(row.consumer, int(row.address), reason=row.reason)
+        for row in (await tx.execute(query)).all()
+    ]
+
+
+async def still_waiting(
+    tx: AsyncConnection, experiment: int, strategies: Sequence[str], addresses: Sequence[int]
+) -> list[Decision]:
+    """Return which experiences ``strategies`` have seen and not decided."""
+    query = select(waiting.c.consumer, waiting.c.address).where(
+        waiting.c.experiment == experiment,
+        among(tx, waiting.c.consumer, strategies),
+        among(tx, waiting.c.address, addresses),
+    )
+    query = query.order_by(waiting.c.consumer, waiting.c.address)
+    return [Decision(name, int(address)) for name, address in (await tx.execute(query)).all()]
+
+
+async def step_at(tx: AsyncConnection, experiment: int, trainer: str, number: int) -> int:
+    """Return the position of the event that leased a step."""
+    query = select(step.c.leased_at).where(
+        step.c.experiment == experiment, step.c.consumer == trainer, step.c.step == number
+    )
+    return int((await tx.execute(query)).scalar_one())
