@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from trinity_buffer.experience import Experience
@@ -21,6 +22,12 @@ def original_uid(experience: Experience) -> str | None:
     """Return the uid of what ``experience`` is a copy of, or None if it is an original."""
     found = experience.info.get(COPY_OF)
     return None if found is None else str(found)
+
+
+def left_out(given: Sequence[Experience], kept: Sequence[Experience]) -> list[Experience]:
+    """Return those of ``given`` of which neither they nor a copy are in ``kept``."""
+    known = {original_uid(e) or e.eid.uid for e in kept} | {e.eid.uid for e in kept}
+    return [e for e in given if e.eid.uid not in known]
 
 
 def copy_experience(experience: Experience, *, task: Key, suffix: str) -> Experience:

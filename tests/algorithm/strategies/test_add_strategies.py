@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -247,6 +248,20 @@ def test_a_misspelt_argument_can_be_swallowed_as_the_reference_does():
 def test_a_value_that_cannot_be_right_is_named(name, arguments, named):
     with pytest.raises(InvalidArgumentError, match=named):
         ADD_STRATEGY.get(name)(PlainWriter(), **arguments)
+
+
+async def test_a_strategy_may_return_copies_of_what_it_was_given():
+    class CopyingStrategy(GRPOAddStrategy):
+        """GRPO on copies."""
+
+        def calculate_group_advantage(self, group_id, exps):
+            return super().calculate_group_advantage(group_id, [copy.copy(e) for e in exps])
+
+    writer = StagedWriter()
+    exps = group([0.0, 1.0])
+    assert (await CopyingStrategy(writer).add(exps, 0))[0] == 2
+    assert writer.rejections == []
+    assert exps[0].advantages is None
 
 
 async def test_a_strategy_of_ones_own_needs_two_methods():

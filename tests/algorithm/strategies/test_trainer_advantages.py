@@ -175,6 +175,16 @@ def test_a_reward_on_a_token_of_the_environment_counts_for_the_action_before_it(
     assert late.tolist() == [[2.5, 0.0, 1.0]]
 
 
+def test_ppo_counts_a_reward_on_a_token_of_the_environment_for_the_action_before_it():
+    mask = torch.tensor([[True, False, True]])
+    values = torch.tensor([[0.5, 9.0, 0.25]])
+    late, early = (
+        generalized_advantages(torch.tensor([rewards]), values, 0.9, 0.8, mask)
+        for rewards in ([0.0, 2.0, 1.0], [2.0, 0.0, 1.0])
+    )
+    assert torch.equal(late, early)
+
+
 def test_ppo_returns_are_what_the_critic_should_have_said():
     batch, _ = PPOAdvantageFn(gamma=1.0, lam=1.0)(step())
     rewards, mask = batch["token_level_rewards"], batch["action_mask"]
@@ -296,6 +306,15 @@ def test_clip_b_drops_the_tokens_of_bad_answers_that_move_entropy_most():
     assert float(metrics["frac_clipped_pos"]) == 0.0
 
 
+def test_clip_b_keeps_the_tokens_of_good_answers_wherever_they_are():
+    batch = last_rewards([0.0, 2.0, 1.0, 1.0])
+    batch["rollout_logprob"] = torch.full_like(batch["rollout_logprob"], -1.0)
+    batch["entropy"] = torch.ones_like(batch["entropy"])
+    batch["rollout_logprob"][1, 1] = -2.0  # as far out as one can be, but A > 0
+    found, _ = ClipBAdvantageFn(mu=1.0)(batch)
+    assert torch.equal(found["action_mask"], step()["action_mask"])
+
+
 def test_clip_b_keeps_everything_where_all_tokens_are_alike():
     batch = last_rewards([0.0, 2.0, 1.0, 1.0])
     batch["rollout_logprob"] = torch.full_like(batch["rollout_logprob"], -1.0)
@@ -310,6 +329,18 @@ def test_clip_v_drops_no_more_than_its_share():
     assert float(metrics["frac_clipped"]) > float(few_metrics["frac_clipped"]) > 0
     assert int(few["action_mask"].sum()) == int(step()["action_mask"].sum()) - 1
     assert int(free["action_mask"].sum()) < int(few["action_mask"].sum())
+
+
+def test_clip_v_drops_tokens_without_an_advantage_beside_its_share():
+    batch = last_rewards([0.0, 2.0, 1.0, 1.0])  # rows 2 and 3 have advantage 0
+    batch["necs"] = torch.zeros_like(batch["necs"])
+    batch["entropy"] = torch.ones_like(batch["entropy"])
+    batch["old_logprob"] = torch.full_like(batch["old_logprob"], -1.0)  # S = 0
+    batch["necs"][2, 1] = batch["necs"][0, 1] = batch["necs"][0, 2] = 1.0
+    batch["necs"][0, 3] = 2.0
+    found, _ = ClipVAdvantageFn(mu=1.0, max_frac=0.1)(batch)
+    dropped = step()["action_mask"] & ~found["action_mask"]
+    assert dropped.nonzero().tolist() == [[0, 3], [2, 1]]
 
 
 def test_the_expected_entropy_change_is_the_mean_over_the_vocabulary():

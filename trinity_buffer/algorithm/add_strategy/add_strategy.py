@@ -19,6 +19,7 @@ from trinity_buffer.algorithm.arguments import (
     one_of,
     refuse_unknown,
 )
+from trinity_buffer.algorithm.copies import left_out
 from trinity_buffer.algorithm.registry import ADD_STRATEGY
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
@@ -183,8 +184,7 @@ class GroupAdvantageStrategy(AddStrategy):
 
     async def _write(self, group: list[Experience], kept: list[Experience]) -> None:
         """Write ``kept`` and reject the rest of ``group``."""
-        written = {id(experience) for experience in kept}
-        self.reject([e for e in group if id(e) not in written], self.left_out)
+        self.reject(left_out(group, kept), self.left_out)
         if kept:
             await self.writer.write_async(kept)
 

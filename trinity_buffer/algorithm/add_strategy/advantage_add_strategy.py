@@ -13,6 +13,7 @@ from trinity_buffer.algorithm.advantage_fn import (
     RECGroupedAdvantage,
     REINFORCEGroupAdvantage,
 )
+from trinity_buffer.algorithm.copies import left_out
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.writer import BufferWriter
 
@@ -52,8 +53,7 @@ class AdvantageAddStrategy(AddStrategy):
             return 0, {}
         sound = self._sound(experiences)
         kept, metrics = self.advantage.process(sound)
-        written = {id(experience) for experience in kept}
-        self.reject([e for e in sound if id(e) not in written], "zero_variance")
+        self.reject(left_out(sound, kept), "zero_variance")
         for group in group_by(kept, "task").values():
             await self.writer.write_async(group)
         return len(kept), metrics

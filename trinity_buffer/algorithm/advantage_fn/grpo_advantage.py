@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from torch import Tensor
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
@@ -99,7 +100,7 @@ class GRPOGroupedAdvantage(GroupAdvantage):
         return (*self.needs, "logprobs") if ranked else self.needs
 
     def calculate_group_advantage(
-        self, group_id: str, exps: Group, precomputed_std: float | None = None
+        self, group_id: str, exps: Group, precomputed_std: float | Tensor | None = None
     ) -> tuple[Group, dict[str, Any]]:
         """Score one group, by ``precomputed_std`` if given; return nothing if it is left out."""
         raw, compared = self._rewards(exps)
@@ -110,7 +111,7 @@ class GRPOGroupedAdvantage(GroupAdvantage):
         if len(exps) == 1 and self.single_member == "zero":
             mean = float(raw[0])
         scored = raw if self.rank_scores == "raw" else compared
-        used = std if precomputed_std is None else precomputed_std
+        used = std if precomputed_std is None else float(precomputed_std)
         if self.rank_scores == "raw":
             scores = group_scores.divided(scored - mean, used + self.epsilon)
         else:
