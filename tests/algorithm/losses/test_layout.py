@@ -109,6 +109,26 @@ def test_a_layout_of_the_batch_itself_changes_nothing(name: str, arguments: dict
     torch.testing.assert_close(with_layout, without, rtol=1e-7, atol=1e-12)
 
 
+@pytest.mark.parametrize("mode", [m for m in AGGREGATION_MODES if "sum-" not in m])
+def test_usual_and_expert_rows_have_denominators_of_their_own(mode: str):
+    step = make_step(torch.float64)
+    batch, _ = step.microbatch(WHOLE[0][0], packed=False)
+    expert, layout = batch["expert_mask"], step.layout()
+
+    def alone(name: str, rows: Tensor) -> Tensor:
+        loss_fn = make(name, POLICY_LOSS_FN.get(name).default_args() | {"loss_agg_mode": mode})
+        tensors = {key: batch[key][rows] for key in ("logprob", *loss_fn.select_keys)}
+        return loss_fn(**tensors)[0]
+
+    expected = 0.9 * alone("ppo", ~expert) + 0.1 * alone("sft", expert)
+    mixed = policy_loss("mix", {"mu": 0.1, "clip_range": 0.2, "loss_agg_mode": mode})
+    torch.testing.assert_close(mixed(batch, layout), expected, rtol=1e-7, atol=1e-12)
+    entropy = ENTROPY_LOSS_FN.get("mix")(0.3)
+    arguments = (batch["entropy"], batch["action_mask"], expert, mode)
+    bonus, of_the_step = entropy(*arguments)[0], entropy(*arguments, layout=layout)[0]
+    torch.testing.assert_close(of_the_step, bonus, rtol=1e-7, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", IMPORTANCE_CORRECTION.names())
 def test_importance_weights_do_not_depend_on_the_cut(name: str):
     step, correction = make_step(torch.float64), IMPORTANCE_CORRECTION.get(name)()
