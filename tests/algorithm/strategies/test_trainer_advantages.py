@@ -338,9 +338,12 @@ def test_clip_v_drops_tokens_without_an_advantage_beside_its_share():
     batch["old_logprob"] = torch.full_like(batch["old_logprob"], -1.0)  # S = 0
     batch["necs"][2, 1] = batch["necs"][0, 1] = batch["necs"][0, 2] = 1.0
     batch["necs"][0, 3] = 2.0
-    found, _ = ClipVAdvantageFn(mu=1.0, max_frac=0.1)(batch)
-    dropped = step()["action_mask"] & ~found["action_mask"]
+    few, _ = ClipVAdvantageFn(mu=1.0, max_frac=0.1)(dict(batch))
+    dropped = step()["action_mask"] & ~few["action_mask"]
     assert dropped.nonzero().tolist() == [[0, 3], [2, 1]]
+    free, _ = ClipVAdvantageFn(mu=1.0, max_frac=1.0)(dict(batch))
+    dropped = step()["action_mask"] & ~free["action_mask"]
+    assert dropped.nonzero().tolist() == [[0, 1], [0, 2], [0, 3], [2, 1]]
 
 
 def test_the_expected_entropy_change_is_the_mean_over_the_vocabulary():
