@@ -1,20 +1,44 @@
-"""Configurations with which the demo's tasks are known to be learnt."""
+"""The recipes of the demo's tasks, as configurations of a run."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from trinity_buffer.explorer.recipes import recipe_for
+from trinity_buffer.explorer.tasks import TASKS
 
-def recipe_for(task: str, digits: int) -> dict[str, Any]:
-    """Return the configuration for a task, as plain values."""
+BATCHES_PER_STEP = 2
+"""So that two explorers fill a step together."""
+
+
+def config_for(task: str, digits: int) -> dict[str, Any]:
+    """Return the configuration with which a task is known to be learnt, as plain values."""
+    options = {"digits": digits} if task == "sort" else {}
+    recipe = recipe_for(TASKS[task](**options))
     return {
-        "task": {"name": task, "digits": digits},
-        "groups_per_batch": 16,
-        "rollouts_per_group": 8,
-        "groups_per_step": 32,
-        "max_staleness": 2,
-        "optimizer": {"learning_rate": 1e-3, "entropy_coef": 0.02},
-        "evaluation": {"every_steps": 10, "problems": 256, "target_accuracy": 0.97},
-        "strategy": "grpo" if task == "sort" else "step_wise_grpo",
-        "max_steps": 400,
+        "task": {"name": task, **options},
+        "model": {"width": recipe.width, "layers": recipe.layers, "heads": recipe.heads},
+        "optimizer": {
+            "learning_rate": recipe.learning_rate,
+            "warmup_steps": recipe.warmup_steps,
+            "decay_steps": recipe.decay_steps,
+            "lowest_rate": recipe.lowest_rate,
+            "betas": recipe.betas,
+            "weight_decay": recipe.weight_decay,
+            "max_gradient_norm": recipe.max_gradient_norm,
+            "entropy_coef": recipe.entropy_coef,
+        },
+        "loss": {
+            "args": {
+                "clip_range_low": recipe.clip_range_low,
+                "clip_range_high": recipe.clip_range_high,
+            }
+        },
+        "evaluation": {"target_accuracy": recipe.target_accuracy},
+        "strategy": recipe.strategy,
+        "groups_per_batch": recipe.groups_per_step // BATCHES_PER_STEP,
+        "rollouts_per_group": recipe.rollouts_per_group,
+        "groups_per_step": recipe.groups_per_step,
+        "max_staleness": recipe.max_staleness,
+        "max_steps": recipe.max_steps,
     }

@@ -116,6 +116,10 @@ def train(
     settings = TrainerSettings(
         checkpoints=checkpoints,
         learning_rate=config.optimizer.learning_rate,
+        warmup_steps=config.optimizer.warmup_steps,
+        decay_steps=config.optimizer.decay_steps,
+        lowest_rate=config.optimizer.lowest_rate,
+        betas=config.optimizer.betas,
         weight_decay=config.optimizer.weight_decay,
         max_gradient_norm=config.optimizer.max_gradient_norm,
         entropy_coef=config.optimizer.entropy_coef,

@@ -59,10 +59,10 @@ def demo(
     Example: trinity-buffer demo --digits 4 --chaos
     """
     from trinity_buffer.cli import demo as demos  # noqa: PLC0415 - keep the other commands light
-    from trinity_buffer.cli.recipes import recipe_for  # noqa: PLC0415
+    from trinity_buffer.cli.recipes import config_for  # noqa: PLC0415
     from trinity_buffer.cli.run_config import overridden, read_file, resolved  # noqa: PLC0415
 
-    base: dict[str, Any] = recipe_for(task, digits) | {"seed": seed}
+    base: dict[str, Any] = config_for(task, digits) | {"seed": seed}
     if config is not None:
         base |= read_file(config)
     settings = resolved(overridden(base, overrides or []))

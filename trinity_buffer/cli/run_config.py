@@ -40,7 +40,11 @@ class ModelConfig(_Section):
 class OptimizerConfig(_Section):
     """AdamW."""
 
-    learning_rate: float = Field(1e-3, gt=0)
+    learning_rate: float = Field(1e-3, gt=0, description="the highest")
+    warmup_steps: int = Field(0, ge=0, description="it rises from 0 over so many steps")
+    decay_steps: int | None = Field(None, ge=1, description="then it falls until this step")
+    lowest_rate: float = Field(0.1, ge=0, le=1, description="to this fraction of itself")
+    betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = Field(0.0, ge=0)
     max_gradient_norm: float = Field(1.0, gt=0)
     entropy_coef: float = Field(0.0, ge=0)

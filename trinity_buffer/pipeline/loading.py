@@ -70,9 +70,9 @@ async def load_experiences(
         for position, some in by_event.items():
             buffers = {family: bytearray(blob) for family, blob in blobs[some[0].segment].items()}
             slots = [slot_of(row.address) for row in some]
-            for row, experience in zip(
-                some, decode_experiences(buffers, bodies[position]["meta"], slots), strict=True
-            ):
+            meta = bodies[position]["meta"]
+            decoded_rows = decode_experiences(buffers, meta, slots, loaded=families)
+            for row, experience in zip(some, decoded_rows, strict=True):
                 experience.address = row.address
                 found[row.address] = experience
         return [found[row.address] for row in rows]

@@ -17,7 +17,11 @@ from trinity_buffer.errors import (
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.pipeline import planning
-from trinity_buffer.pipeline.encoding import EncodedWrite, encode_experiences
+from trinity_buffer.pipeline.encoding import (
+    EncodedWrite,
+    content_digest_of,
+    encode_experiences,
+)
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.group_commit import GroupCommit, PreparedWrite
 from trinity_buffer.pipeline.validation import validate
@@ -79,24 +83,17 @@ class SQLWriter(BufferWriter):
                 it is recorded as rejected instead).
             ConflictingExperienceError: an EID is stored with other content.
         """
-        given = list(experiences)
-        invalid = self._invalid(given)
-        uids = tuple(experience.eid.uid for experience in given)
-        pending = await anyio.to_thread.run_sync(_distinct, given)
-        duplicates = len(given) - len(pending)
-        late: frozenset[str] = frozenset()
-        parts: list[_Part] | None = None
-        while pending:
-            if parts is None:
-                parts = await anyio.to_thread.run_sync(_encode, pending)
-            prepared = self._prepare(parts, invalid, late)
+        call = _Call(list(experiences))
+        await _in_thread(self._admit, call)
+        duplicates = len(call.given) - len(call.pending)
+        while call.pending:
+            prepared = await _in_thread(self._prepare, call)
             reached("before-append")
             outcome = await self._group_commit.submit(prepared)
             if outcome.position:
                 reached("after-append")
-                rejected = sum(eid in invalid or str(eid.batch) in late for eid in prepared.eids)
-                return WriteReceipt(outcome.position, len(pending), duplicates, rejected, uids)
-            late |= outcome.sealed
+                return call.receipt(outcome.position)
+            call.late |= outcome.sealed
             if outcome.known:
                 new = _without_known(parts, outcome.known)
                 duplicates += len(pending) - len(new)
@@ -239,18 +236,9 @@ def _encode(experiences: Sequence[Experience]) -> list[_Part]:
 def _distinct(experiences: Sequence[Experience]) -> list[Experience]:
     """Return ``experiences`` without repetitions within the call."""
     by_eid: dict[EID, Experience] = {}
-    repeated = [e for e in experiences if by_eid.setdefault(_as_text(e.eid), e) is not e]
-    for experience in repeated:
-        first = by_eid[_as_text(experience.eid)]
-        if (
-            len(
-                {
-                    *encode_experiences([first]).meta["digest"],
-                    *encode_experiences([experience]).meta["digest"],
-                }
-            )
-            > 1
-        ):
+    for experience in experiences:
+        first = by_eid.setdefault(_as_text(experience.eid), experience)
+        if first is not experience and content_digest_of(first) != content_digest_of(experience):
             raise ConflictingExperienceError(
                 f"experience {experience.eid.uid} comes twice in one write, with two contents; "
                 "give a deliberate second attempt another suffix, such as 'a1'"

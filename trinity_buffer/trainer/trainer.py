@@ -32,6 +32,10 @@ class TrainerSettings:
 
     Attributes:
         checkpoints: folder under which checkpoints are written.
+        learning_rate: the highest.
+        warmup_steps: steps over which it rises from 0, linearly.
+        decay_steps: steps over which it then falls, linearly, counted from the start of the run; None: never.
+        lowest_rate: fraction of ``learning_rate`` at which it stays.
         max_gradient_norm: gradients are scaled down to it.
         commit_every_steps: how often a checkpoint is written and committed.
         keep_checkpoints: how many committed ones stay on the disk.
@@ -41,6 +45,9 @@ class TrainerSettings:
 
     checkpoints: Path
     learning_rate: float = 1e-3
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    lowest_rate: float = 0.1
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     max_gradient_norm: float = 1.0
@@ -52,6 +59,16 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         if self.commit_every_steps < 1 or self.keep_checkpoints < 1:
             raise InvalidArgumentError("commit_every_steps and keep_checkpoints must be at least 1")
+
+    def rate_at(self, step: int) -> float:
+        """Return the learning rate of gradient step ``step`` (from 1); it depends on nothing else."""
+        rising = min(1.0, step / (self.warmup_steps + 1))
+        falling = (
+            1.0
+            if self.decay_steps is None
+            else 1 - (1 - self.lowest_rate) * step / self.decay_steps
+        )
+        return self.learning_rate * rising * max(falling, self.lowest_rate)
 
     def optimizer_of(self, policy: TransformerPolicy) -> torch.optim.Optimizer:
         """Return a fresh optimizer."""
@@ -165,6 +182,8 @@ class Trainer:
             loss.backward()
             losses.append(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), self._settings.max_gradient_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = self._settings.rate_at(step.step)
         reached("before-step")
         optimizer.step()
         reached("after-step")
