@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.identity import Key
 
 if TYPE_CHECKING:
     from trinity_buffer.experience import Experience
@@ -32,6 +35,9 @@ class WriteReceipt:
     uids: tuple[str, ...] = ()
 
 
+_NO_PLANS = "a {} takes experiences, not plans: plan and seal with a writer of the store"
+
+
 class BufferWriter(ABC):
     """Takes experiences in. Explorers write to the store through one; strategies are given a `StagedWriter`."""
 
@@ -42,6 +48,25 @@ class BufferWriter(ABC):
     async def write_async(self, experiences: Sequence[Experience]) -> WriteReceipt:
         """Do what `write` does, under its old name."""
         return await self.write(experiences)
+
+    async def plan(
+        self,
+        batch: Key,
+        tasks: Sequence[Key],
+        rollouts_per_group: int,
+        *,
+        policy_version: int | Callable[[], int] | None = None,
+    ) -> bool:
+        """Record what a batch will hold, before it is generated; wait until there is room for it."""
+        raise InvalidArgumentError(_NO_PLANS.format(type(self).__name__))
+
+    async def missing(self, batch: Key) -> list[tuple[Key, int]]:
+        """Return the planned (task, run) pairs that are not stored."""
+        raise InvalidArgumentError(_NO_PLANS.format(type(self).__name__))
+
+    async def seal(self, batch: Key, expected: int) -> None:
+        """Record that a batch is complete with ``expected`` experiences."""
+        raise InvalidArgumentError(_NO_PLANS.format(type(self).__name__))
 
     async def acquire(self) -> int:
         """Register one more user of this writer; return how many there are."""
