@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from trinity_buffer.experience import Experience, group_by
     from trinity_buffer.identity import EID
     from trinity_buffer.metrics import gather_metrics
+    from trinity_buffer.pipeline.compaction import compact
+    from trinity_buffer.pipeline.replay import open_replay_stream
+    from trinity_buffer.pipeline.scoring import assign_rewards
     from trinity_buffer.pipeline.store import open_store
     from trinity_buffer.pipeline.strategy_consumer import StrategyConsumer, run_strategy
     from trinity_buffer.pipeline.sync_stream import open_train_stream
+    from trinity_buffer.pipeline.verify import verify
     from trinity_buffer.writer import BufferWriter, StagedWriter, WriteReceipt
 
 __version__ = "0.1.0"
@@ -31,14 +35,22 @@ __all__ = [
     "TrinityBufferError",
     "WriteReceipt",
     "__version__",
+    "assign_rewards",
+    "compact",
     "gather_metrics",
     "group_by",
+    "open_replay_stream",
     "open_store",
     "open_train_stream",
     "run_strategy",
+    "verify",
 ]
 
 _HOMES = {
+    "verify": "trinity_buffer.pipeline.verify",
+    "compact": "trinity_buffer.pipeline.compaction",
+    "assign_rewards": "trinity_buffer.pipeline.scoring",
+    "open_replay_stream": "trinity_buffer.pipeline.replay",
     "EID": "trinity_buffer.identity",
     "BufferWriter": "trinity_buffer.writer",
     "Experience": "trinity_buffer.experience",
