@@ -26,7 +26,7 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.grouping import Group, GroupingRules, ReadyUnit
 from trinity_buffer.pipeline.loading import load_experiences
 from trinity_buffer.pipeline.unit_reader import UnitReader
-from trinity_buffer.store import log, queries, segments
+from trinity_buffer.store import log, queries, reads, segments
 from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.queries import ExperienceRow
 from trinity_buffer.writer import StagedWriter
@@ -212,7 +212,7 @@ class StrategyConsumer:
         if self._scoring is not None:
             async with database.reading() as tx:
                 addresses = [row.address for row in rows]
-                rewards = await queries.assigned_rewards(tx, key, self._scoring, addresses)
+                rewards = await reads.assigned_rewards(tx, key, self._scoring, addresses)
             for experience in experiences:
                 experience.reward = rewards.get(experience.address or 0)
         return experiences

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import select
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.identity import Key
+from trinity_buffer.store.dialect import among
 from trinity_buffer.store.queries import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
-from trinity_buffer.store.tables import experience
+from trinity_buffer.store.tables import assigned_reward, experience
+from trinity_buffer.store.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Filter:
 
 
 async def experiences(
-    tx: AsyncConnection, experiment: int, wanted: Filter, *, after: int, limit: int
+    tx: Transaction, experiment: int, wanted: Filter, *, after: int, limit: int
 ) -> list[ExperienceRow]:
     """Return up to ``limit`` experiences with an address above ``after``, in order of address."""
     query = select(*EXPERIENCE_COLUMNS).where(
@@ -48,3 +50,15 @@ async def experiences(
         query = query.where(experience.c.refused.is_(None))
     rows = await tx.execute(query.order_by(experience.c.address).limit(limit))
     return [experience_row(row) for row in rows.all()]
+
+
+async def assigned_rewards(
+    tx: Transaction, experiment: int, scoring: str, addresses: Sequence[int]
+) -> dict[int, float]:
+    """Return address -> reward of those of ``addresses`` that a scoring has rewarded."""
+    query = select(assigned_reward.c.address, assigned_reward.c.reward).where(
+        assigned_reward.c.experiment == experiment,
+        assigned_reward.c.scoring == scoring,
+        among(tx, assigned_reward.c.address, addresses),
+    )
+    return {int(address): float(reward) for address, reward in (await tx.execute(query)).all()}
