@@ -32,6 +32,9 @@ CRASH_POINTS = (
     "before-commit",
     "inside-commit",
     "after-commit",
+    "before-compact",
+    "inside-compact",
+    "after-compact",
 )
 
 

@@ -20,6 +20,7 @@ TrinityBufferError
     ├── UnsafeStoreError                a file system or SQLite library that would lose data
     ├── StoreBusyError (TimeoutError)
     ├── DamagedSegmentError             a checksum that does not hold
+    ├── ArchivedSegmentError            tensors that retention has taken out of the store
     ├── CursorConflictError             another process decided these experiences first
     ├── LeaseHeldError                  another trainer holds this consumer
     ├── LeaseLostError                  a newer token fences this trainer
@@ -112,6 +113,10 @@ class StoreBusyError(StoreError, TimeoutError):
 
 class DamagedSegmentError(StoreError):
     """A segment's checksum does not hold."""
+
+
+class ArchivedSegmentError(StoreError):
+    """The tensors were archived or deleted by ``compact``; the message says where they are."""
 
 
 class CursorConflictError(StoreError):

@@ -8,6 +8,7 @@ from functools import partial
 
 import anyio.to_thread
 
+from trinity_buffer.errors import ArchivedSegmentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.encoding import decode_experiences
 from trinity_buffer.pipeline.events import decoded
@@ -27,6 +28,7 @@ async def load_segments(
 
     Raises:
         DamagedSegmentError: a checksum does not hold.
+        ArchivedSegmentError: a segment has left the database.
     """
     wanted = list(dict.fromkeys(keys))
     found: dict[bytes, dict[str, bytes]] = {key: {} for key in wanted}
@@ -37,7 +39,21 @@ async def load_segments(
             await anyio.to_thread.run_sync(partial(_joined, parts))
         ).items():
             found[key][family] = blob
+    await _refuse_archived(database, [key for key, blobs in found.items() if not blobs])
     return found
+
+
+async def _refuse_archived(database: Database, empty: Sequence[bytes]) -> None:
+    """Say where the tensors of a segment are that is not in the database."""
+    if not empty:
+        return
+    async with database.reading() as tx:
+        gone = await segments.archived_at(tx, empty)
+    for key, (position, uri) in gone.items():
+        where = f"archived to {uri}" if uri else "deleted for good"
+        raise ArchivedSegmentError(
+            f"the tensors of segment {key.hex()} were {where} by the event at position {position}"
+        )
 
 
 def _joined(

@@ -1,0 +1,138 @@
+"""Retention: the tensors of what was trained long ago leave the database, on request only.
+
+Events, manifests and lineage stay; only segments go, to a Parquet file or for good. A segment goes
+when every trainer of the experiment has committed, before its horizon, all that it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+
+from trinity_buffer.crash_points import reached
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.store import log, retention, segments
+
+SEGMENTS_PER_FILE = 256
+FAMILIES = ("light", "tokens", "text", "heavy")
+
+
+@dataclass(frozen=True, slots=True)
+class CompactionReport:
+    """What has left the database.
+
+    Attributes:
+        segments: how many segments.
+        bytes: how many bytes of tensors.
+        files: the Parquet files they are in now; none if they were deleted for good.
+    """
+
+    segments: int
+    bytes: int
+    files: tuple[str, ...]
+
+
+async def compact(
+    experiment: Experiment,
+    *,
+    keep_steps: int,
+    archive: Path | None,
+    delete: bool = False,
+    actor: str = "compact",
+) -> CompactionReport:
+    """Archive, or delete, the segments of what was committed more than ``keep_steps`` steps ago.
+
+    May be killed at any point and run again: a segment is deleted in the transaction that records
+    where it went, and a file that no event names is written anew.
+
+    Args:
+        keep_steps: of each trainer; what its last steps were trained on stays.
+        archive: folder for the Parquet files.
+        delete: needed to go without an archive.
+
+    Raises:
+        InvalidArgumentError: neither ``archive`` nor ``delete``, or pyarrow is not installed.
+    """
+    if (archive is None) == (not delete):
+        raise InvalidArgumentError("compact: give a folder to archive to, or delete=True, not both")
+    if keep_steps < 0:
+        raise InvalidArgumentError(f"keep_steps={keep_steps}: it must not be negative")
+    parquet = None if archive is None else _parquet()
+    total, size, files, after = 0, 0, [], -1
+    while True:
+        async with experiment.database.reading() as tx:
+            page = await retention.finished_segments(
+                tx, experiment.key, keep_steps=keep_steps, after=after, limit=SEGMENTS_PER_FILE
+            )
+        if page is None:
+            return CompactionReport(total, size, tuple(files))
+        after, keys = page
+        if not keys:
+            continue
+        async with experiment.database.reading() as tx:
+            stored = await segments.read(tx, keys, FAMILIES)
+        uri = None
+        if archive is not None:
+            write = (_write_file, parquet, archive, experiment.name, stored)
+            uri = await anyio.to_thread.run_sync(*write)
+            files.append(uri)
+        reached("before-compact")
+        await _forget(experiment, keys, uri, actor)
+        reached("after-compact")
+        total += len(keys)
+        size += sum(len(data) for parts in stored.values() for _, _, data in parts)
+
+
+async def _forget(experiment: Experiment, keys: Sequence[bytes], uri: str | None, actor: str) -> None:
+    event = new_event("SegmentsArchived", {"segments": list(keys), "uri": uri})
+    async with experiment.database.writing() as tx:
+        await log.append(tx, experiment.key, [event], actor=actor, now_us=now_us())
+        await segments.delete(tx, keys)
+        reached("inside-compact")
+
+
+def _parquet() -> Any:
+    try:
+        from pyarrow import parquet  # noqa: PLC0415 - an optional extra
+    except ImportError as error:
+        raise InvalidArgumentError(
+            "archiving needs pyarrow: pip install 'trinity-buffer[parquet]', or use delete=True"
+        ) from error
+    return parquet
+
+
+def _write_file(
+    parquet: Any,
+    folder: Path,
+    experiment: str,
+    stored: dict[tuple[bytes, str], list[tuple[int, int, bytes]]],
+) -> str:
+    """Write one file, durably and under a name that its content gives it; return its path."""
+    import pyarrow  # noqa: PLC0415
+
+    rows = [
+        {"experiment": experiment, "segment": key, "family": family, "part": part}
+        | {"checksum": checksum, "data": data}
+        for (key, family), parts in sorted(stored.items())
+        for part, checksum, data in parts
+    ]
+    name = hashlib.blake2b(b"".join(sorted({key for key, _ in stored})), digest_size=8).hexdigest()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = (folder / f"{experiment}-{name}.parquet").absolute()
+    temporary = path.with_suffix(".writing")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), temporary, compression="zstd")
+    with temporary.open("rb") as handle:
+        os.fsync(handle.fileno())
+    temporary.rename(path)
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    return str(path)
