@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,11 @@ from typing import Any
 
 from trinity_buffer import codec
 from trinity_buffer.store.log import NewEvent, StoredEvent
+
+CLOCK_OFFSET = "TRINITY_BUFFER_CLOCK_OFFSET_S"
+"""Environment variable with seconds by which this process's clock is wrong, for tests of just that."""
+
+_offset_us = int(float(os.environ.get(CLOCK_OFFSET) or 0) * 1e6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,5 +56,9 @@ def decoded(experiment: str, stored: StoredEvent) -> Event:
 
 
 def now_us() -> int:
-    """Return the wall clock in microseconds since 1970."""
-    return time.time_ns() // 1000
+    """Return the wall clock in microseconds since 1970.
+
+    What may depend on it: the times that people read, and the deadline of an incomplete group. The
+    order of the log does not, nor who owns a lease.
+    """
+    return time.time_ns() // 1000 + _offset_us

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.store import leases
 from trinity_buffer.store.database import Database
+from trinity_buffer.store.dialect import lock_experiment
 
 TTL_S = 30.0
 HEARTBEATS_PER_TTL = 4
@@ -59,33 +61,53 @@ class TrainerLease:
         self.lost: LeaseLostError | None = None
 
     async def acquire(self, *, wait: bool) -> None:
-        """Take the lease; with ``wait``, as soon as its holder lets go, expires or dies.
+        """Take the lease; with ``wait``, as soon as its holder lets go, dies or falls silent.
+
+        Who waits judges silence by its own monotonic clock: a lease that it has not seen renewed
+        for its own ``ttl_s``. Clocks of other machines, or one that was moved, take no lease from
+        anybody who lives.
 
         Raises:
             LeaseHeldError: somebody holds it, and ``wait`` is False.
         """
+        seen, since = None, time.monotonic()
         while True:
             state = await self._database.changes.state()
             async with self._database.reading() as tx:
                 held = await leases.holder(tx, self._experiment, self._consumer)
-            dead = held[0] if held is not None and is_dead(held[0]) else None
-            try:
-                async with self._database.writing() as tx:
-                    self.token = await leases.acquire(
-                        tx,
-                        self._experiment,
-                        self._consumer,
-                        owner=self.owner,
-                        now_us=now_us(),
-                        ttl_us=self._ttl_us,
-                        dead=dead,
-                    )
-            except LeaseHeldError:
-                if not wait:
-                    raise
-            else:
+            if held != seen:
+                seen, since = held, time.monotonic()
+            silent = time.monotonic() - since >= self._ttl_us / 1e6
+            free = held is None or is_dead(held[0]) or (silent if wait else held[2] <= now_us())
+            if free and await self._take(held):
                 return
+            if not wait:
+                raise LeaseHeldError(self._held_by(held))
             await self._database.changes.changed(state, timeout_s=min(1.0, self._ttl_us / 4e6))
+
+    async def _take(self, seen: tuple[str, int, int] | None) -> bool:
+        """Take the lease if it is as it was ``seen``, which nobody lives in; return whether it was."""
+        async with self._database.writing() as tx:
+            await lock_experiment(tx, self._experiment)
+            if await leases.holder(tx, self._experiment, self._consumer) != seen:
+                return False
+            self.token = await leases.acquire(
+                tx,
+                self._experiment,
+                self._consumer,
+                owner=self.owner,
+                now_us=now_us(),
+                ttl_us=self._ttl_us,
+                dead=None if seen is None else seen[0],
+            )
+        return True
+
+    def _held_by(self, held: tuple[str, int, int] | None) -> str:
+        who = "another process" if held is None else held[0]
+        return (
+            f"trainer {self._consumer!r} is at work in {who}: wait for it, stop that process, or "
+            "choose another consumer name"
+        )
 
     async def keep(self) -> None:
         """Renew until cancelled, or until a newer token is seen."""
