@@ -10,6 +10,8 @@ import anyio
 from pysqlite3 import dbapi2
 from sqlalchemy.engine import URL
 
+from trinity_buffer.errors import StoreError
+
 CHANNEL = "trinity_buffer"
 FIRST_POLL_S = 0.001
 SLOWEST_POLL_S = 0.008
@@ -98,10 +100,18 @@ class PostgresChanges(Changes):
 
         async with self._lock:
             if self._connection is None or self._connection.is_closed():
-                self._connection = await asyncpg.connect(
-                    _dsn(self._url), **_connect_args(self._url)
-                )
-                await self._connection.add_listener(CHANNEL, self._heard)
+                try:
+                    self._connection = await asyncpg.connect(
+                        _dsn(self._url), **_connect_args(self._url)
+                    )
+                    # Whoever waits must not wait for news over a connection that is gone.
+                    self._connection.add_termination_listener(self._heard)
+                    await self._connection.add_listener(CHANNEL, self._heard)
+                except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+                    raise StoreError(
+                        f"{self._url.render_as_string(hide_password=True)}: cannot listen for "
+                        f"changes: {error}"
+                    ) from error
                 # what came before the connection stood was not heard: read once more
                 self._others += 1
 
