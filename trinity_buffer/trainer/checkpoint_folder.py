@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +41,26 @@ class TrainerState:
     manifests: Sequence[bytes]
 
 
-def folder_of(root: Path, step: int) -> Path:
-    """Return where the checkpoint of ``step`` lies under ``root``."""
-    return root / f"step-{step:08d}"
+def _fresh_folder(root: Path, step: int) -> Path:
+    """Return a new, empty folder for a checkpoint of ``step``.
+
+    Never one that is there already: it may be of a process that was killed before its commit, or of
+    another one that has taken over meanwhile and committed it.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        folder = root / (f"step-{step:08d}" + (f"-{number}" if number > 1 else ""))
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError  # count() does not end
 
 
 def save_checkpoint(root: Path, state: TrainerState) -> Path:
     """Write the checkpoint of ``state`` into a fresh folder under ``root`` and return it."""
-    folder = folder_of(root, state.step)
-    if folder.exists():  # of a process that was killed before its commit: never named in the log
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    folder = _fresh_folder(root, state.step)
     save_policy(state.policy, folder / POLICY_FILE)
     tensors, groups = _optimizer_tensors(state.optimizer)
     tensors["rng"] = torch.get_rng_state()
@@ -85,12 +95,23 @@ def load_checkpoint(folder: Path, optimizer_of: Any) -> TrainerState:
     return TrainerState(policy, optimizer, state["step"], manifests)
 
 
-def remove_old(root: Path, *, keep: int, last_committed: int) -> None:
-    """Delete the oldest checkpoints, but the newest ``keep`` up to ``last_committed``."""
-    folders = sorted(root.glob("step-*"))
-    committed = [folder for folder in folders if folder <= folder_of(root, last_committed)]
-    for folder in committed[:-keep]:
-        shutil.rmtree(folder)
+def remove_old(root: Path, *, keep: int, committed: Path) -> None:
+    """Delete the checkpoints up to ``committed``, but those of the newest ``keep`` steps.
+
+    Args:
+        committed: the one that was committed last; it stays, others of its step go.
+    """
+    last = _step_of(committed)
+    folders = {folder: _step_of(folder) for folder in root.glob("step-*")}
+    kept = sorted({step for step in folders.values() if step <= last})[-keep:]
+    for folder, step in folders.items():
+        if step < kept[0] or (step == last and folder != committed):
+            # A process that was fenced may be writing into it still: what is left goes next time.
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.split("-")[1])
 
 
 def _optimizer_tensors(

@@ -219,7 +219,7 @@ class Trainer:
         remove_old(
             self._settings.checkpoints,
             keep=self._settings.keep_checkpoints,
-            last_committed=step.step,
+            committed=folder,
         )
 
 
