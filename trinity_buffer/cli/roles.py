@@ -135,6 +135,7 @@ def train(
         tokens_per_microbatch=config.tokens_per_microbatch,
         layout=config.layout,
         max_tokens=task.max_length,
+        lease_ttl_s=config.lease_ttl_s,
         resume_from=resume_from,
         follow=follow,
     ) as stream:

@@ -86,6 +86,9 @@ class RunConfig(_Section):
     )
     commit_every_steps: int = Field(1, ge=1)
     max_steps: int | None = Field(None, ge=1)
+    lease_ttl_s: float = Field(
+        30.0, gt=0, description="a trainer that is silent for so long may be replaced"
+    )
     tokens_per_microbatch: int | None = Field(None, ge=1)
     layout: Literal["padded", "packed"] = "padded"
 
