@@ -6,12 +6,14 @@ import sys
 
 import typer
 
-from trinity_buffer.cli import run_commands
+from trinity_buffer.cli import inspect_commands, maintenance_commands, run_commands
 from trinity_buffer.cli.supervisor import end_with_parent
 from trinity_buffer.errors import TrinityBufferError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 run_commands.register(app)
+inspect_commands.register(app)
+maintenance_commands.register(app)
 
 
 def main() -> None:

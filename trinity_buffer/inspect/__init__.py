@@ -1,6 +1,6 @@
 """Read-only questions to a store: one layer for the command line, tools and pages. No torch."""
 
-from trinity_buffer.inspect.events import EventLine, event_lines, last_position, line_of
+from trinity_buffer.inspect.events import EventLine, event_lines, line_of, position_before
 from trinity_buffer.inspect.groups import GroupView, RunView, groups
 from trinity_buffer.inspect.overview import ExperimentOverview, Overview, overview
 from trinity_buffer.inspect.show import ExperienceView, SetView, StepView, show
@@ -18,8 +18,8 @@ __all__ = [
     "TensorSummary",
     "event_lines",
     "groups",
-    "last_position",
     "line_of",
     "overview",
+    "position_before",
     "show",
 ]

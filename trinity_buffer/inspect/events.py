@@ -10,7 +10,7 @@ from typing import Any
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.pipeline.events import Event
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.store import log
+from trinity_buffer.store import inspection, log
 from trinity_buffer.store.projections import EVENT_KINDS
 
 
@@ -25,10 +25,14 @@ class EventLine:
     summary: str
 
 
-async def last_position(experiment: Experiment) -> int:
-    """Return the position of the last event, 0 if there is none."""
+async def position_before(
+    experiment: Experiment, count: int, *, kinds: Sequence[str] | None = None
+) -> int:
+    """Return the position after which lie the last ``count`` events (of these kinds)."""
     async with experiment.database.reading() as tx:
-        return await log.head(tx, experiment.key)
+        if kinds is None:
+            return max(0, await log.head(tx, experiment.key) - count)
+        return await inspection.position_before(tx, experiment.key, count, kinds)
 
 
 async def event_lines(

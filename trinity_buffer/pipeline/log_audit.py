@@ -87,6 +87,7 @@ class LogAudit:
         problems: what was wrong so far.
         uids: of all recorded experiences.
         trainers: what was leased and committed, by consumer.
+        archived: segments that may have left the database.
     """
 
     def __init__(self) -> None:
@@ -96,10 +97,11 @@ class LogAudit:
         self.problems: list[Problem] = []
         self.uids = Names()
         self.trainers: dict[str, TrainerAudit] = {}
+        self.archived: set[bytes] = set()
         self._counts: Counter[str] = Counter()
         self._strategies: dict[str, _Strategy] = {}
         self._recorded: list[Integers] = []
-        self._refused = 0
+        self._scores: dict[str, list[Integers]] = {}
         self._runs = Names()
         self._planned_runs: list[Integers] = []
         self._held: Counter[str] = Counter()
@@ -172,6 +174,13 @@ class LogAudit:
     def _published(self, _position: int, _body: Mapping[str, Any]) -> None:
         self._counts["policy"] += 1
 
+    def _scored(self, _position: int, body: Mapping[str, Any]) -> None:
+        addresses = np.array(body["experiences"], np.int64)
+        self._scores.setdefault(body["scoring"], []).append(addresses)
+
+    def _archived(self, _position: int, body: Mapping[str, Any]) -> None:
+        self.archived.update(map(bytes, body["segments"]))
+
     def _recorded_ones(self, position: int, body: Mapping[str, Any]) -> None:
         meta, refused = body["meta"], body["refused"]
         count = len(meta["batch"])
@@ -182,7 +191,6 @@ class LogAudit:
         self.experiences += count
         addresses = np.arange(count, dtype=np.int64) + first_address(position)
         self._recorded.append(np.delete(addresses, sorted(refused)) if refused else addresses)
-        self._refused += len(refused)
         self._held.update(batches)
         self._held.subtract(batches[slot] for slot, why in refused.items() if why == "late")
 
@@ -258,6 +266,8 @@ class LogAudit:
             "batch": len(self._batches),
             "waiting": waiting,
             "annotation": annotations,
+            "assigned_reward": sum(len(np.unique(_joined(s))) for s in self._scores.values()),
+            "archived": len(self.archived),
             **{name: counts[name] for name in names},
         }
 
@@ -278,6 +288,8 @@ _READERS: Mapping[str, Callable[[LogAudit, int, Mapping[str, Any]], None]] = {
     "StepsCommitted": LogAudit._committed,  # noqa: SLF001
     "TrainerRewound": LogAudit._rewound,  # noqa: SLF001
     "PolicyPublished": LogAudit._published,  # noqa: SLF001
+    "RewardsAssigned": LogAudit._scored,  # noqa: SLF001
+    "SegmentsArchived": LogAudit._archived,  # noqa: SLF001
 }
 
 

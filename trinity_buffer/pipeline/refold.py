@@ -111,7 +111,7 @@ async def suspects(
         span: Span | None = part
         while span is not None:
             limit = await scratch.ask(comparison.next_limit, scratch.experiment, span)
-            piece = Span(span.table, span.consumer, span.after, limit)
+            piece = Span(span.table, span.owner, span.after, limit)
             async with database.reading() as tx:
                 live = await comparison.rows_of(tx, scratch.experiment, piece)
             folded = await scratch.ask(comparison.rows_of, scratch.experiment, piece)
@@ -120,7 +120,7 @@ async def suspects(
                 found.append(piece)
             done += len(live)
             progress("compare", min(done, total), total)
-            span = None if limit is None else Span(span.table, span.consumer, limit)
+            span = None if limit is None else Span(span.table, span.owner, limit)
     return found
 
 

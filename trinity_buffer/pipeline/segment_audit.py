@@ -47,14 +47,14 @@ class _Named:
 
 async def check_segments(
     database: Database, events: Sequence[DecodedEvent]
-) -> tuple[int, list[Problem]]:
-    """Return how many segments ``events`` name, and what is wrong with them."""
+) -> tuple[int, list[tuple[bytes, Problem]]]:
+    """Return how many segments ``events`` name, and what is wrong with which of them."""
     named = [
         _Named(event.position, event.body)
         for event in events
         if event.kind in ("ExperiencesRecorded", "ExperiencesAnnotated") and event.body["segment"]
     ]
-    problems: list[Problem] = []
+    problems: list[tuple[bytes, Problem]] = []
     for some in _by_size(named):
         families = sorted({family for one in some for family in one.body["families"]})
         async with database.reading() as tx:
@@ -76,8 +76,8 @@ def _by_size(named: Sequence[_Named]) -> Iterator[list[_Named]]:
         yield some
 
 
-def _check(named: Sequence[_Named], parts: Parts) -> list[Problem]:
-    return [problem for one in named for problem in _check_one(one, parts)]
+def _check(named: Sequence[_Named], parts: Parts) -> list[tuple[bytes, Problem]]:
+    return [(one.key, problem) for one in named for problem in _check_one(one, parts)]
 
 
 def _check_one(one: _Named, parts: Parts) -> Iterator[Problem]:

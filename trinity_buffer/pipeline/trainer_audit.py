@@ -15,10 +15,16 @@ from trinity_buffer.store.address import written_as
 
 Integers = npt.NDArray[np.int64]
 
+_OTHER_EXPERIMENT = 1 << 56
+"""Far above every address: tells rows of another experiment from those of the trainer's own."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeasedManifest:
-    """A manifest as the log holds it: where, of which step, and its annotation rows."""
+    """A manifest as the log holds it: where, of which step, and its annotation rows.
+
+    ``rows`` tells rows of other experiments apart by what `_OTHER_EXPERIMENT` adds to them.
+    """
 
     position: int
     step: int
@@ -53,6 +59,7 @@ class TrainerAudit:
         self.live: dict[int, bytes] = {}
         self.twice: list[tuple[int, bytes]] = []
         self.commits: list[Commit] = []
+        self._sources: dict[str, int] = {"": 0}
         self._rejected: list[tuple[int, Integers]] = []
         self._links: dict[int, bytes] = {0: FIRST_LINK}
 
@@ -67,6 +74,9 @@ class TrainerAudit:
             what = f"step {manifest.step} was leased, the next one is {len(self.steps) + 1}"
             yield Problem("manifests", place, what)
         rows = np.array(manifest.annotations, np.int64)
+        if manifest.source:
+            numbers = [self._number_of("")] + [self._number_of(one) for one in manifest.sources]
+            rows += np.array(numbers, np.int64)[list(manifest.source)] * _OTHER_EXPERIMENT
         self.steps[manifest.step] = LeasedManifest(
             position, manifest.step, bytes(body["digest"]), rows
         )
@@ -120,8 +130,12 @@ class TrainerAudit:
         again = np.flatnonzero(all_rows[1:] == all_rows[:-1])
         for index in again.tolist():
             row, first, second = all_rows[index], owners[index], owners[index + 1]
-            what = f"annotation {written_as(int(row))} was given out at position {first} before"
+            told = written_as(int(row) % _OTHER_EXPERIMENT)
+            what = f"annotation {told} was given out at position {first} before"
             yield Problem("conservation", self._place(int(second)), what)
+
+    def _number_of(self, source: str) -> int:
+        return self._sources.setdefault(source, len(self._sources))
 
     def _place(self, position: int) -> str:
         return f"position {position} (trainer {self.name!r})"

@@ -89,6 +89,7 @@ class _Verification:
         self._audit = LogAudit()
         self._problems: list[Problem] = []
         self._segments = 0
+        self._in_segments: list[tuple[bytes, Problem]] = []
         self._unfoldable: Unfoldable | None = None
         self._strategies: list[conservation.StrategyCounts] = []
         self._trainers: list[conservation.TrainerCounts] = []
@@ -107,6 +108,8 @@ class _Verification:
             await self._compare(tx, spans)
         await self._look_into_segments(tail)
         await anyio.to_thread.run_sync(self._audit.finish)
+        archived = self._audit.archived
+        self._problems += [problem for key, problem in self._in_segments if key not in archived]
         self._problems[:0] = self._audit.problems
 
     async def _read_log(self) -> None:
@@ -140,7 +143,7 @@ class _Verification:
             return  # the audit has said so
         count, problems = await check_segments(self._database, events)
         self._segments += count
-        self._problems += problems
+        self._in_segments += problems
 
     async def _compare(self, tx: Transaction, spans: Sequence[Span]) -> None:
         """Compare the projections with the log, both as they are in this transaction."""

@@ -19,6 +19,8 @@ from trinity_buffer.store.tables import (
     PROJECTIONS,
     CanonicalJSON,
     annotation,
+    archived,
+    assigned_reward,
     delivery,
     experience,
     plan,
@@ -44,20 +46,26 @@ _ORDER: Mapping[str, str] = {
     rejection.name: "address",
     delivery.name: "address",
     step.name: "step",
+    assigned_reward.name: "address",
+    archived.name: "position",
 }
-_PER_CONSUMER = frozenset(table.name for table in (waiting, annotation, rejection, delivery, step))
+# Table -> by whom its rows are apart before they are in the order of that number.
+_OWNER: Mapping[str, str] = {
+    **dict.fromkeys((t.name for t in (waiting, annotation, rejection, delivery, step)), "consumer"),
+    assigned_reward.name: "scoring",
+}
 _STATEFUL = frozenset({"configuration", "batch", "consumer", "waiting", "step"})
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of one projection: ``after`` < number <= ``up_to``, of one consumer if it has any.
+    """A stretch of one projection: ``after`` < number <= ``up_to``, of one owner if it has any.
 
     None is no limit; tables without a number are one span.
     """
 
     table: str
-    consumer: str | None = None
+    owner: str | None = None
     after: int | None = None
     up_to: int | None = None
 
@@ -109,22 +117,16 @@ def _is_nothing(value: Any) -> bool:
     return value is None or value != value  # noqa: PLR0124 - NaN is the one value that differs from itself
 
 
-async def consumers_of(tx: AsyncConnection, experiment: int, table_name: str) -> set[str]:
-    """Return the consumers that have rows in a projection."""
-    table = _TABLES[table_name]
-    query = select(table.c.consumer).where(table.c.experiment == experiment).distinct()
-    return set((await tx.execute(query)).scalars())
-
-
 async def spans(tx: AsyncConnection, experiment: int) -> list[Span]:
     """Return the unlimited spans that together are all projections."""
     found = []
-    for name in _TABLES:
-        if name in _PER_CONSUMER:
-            consumers = await consumers_of(tx, experiment, name)
-            found += [Span(name, consumer) for consumer in sorted(consumers)]
-        else:
+    for name, table in _TABLES.items():
+        if name not in _OWNER:
             found.append(Span(name))
+            continue
+        owner = table.c[_OWNER[name]]
+        query = select(owner).where(table.c.experiment == experiment).distinct()
+        found += [Span(name, one) for one in sorted((await tx.execute(query)).scalars())]
     return found
 
 
@@ -142,8 +144,8 @@ async def next_limit(folded: AsyncConnection, experiment: int, span: Span) -> in
 def _where(statement: Any, experiment: int, span: Span) -> Any:
     table = _TABLES[span.table]
     statement = statement.where(table.c.experiment == experiment)
-    if span.consumer is not None:
-        statement = statement.where(table.c.consumer == span.consumer)
+    if span.owner is not None:
+        statement = statement.where(table.c[_OWNER[span.table]] == span.owner)
     if span.after is not None:
         statement = statement.where(table.c[_ORDER[span.table]] > span.after)
     if span.up_to is not None:

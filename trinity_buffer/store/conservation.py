@@ -130,9 +130,13 @@ async def of_trainer(tx: AsyncConnection, experiment: int, row: ConsumerRow) -> 
     """Count for one trainer."""
     name, of = row.name, str(row.config.get("strategy", ""))
     in_set = (annotation.c.experiment == experiment, annotation.c.consumer == of)
-    held = exists().where(
+    own = (
         delivery.c.experiment == experiment,
         delivery.c.consumer == name,
+        delivery.c.source == "",  # rows of an expert's experiment are none of this set
+    )
+    held = exists().where(
+        *own,
         delivery.c.address == annotation.c.address,
     )
     left_out = exists().where(
@@ -141,9 +145,7 @@ async def of_trainer(tx: AsyncConnection, experiment: int, row: ConsumerRow) -> 
         rejection.c.address == annotation.c.address,
     )
     is_committed: ColumnElement[int] = case((delivery.c.step <= row.committed_step, 1), else_=0)
-    handed_out = select(func.count(), func.sum(is_committed, type_=Integer)).where(
-        delivery.c.experiment == experiment, delivery.c.consumer == name
-    )
+    handed_out = select(func.count(), func.sum(is_committed, type_=Integer)).where(*own)
     delivered, committed = (await tx.execute(handed_out)).one()
     return TrainerCounts(
         name,

@@ -39,7 +39,7 @@ def parse_url(url: str) -> URL:
     """
     try:
         parsed = make_url(url if "://" in url else f"sqlite:///{url}")
-    except ArgumentError as error:
+    except (ArgumentError, ValueError) as error:  # the latter for a port that is no number
         raise InvalidArgumentError(f"the store's URL cannot be read; {_ACCEPTED}") from error
     backend = parsed.get_backend_name()
     if backend == "sqlite":
@@ -119,8 +119,12 @@ class Database:
     def _errors(self) -> Any:
         return _foreign_errors(self.name)
 
-    async def open(self, stack: AsyncExitStack) -> Self:
-        """Check, connect, create what is missing; whatever is opened is closed by ``stack``."""
+    async def open(self, stack: AsyncExitStack, *, any_revision: bool = False) -> Self:
+        """Check, connect, create what is missing; whatever is opened is closed by ``stack``.
+
+        Args:
+            any_revision: take the schema as it is and create nothing; for migrations.
+        """
         exists = True
         if self.dialect == "sqlite":
             self.version = sqlite.require_safe_library()
@@ -128,7 +132,7 @@ class Database:
         self._engine = self._create_engine(exists)
         stack.push_async_callback(self._close)
         with self._errors():
-            if self.dialect == "sqlite" and not self.read_only:
+            if self.dialect == "sqlite" and not self.read_only and not any_revision:
                 await anyio.to_thread.run_sync(sqlite.prepare_file, self.path)
             self.changes = (
                 PostgresChanges(self.url)
@@ -141,7 +145,7 @@ class Database:
                     self.version = str(
                         (await connection.execute(text("SHOW server_version"))).scalar_one()
                     )
-                found = await schema.inspect(connection, self.name)
+                found = any_revision or await schema.inspect(connection, self.name)
         if not found:
             if self.read_only:
                 raise UnknownStoreError(f"{self.name} is empty: there is no store to read")
@@ -229,6 +233,21 @@ def _translate(error: Exception, name: str) -> Exception:
     if "full" in lowered and "disk" in lowered:
         return StoreError(f"{name}: the disk is full; nothing of this transaction was written")
     return StoreError(f"{name}: {cause}")
+
+
+@asynccontextmanager
+async def open_for_migration(url: str) -> AsyncIterator[Database]:
+    """Open the database at ``url`` whatever its revision is, changing nothing.
+
+    Raises:
+        UnknownStoreError: nothing there.
+        UnsafeStoreError: a network file system, or a SQLite library that may lose commits.
+    """
+    async with AsyncExitStack() as stack:
+        database = Database(parse_url(url), read_only=False, durability="normal")
+        if database.dialect == "sqlite":
+            sqlite.check_path(database.path, read_only=True)  # there must be something already
+        yield await database.open(stack, any_revision=True)
 
 
 @asynccontextmanager

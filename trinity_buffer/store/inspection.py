@@ -79,6 +79,17 @@ async def kinds(tx: AsyncConnection, experiment: int) -> dict[str, int]:
     return {kind: int(count) for kind, count in rows.all()}
 
 
+async def position_before(
+    tx: AsyncConnection, experiment: int, count: int, wanted: Sequence[str]
+) -> int:
+    """Return the position after which lie the last ``count`` events of the ``wanted`` kinds."""
+    query = select(event.c.position).where(
+        event.c.experiment == experiment, event.c.kind.in_(wanted)
+    )
+    query = query.order_by(event.c.position.desc()).offset(count).limit(1)
+    return int((await tx.execute(query)).scalar_one_or_none() or 0)
+
+
 async def batch_counts(tx: AsyncConnection, experiment: int) -> tuple[int, int]:
     """Return (planned, sealed) batches."""
     query = select(func.count(batch.c.planned_at), func.count(batch.c.sealed_at))
@@ -116,6 +127,7 @@ async def staleness(
         .where(
             delivery.c.experiment == experiment,
             delivery.c.consumer == trainer,
+            delivery.c.source == "",
             delivery.c.step > after,
             experience.c.policy_version.is_not(None),
         )
@@ -221,6 +233,7 @@ async def deliveries(
     query = select(delivery).where(
         delivery.c.experiment == experiment,
         among(tx, delivery.c.consumer, trainers),
+        delivery.c.source == "",
         among(tx, delivery.c.address, addresses),
     )
     query = query.order_by(delivery.c.consumer, delivery.c.step)

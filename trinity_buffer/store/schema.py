@@ -56,7 +56,8 @@ async def create(tx: AsyncConnection, name: str) -> None:
     await tx.run_sync(tables.metadata.create_all)
     await tx.execute(
         text(
-            "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL CONSTRAINT alembic_version_pkc PRIMARY KEY)"
+            "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL, "
+            "CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
         )
     )
     await tx.execute(

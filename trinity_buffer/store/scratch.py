@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import anyio
 import anyio.to_thread
 from pysqlite3 import dbapi2
-from sqlalchemy import Connection, Table, create_engine
+from sqlalchemy import Connection, Insert, create_engine
 from sqlalchemy import event as listen_to
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -66,11 +66,14 @@ class _Inline:
         self.dialect = connection.dialect
 
     async def execute(self, statement: Any, parameters: Any = None) -> Any:
-        if isinstance(parameters, list):
-            return self._insert(statement.table, parameters)
+        if isinstance(parameters, list) and type(statement) is Insert:  # a plain one, no upsert
+            return self._insert(statement.table.name, parameters)
         return self._connection.execute(statement, parameters)
 
-    def _insert(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> Any:
+    async def exec_driver_sql(self, statement: str, parameters: Any = None) -> Any:
+        return self._connection.exec_driver_sql(statement, parameters)
+
+    def _insert(self, table: str, rows: Sequence[Mapping[str, Any]]) -> Any:
         """Insert many rows past SQLAlchemy, which would spend more time on them than SQLite does.
 
         What folds insert in numbers are integers, floats, texts and bytes: no type needs its help.
@@ -78,7 +81,7 @@ class _Inline:
         names = list(rows[0])
         values = [tuple(map(row.__getitem__, names)) for row in rows]
         places = ", ".join("?" * len(names))
-        statement = f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({places})"  # noqa: S608 - names of our own tables
+        statement = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({places})"  # noqa: S608 - names of our own tables
         return self._connection.exec_driver_sql(statement, values)
 
 

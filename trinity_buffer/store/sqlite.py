@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -119,6 +120,11 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
             memory do not hold.
     """
     folder = path.parent
+    with suppress(FileNotFoundError, NotADirectoryError):  # which the next lines tell apart
+        try:
+            path.stat()
+        except PermissionError as error:
+            raise UnknownStoreError(f"{path} cannot be reached: {error.strerror}") from error
     if not folder.is_dir():
         raise UnknownStoreError(f"{folder}: no such directory; create it first (mkdir -p {folder})")
     if path.is_dir():

@@ -1,0 +1,257 @@
+"""Two roads to one schema, and the refusal of every other database."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pysqlite3 import dbapi2
+from sqlalchemy import text
+
+from trinity_buffer.errors import (
+    InvalidArgumentError,
+    SchemaOutdatedError,
+    SchemaTooNewError,
+    StoreError,
+    UnknownStoreError,
+)
+from trinity_buffer.pipeline.migrate import migrate
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store import migrations, schema, sqlite, tables
+from trinity_buffer.store.database import open_database, open_for_migration
+
+SQLITE_SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"
+
+# Everything that PostgreSQL knows of our schema, each as one text.
+POSTGRESQL_SCHEMA = (
+    "SELECT table_name || '.' || column_name, ordinal_position::text || data_type || is_nullable "
+    "|| coalesce(column_default, '') FROM information_schema.columns WHERE table_schema = 'public'",
+    "SELECT conrelid::regclass || ' ' || conname, pg_get_constraintdef(oid) FROM pg_constraint "
+    "WHERE connamespace = 'public'::regnamespace",
+    "SELECT indexname, indexdef FROM pg_indexes WHERE schemaname = 'public'",
+    "SELECT tgrelid::regclass || ' ' || tgname, pg_get_triggerdef(oid) FROM pg_trigger "
+    "WHERE NOT tgisinternal",
+    "SELECT proname, pg_get_functiondef(oid) FROM pg_proc "
+    "WHERE pronamespace = 'public'::regnamespace",
+    "SELECT sequencename, data_type::text FROM pg_sequences WHERE schemaname = 'public'",
+)
+
+
+def clauses_of(sql: str) -> tuple[str, ...]:
+    """Split a CREATE TABLE at the commas of its list, whose order the two roads may choose."""
+    flat = re.sub(r"\s+", " ", sql).replace('"', "").replace("( ", "(").replace(" )", ")")
+    head, _, rest = flat.partition("(")
+    body, _, tail = rest.rpartition(")")
+    parts, depth = [""], 0
+    for character in body:
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    is_table = head.upper().startswith("CREATE TABLE")
+    ordered = parts if not is_table else sorted(part.strip() for part in parts)
+    columns = [p.strip() for p in parts if is_table and not p.strip().startswith(_CONSTRAINTS)]
+    return (head.strip(), *ordered, *columns, tail.strip())
+
+
+_CONSTRAINTS = ("CONSTRAINT", "PRIMARY KEY", "UNIQUE", "CHECK", "FOREIGN")
+
+
+async def schema_of(url: str) -> set[tuple[str, ...]]:
+    """Return everything that the database says of its schema, columns in their order."""
+    found: set[tuple[str, ...]] = set()
+    async with open_for_migration(url) as database, database.reading() as tx:
+        if database.dialect == "sqlite":
+            for kind, name, table, sql in (await tx.execute(text(SQLITE_SCHEMA))).all():
+                found.add((kind, name, table, *clauses_of(sql)))
+            return found
+        for number, query in enumerate(POSTGRESQL_SCHEMA):
+            rows = (await tx.execute(text(query))).all()
+            assert rows
+            found |= {(str(number), *row) for row in rows}
+    return found
+
+
+async def migrated(url: str) -> None:
+    if url.startswith("sqlite"):
+        sqlite.prepare_file(Path(url.removeprefix("sqlite:///")))
+    async with open_for_migration(url) as database, database.writing() as tx:
+        await migrations.upgrade(tx)
+
+
+async def emptied(url: str) -> None:
+    async with open_for_migration(url) as database, database.writing() as tx:
+        await migrations.downgrade(tx, "base")
+        await tx.execute(text("DROP TABLE alembic_version"))
+
+
+async def test_a_created_and_a_migrated_store_have_one_schema(store_url: str):
+    async with open_store(store_url):
+        pass
+    created = await schema_of(store_url)
+    await emptied(store_url)
+    if store_url.startswith("sqlite"):
+        assert not await schema_of(store_url)
+    await migrated(store_url)
+    assert await schema_of(store_url) == created
+    joined = " ".join(" ".join(row) for row in created)
+    for guard in ("event_forbids_delete", "segment_forbids_delete", "ck_event_position"):
+        assert guard in joined
+    if store_url.startswith("sqlite"):
+        assert "AUTOINCREMENT" in joined
+        assert "WITHOUT ROWID" in joined
+
+
+async def test_the_comparison_sees_what_a_missing_check_changes():
+    one = clauses_of("CREATE TABLE a (b INTEGER, CHECK (b > 1)) WITHOUT ROWID")
+    assert one != clauses_of("CREATE TABLE a (b INTEGER) WITHOUT ROWID")
+    assert one != clauses_of("CREATE TABLE a (b INTEGER, CHECK (b > 1))")
+    assert one == clauses_of(
+        'CREATE TABLE "a" (\n\tb INTEGER, \n\tCHECK (b > 1)\n)\n WITHOUT ROWID'
+    )
+    two = clauses_of("CREATE TABLE a (b INTEGER, c TEXT)")
+    assert two != clauses_of("CREATE TABLE a (c TEXT, b INTEGER)")
+
+
+async def test_a_filled_store_goes_down_and_up_again(store_url: str):
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("sort", config={})
+        await experiment.writer("e0").plan("b", [1, 2], 4)
+    before = await schema_of(store_url)
+    async with open_for_migration(store_url) as database, database.writing() as tx:
+        await migrations.downgrade(tx, "base")
+    async with open_for_migration(store_url) as database, database.writing() as tx:
+        await migrations.upgrade(tx)
+    assert await schema_of(store_url) == before
+    async with open_store(store_url) as store:
+        assert await store.experiments() == []
+        experiment = await store.experiment("again", config={})
+        assert [event.kind async for event in experiment.events()] == ["ExperimentCreated"]
+
+
+async def test_an_interrupted_migration_has_not_happened(store_url: str):
+    async with open_store(store_url) as store:
+        await store.experiment("sort", config={})
+    before = await schema_of(store_url)
+    with pytest.raises(InvalidArgumentError, match="stop"):
+        await go_down_and_fail(store_url)
+    assert await schema_of(store_url) == before
+    async with open_store(store_url) as store:
+        assert await store.experiments() == ["sort"]
+
+
+async def go_down_and_fail(url: str) -> None:
+    async with open_for_migration(url) as database, database.writing() as tx:
+        await migrations.downgrade(tx, "base")
+        raise InvalidArgumentError("stop")
+
+
+def test_the_tables_are_those_of_the_last_migration():
+    assert migrations.revisions() == list(schema.KNOWN_REVISIONS)
+    assert migrations.revisions()[-1] == tables.SCHEMA_REVISION
+
+
+async def stamp(url: str, revision: str) -> None:
+    async with open_for_migration(url) as database, database.writing() as tx:
+        await tx.execute(text("UPDATE alembic_version SET version_num = :r"), {"r": revision})
+
+
+async def test_an_older_store_is_refused_with_the_command_that_mends_it(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    async with open_store(store_url):
+        pass
+    monkeypatch.setattr(tables, "SCHEMA_REVISION", "0002")
+    with pytest.raises(SchemaOutdatedError, match="trinity-buffer migrate --store"):
+        async with open_store(store_url):
+            pass
+
+
+async def test_a_newer_store_is_refused_with_the_command_that_mends_it(store_url: str):
+    async with open_store(store_url):
+        pass
+    await stamp(store_url, "9999")
+    with pytest.raises(SchemaTooNewError, match="pip install --upgrade trinity-buffer"):
+        async with open_store(store_url):
+            pass
+    with pytest.raises(SchemaTooNewError, match="9999"):
+        await migrate(store_url)
+
+
+async def test_migrating_what_is_up_to_date_changes_nothing(store_url: str):
+    async with open_store(store_url):
+        pass
+    before = await schema_of(store_url)
+    assert await migrate(store_url) == (tables.SCHEMA_REVISION, tables.SCHEMA_REVISION)
+    assert await schema_of(store_url) == before
+
+
+async def test_a_database_of_somebody_else_is_left_alone(store_url: str):
+    await create_foreign(store_url)
+    before = await schema_of(store_url) if store_url.startswith("sqlite") else None
+    for opening in (open_database(store_url), open_database(store_url, read_only=True)):
+        with pytest.raises(UnknownStoreError, match="is not a Trinity Buffer store"):
+            async with opening:
+                pass
+    with pytest.raises(UnknownStoreError, match="is not a Trinity Buffer store"):
+        await migrate(store_url)
+    assert before is None or await schema_of(store_url) == before
+
+
+async def create_foreign(url: str) -> None:
+    if url.startswith("sqlite"):
+        with dbapi2.connect(url.removeprefix("sqlite:///")) as connection:
+            connection.execute("CREATE TABLE customer (id INTEGER)")
+        connection.close()
+        return
+    async with open_for_migration(url) as database, database.writing() as tx:
+        await tx.execute(text("CREATE TABLE customer (id INTEGER)"))
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_a_text_file_is_no_store_and_stays_as_it_is(tmp_path: Path, read_only: bool):
+    file = tmp_path / "notes.db"
+    file.write_text("Dear diary, " * 500)
+    with pytest.raises(UnknownStoreError, match=re.escape(str(file))):
+        async with open_store(str(file), read_only=read_only):
+            pass
+    assert file.read_text() == "Dear diary, " * 500
+    assert names_in(tmp_path) == ["notes.db"]
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("missing/run.db", "no such directory; create it first"),
+        ("folder", "is a directory; name a file in it"),
+        ("", "is a directory; name a file in it"),
+    ],
+)
+async def test_a_place_that_can_hold_no_store_is_named(tmp_path: Path, place: str, said: str):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UnknownStoreError, match=said):
+        async with open_store(f"sqlite:///{tmp_path / place}"):
+            pass
+    assert names_in(tmp_path) == ["folder"]
+
+
+async def test_reading_creates_nothing(tmp_path: Path):
+    with pytest.raises(UnknownStoreError, match="there is no store to read"):
+        async with open_store(f"sqlite:///{tmp_path / 'a.db'}", read_only=True):
+            pass
+    with pytest.raises(UnknownStoreError, match="there is no store to read"):
+        await migrate(f"sqlite:///{tmp_path / 'a.db'}")
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("url", ["mysql://host/a", "sqlite:///:memory:", "sqlite://", "a://b://c"])
+async def test_a_url_that_can_be_no_store_is_refused(url: str):
+    with pytest.raises((InvalidArgumentError, StoreError)):
+        async with open_store(url):
+            pass

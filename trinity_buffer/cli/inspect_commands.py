@@ -1,0 +1,300 @@
+"""Commands that only ask: what is in a store, and what became of it. None of them loads torch."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+import anyio
+import typer
+from rich.markup import escape
+
+from trinity_buffer import inspect as questions
+from trinity_buffer.cli.options import (
+    ExperimentOption,
+    JsonOption,
+    StoreOption,
+    chosen_experiment,
+    chosen_store,
+)
+from trinity_buffer.cli.printing import console, print_json, shown, size_of, table, time_of
+from trinity_buffer.inspect import (
+    EventLine,
+    ExperienceView,
+    ExperimentOverview,
+    GroupView,
+    Overview,
+    TensorSummary,
+)
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import open_store
+
+INTERRUPTED = 130
+
+AfterOption = Annotated[
+    int | None, typer.Option("--after", help="Only events after this position. Default: the last.")
+]
+KindOption = Annotated[
+    list[str] | None, typer.Option("--kind", help="Only this kind, as StepsCommitted; repeatable.")
+]
+
+
+def run(main: Callable[[], Awaitable[Any]]) -> Any:
+    """Run a command to its end; Ctrl-C ends it without a traceback."""
+    try:
+        return anyio.run(main)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+async def asked(
+    store: str | None, experiment: str | None, question: Callable[[Experiment], Awaitable[Any]]
+) -> Any:
+    """Return the answer to ``question`` about the chosen experiment, opened read-only."""
+    url = chosen_store(store)
+    name = await chosen_experiment(url, experiment)
+    async with open_store(url, read_only=True) as opened:
+        return await question(await opened.experiment(name))
+
+
+def stats(
+    store: StoreOption = None, experiment: ExperimentOption = None, as_json: JsonOption = False
+) -> None:
+    """Say what is in a store and how far everybody is.
+
+    Example: trinity-buffer stats --store runs/demo.db
+    """
+
+    async def main() -> Overview:
+        url = chosen_store(store)
+        async with open_store(url, read_only=True) as opened:
+            return await questions.overview(opened, experiment)
+
+    found: Overview = run(main)
+    if as_json:
+        print_json(found)
+    else:
+        _print_overview(found)
+
+
+def _print_overview(found: Overview) -> None:
+    out = console()
+    out.print(f"{found.url}  {found.version}, {size_of(found.size_bytes)} on disk", markup=False)
+    if not found.experiments:
+        out.print("no experiments yet")
+    for one in found.experiments:
+        out.print()
+        _print_experiment(one)
+
+
+def _print_experiment(one: ExperimentOverview) -> None:
+    out = console()
+    state = "finished" if one.finished else "open"
+    out.print(f"[bold]experiment {escape(one.name)}[/bold] ({state})")
+    low, high = one.versions
+    lines = [
+        f"events       {one.head}, {time_of(one.first_at)} to {time_of(one.last_at)} UTC",
+        f"batches      {one.batches} planned, {one.sealed} sealed",
+        f"rollouts     {one.plans.planned} planned = {one.plans.stored} stored + "
+        f"{one.plans.missing} missing",
+        f"experiences  {one.experiences}, by policy versions {shown(low)} to {shown(high)}",
+        f"policies     {one.policies} published, newest {shown(one.published)}",
+    ]
+    out.print("\n".join(lines), markup=False)
+    if one.strategies:
+        columns = ["set", "recorded", "unseen", "waiting", "annotated", "rows", "rejected"]
+        rows = [
+            (s.consumer, s.recorded, s.unseen, s.waiting, s.annotated, s.rows, s.rejected)
+            for s in one.strategies
+        ]
+        out.print(table("annotation sets", columns, rows))
+    if one.trainers:
+        out.print(table("trainers", _TRAINER_COLUMNS, [_trainer_row(t) for t in one.trainers]))
+    events = [(kind, count) for kind, count in one.events.items()]
+    out.print(table("events", ["kind", "count"], events))
+
+
+_TRAINER_COLUMNS = [
+    *("trainer", "set", "rows", "ready", "leased", "committed", "rejected"),
+    *("step", "staleness", "undelivered groups", "uncommitted groups"),
+]
+
+
+def _trainer_row(t: Any) -> tuple[Any, ...]:
+    c = t.counts
+    rows = (c.rows, c.ready, c.leased, c.committed, c.rejected)
+    return (t.name, c.annotation_set, *rows, t.committed, t.staleness, t.undelivered, t.uncommitted)
+
+
+def events(
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Wait for more, until the experiment ends.")
+    ] = False,
+    after: AfterOption = None,
+    kind: KindOption = None,
+    limit: Annotated[int, typer.Option(help="How many, without --follow.", min=1)] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the events of the log, one a line: the last ones, or those after a position.
+
+    Example: trinity-buffer events --follow --kind StepsCommitted
+    """
+
+    async def question(found: Experiment) -> None:
+        first = after
+        if first is None:
+            first = await questions.position_before(found, limit, kinds=kind)
+        printed = 0
+        lines = questions.event_lines(found, after=first, follow=follow, kinds=kind)
+        async for line in lines:
+            _print_event(line, as_json=as_json)
+            printed += 1
+            if printed == limit and not follow:
+                return
+
+    try:
+        anyio.run(asked, store, experiment, question)
+    except KeyboardInterrupt:
+        raise typer.Exit(0 if follow else INTERRUPTED) from None
+
+
+def _print_event(line: EventLine, *, as_json: bool) -> None:
+    if as_json:
+        print_json(line)
+        return
+    head = f"{line.position:>8}  {time_of(line.recorded_at)}  {line.kind:<20} {line.actor:<12}"
+    console().print(f"{head} {line.summary}", markup=False)
+
+
+def groups(
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    annotation_set: Annotated[
+        str | None, typer.Option("--set", help="Whose advantages. Default: the first set there is.")
+    ] = None,
+    batch: Annotated[str | None, typer.Option(help="Only groups of this batch.")] = None,
+    limit: Annotated[int, typer.Option(help="At most so many, the newest.", min=1)] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Show groups: rewards and advantages of the runs of a task, and what became of them.
+
+    Example: trinity-buffer groups --set grpo --limit 5
+    """
+
+    async def main() -> list[GroupView]:
+        async def question(found: Experiment) -> list[GroupView]:
+            return await questions.groups(
+                found, annotation_set=annotation_set, batch=batch, limit=limit
+            )
+
+        answer: list[GroupView] = await asked(store, experiment, question)
+        return answer
+
+    found: list[GroupView] = run(main)
+    if as_json:
+        print_json(*found)
+        return
+    columns = ["batch", "task", "runs", "mean", "deviation", "rewards", "advantages", "state"]
+    console().print(table(f"{len(found)} groups, the newest first", columns, map_rows(found)))
+
+
+def map_rows(found: list[GroupView]) -> list[tuple[Any, ...]]:
+    """Return groups as rows of a table."""
+    return [
+        (
+            str(group.batch),
+            str(group.task),
+            len({run.run for run in group.runs}),
+            group.mean,
+            group.deviation,
+            _numbers([run.reward for run in group.runs]),
+            _numbers([run.advantage for run in group.runs]),
+            group.state,
+        )
+        for group in found
+    ]
+
+
+def _numbers(values: list[float | None], most: int = 8) -> str:
+    told = " ".join("-" if value is None else f"{value:.2g}" for value in values[:most])
+    return told + (f" … {len(values)}" if len(values) > most else "")
+
+
+def show(
+    uid: Annotated[str, typer.Argument(help="batch/task/run/step/suffix, as e0-7/3/1/0/.")],
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one experience: what it holds, its annotations, where it was trained, or why not.
+
+    Example: trinity-buffer show e0-7/3/1/0/
+    """
+
+    async def main() -> ExperienceView:
+        async def question(found: Experiment) -> ExperienceView:
+            return await questions.show(found, uid)
+
+        answer: ExperienceView = await asked(store, experiment, question)
+        return answer
+
+    found: ExperienceView = run(main)
+    if as_json:
+        print_json(found)
+    else:
+        _print_experience(found)
+
+
+def _print_experience(found: ExperienceView) -> None:
+    out = console()
+    out.print(f"[bold]{escape(found.uid)}[/bold] at {found.address}, {found.kind}")
+    out.print(
+        f"recorded by {found.actor}, {time_of(found.recorded_at)} UTC, segment {found.segment}, "
+        f"digest {found.digest}\n"
+        f"reward {shown(found.reward)}, policy version {shown(found.policy_version)}, "
+        f"{found.prompt_length} prompt + {found.length - found.prompt_length} response tokens "
+        f"({found.trained_tokens} trained), finish reason {shown(found.finish_reason)}",
+        markup=False,
+    )
+    if found.refused is not None:
+        out.print(f"refused: {found.refused}", markup=False)
+    out.print(table("tensors", _TENSOR_COLUMNS, _tensor_rows(found.tensors)))
+    for name, value in found.objects.items():
+        out.print(f"{name}: {value}", markup=False)
+    for one in found.sets:
+        reason = "" if one.reason is None else f": {one.reason}"
+        where = "" if one.annotation is None else f" at {one.annotation}"
+        copies = f", {one.copies} copies" if one.copies > 1 else ""
+        out.print(f"\nset {one.annotation_set}: {one.state}{reason}{where}{copies}", markup=False)
+        if one.tensors:
+            out.print(table("", _TENSOR_COLUMNS, _tensor_rows(one.tensors)))
+        for step in one.steps:
+            held = "trained" if step.committed else "leased, not committed,"
+            told = f"{held} in step {step.step}" if step.step else f"rejected: {step.reason}"
+            out.print(f"  {step.trainer}: {told}", markup=False)
+
+
+_TENSOR_COLUMNS = ["field", "dtype", "shape", "min", "mean", "max", "first"]
+
+
+def _tensor_rows(tensors: dict[str, TensorSummary]) -> list[tuple[Any, ...]]:
+    return [
+        (
+            name,
+            one.dtype,
+            "× mask" if one.scaled_mask else "×".join(map(str, one.shape)),
+            one.minimum,
+            one.mean,
+            one.maximum,
+            " ".join(map(shown, one.first)),
+        )
+        for name, one in tensors.items()
+    ]
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to the application."""
+    for command in (stats, events, groups, show):
+        app.command()(command)

@@ -1,0 +1,197 @@
+"""Commands that check and mend a store, and those that say what this package knows."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trinity_buffer.cli.inspect_commands import run
+from trinity_buffer.cli.options import (
+    ExperimentOption,
+    JsonOption,
+    StoreOption,
+    chosen_experiment,
+    chosen_store,
+)
+from trinity_buffer.cli.printing import console, print_json, progress, shown, table
+from trinity_buffer.pipeline.rebuild import RebuildReport
+from trinity_buffer.pipeline.rebuild import rebuild as rebuild_projections
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verify import VerifyReport
+from trinity_buffer.pipeline.verify import verify as verify_experiment
+
+PROBLEMS_SHOWN = 50
+
+
+def verify(
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    acknowledged: Annotated[
+        Path | None, typer.Option(help="Folder (or file) of acknowledged uids, one a line.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint whose manifests.json is compared.")
+    ] = None,
+    consumer: Annotated[
+        str | None, typer.Option(help="Which trainer wrote the checkpoint, if several could have.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Open no segment; count projections, compare no rows.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check every promise: the log, its segments and projections, and the proof from outside.
+
+    Exit code 1 if anything is wrong.
+
+    Example: trinity-buffer verify --acknowledged runs/demo.acks --checkpoint
+        runs/demo.checkpoints/step-00000040
+    """
+
+    async def main() -> VerifyReport:
+        url = chosen_store(store)
+        name = await chosen_experiment(url, experiment)
+        with progress() as report:
+            async with open_store(url, read_only=True) as opened:
+                return await verify_experiment(
+                    await opened.experiment(name),
+                    acknowledged,
+                    checkpoint,
+                    quick=quick,
+                    consumer=consumer,
+                    progress=report,
+                )
+
+    found: VerifyReport = run(main)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        _print_verified(found)
+    raise typer.Exit(0 if found.ok else 1)
+
+
+def _print_verified(found: VerifyReport) -> None:
+    out = console()
+
+    def say(line: str) -> None:
+        out.print(line, markup=False)
+
+    kind = "quick look" if found.quick else "full look"
+    say(f"{found.store}, experiment {found.experiment}, {found.version}, {kind}")
+    say(
+        f"{found.events} events, {found.experiences} experiences, {found.manifests} manifests, "
+        f"{found.segments} segments in {found.seconds:.1f} s"
+    )
+    plans = found.plans
+    say(f"planned {plans.planned} = stored {plans.stored} + missing {plans.missing}")
+    for s in found.strategies:
+        say(
+            f"set {s.consumer}: recorded {s.recorded} = unseen {s.unseen} + waiting {s.waiting} + "
+            f"annotated {s.annotated} + rejected {sum(s.rejected.values())} ({shown(s.rejected)})"
+        )
+    for t in found.trainers:
+        say(
+            f"trainer {t.consumer}: rows {t.rows} = ready {t.ready} + leased {t.leased} + "
+            f"committed {t.committed} + rejected {sum(t.rejected.values())} ({shown(t.rejected)})"
+        )
+    for line in _wrong(found):
+        say(line)
+    say(_outside(found))
+    say("everything holds" if found.ok else "FAILED")
+    say(f"lost {found.lost}, duplicated {found.duplicated}")
+
+
+def _wrong(found: VerifyReport) -> list[str]:
+    lines = [f"lost: {item}" for item in found.lost_items]
+    lines += [f"duplicated: {item}" for item in found.duplicated_items]
+    lines += [f"wrong: {problem}" for problem in found.problems]
+    more = len(lines) - PROBLEMS_SHOWN
+    return [*lines[:PROBLEMS_SHOWN], f"... and {more} more (--json has all)"] if more > 0 else lines
+
+
+def _outside(found: VerifyReport) -> str:
+    given = []
+    if found.acknowledged is not None:
+        given.append(f"{found.acknowledged} acknowledged uids")
+    if found.chain is not None:
+        given.append(f"a checkpoint of {found.chain} manifests")
+    if not given:
+        return "no proof from outside: give --acknowledged and --checkpoint"
+    return f"compared with {' and '.join(given)}"
+
+
+def rebuild(
+    store: StoreOption = None, experiment: ExperimentOption = None, as_json: JsonOption = False
+) -> None:
+    """Fold the log again, and make every projection row what it says.
+
+    Others may go on meanwhile; they see all of the change or none.
+
+    Example: trinity-buffer rebuild --store runs/demo.db
+    """
+
+    async def main() -> RebuildReport:
+        url = chosen_store(store)
+        name = await chosen_experiment(url, experiment)
+        with progress() as report:
+            async with open_store(url) as opened:
+                found = await opened.experiment(name)
+                return await rebuild_projections(found.database, found.key, report)
+
+    found: RebuildReport = run(main)
+    if as_json:
+        print_json(found)
+    else:
+        mended = shown(found.mended) if found.mended else "every row was right"
+        console().print(f"{found.events} events folded; mended: {mended}", markup=False)
+
+
+def migrate(store: StoreOption = None, as_json: JsonOption = False) -> None:
+    """Bring a store that an older version wrote up to date.
+
+    Example: trinity-buffer migrate --store runs/demo.db
+    """
+    from trinity_buffer.pipeline.migrate import migrate as migrate_store  # noqa: PLC0415 - alembic
+
+    url = chosen_store(store)
+
+    before, after = run(partial(migrate_store, url))
+    if as_json:
+        print_json({"store": url, "before": before, "after": after})
+    elif before == after:
+        console().print(f"{url} is up to date (schema {after})", markup=False)
+    else:
+        console().print(f"{url}: schema {before} -> {after}", markup=False)
+
+
+def algorithms(as_json: JsonOption = False) -> None:
+    """List the algorithms, and the parts of which one's own are made.
+
+    Example: trinity-buffer algorithms --json
+    """
+    from trinity_buffer.algorithm import registry  # noqa: PLC0415 - torch, which only this one needs
+
+    kinds = [value for value in vars(registry).values() if isinstance(value, registry.Registry)]
+    found: list[dict[str, Any]] = [
+        {"kind": kind.kind, "name": name, "class": _named(kind.get(name))}
+        for kind in sorted(kinds, key=lambda kind: kind.kind)
+        for name in kind.names()
+    ]
+    if as_json:
+        print_json(*found)
+        return
+    rows = [tuple(one.values()) for one in found]
+    console().print(table(f"{len(found)} registered names", ["kind", "name", "class"], rows))
+
+
+def _named(cls: Any) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to the application."""
+    for command in (verify, rebuild, migrate, algorithms):
+        app.command()(command)

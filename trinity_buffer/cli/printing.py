@@ -1,0 +1,119 @@
+"""How commands print: tables for people, JSON for programs, progress where somebody watches."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+Report = Callable[[str, int, int], None]
+
+PLAIN_WIDTH = 1000
+"""Of lines that go into a file or a pipe: nobody cuts or wraps them there."""
+
+
+def console() -> Console:
+    """Return where results are printed; lines are not wrapped where nobody watches."""
+    watched = sys.stdout.isatty()
+    return Console(width=None if watched else PLAIN_WIDTH, highlight=False, soft_wrap=not watched)
+
+
+def as_json(value: Any) -> str:
+    """Return a result as one line of JSON; bytes are written as hexadecimal digits."""
+    plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return json.dumps(plain, default=_as_text, ensure_ascii=False)
+
+
+def _as_text(value: object) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    tolist = getattr(value, "tolist", None)  # of NumPy's scalars and arrays
+    return tolist() if callable(tolist) else str(value)
+
+
+def print_json(*values: Any) -> None:
+    """Print one line of JSON for each value, each as soon as it is there."""
+    for value in values:
+        sys.stdout.write(as_json(value) + "\n")
+    sys.stdout.flush()
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    """Return a table; numbers are set to the right."""
+    found = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        numbers = all(isinstance(row[index], int | float) or row[index] is None for row in rows)
+        found.add_column(column, justify="right" if numbers and rows else "left", style="")
+    for row in rows:
+        found.add_row(*(escape(shown(cell)) for cell in row))
+    return found
+
+
+def shown(value: Any) -> str:
+    """Return a value as people read it."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {count}" for key, count in value.items()) or "-"
+    return str(value)
+
+
+def time_of(seconds: float | None) -> str:
+    """Return a time since 1970 as people read it, in UTC."""
+    if seconds is None:
+        return "-"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def size_of(count: int) -> str:
+    """Return a number of bytes as people read it."""
+    size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+@contextmanager
+def progress() -> Iterator[Report]:
+    """Show progress on a terminal; say each stage once, on a line of its own, elsewhere.
+
+    It goes to standard error, so that what is printed can be read by a program.
+    """
+    screen = Console(stderr=True)
+    if not screen.is_terminal:
+        yield _plain_report()
+        return
+    columns = (TextColumn("{task.description:<8}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=screen, transient=True) as bars:
+        known: dict[str, TaskID] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in known:
+                known[what] = bars.add_task(what, total=total)
+            bars.update(known[what], completed=done, total=total)
+
+        yield report
+
+
+def _plain_report() -> Report:
+    said: set[str] = set()
+
+    def report(what: str, _done: int, total: int) -> None:
+        if what not in said:
+            said.add(what)
+            sys.stderr.write(f"{what}: {total}\n")
+
+    return report

@@ -1,0 +1,68 @@
+"""From one revision of the schema to another, in one transaction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, text
+from sqlalchemy import inspect as inspect_engine
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from trinity_buffer.errors import SchemaTooNewError, UnknownStoreError
+from trinity_buffer.store import schema, tables
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def folder() -> Path:
+    """Return where the migrations lie: in the package of a wheel, beside it in a checkout."""
+    inside = _PACKAGE / "_migrations"
+    return inside if inside.is_dir() else _PACKAGE.parent / "migrations"
+
+
+def config(connection: Connection | None = None) -> Config:
+    """Return alembic's configuration, for a connection with an open transaction."""
+    found = Config()
+    found.set_main_option("script_location", str(folder()).replace("%", "%%"))
+    found.attributes["connection"] = connection
+    return found
+
+
+def revisions() -> list[str]:
+    """Return all revisions, the oldest first."""
+    scripts = ScriptDirectory.from_config(config()).walk_revisions()
+    return [script.revision for script in scripts][::-1]
+
+
+async def current(tx: AsyncConnection, name: str) -> str:
+    """Return the revision of the database.
+
+    Raises:
+        UnknownStoreError: it holds no store.
+        SchemaTooNewError: a revision that this version does not know.
+    """
+    found = await tx.run_sync(lambda sync: set(inspect_engine(sync).get_table_names()))
+    if not {"alembic_version", "event"} <= found:
+        what = "is empty" if not found else "holds other tables"
+        raise UnknownStoreError(f"{name} is not a Trinity Buffer store: it {what}")
+    query = text("SELECT version_num FROM alembic_version")
+    revision = str((await tx.execute(query)).scalar_one_or_none())
+    if revision not in schema.KNOWN_REVISIONS:
+        raise SchemaTooNewError(
+            f"{name} was written by a newer version (schema {revision}, this is "
+            f"{tables.SCHEMA_REVISION}): upgrade with `pip install --upgrade trinity-buffer`"
+        )
+    return revision
+
+
+async def upgrade(tx: AsyncConnection, revision: str = "head") -> None:
+    """Bring an older (or empty) database up to ``revision``."""
+    await tx.run_sync(lambda sync: command.upgrade(config(sync), revision))
+
+
+async def downgrade(tx: AsyncConnection, revision: str) -> None:
+    """Bring a database back to ``revision``; what only newer ones have is gone."""
+    await tx.run_sync(lambda sync: command.downgrade(config(sync), revision))
