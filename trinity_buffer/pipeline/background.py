@@ -1,11 +1,31 @@
-"""A task that runs beside a body, and ends with it."""
+"""What runs beside the event loop: tasks that end with a body, and computation in a thread."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
 
 import anyio
+import anyio.to_thread
+from anyio.lowlevel import RunVar
+
+T = TypeVar("T")
+
+AT_ONCE = 2
+"""Computations at the same time: most of them hold the interpreter's lock, more would only wait."""
+
+_limiters: RunVar[anyio.CapacityLimiter] = RunVar("trinity_buffer.pipeline.background")
+
+
+async def in_thread(compute: Callable[..., T], *args: object) -> T:
+    """Return what ``compute(*args)`` returns, without holding up the event loop."""
+    limiter = _limiters.get(None)
+    if limiter is None:
+        limiter = anyio.CapacityLimiter(AT_ONCE)
+        _limiters.set(limiter)
+    return await anyio.to_thread.run_sync(partial(compute, *args), limiter=limiter)
 
 
 @asynccontextmanager

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
     from trinity_buffer.experience import Experience
     from trinity_buffer.identity import Key
-    from trinity_buffer.pipeline.sql_writer import OnInvalid, SQLWriter
+    from trinity_buffer.pipeline.sql_writer import SQLWriter
     from trinity_buffer.pipeline.train_stream import TrainStream
+    from trinity_buffer.pipeline.write_call import OnInvalid
 
 IDENTITY_KEYS = frozenset({"schema"})
 """Configuration that says what the stored experiences are; changing it would make them something else."""

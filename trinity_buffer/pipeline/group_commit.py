@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import anyio
 from sqlalchemy.exc import IntegrityError
@@ -26,7 +27,7 @@ class PreparedWrite:
     """One call, encoded: everything that computes has happened.
 
     Attributes:
-        late: batches whose experiences are marked as refused already; a seal of any other batch
+        open_batches: whose experiences are not marked as refused already; a seal of one of them
             stops the call.
     """
 
@@ -35,7 +36,7 @@ class PreparedWrite:
     eids: Sequence[EID]
     events: Sequence[NewEvent]
     segments: Sequence[Mapping[str, object]]
-    late: frozenset[str] = frozenset()
+    open_batches: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class GroupCommit:
 
     async def _commit(self, group: list[_Entry]) -> None:
         try:
-            outcomes = await self._try_together(group)
+            outcomes = await self._write([entry.write for entry in group])
         except IntegrityError:  # something is stored already: find out what, call by call
             await self._commit_singly(group)
         except Exception as error:  # noqa: BLE001 - handed to every caller of the group
@@ -126,48 +127,45 @@ class GroupCommit:
             except Exception as error:  # noqa: BLE001 - handed to the caller it belongs to
                 entry.error = error
 
-    async def _try_together(self, group: list[_Entry]) -> list[Outcome]:
+    async def _write(self, writes: Sequence[PreparedWrite]) -> list[Outcome]:
+        """Commit all of ``writes`` in one transaction.
+
+        Raises:
+            IntegrityError: something is stored already, or a batch is sealed; nothing was written.
+        """
+        places: dict[int, int] = {}
         async with self._database.writing(integrity_errors=True) as tx:
-            for entry in group:
-                await segments.write(tx, entry.write.segments)
-            outcomes = [await self._append(tx, entry.write) for entry in group]
-            if any(outcome.sealed for outcome in outcomes):
-                raise _SomebodyIsLate
-            return outcomes
+            await segments.write(tx, [row for write in writes for row in write.segments])
+            for experiment in sorted({write.experiment for write in writes}):  # no two in a circle
+                some = [write for write in writes if write.experiment == experiment]
+                await lock_experiment(tx, experiment)
+                if await self._sealed(tx, experiment, some):
+                    raise _SomebodyIsLate
+                reached("inside-append")
+                said = [(write.actor, event) for write in some for event in write.events]
+                positions = iter(await log.append_of_actors(tx, experiment, said, now_us=now_us()))
+                places |= {id(write): max(islice(positions, len(write.events))) for write in some}
+        return [Outcome(position=places[id(write)]) for write in writes]
 
     async def _try_alone(self, write: PreparedWrite) -> Outcome:
         while True:
             async with self._database.reading() as tx:
                 known = await queries.stored(tx, write.experiment, write.eids)
-                sealed = await self._sealed(tx, write)
+                sealed = await self._sealed(tx, write.experiment, [write])
             if known or sealed:
                 return Outcome(known=known, sealed=sealed)
             try:
-                async with self._database.writing(integrity_errors=True) as tx:
-                    await segments.write(tx, write.segments)
-                    outcome = await self._append(tx, write)
-                    if outcome.sealed:
-                        raise _SomebodyIsLate
-                    return outcome
+                return (await self._write([write]))[0]
             except IntegrityError:
                 continue  # another process was quicker between the two transactions: look again
 
-    async def _append(self, tx: AsyncConnection, write: PreparedWrite) -> Outcome:
-        await lock_experiment(tx, write.experiment)
-        sealed = await self._sealed(tx, write)
-        if sealed:
-            return Outcome(sealed=sealed)
-        reached("inside-append")
-        positions = await log.append(
-            tx, write.experiment, write.events, actor=write.actor, now_us=now_us()
-        )
-        return Outcome(position=positions[-1])
-
-    async def _sealed(self, tx: AsyncConnection, write: PreparedWrite) -> frozenset[str]:
-        batches = {str(eid.batch) for eid in write.eids} - write.late
-        return frozenset(
-            await queries.sealed_among(tx, write.experiment, sorted(batches)) if batches else ()
-        )
+    async def _sealed(
+        self, tx: AsyncConnection, experiment: int, writes: Sequence[PreparedWrite]
+    ) -> frozenset[str]:
+        batches = frozenset[str]().union(*(write.open_batches for write in writes))
+        if not batches:
+            return batches
+        return frozenset(await queries.sealed_among(tx, experiment, sorted(batches)))
 
 
 class _SomebodyIsLate(IntegrityError):

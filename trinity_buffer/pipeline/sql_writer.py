@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
-
-import anyio.to_thread
+from collections.abc import Callable, Sequence
 
 from trinity_buffer.crash_points import reached
-from trinity_buffer.errors import (
-    ConflictingExperienceError,
-    InvalidArgumentError,
-    InvalidExperienceError,
-)
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
-from trinity_buffer.identity import EID, Key
+from trinity_buffer.identity import Key
 from trinity_buffer.pipeline import planning
-from trinity_buffer.pipeline.encoding import (
-    EncodedWrite,
-    content_digest_of,
-    encode_experiences,
-)
-from trinity_buffer.pipeline.events import new_event
-from trinity_buffer.pipeline.group_commit import GroupCommit, PreparedWrite
-from trinity_buffer.pipeline.validation import validate
+from trinity_buffer.pipeline.background import in_thread
+from trinity_buffer.pipeline.group_commit import GroupCommit
+from trinity_buffer.pipeline.write_call import OnInvalid, WriteCall
 from trinity_buffer.store import queries
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.segments import new_key, rows_of
 from trinity_buffer.writer import BufferWriter, WriteReceipt
-
-ROWS_PER_EVENT = 1024
-"""A larger write becomes several events of one transaction: a reader that needs one row decodes no more than this."""
-
-OnInvalid = Literal["raise", "quarantine"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What one event will record: encoded once, however often its body has to be written anew."""
-
-    experiences: Sequence[Experience]
-    encoded: EncodedWrite
-    key: bytes
-    segment_rows: Sequence[Mapping[str, object]]
 
 
 class SQLWriter(BufferWriter):
@@ -83,22 +54,17 @@ class SQLWriter(BufferWriter):
                 it is recorded as rejected instead).
             ConflictingExperienceError: an EID is stored with other content.
         """
-        call = _Call(list(experiences))
-        await _in_thread(self._admit, call)
-        duplicates = len(call.given) - len(call.pending)
-        while call.pending:
-            prepared = await _in_thread(self._prepare, call)
+        call = WriteCall(experiences, self._schema, self._on_invalid)
+        while True:
+            prepared = await in_thread(call.prepare, self._experiment, self.actor)
+            if prepared is None:
+                return call.receipt(0)
             reached("before-append")
             outcome = await self._group_commit.submit(prepared)
             if outcome.position:
                 reached("after-append")
                 return call.receipt(outcome.position)
-            call.late |= outcome.sealed
-            if outcome.known:
-                new = _without_known(parts, outcome.known)
-                duplicates += len(pending) - len(new)
-                pending, parts = new, None
-        return WriteReceipt(0, 0, duplicates, 0, uids)
+            call.learn(outcome)
 
     async def plan(
         self,
@@ -184,84 +150,3 @@ class SQLWriter(BufferWriter):
         """Take back one `acquire`; return how many users are left."""
         self._users = max(0, self._users - 1)
         return self._users
-
-    def _invalid(self, experiences: Sequence[Experience]) -> dict[EID, str]:
-        found: dict[EID, str] = {}
-        for experience in experiences:
-            try:
-                validate(experience, self._schema)
-            except InvalidExperienceError:
-                if self._on_invalid == "raise":
-                    raise
-                found[experience.eid] = "invalid"
-        return found
-
-    def _prepare(
-        self, parts: Sequence[_Part], invalid: Mapping[EID, str], late: frozenset[str]
-    ) -> PreparedWrite:
-        events = []
-        for part in parts:
-            refused = {
-                slot: "late" if str(experience.eid.batch) in late else invalid[experience.eid]
-                for slot, experience in enumerate(part.experiences)
-                if str(experience.eid.batch) in late or experience.eid in invalid
-            }
-            sizes = {family: len(blob) for family, blob in part.encoded.families.items()}
-            body = {
-                "segment": part.key,
-                "families": sizes,
-                "meta": part.encoded.meta,
-                "refused": refused,
-            }
-            events.append(new_event("ExperiencesRecorded", body))
-        return PreparedWrite(
-            self._experiment,
-            self.actor,
-            [experience.eid for part in parts for experience in part.experiences],
-            events,
-            [row for part in parts for row in part.segment_rows],
-            late,
-        )
-
-
-def _encode(experiences: Sequence[Experience]) -> list[_Part]:
-    parts = []
-    for start in range(0, len(experiences), ROWS_PER_EVENT):
-        some = experiences[start : start + ROWS_PER_EVENT]
-        encoded, key = encode_experiences(some), new_key()
-        parts.append(_Part(some, encoded, key, rows_of(key, encoded.families)))
-    return parts
-
-
-def _distinct(experiences: Sequence[Experience]) -> list[Experience]:
-    """Return ``experiences`` without repetitions within the call."""
-    by_eid: dict[EID, Experience] = {}
-    for experience in experiences:
-        first = by_eid.setdefault(_as_text(experience.eid), experience)
-        if first is not experience and content_digest_of(first) != content_digest_of(experience):
-            raise ConflictingExperienceError(
-                f"experience {experience.eid.uid} comes twice in one write, with two contents; "
-                "give a deliberate second attempt another suffix, such as 'a1'"
-            )
-    return list(by_eid.values())
-
-
-def _as_text(eid: EID) -> EID:
-    """Return ``eid`` as the store compares it: ``7`` and ``"7"`` are one key."""
-    return replace(eid, batch=str(eid.batch), task=str(eid.task))
-
-
-def _without_known(
-    parts: Sequence[_Part], known: Mapping[EID, tuple[int, bytes]]
-) -> list[Experience]:
-    new = []
-    for part in parts:
-        for experience, digest in zip(part.experiences, part.encoded.meta["digest"], strict=True):
-            if experience.eid not in known:
-                new.append(experience)
-            elif known[experience.eid][1] != digest:
-                raise ConflictingExperienceError(
-                    f"experience {experience.eid.uid} is stored with other content; nothing of this call was written. "
-                    "Give a deliberate second attempt another suffix, such as 'a1'"
-                )
-    return new

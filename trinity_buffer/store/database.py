@@ -23,7 +23,7 @@ from trinity_buffer.errors import (
     StoreError,
     UnknownStoreError,
 )
-from trinity_buffer.store import schema, sqlite
+from trinity_buffer.store import schema, sqlite, sqlite_driver
 from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
 
 Durability = Literal["normal", "full"]
@@ -47,7 +47,7 @@ def parse_url(url: str) -> URL:
             raise InvalidArgumentError(
                 "a store in memory would not survive anything; name a file: sqlite:///runs/a.db"
             )
-        return parsed.set(drivername="sqlite+pysqlite3async")
+        return parsed.set(drivername=f"sqlite+{sqlite_driver.NAME}")
     if backend == "postgresql":
         return parsed.set(drivername="postgresql+asyncpg")
     raise InvalidArgumentError(f"a store cannot live in {backend!r}; {_ACCEPTED}")
@@ -74,6 +74,7 @@ class Database:
         self.version = ""
         self._write_lock = anyio.Lock()
         self._engine: AsyncEngine
+        self._writer: AsyncEngine  # the same connections, for transactions that write
         self.changes: Changes
 
     @property
@@ -103,10 +104,8 @@ class Database:
                 anyio.CancelScope(shield=True),
                 _foreign_errors(self.name, integrity=integrity_errors),
             ):
-                async with self._engine.connect() as connection:
-                    await connection.execution_options(trinity_buffer_writes=True)
-                    async with connection.begin():
-                        yield connection
+                async with self._writer.connect() as connection, connection.begin():
+                    yield connection
         self.changes.notify()
 
     @asynccontextmanager
@@ -130,6 +129,7 @@ class Database:
             self.version = sqlite.require_safe_library()
             exists = sqlite.check_path(self.path, read_only=self.read_only)
         self._engine = self._create_engine(exists)
+        self._writer = self._engine.execution_options(trinity_buffer_writes=True)
         stack.push_async_callback(self._close)
         with self._errors():
             if self.dialect == "sqlite" and not self.read_only and not any_revision:
@@ -191,7 +191,8 @@ def _begin_sqlite(connection: Any) -> None:
     # write lock at once, as a deferred transaction that is upgraded later fails without waiting for
     # the busy timeout.
     writes = connection.get_execution_options().get("trinity_buffer_writes", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    adapted = connection.connection.dbapi_connection
+    adapted.begin_with("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
 def _begin_postgresql(connection: Any) -> None:

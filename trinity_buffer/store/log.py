@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, insert, select
+from sqlalchemy import bindparam, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from trinity_buffer.store import projections
+from trinity_buffer.store import bulk, projections
 from trinity_buffer.store.dialect import announce, lock_experiment, upsert
 from trinity_buffer.store.tables import event, experiment
 
@@ -44,30 +44,31 @@ async def append(
     tx: AsyncConnection, experiment_id: int, events: Sequence[NewEvent], *, actor: str, now_us: int
 ) -> list[int]:
     """Append ``events`` in order, fold them, and return their positions. Never commits."""
+    said = [(actor, new) for new in events]
+    return await append_of_actors(tx, experiment_id, said, now_us=now_us)
+
+
+async def append_of_actors(
+    tx: AsyncConnection, experiment_id: int, said: Sequence[tuple[str, NewEvent]], *, now_us: int
+) -> list[int]:
+    """Append events, each of an actor of its own, as `append` does."""
     await lock_experiment(tx, experiment_id)
-    position = await head(tx, experiment_id)
-    positions = []
-    for new in events:
-        position += 1
-        row = {
-            "experiment": experiment_id,
-            "position": position,
-            "kind": new.kind,
-            "actor": actor,
-            "recorded_at": now_us,
-            "body": new.encoded,
-        }
-        await tx.execute(insert(event), row)
-        await projections.fold(tx, experiment_id, position, new.kind, new.body, actor)
-        positions.append(position)
+    first = await head(tx, experiment_id) + 1
+    placed = [(position, actor, new) for position, (actor, new) in enumerate(said, first)]
+    rows = [(experiment_id, at, new.kind, who, now_us, new.encoded) for at, who, new in placed]
+    await bulk.add(tx, event, rows)
+    facts = [(at, new.kind, new.body, who) for at, who, new in placed]
+    await projections.fold_all(tx, experiment_id, facts)
     await announce(tx)
-    return positions
+    return [at for at, _, _ in placed]
 
 
 async def head(tx: AsyncConnection, experiment_id: int) -> int:
     """Return the last position of the experiment, 0 if it has none."""
-    query = select(func.max(event.c.position)).where(event.c.experiment == experiment_id)
-    return int((await tx.execute(query)).scalar() or 0)
+    return int((await tx.execute(_HEAD, {"of": experiment_id})).scalar() or 0)
+
+
+_HEAD = select(func.max(event.c.position)).where(event.c.experiment == bindparam("of"))
 
 
 async def read_after(

@@ -7,14 +7,16 @@ and opens no segment.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from itertools import repeat
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import groupby, repeat
 from typing import Any
 
 from sqlalchemy import Text, bindparam, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.errors import CursorConflictError
+from trinity_buffer.identity import Key
+from trinity_buffer.store import bulk
 from trinity_buffer.store.address import address_of, first_address
 from trinity_buffer.store.dialect import among, upsert
 from trinity_buffer.store.tables import (
@@ -44,6 +46,23 @@ async def fold(
     handler = _FOLDS.get(kind)
     if handler is not None:
         await handler(tx, experiment, position, body, actor)
+
+
+async def fold_all(
+    tx: AsyncConnection, experiment: int, facts: Sequence[tuple[int, str, Body, str]]
+) -> None:
+    """Apply events, given as (position, kind, body, actor), in order; neighbours of a kind together.
+
+    Calls that share a transaction record one event each: their experiences are one insert.
+    """
+    for kind, group in groupby(facts, key=lambda fact: fact[1]):
+        some = list(group)
+        if kind == "ExperiencesRecorded":
+            rows = [row for at, _, body, _ in some for row in _experiences(experiment, at, body)]
+            await bulk.add(tx, experience, rows)
+            continue
+        for position, _, body, actor in some:
+            await fold(tx, experiment, position, kind, body, actor)
 
 
 async def clear(tx: AsyncConnection, experiment: int) -> None:
@@ -92,16 +111,10 @@ async def _planned(
     last = select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == experiment)
     first = int((await tx.execute(last)).scalar_one()) + 1
     tasks = [
-        {
-            "experiment": experiment,
-            "batch": str(key),
-            "task": str(task),
-            "task_is_int": isinstance(task, int),
-            "ordinal": ordinal,
-        }
+        (experiment, str(key), str(task), isinstance(task, int), ordinal)
         for ordinal, task in enumerate(body["tasks"], first)
     ]
-    await tx.execute(insert(plan), tasks)
+    await bulk.add(tx, plan, tasks)
 
 
 async def _sealed(
@@ -121,62 +134,43 @@ async def _sealed(
     )
 
 
+def _experiences(experiment: int, position: int, body: Body) -> list[tuple[Any, ...]]:
+    """Return the rows of one ``ExperiencesRecorded`` event, in the order of the table's columns."""
+    meta, refused, key = body["meta"], body["refused"], body["segment"]
+    batches, tasks = meta["batch"], meta["task"]
+    number, base = len(batches), first_address(position)
+    return list(
+        zip(
+            repeat(experiment, number),
+            range(base, base + number),
+            map(str, batches),
+            map(str, tasks),
+            meta["run"],
+            meta["step"],
+            meta["suffix"],
+            map(_int_keys, batches, tasks),
+            meta["reward"],
+            meta["policy_version"],
+            meta["prompt_length"],
+            meta["length"],
+            meta["trained_tokens"],
+            meta["finish_reason"],
+            map(refused.get, range(number)),
+            repeat(key, number),
+            meta["digest"],
+            strict=True,
+        )
+    )
+
+
+def _int_keys(batch_key: Key, task: Key) -> int:
+    return isinstance(batch_key, int) + 2 * isinstance(task, int)
+
+
 async def _recorded(
     tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
 ) -> None:
-    meta, refused, key = body["meta"], body["refused"], body["segment"]
-    base = first_address(position)
-    columns = zip(
-        meta["batch"],
-        meta["task"],
-        meta["run"],
-        meta["step"],
-        meta["suffix"],
-        meta["reward"],
-        meta["policy_version"],
-        meta["prompt_length"],
-        meta["length"],
-        meta["trained_tokens"],
-        meta["finish_reason"],
-        meta["digest"],
-        strict=True,
-    )
-    rows = [
-        {
-            "experiment": experiment,
-            "address": base + slot,
-            "batch": str(batch_key),
-            "task": str(task),
-            "run": run,
-            "step": turn,
-            "suffix": suffix,
-            "int_keys": isinstance(batch_key, int) + 2 * isinstance(task, int),
-            "reward": reward,
-            "policy_version": version,
-            "prompt_length": prompt_length,
-            "length": length,
-            "trained_tokens": trained_tokens,
-            "finish_reason": finish_reason,
-            "refused": refused.get(slot),
-            "segment": key,
-            "digest": digest,
-        }
-        for slot, (
-            batch_key,
-            task,
-            run,
-            turn,
-            suffix,
-            reward,
-            version,
-            prompt_length,
-            length,
-            trained_tokens,
-            finish_reason,
-            digest,
-        ) in enumerate(columns)
-    ]
-    await tx.execute(insert(experience), rows)
+    await bulk.add(tx, experience, _experiences(experiment, position, body))
 
 
 async def _registered(
@@ -237,17 +231,10 @@ async def _annotated(
     await _decide(tx, experiment, name, sorted(set(addresses)))
     planned = body["planned"]
     rows = [
-        {
-            "experiment": experiment,
-            "consumer": name,
-            "address": address_of(position, slot),
-            "experience": address,
-            "group_slot": group,
-            "planned": planned[group],
-        }
+        (experiment, name, address_of(position, slot), address, group, planned[group])
         for slot, (address, group) in enumerate(zip(addresses, body["groups"], strict=True))
     ]
-    await tx.execute(insert(annotation), rows)
+    await bulk.add(tx, annotation, rows)
 
 
 async def _rejected(
@@ -258,17 +245,10 @@ async def _rejected(
         await _see(tx, experiment, body)
         await _decide(tx, experiment, name, addresses)
     rows = [
-        {
-            "experiment": experiment,
-            "consumer": name,
-            "address": address,
-            "reason": reason,
-            "position": position,
-        }
+        (experiment, name, address, reason, position)
         for address, reason in zip(addresses, body["reasons"], strict=True)
     ]
-    if rows:
-        await tx.execute(insert(rejection), rows)
+    await bulk.add(tx, rejection, rows)
     if body["planned_groups"]:
         mine = (consumer.c.experiment == experiment, consumer.c.name == name)
         more = consumer.c.rejected_groups + body["planned_groups"]
@@ -295,18 +275,7 @@ async def _leased(
         "manifest_digest": body["digest"],
     }
     await tx.execute(insert(step), row)
-    keys = ("experiment", "consumer", "address", "step")
-    rows = [
-        dict(zip(keys, values, strict=True))
-        for values in zip(
-            repeat(experiment, len(addresses)),
-            repeat(name),
-            addresses,
-            repeat(number),
-            strict=False,
-        )
-    ]
-    await tx.execute(insert(delivery), rows)
+    await bulk.add(tx, delivery, [(experiment, name, address, number) for address in addresses])
     handed_out = {"leased_step": number, "token": body["token"]}
     await tx.execute(
         update(consumer)

@@ -7,10 +7,11 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy import insert, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.errors import DamagedSegmentError
+from trinity_buffer.store import bulk
 from trinity_buffer.store.tables import segment
 
 PART_BYTES = 64 * 1024 * 1024
@@ -43,8 +44,7 @@ def rows_of(key: bytes, families: Mapping[str, bytes]) -> list[dict[str, object]
 
 async def write(tx: AsyncConnection, rows: Sequence[Mapping[str, object]]) -> None:
     """Insert what `rows_of` made."""
-    if rows:
-        await tx.execute(insert(segment), list(rows))
+    await bulk.add(tx, segment, [tuple(row.values()) for row in rows])
 
 
 async def read(

@@ -6,13 +6,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-import aiosqlite
 import pysqlite3
 from pysqlite3 import dbapi2
-from sqlalchemy.dialects import registry
-from sqlalchemy.dialects.sqlite.aiosqlite import AsyncAdapt_aiosqlite_dbapi, SQLiteDialect_aiosqlite
 
 from trinity_buffer.errors import ReadOnlyStoreError, UnknownStoreError, UnsafeStoreError
 
@@ -36,43 +32,6 @@ _NETWORK_FILE_SYSTEMS = frozenset(
         "orangefs", "panfs", "smb3", "smbfs", "wekafs",
     }
 )  # fmt: skip
-
-
-class _Driver(AsyncAdapt_aiosqlite_dbapi):  # type: ignore[misc, unused-ignore]
-    """aiosqlite over pysqlite3, whose exceptions are its own and not those of the standard library."""
-
-    def _init_dbapi_attributes(self) -> None:
-        super()._init_dbapi_attributes()
-        for name in (
-            "DatabaseError", "Error", "IntegrityError", "NotSupportedError", "OperationalError", "ProgrammingError",
-            "InterfaceError", "DataError", "InternalError", "Warning", "sqlite_version", "sqlite_version_info",
-        ):  # fmt: skip
-            setattr(self, name, getattr(dbapi2, name))
-
-    def connect(self, *args: Any, **kwargs: Any) -> Any:
-        """Open a connection of pysqlite3, in a thread that does not keep the interpreter from ending."""
-
-        def connection(*a: Any, **k: Any) -> aiosqlite.Connection:
-            opened = aiosqlite.Connection(lambda: dbapi2.connect(*a, **k), iter_chunk_size=64)
-            opened._thread.daemon = True  # noqa: SLF001 - what SQLAlchemy itself does for the usual driver
-            return opened
-
-        return super().connect(*args, async_creator_fn=connection, **kwargs)
-
-
-class PySQLite3Dialect(SQLiteDialect_aiosqlite):
-    """``sqlite+pysqlite3async://``: SQLAlchemy's aiosqlite dialect on the SQLite that pysqlite3 carries."""
-
-    driver = "pysqlite3async"
-    supports_statement_cache = True
-
-    @classmethod
-    def import_dbapi(cls) -> Any:
-        """Return the driver."""
-        return _Driver(aiosqlite, dbapi2)
-
-
-registry.register("sqlite.pysqlite3async", __name__, "PySQLite3Dialect")
 
 
 def require_safe_library(library: ModuleType = pysqlite3) -> str:

@@ -1,0 +1,82 @@
+"""The raw limit on PostgreSQL: the same rows by COPY over bare asyncpg, the same bytes read back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import asyncpg
+
+from benchmarks.bare import Transaction
+from trinity_buffer.store.database import open_database
+
+
+def written(url: str, kind: str, projection: str) -> list[Transaction]:
+    """Return what each event of ``kind`` wrote: segments, itself, rows of ``projection``."""
+    return asyncio.run(_written(url, kind, projection))
+
+
+async def _written(url: str, kind: str, projection: str) -> list[Transaction]:
+    connection = await asyncpg.connect(url)
+    try:
+        events = await connection.fetch(
+            "SELECT * FROM event WHERE kind = $1 ORDER BY position", kind
+        )
+        segments = await connection.fetch("SELECT * FROM segment ORDER BY key, family, part")
+        rows = await connection.fetch(f"SELECT * FROM {projection} ORDER BY address")
+    finally:
+        await connection.close()
+    of_event: dict[int, Transaction] = {
+        event["position"]: {"segment": [], "event": [tuple(event)], projection: []}
+        for event in events
+    }
+    for row in rows:
+        of_event[row["address"] >> 20][projection].append(tuple(row))
+    for transaction in of_event.values():
+        body = transaction["event"][0][-1]
+        transaction["segment"] = [tuple(row) for row in segments if row["key"] in body]
+    return list(of_event.values())
+
+
+def time_writes(url: str, transactions: Sequence[Transaction]) -> float:
+    """Return the seconds in which ``transactions`` are committed to the empty database ``url``."""
+    return asyncio.run(_time_writes(url, transactions))
+
+
+async def _time_writes(url: str, transactions: Sequence[Transaction]) -> float:
+    async with open_database(url):
+        pass  # it creates the schema
+    connection = await asyncpg.connect(url)
+    try:
+        began = time.perf_counter()
+        for transaction in transactions:
+            async with connection.transaction():
+                for table, rows in transaction.items():
+                    await connection.copy_records_to_table(table, records=rows)
+        return time.perf_counter() - began
+    finally:
+        await connection.close()
+
+
+def time_reads(url: str, batches: Sequence[Sequence[bytes]], families: Sequence[str]) -> float:
+    """Return the seconds in which the bytes of the segments are read, one statement a batch."""
+    return asyncio.run(_time_reads(url, batches, families))
+
+
+async def _time_reads(
+    url: str, batches: Sequence[Sequence[bytes]], families: Sequence[str]
+) -> float:
+    connection = await asyncpg.connect(url)
+    try:
+        query = "SELECT data FROM segment WHERE key = ANY($1) AND family = ANY($2)"
+        statement = await connection.prepare(query)
+        began = time.perf_counter()
+        total = 0
+        for keys in batches:
+            total += sum(len(row[0]) for row in await statement.fetch(list(keys), list(families)))
+        seconds = time.perf_counter() - began
+    finally:
+        await connection.close()
+    assert total > 0
+    return seconds

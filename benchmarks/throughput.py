@@ -1,0 +1,152 @@
+"""How many experiences a second: written, annotated, delivered as collated batches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from benchmarks.bare import Transaction, merged
+from benchmarks.measuring import Figure, figure_of_rates, interleaved
+from benchmarks.sites import Site
+from benchmarks.workload import BATCH, ROWS_PER_STEP, RUNS, calls, experiences
+from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.sync_stream import open_train_stream
+
+EXPERIMENT = "bench"
+GRPO = {"epsilon": 1e-6}
+WRITES = ((64, 1), (8, 1), (1, 1), (1, 64))
+"""(experiences per call, concurrent callers)."""
+
+READ_FAMILIES = ("light", "tokens")
+STORED_PER_CALL = 64
+
+
+async def _filled(url: str, given: Sequence[Sequence[Experience]], callers: int) -> float:
+    """Write to a new store and return the seconds; opening and planning are outside."""
+    async with open_store(url) as store:
+        experiment = await store.experiment(EXPERIMENT, config={"rollouts_per_group": RUNS})
+        writer = experiment.writer(actor="explorer-0")
+        tasks = list(dict.fromkeys(e.eid.task for some in given for e in some))
+        await writer.plan(BATCH, tasks, RUNS)
+        todo = iter(given)
+
+        async def caller() -> None:
+            for some in todo:
+                await writer.write(some)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(caller() for _ in range(callers)))
+        return time.perf_counter() - began
+
+
+def _write_once(site: Site, given: Sequence[Sequence[Experience]], callers: int) -> float:
+    url = site.new_url()
+    try:
+        return asyncio.run(_filled(url, given, callers))
+    finally:
+        site.drop(url)
+
+
+def write(site: Site, tasks: int, repetitions: int) -> Iterator[Figure]:
+    """Measure durable writes; encode, digest and transaction are inside the clock."""
+    every = experiences(tasks)
+    for per_call, callers in WRITES:
+        some = every if per_call * callers >= 64 else every[: len(every) * per_call // 16]
+        given = calls(some, per_call)
+        with _store(site, given) as url:
+            transactions = merged(site.written(url, "ExperiencesRecorded", "experience"), callers)
+            seconds = interleaved(
+                partial(_write_once, site, given, callers),
+                partial(site.time_writes, url, transactions),
+                repetitions,
+            )
+        who = "one caller" if callers == 1 else f"{callers} callers"
+        case = f"{per_call} per call, {who}"
+        yield figure_of_rates("write", case, site.backend, len(some), seconds)
+
+
+@contextmanager
+def _store(
+    site: Site, given: Sequence[Sequence[Experience]], *, grpo: bool = False
+) -> Iterator[str]:
+    """Have a store with what ``given`` says."""
+    url = site.new_url()
+    try:
+        asyncio.run(_filled(url, given, 1))
+        if grpo:
+            asyncio.run(_annotate(url, "grpo"))
+        yield url
+    finally:
+        site.drop(url)
+
+
+async def _annotate(url: str, name: str) -> float:
+    async with open_store(url) as store:
+        experiment = await store.experiment(EXPERIMENT)
+        began = time.perf_counter()
+        report = await run_strategy(experiment, "grpo", GRPO, name=name)
+        seconds = time.perf_counter() - began
+    assert report.waiting == 0
+    return seconds
+
+
+def annotate(site: Site, tasks: int, repetitions: int) -> Iterator[Figure]:
+    """Measure GRPO over all groups; the limit reads the light columns and writes the same rows."""
+    given = calls(experiences(tasks), STORED_PER_CALL)
+    with _store(site, given, grpo=True) as url:
+        recorded = site.written(url, "ExperiencesRecorded", "experience")
+        annotated = site.written(url, "ExperiencesAnnotated", "annotation")
+        keys = [_keys(some) for some in _together(recorded, 2048 // STORED_PER_CALL)]
+        names = (f"grpo-{number}" for number in range(repetitions + 1))
+        seconds = interleaved(
+            lambda: asyncio.run(_annotate(url, next(names))),
+            lambda: site.time_reads(url, keys, ("light",)) + site.time_writes(url, annotated),
+            repetitions,
+        )
+    yield figure_of_rates("annotate", "grpo, groups of 8", site.backend, tasks * RUNS, seconds)
+
+
+def _together(transactions: Sequence[Transaction], number: int) -> list[Sequence[Transaction]]:
+    return [transactions[at : at + number] for at in range(0, len(transactions), number)]
+
+
+def _keys(transactions: Sequence[Transaction]) -> list[bytes]:
+    return list(dict.fromkeys(bytes(row[0]) for one in transactions for row in one["segment"]))
+
+
+def _stream_once(url: str, consumer: str, layout: str, expected: int) -> float:
+    with open_train_stream(
+        url,
+        experiment=EXPERIMENT,
+        strategy="grpo",
+        consumer=consumer,
+        groups_per_step=ROWS_PER_STEP // RUNS,
+        layout=layout,
+    ) as stream:
+        began = time.perf_counter()
+        rows = sum(len(batch["group_index"]) for step in stream for batch in step.microbatches)
+        seconds = time.perf_counter() - began
+    assert rows == expected
+    return seconds
+
+
+def stream(site: Site, tasks: int, repetitions: int) -> Iterator[Figure]:
+    """Measure collated batches of 256, each leased; the limit reads the same segments' bytes."""
+    given = calls(experiences(tasks), STORED_PER_CALL)
+    with _store(site, given, grpo=True) as url:
+        recorded = site.written(url, "ExperiencesRecorded", "experience")
+        keys = [_keys(some) for some in _together(recorded, ROWS_PER_STEP // STORED_PER_CALL)]
+        for layout in ("padded", "packed"):
+            names = (f"{layout}-{number}" for number in range(repetitions + 1))
+            seconds = interleaved(
+                lambda: _stream_once(url, next(names), layout, tasks * RUNS),  # noqa: B023
+                partial(site.time_reads, url, keys, READ_FAMILIES),
+                repetitions,
+            )
+            case = f"batches of {ROWS_PER_STEP}, {layout}"
+            yield figure_of_rates("stream", case, site.backend, tasks * RUNS, seconds)

@@ -1,0 +1,169 @@
+"""One call of a writer: checked, encoded, and encoded again without what turns out to be stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from trinity_buffer.errors import ConflictingExperienceError, InvalidExperienceError
+from trinity_buffer.experience import Experience
+from trinity_buffer.identity import EID
+from trinity_buffer.pipeline.encoding import EncodedWrite, content_digest_of, encode_experiences
+from trinity_buffer.pipeline.events import new_event
+from trinity_buffer.pipeline.group_commit import Outcome, PreparedWrite
+from trinity_buffer.pipeline.validation import validate
+from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.segments import new_key, rows_of
+from trinity_buffer.writer import WriteReceipt
+
+ROWS_PER_EVENT = 1024
+"""A larger write becomes several events of one transaction: who needs one row decodes no more."""
+
+OnInvalid = Literal["raise", "quarantine"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one event will record: encoded once, however often its body has to be written anew."""
+
+    experiences: Sequence[Experience]
+    encoded: EncodedWrite
+    key: bytes
+    segment_rows: Sequence[Mapping[str, object]]
+
+
+class WriteCall:
+    """The experiences of one call on their way into the log.
+
+    Args:
+        experiences: as the caller gave them.
+        schema: what they must have.
+        on_invalid: ``"raise"``, or ``"quarantine"``: record what is invalid as rejected.
+    """
+
+    def __init__(
+        self, experiences: Sequence[Experience], schema: str, on_invalid: OnInvalid
+    ) -> None:
+        self._given = list(experiences)
+        self._schema = schema
+        self._on_invalid = on_invalid
+        self._late: frozenset[str] = frozenset()
+        self._pending: list[Experience] | None = None
+        self._invalid: dict[EID, str] = {}
+        self._parts: list[_Part] | None = None
+
+    def prepare(self, experiment: int, actor: str) -> PreparedWrite | None:
+        """Return what is to be committed, or None if nothing is left. Computes: call it in a thread.
+
+        Raises:
+            InvalidExperienceError: a field that cannot be right.
+            ConflictingExperienceError: an EID that comes twice, with two contents.
+            InvalidArgumentError: a value that cannot be stored.
+        """
+        if self._pending is None:
+            self._invalid = self._check()
+            self._pending = _distinct(self._given)
+        if not self._pending:
+            return None
+        if self._parts is None:
+            self._parts = _encode(self._pending)
+        return PreparedWrite(
+            experiment,
+            actor,
+            [experience.eid for experience in self._pending],
+            [self._event(part) for part in self._parts],
+            [row for part in self._parts for row in part.segment_rows],
+            frozenset(str(experience.eid.batch) for experience in self._pending) - self._late,
+        )
+
+    def learn(self, outcome: Outcome) -> None:
+        """Take in why nothing was written: what is stored already, which batches are sealed.
+
+        Raises:
+            ConflictingExperienceError: something is stored with other content.
+        """
+        self._late |= outcome.sealed
+        if outcome.known:
+            self._pending = _without_known(self._parts or (), outcome.known)
+            self._parts = None
+
+    def receipt(self, position: int) -> WriteReceipt:
+        """Return what the caller is told; ``position`` is 0 if nothing was written."""
+        written = self._pending or []
+        rejected = sum(self._refusal(experience.eid) is not None for experience in written)
+        uids = tuple(experience.eid.uid for experience in self._given)
+        return WriteReceipt(position, len(written), len(uids) - len(written), rejected, uids)
+
+    def _check(self) -> dict[EID, str]:
+        """Return what is invalid, and why it will be refused."""
+        found: dict[EID, str] = {}
+        for experience in self._given:
+            try:
+                validate(experience, self._schema)
+            except InvalidExperienceError:
+                if self._on_invalid == "raise":
+                    raise
+                found[experience.eid] = "invalid"
+        return found
+
+    def _refusal(self, eid: EID) -> str | None:
+        return "late" if str(eid.batch) in self._late else self._invalid.get(eid)
+
+    def _event(self, part: _Part) -> NewEvent:
+        refused: dict[int, str] = {}
+        if self._late or self._invalid:
+            reasons = [self._refusal(experience.eid) for experience in part.experiences]
+            refused = {slot: reason for slot, reason in enumerate(reasons) if reason is not None}
+        body = {
+            "segment": part.key,
+            "families": {family: len(blob) for family, blob in part.encoded.families.items()},
+            "meta": part.encoded.meta,
+            "refused": refused,
+        }
+        return new_event("ExperiencesRecorded", body)
+
+
+def _encode(experiences: Sequence[Experience]) -> list[_Part]:
+    parts = []
+    for start in range(0, len(experiences), ROWS_PER_EVENT):
+        some = experiences[start : start + ROWS_PER_EVENT]
+        encoded, key = encode_experiences(some), new_key()
+        parts.append(_Part(some, encoded, key, rows_of(key, encoded.families)))
+    return parts
+
+
+def _distinct(experiences: Sequence[Experience]) -> list[Experience]:
+    """Return ``experiences`` without repetitions within the call."""
+    by_eid: dict[EID, Experience] = {}
+    repeated = [e for e in experiences if by_eid.setdefault(_as_text(e.eid), e) is not e]
+    for experience in repeated:
+        first = by_eid[_as_text(experience.eid)]
+        if content_digest_of(first) != content_digest_of(experience):
+            raise ConflictingExperienceError(
+                f"experience {experience.eid.uid} comes twice in one write, with two contents; "
+                "give a deliberate second attempt another suffix, such as 'a1'"
+            )
+    return list(by_eid.values())
+
+
+def _as_text(eid: EID) -> EID:
+    """Return ``eid`` as the store compares it: ``7`` and ``"7"`` are one key."""
+    return replace(eid, batch=str(eid.batch), task=str(eid.task))
+
+
+def _without_known(
+    parts: Sequence[_Part], known: Mapping[EID, tuple[int, bytes]]
+) -> list[Experience]:
+    new = []
+    for part in parts:
+        for experience, digest in zip(part.experiences, part.encoded.meta["digest"], strict=True):
+            if experience.eid not in known:
+                new.append(experience)
+            elif known[experience.eid][1] != digest:
+                raise ConflictingExperienceError(
+                    f"experience {experience.eid.uid} is stored with other content; nothing of "
+                    "this call was written. Give a deliberate second attempt another suffix, such "
+                    "as 'a1'"
+                )
+    return new

@@ -1,0 +1,48 @@
+"""Many rows into one table, past SQLAlchemy's work on each: tuples, in the order of its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from sqlalchemy import Table, insert
+from sqlalchemy.engine import Dialect
+from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+FEWEST_TO_COPY = 8
+"""Rows from which on PostgreSQL's COPY is quicker than its prepared INSERT."""
+
+
+async def add(tx: AsyncConnection, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Insert ``rows``, each with all columns of ``table`` in their order, as the driver takes them.
+
+    The columns must be of types that need no processing (numbers, texts, bytes, booleans).
+
+    Raises:
+        IntegrityError: a key that is taken, or a check that fails.
+    """
+    if not rows:
+        return
+    if tx.dialect.name == "postgresql" and len(rows) >= FEWEST_TO_COPY:
+        await _copy(tx, table, rows)
+    else:
+        await tx.exec_driver_sql(_statement(table, tx.dialect), list(rows))
+
+
+@cache
+def _statement(table: Table, dialect: Dialect) -> str:
+    return str(insert(table).compile(dialect=dialect))
+
+
+async def _copy(tx: AsyncConnection, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+    import asyncpg.exceptions  # noqa: PLC0415 - an optional extra; SQLite users do not have it
+
+    raw: Any = await tx.get_raw_connection()
+    try:
+        await raw.driver_connection.copy_records_to_table(table.name, records=rows)
+    except asyncpg.exceptions.IntegrityConstraintViolationError as error:
+        raise IntegrityError(f"COPY {table.name}", None, error) from error
+    except asyncpg.exceptions.PostgresError as error:
+        raise DBAPIError(f"COPY {table.name}", None, error) from error
