@@ -157,12 +157,14 @@ class GuessNumber:
     Attributes:
         numbers: the hidden number is one of 0 ... ``numbers`` - 1.
         turns: guesses that a run may take.
-        turn_cost: what each wrong guess costs.
+        turn_cost: what each wrong guess costs. Above 0 the task is much harder to learn: where all
+            runs of a group find the number, only their haste is left to compare, and haste in one
+            group is delay in another.
     """
 
     numbers: int = 8
     turns: int = 4
-    turn_cost: float = 0.1
+    turn_cost: float = 0.0
     name: ClassVar[str] = "guess"
 
     def __post_init__(self) -> None:
