@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -322,6 +322,9 @@ class TransformerPolicy(nn.Module):
             )
 
 
+Kind = TypeVar("Kind", bound=TransformerPolicy)
+
+
 def save_policy(
     policy: TransformerPolicy, path: str | Path, *, metadata: Mapping[str, Any] | None = None
 ) -> None:
@@ -348,9 +351,18 @@ def load_policy(path: str | Path) -> TransformerPolicy:
     Raises:
         CheckpointError: there is no such file, or it is not a policy.
     """
+    return load_model(path, TransformerPolicy)
+
+
+def load_model(path: str | Path, kind: type[Kind]) -> Kind:
+    """Return the model of class ``kind`` that `save_policy` wrote to ``path``, on the CPU.
+
+    Raises:
+        CheckpointError: there is no such file, or it is not a policy.
+    """
     header, tensors = _read(path, with_tensors=True)
     try:
-        policy = TransformerPolicy(PolicyConfig(**header["config"]))
+        policy = kind(PolicyConfig(**header["config"]))
         policy.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
     except (TypeError, RuntimeError, StopIteration, InvalidArgumentError) as error:
         raise CheckpointError(f"{path}: the weights do not fit the config ({error})") from error

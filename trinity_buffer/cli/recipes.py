@@ -35,7 +35,10 @@ def config_for(task: str, digits: int) -> dict[str, Any]:
             }
         },
         "evaluation": {"target_accuracy": recipe.target_accuracy},
-        "strategy": recipe.strategy,
+        "algorithm": "grpo" if recipe.strategy == "grpo" else "multi_step_grpo",
+        # From random weights there is nothing that the policy should stay close to, and a frozen
+        # reference would cost a forward pass of every step.
+        "algorithm_args": {"kl_loss_fn": "none"},
         "groups_per_batch": recipe.groups_per_step // BATCHES_PER_STEP,
         "rollouts_per_group": recipe.rollouts_per_group,
         "groups_per_step": recipe.groups_per_step,

@@ -13,15 +13,17 @@ from typing import Any
 import anyio
 import torch
 
-from trinity_buffer.algorithm import POLICY_LOSS_FN
+from trinity_buffer.cli.run_algorithm import algorithm_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
 from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings
 from trinity_buffer.explorer.rollout import evaluate
 from trinity_buffer.explorer.tasks import GuessNumber, SortDigits, Task
+from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.strategy_consumer import ConsumerReport, run_strategy
 from trinity_buffer.pipeline.sync_stream import open_train_stream
-from trinity_buffer.policy import PolicyConfig, TransformerPolicy
+from trinity_buffer.policy import PolicyConfig, TransformerPolicy, load_policy
+from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 
 Say = Callable[[str], None]
@@ -93,16 +95,29 @@ async def annotate(
     use_one_thread()
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
-        configured = opened.config.get("strategy_args", {}) if strategy is None else {}
-        chosen = strategy or opened.config.get("strategy", "grpo")
-        return await run_strategy(
-            opened, chosen, args if args is not None else configured, name=name, follow=follow
-        )
+        if strategy is not None:
+            return await run_strategy(opened, strategy, args or {}, name=name, follow=follow)
+        names, configured = strategies_of(algorithm_of(of_experiment(opened.config)))
+        if not names:
+            return await _nothing_to_annotate(opened, follow=follow)
+        given = configured if args is None else args
+        chosen = names[0] if len(names) == 1 else names
+        return await run_strategy(opened, chosen, given, name=name, follow=follow)
 
 
-async def _config_of(url: str, experiment: str) -> RunConfig:
+async def _nothing_to_annotate(experiment: Experiment, *, follow: bool) -> ConsumerReport:
+    """Return at once, or when the experiment is finished: the trainer reads what was recorded."""
+    if follow:
+        async for _ in experiment.events(follow=True, kinds=("ExperimentFinished",)):
+            pass
+    return ConsumerReport(0, 0, 0, 0)
+
+
+async def _config_of(url: str, experiment: str) -> tuple[RunConfig, str]:
+    """Return the configuration of a run, and the schema of its data."""
     async with open_store(url, read_only=True) as store:
-        return of_experiment((await store.experiment(experiment)).config)
+        config = (await store.experiment(experiment)).config
+        return of_experiment(config), config.get("schema", "experience")
 
 
 def train(
@@ -110,9 +125,10 @@ def train(
 ) -> None:
     """Train until the target is reached or the stream ends; finish the experiment in the first case."""
     use_one_thread()
-    config = anyio.run(_config_of, url, experiment)
+    config, schema = anyio.run(_config_of, url, experiment)
     task = task_of(config)
-    loss_fn = POLICY_LOSS_FN.get(config.loss.name)(backend="trinity", **_loss_args(config))
+    algorithm = algorithm_of(config)
+    algorithm.check_schema(schema)
     settings = TrainerSettings(
         checkpoints=checkpoints,
         learning_rate=config.optimizer.learning_rate,
@@ -122,24 +138,38 @@ def train(
         betas=config.optimizer.betas,
         weight_decay=config.optimizer.weight_decay,
         max_gradient_norm=config.optimizer.max_gradient_norm,
-        entropy_coef=config.optimizer.entropy_coef,
+        critic_learning_rate=config.optimizer.critic_learning_rate,
+        value_clip_range=config.optimizer.value_clip_range,
         commit_every_steps=config.commit_every_steps,
         max_steps=config.max_steps,
     )
     with open_train_stream(
         url,
         experiment=experiment,
-        strategy=config.strategy,
+        strategy=strategy_of(algorithm),
         consumer=config.trainer,
         groups_per_step=config.groups_per_step,
         tokens_per_microbatch=config.tokens_per_microbatch,
         layout=config.layout,
         max_tokens=task.max_length,
-        lease_ttl_s=config.lease_ttl_s,
         resume_from=resume_from,
+        lease_ttl_s=config.lease_ttl_s,
         follow=follow,
+        expert_experiment=config.expert_experiment,
+        **stream_options(
+            algorithm,
+            recompute_old_logprob=config.recompute_old_logprob,
+            teacher=config.teacher is not None,
+        ),
     ) as stream:
-        trainer = Trainer(stream, lambda: first_policy(config), loss_fn, settings)
+        trainer = Trainer(
+            stream,
+            lambda: first_policy(config),
+            algorithm,
+            settings,
+            reference=None if config.reference is None else load_policy(config.reference),
+            teacher=None if config.teacher is None else load_policy(config.teacher),
+        )
         if stream.resume is not None:
             say(f"resumes after step {stream.resume.step}")
         measured = _Evaluation(config, trainer)
@@ -173,11 +203,6 @@ class _Evaluation:
         )
         self.reached = rules.target_accuracy is not None and self.accuracy >= rules.target_accuracy
         return {"accuracy": self.accuracy}
-
-
-def _loss_args(config: RunConfig) -> dict[str, Any]:
-    kind = POLICY_LOSS_FN.get(config.loss.name)
-    return {**kind.default_args(), **config.loss.args}
 
 
 def _line_of(report: StepReport) -> str:

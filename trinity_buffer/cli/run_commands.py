@@ -218,15 +218,12 @@ async def _prepared(
     async with open_store(url) as store:
         names = await store.experiments()
         name = experiment or (names[0] if len(names) == 1 else "run")
-        known = (
-            of_experiment((await store.experiment(name)).config).model_dump()
-            if name in names
-            else {}
-        )
+        recorded = (await store.experiment(name)).config if name in names else {}
+        known = of_experiment(recorded).model_dump()
         values = {**known, **(read_file(config) if config is not None else {})}
-        await store.experiment(
-            name, config=resolved(overridden(values, overrides or [])).model_dump()
-        )
+        changed = resolved(overridden(values, overrides or [])).model_dump()
+        # What is recorded beside a run's own keys, such as the schema, stays.
+        await store.experiment(name, config={**recorded, **changed})
         return name
 
 

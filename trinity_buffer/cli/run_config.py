@@ -47,13 +47,17 @@ class OptimizerConfig(_Section):
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = Field(0.0, ge=0)
     max_gradient_norm: float = Field(1.0, gt=0)
-    entropy_coef: float = Field(0.0, ge=0)
+    entropy_coef: float | None = Field(
+        None, ge=0, description="of the entropy bonus; by default what the algorithm says"
+    )
+    critic_learning_rate: float = Field(1e-3, gt=0, description="where the algorithm has a critic")
+    value_clip_range: float | None = Field(None, gt=0, description="of the critic's loss")
 
 
 class LossConfig(_Section):
     """The policy loss, by its registered name, with constructor arguments."""
 
-    name: str = "ppo"
+    name: str | None = Field(None, description="by default the algorithm's")
     args: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -74,8 +78,22 @@ class RunConfig(_Section):
     loss: LossConfig = LossConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     seed: int = 0
-    strategy: str = "grpo"
+    algorithm: str = Field("grpo", description="registered name, see `trinity-buffer algorithms`")
+    algorithm_args: dict[str, Any] = Field(
+        default_factory=dict, description="parts and arguments, as of algorithm.build"
+    )
+    strategy: str | None = Field(None, description="by default the algorithm's")
     strategy_args: dict[str, Any] = Field(default_factory=dict)
+    reference: str | None = Field(
+        None, description="policy file that divergences are measured from; by default version 0"
+    )
+    teacher: str | None = Field(None, description="policy file to distil")
+    expert_experiment: str | None = Field(
+        None, description="experiment of this store with an expert's rows"
+    )
+    recompute_old_logprob: bool = Field(
+        False, description="by the trainer before the step, in place of what explorers recorded"
+    )
     trainer: str = Field("trainer", description="name of the trainer consumer")
     groups_per_batch: int = Field(8, ge=1)
     rollouts_per_group: int = Field(8, ge=1)

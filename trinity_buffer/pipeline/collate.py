@@ -7,7 +7,7 @@ position 0 holds 0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -62,45 +62,76 @@ class MicroBatch(Mapping[str, Any]):
 def collate_step(
     manifest: Manifest, rows: LoadedRows, *, rank: int = 0, world: int = 1, device: str = "cpu"
 ) -> list[MicroBatch]:
-    """Return the micro-batches of one rank, each with the denominators of the whole step."""
-    total = Totals(
-        tokens=sum(row.trained_tokens for row in rows.meta),
-        sequences=len(rows.meta),
-        groups=manifest.num_groups,
-        active_sequences=sum(row.trained_tokens > 0 for row in rows.meta),
-    )
-    nothing = Totals(0, 0, 0, 0)
-    columns = _columns(rows)
+    """Return the micro-batches of one rank, each with the denominators of the whole step.
+
+    A stored pair becomes two rows, the chosen one first.
+    """
+    columns, pairs = _columns(manifest, rows)
+    size = 2 if pairs else 1
+    layout = _layout_of_step(manifest, columns, size, world)
     batches = []
     for plan in manifest.microbatches:
         if plan.rank != rank:
             continue
-        tensors = _padded(columns, plan) if manifest.layout == "padded" else _packed(columns, plan)
-        chosen = slice(plan.start, plan.stop)
-        tensors["sample_index"] = torch.arange(plan.start, plan.stop, dtype=torch.int32)
-        tensors["group_index"] = torch.tensor(manifest.groups[chosen], dtype=torch.int32)
-        tensors["step"] = torch.full((plan.stop - plan.start,), manifest.step, dtype=torch.int32)
+        place = replace(plan, start=size * plan.start, stop=size * plan.stop)
+        padded = manifest.layout == "padded"
+        tensors = _padded(columns, place) if padded else _packed(columns, place)
+        tensors |= _per_row(manifest, plan, size)
         tensors = {name: _moved(value, device) for name, value in tensors.items()}
         tensors["old_logprob"] = tensors["rollout_logprob"]
-        layout = BatchLayout(
-            total=total,
-            usual=total,
-            expert=nothing,
-            cu_seqlens=tensors.get("cu_seqlens"),
-            normalizer=manifest.normalizer,
-            world_size=world,
-        )
+        chosen = slice(plan.start, plan.stop)
         modal = [
             {
                 name: _moved(torch.from_numpy(np.array(value)), device)
                 for name, value in inputs.items()
             }
             for inputs in rows.multi_modal[chosen]
+            for _ in range(size)
         ]
-        batches.append(
-            MicroBatch(tensors, layout, modal, [row.policy_version for row in rows.meta[chosen]])
-        )
+        versions = [row.policy_version for row in rows.meta[chosen] for _ in range(size)]
+        mine = replace(layout, cu_seqlens=tensors.get("cu_seqlens"))
+        batches.append(MicroBatch(tensors, mine, modal, versions))
     return batches
+
+
+def _per_row(manifest: Manifest, plan: MicroBatchPlan, size: int) -> dict[str, Tensor]:
+    """Return the tensors ``[N]`` that say of each row what it is."""
+    chosen = slice(plan.start, plan.stop)
+    slots = torch.arange(plan.start, plan.stop, dtype=torch.int32).repeat_interleave(size)
+    groups = torch.tensor(manifest.groups[chosen], dtype=torch.int32).repeat_interleave(size)
+    found = {
+        "sample_index": slots,
+        "group_index": groups,
+        "step": torch.full((len(slots),), manifest.step, dtype=torch.int32),
+    }
+    if manifest.sources:
+        of = torch.tensor(manifest.source[chosen], dtype=torch.int32)
+        found["expert_mask"] = (of > 0).repeat_interleave(size)
+    return found
+
+
+def _layout_of_step(manifest: Manifest, columns: _Columns, size: int, world: int) -> BatchLayout:
+    """Return the denominators: over all rows, over the usual ones, over the expert's."""
+    tokens = [int(np.count_nonzero(mask)) for mask in columns.masks]
+    groups = [group for group in manifest.groups for _ in range(size)]
+    expert = [of > 0 for of in manifest.source or [0] * len(manifest.groups) for _ in range(size)]
+    every = range(len(tokens))
+
+    def count(rows: Sequence[int]) -> Totals:
+        return Totals(
+            tokens=sum(tokens[row] for row in rows),
+            sequences=len(rows),
+            groups=len({groups[row] for row in rows}),
+            active_sequences=sum(tokens[row] > 0 for row in rows),
+        )
+
+    return BatchLayout(
+        total=count(every),
+        usual=count([row for row in every if not expert[row]]),
+        expert=count([row for row in every if expert[row]]),
+        normalizer=manifest.normalizer,
+        world_size=world,
+    )
 
 
 def _moved(value: Any, device: str) -> Any:
@@ -120,29 +151,67 @@ class _Columns:
     rewards: Sequence[float | None]
 
 
-def _columns(rows: LoadedRows) -> _Columns:
+def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, bool]:
+    """Return the columns, and whether they are those of pairs, two rows each."""
+    if any(value is not None for value in rows.column("chosen")):
+        return _halves(rows), True
     masks = rows.column("action_mask")
-    responses = {
-        "rollout_logprob": rows.column("logprobs"),
-        "advantages": rows.column("advantages"),
-        "returns": rows.column("returns"),
-        "token_level_rewards": rows.column("token_level_reward"),
+    stored = {
+        "rollout_logprob": "logprobs",
+        "advantages": "advantages",
+        "returns": "returns",
+        "token_level_rewards": "token_level_reward",
     }
-    for stored, name in OPTIONAL.items():
-        values = rows.column(stored)
+    responses = {name: rows.column(field) for name, field in stored.items()}
+    rewards: Sequence[float | None] = [row.reward for row in rows.meta]
+    if any(manifest.source):
+        # What an expert's rows hold of a rollout was not the policy's: it is 0.
+        responses = {name: _usual(values, manifest) for name, values in responses.items()}
+        rewards = _usual(rewards, manifest)
+    for field, name in OPTIONAL.items():
+        values = rows.column(field)
         if all(value is not None for value in values):
             responses[name] = values
     if any(not isinstance(mask, np.ndarray) for mask in masks):
         raise InvalidArgumentError(
-            "a row of the step has no action mask; this stream trains single rows, not pairs"
+            "a row of the step has neither an action mask nor a pair of answers: run `verify`"
         )
-    return _Columns(
+    found = _Columns(
         rows.column("tokens"),  # type: ignore[arg-type]
         [row.prompt_length for row in rows.meta],
         masks,  # type: ignore[arg-type]
         responses,
-        [row.reward for row in rows.meta],
+        rewards,
     )
+    return found, False
+
+
+def _usual(values: Sequence[Any], manifest: Manifest) -> list[Any]:
+    """Return ``values`` with None for the rows of an expert."""
+    return [None if of else value for value, of in zip(values, manifest.source, strict=True)]
+
+
+def _halves(rows: LoadedRows) -> _Columns:
+    """Return the columns of pairs: prompt and chosen answer, prompt and rejected answer, in turn."""
+    prompts, halves = rows.column("tokens"), (rows.column("chosen"), rows.column("rejected"))
+    pairs = zip(prompts, *halves, strict=True)
+    answers = [(prompt, half) for prompt, *both in pairs for half in both]
+    nothing: Sequence[Value] = [None] * len(answers)
+    names = ("rollout_logprob", "advantages", "returns", "token_level_rewards")
+    return _Columns(
+        [np.concatenate([prompt, half]) for prompt, half in answers],  # type: ignore[list-item]
+        [len(prompt) for prompt, _ in answers],
+        [np.ones(len(half), np.bool_) for _, half in answers],
+        dict.fromkeys(names, nothing),
+        [None] * len(answers),
+    )
+
+
+def row_lengths(manifest: Manifest, rows: LoadedRows, *, longest: bool = False) -> list[int]:
+    """Return per stored pair what `plan_microbatches` wants to know, or the tokens of its longer half."""
+    sizes = [len(tokens) for tokens in _halves(rows).tokens]
+    of_pair = max if longest or manifest.layout == "padded" else sum
+    return [of_pair(pair) for pair in zip(sizes[0::2], sizes[1::2], strict=True)]
 
 
 def _padded(columns: _Columns, plan: MicroBatchPlan) -> dict[str, Any]:

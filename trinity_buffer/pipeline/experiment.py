@@ -66,6 +66,10 @@ class Experiment:
         self.config = dict(config)
         self._group_commit = group_commit
 
+    def sibling(self, key: int, name: str, config: Mapping[str, Any]) -> Experiment:
+        """Return another experiment of the same store."""
+        return Experiment(self.database, self._group_commit, key, name, config)
+
     def writer(self, actor: str, *, on_invalid: OnInvalid = "raise") -> SQLWriter:
         """Return a writer for the process ``actor``; its experiences are checked against the experiment's schema.
 
@@ -181,7 +185,7 @@ class Experiment:
         return None if found is None else found.checkpoint
 
     def train_stream(self, **options: Any) -> AbstractAsyncContextManager[TrainStream]:
-        """Open the stream of gradient steps as an async context manager; see `train_stream.open_async_train_stream`."""
-        from trinity_buffer.pipeline.train_stream import open_async_train_stream  # noqa: PLC0415 - torch
+        """Open the stream of gradient steps as an async context manager; see `open_stream.open_async_train_stream`."""
+        from trinity_buffer.pipeline.open_stream import open_async_train_stream  # noqa: PLC0415 - torch
 
         return open_async_train_stream(self, **options)

@@ -39,6 +39,9 @@ class Manifest:
         num_planned_groups: how many of the groups were planned (copies and imports are not).
         layout: ``"padded"`` or ``"packed"``.
         normalizer: what loss modes that divide by a constant divide by; None: they need their own.
+        sources: names of other experiments of the store, whose rows are an expert's; empty: there
+            can be none.
+        source: per row, 0 for the trainer's own experiment, k for ``sources[k - 1]``; empty: all 0.
     """
 
     step: int
@@ -50,11 +53,19 @@ class Manifest:
     layout: LayoutName
     microbatches: tuple[MicroBatchPlan, ...]
     normalizer: float | None = None
+    sources: tuple[str, ...] = ()
+    source: tuple[int, ...] = ()
 
     @property
     def num_groups(self) -> int:
         """How many groups the step trains on."""
         return len(set(self.groups))
+
+    def rows_of(self, source: int) -> list[int]:
+        """Return the places of the rows that come from ``source``, in order."""
+        if not self.source:
+            return [] if source else list(range(len(self.experiences)))
+        return [row for row, of in enumerate(self.source) if of == source]
 
     @property
     def digest(self) -> bytes:
@@ -69,13 +80,16 @@ class Manifest:
             [[m.start, m.stop, m.width, m.rank] for m in self.microbatches],
             self.normalizer,
         ]
+        if self.sources:
+            content += [list(self.sources), list(self.source)]
         return hashlib.blake2b(
             json.dumps(content, separators=(",", ":")).encode(), digest_size=16
         ).digest()
 
     def body(self, consumer: str, token: int) -> dict[str, Any]:
         """Return the body of the `BatchLeased` event."""
-        return {
+        others = {"sources": list(self.sources), "source": list(self.source)}
+        return (others if self.sources else {}) | {
             "consumer": consumer,
             "token": token,
             "step": self.step,
@@ -104,6 +118,9 @@ class Manifest:
             layout=body["layout"],
             microbatches=tuple(MicroBatchPlan(*plan) for plan in body["microbatches"]),
             normalizer=body["normalizer"],
+            # Steps of one source alone do not say so, and older logs never did.
+            sources=tuple(body.get("sources", ())),
+            source=tuple(body.get("source", ())),
         )
 
 
@@ -122,6 +139,7 @@ def plan_microbatches(
     layout: LayoutName,
     tokens_per_microbatch: int | None,
     world_size: int = 1,
+    pairs: bool = False,
 ) -> tuple[list[int], list[MicroBatchPlan]]:
     """Return an order of the rows, and the micro-batches over it.
 
@@ -131,8 +149,10 @@ def plan_microbatches(
     of its own. Every rank gets the same number of micro-batches.
 
     Args:
-        lengths: tokens of each row.
+        lengths: tokens of each row; of a pair those of its longer half, or packed those of both.
         groups: per row, a number that rows of one group share.
+        pairs: every row stands for two, the chosen and the rejected one; they keep their order, so
+            that what is a pair stays one.
 
     Raises:
         InvalidArgumentError: fewer rows than ranks, or a budget that is not positive.
@@ -143,10 +163,11 @@ def plan_microbatches(
         )
     order: list[int] = []
     per_rank = []
+    size = 2 if pairs and layout == "padded" else 1
     for rows in _deal(lengths, groups, world_size):
-        if layout == "padded" and tokens_per_microbatch is not None:
+        if layout == "padded" and tokens_per_microbatch is not None and not pairs:
             rows = sorted(rows, key=lambda row: -lengths[row])
-        per_rank.append(_fill(rows, lengths, layout, tokens_per_microbatch))
+        per_rank.append(_fill(rows, lengths, layout, tokens_per_microbatch, size))
     most = max(len(chunks) for chunks in per_rank)
     plans = []
     for rank, chunks in enumerate(per_rank):
@@ -179,14 +200,18 @@ def _deal(lengths: Sequence[int], groups: Sequence[int], world_size: int) -> lis
 
 
 def _fill(
-    rows: Sequence[int], lengths: Sequence[int], layout: LayoutName, budget: int | None
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    layout: LayoutName,
+    budget: int | None,
+    size: int = 1,
 ) -> list[list[int]]:
     chunks: list[list[int]] = []
     width = total = 0
     for row in rows:
         width, total = max(width, lengths[row]), total + lengths[row]
         computed = width * (len(chunks[-1]) + 1 if chunks else 1) if layout == "padded" else total
-        if not chunks or (budget is not None and computed > budget):
+        if not chunks or (budget is not None and size * computed > budget):
             chunks.append([])
             width = total = lengths[row]
         chunks[-1].append(row)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from trinity_buffer.pipeline.experiment import Experiment
+from collections.abc import Callable
+
 from trinity_buffer.store import queries
 from trinity_buffer.store.address import position_of
-from trinity_buffer.store.queries import ReadyRow
+from trinity_buffer.store.database import Database
+from trinity_buffer.store.queries import Reader, ReadyRow
 
 ROWS_PER_PAGE = 4096
 
@@ -14,29 +16,50 @@ class ReadyGroups:
     """Hands out whole groups of one annotation set in the order of their annotation.
 
     Reads ahead: the trainer's lease makes it the only one that takes from this set under this name.
+
+    Args:
+        database: of the store.
+        experiment: key of the experiment that is read.
+        annotation_set: the set.
+        reader: who reads.
     """
 
-    def __init__(self, experiment: Experiment, annotation_set: str, trainer: str) -> None:
+    def __init__(
+        self, database: Database, experiment: int, annotation_set: str, reader: Reader
+    ) -> None:
+        self._database = database
         self._experiment = experiment
         self._set = annotation_set
-        self._trainer = trainer
+        self._reader = reader
         self._groups: list[list[ReadyRow]] = []
         self._start = 0
         self._last_may_grow = False
 
     async def start(self) -> None:
         """Find the place behind everything that was handed out before."""
-        async with self._experiment.database.reading() as tx:
-            self._start = await queries.first_undelivered(tx, self._experiment.key, self._trainer)
+        async with self._database.reading() as tx:
+            self._start = await queries.first_undelivered(tx, self._experiment, self._reader)
 
-    async def take(self, number: int, *, partial_ok: bool) -> list[ReadyRow]:
-        """Return the rows of the next ``number`` groups, or none if there are fewer (some, if ``partial_ok``)."""
+    async def fill(self, number: int) -> int:
+        """Read until ``number`` whole groups are here or there are no more; return how many are here."""
         while self._num_whole() < number and await self._read():
             pass
-        if self._num_whole() < number and not (partial_ok and self._groups):
-            return []
+        return self._num_whole()
+
+    def pop(self, number: int) -> list[ReadyRow]:
+        """Return the rows of the first ``number`` whole groups, or of as many as are here."""
+        number = min(number, self._num_whole())
         taken, self._groups = self._groups[:number], self._groups[number:]
         return [row for group in taken for row in group]
+
+    def pop_unwanted(self, unwanted: Callable[[list[ReadyRow]], bool]) -> list[ReadyRow]:
+        """Return the rows of those whole groups among the ones that are here that are ``unwanted``."""
+        end = self._num_whole()
+        gone = [group for group in self._groups[:end] if unwanted(group)]
+        if gone:
+            kept = [group for group in self._groups[:end] if not unwanted(group)]
+            self._groups = kept + self._groups[end:]
+        return [row for group in gone for row in group]
 
     def _num_whole(self) -> int:
         """A group's rows come from one transaction, but a page may end in the middle of them."""
@@ -44,12 +67,12 @@ class ReadyGroups:
 
     async def _read(self) -> bool:
         """Read one page; return whether there may be another."""
-        async with self._experiment.database.reading() as tx:
+        async with self._database.reading() as tx:
             rows = await queries.ready_rows(
                 tx,
-                self._experiment.key,
+                self._experiment,
                 annotation_set=self._set,
-                trainer=self._trainer,
+                trainer=self._reader,
                 start=self._start,
                 limit=ROWS_PER_PAGE,
             )

@@ -11,7 +11,7 @@ import anyio.to_thread
 import numpy.typing as npt
 
 from trinity_buffer.codec import Column, Segment, decode_segment
-from trinity_buffer.errors import DamagedSegmentError
+from trinity_buffer.errors import DamagedSegmentError, UnknownExperimentError
 from trinity_buffer.pipeline.events import decoded
 from trinity_buffer.pipeline.loading import load_segments
 from trinity_buffer.pipeline.manifest import Manifest
@@ -104,24 +104,51 @@ class RowLoader:
         self._experiment = experiment
         self._segments = _Segments()
         self._annotation_keys: OrderedDict[int, bytes | None] = OrderedDict()
+        self._others: dict[str, RowLoader] = {}
 
     async def load(self, manifest: Manifest) -> LoadedRows:
         """Return the columns of the manifest's rows.
 
         Raises:
             DamagedSegmentError: a checksum does not hold.
+            UnknownExperimentError: rows come from an experiment that the store does not hold.
         """
+        if not any(manifest.source):
+            return await self._load(manifest.experiences, manifest.annotations)
+        parts: list[tuple[list[int], LoadedRows]] = []
+        for number, name in enumerate(("", *manifest.sources)):
+            rows = manifest.rows_of(number)
+            if rows:
+                loader = self if number == 0 else await self._other(name)
+                found = await loader._load(
+                    [manifest.experiences[row] for row in rows],
+                    [manifest.annotations[row] for row in rows],
+                )
+                parts.append((rows, found))
+        return _merged(parts, len(manifest.experiences))
+
+    async def _other(self, name: str) -> RowLoader:
+        """Return the loader of another experiment of the store."""
+        if name not in self._others:
+            async with self._database.reading() as tx:
+                key = await log.find_experiment(tx, name)
+            if key is None:
+                raise UnknownExperimentError(
+                    f"a step trains on rows of experiment {name!r}, which is not in this store"
+                )
+            self._others[name] = RowLoader(self._database, key)
+        return self._others[name]
+
+    async def _load(self, experiences: Sequence[int], annotated: Sequence[int]) -> LoadedRows:
         async with self._database.reading() as tx:
-            stored = await queries.experience_rows(
-                tx, self._experiment, sorted(set(manifest.experiences))
-            )
+            stored = await queries.experience_rows(tx, self._experiment, sorted(set(experiences)))
         by_address = {row.address: row for row in stored}
-        meta = [by_address[address] for address in manifest.experiences]
-        annotations = await self._keys_of({position_of(a) for a in manifest.annotations})
+        meta = [by_address[address] for address in experiences]
+        annotations = await self._keys_of({position_of(a) for a in annotated})
         keys = {row.segment for row in meta} | {key for key in annotations.values() if key}
         missing = [key for key in keys if key not in self._segments]
         loaded = await load_segments(self._database, missing, (*FAMILIES, "annotation"))
-        return await anyio.to_thread.run_sync(self._gather, manifest, meta, annotations, loaded)
+        return await anyio.to_thread.run_sync(self._gather, annotated, meta, annotations, loaded)
 
     async def _keys_of(self, positions: set[int]) -> dict[int, bytes | None]:
         """Return position of an annotation event -> key of its segment; None: it has no tensors."""
@@ -139,7 +166,7 @@ class RowLoader:
 
     def _gather(
         self,
-        manifest: Manifest,
+        annotated: Sequence[int],
         meta: Sequence[ExperienceRow],
         annotations: Mapping[int, bytes | None],
         loaded: Mapping[bytes, Mapping[str, bytes]],
@@ -148,7 +175,7 @@ class RowLoader:
             self._segments.add(key, families)
         columns: dict[str, list[Value]] = {}
         total = len(meta)
-        for i, (row, annotation) in enumerate(zip(meta, manifest.annotations, strict=True)):
+        for i, (row, annotation) in enumerate(zip(meta, annotated, strict=True)):
             slot = slot_of(row.address)
             for field, values in self._segments[row.segment].items():
                 columns.setdefault(field, [None] * total)[i] = values[slot]
@@ -170,3 +197,17 @@ class RowLoader:
             for i in range(total)
         ]
         return LoadedRows(meta, columns, modal)
+
+
+def _merged(parts: Sequence[tuple[Sequence[int], LoadedRows]], total: int) -> LoadedRows:
+    """Return the rows of several experiments in the order of the manifest: (their places, they)."""
+    places = {row: (part, i) for part, (rows, _) in enumerate(parts) for i, row in enumerate(rows)}
+    columns: dict[str, list[Value]] = {}
+    for rows, found in parts:
+        for field, values in found.columns.items():
+            column = columns.setdefault(field, [None] * total)
+            for row, value in zip(rows, values, strict=True):
+                column[row] = value
+    order = [places[row] for row in range(total)]
+    meta = [parts[part][1].meta[i] for part, i in order]
+    return LoadedRows(meta, columns, [parts[part][1].multi_modal[i] for part, i in order])

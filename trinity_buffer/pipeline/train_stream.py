@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,120 +20,32 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.background import running
-from trinity_buffer.pipeline.collate import MicroBatch, collate_step
+from trinity_buffer.pipeline.collate import collate_step, row_lengths
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.grouping import GroupingRules
-from trinity_buffer.pipeline.manifest import (
-    FIRST_LINK,
-    LayoutName,
-    Manifest,
-    chain,
-    plan_microbatches,
-)
-from trinity_buffer.pipeline.ready_groups import ReadyGroups
+from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain
+from trinity_buffer.pipeline.ranks import RankSession
 from trinity_buffer.pipeline.recorded_strategy import RecordedStrategy
-from trinity_buffer.pipeline.row_loader import RowLoader
+from trinity_buffer.pipeline.row_loader import LoadedRows, RowLoader
+from trinity_buffer.pipeline.step_source import (
+    RECORDED,
+    StepSource,
+    TakenRow,
+    planned_manifest,
+    require_advantages,
+    rows_without,
+)
 from trinity_buffer.pipeline.strategy_consumer import StrategyConsumer
-from trinity_buffer.pipeline.trainer_lease import TTL_S, TrainerLease, hold_lease
+from trinity_buffer.pipeline.stream_options import Resume, StreamOptions, TrainStep
+from trinity_buffer.pipeline.trainer_lease import TrainerLease
 from trinity_buffer.store import leases, log, queries
 from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import NewEvent
-from trinity_buffer.store.queries import ConsumerRow, ReadyRow, StepRow
+from trinity_buffer.store.queries import ConsumerRow, StepRow
 
-RECORDED = "recorded"
-"""Name of the annotation set that a trainer with ``strategy=None`` reads: whole groups, nothing computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamOptions:
-    """How a train stream forms its steps; recorded manifests are served as recorded, whatever these say.
-
-    Attributes:
-        strategy: the annotation set to train on; None: what was recorded.
-        consumer: name of this trainer; its steps, manifests and commits belong to it.
-        groups_per_step: groups of one gradient step.
-        tokens_per_microbatch: budget of computed tokens (rows × width padded, tokens packed); None:
-            one micro-batch.
-        layout: ``"padded"`` (right-padded rows) or ``"packed"``.
-        device: where the tensors of a micro-batch are put.
-        max_tokens: an experience with more is rejected (``oversize``); also the default normalizer
-            of the losses.
-        follow: wait for more; otherwise end, with a smaller last step, when what is stored has been
-            served.
-        prefetch: how many steps are leased and decoded ahead.
-        lease_ttl_s: after so long without a heartbeat another process may take over.
-        wait_for_lease: wait for the holder of the lease, or raise `LeaseHeldError`.
-        resume_from: rewind to this committed step first; later commits are superseded.
-    """
-
-    strategy: str | None
-    consumer: str = "trainer"
-    groups_per_step: int = 1
-    tokens_per_microbatch: int | None = None
-    layout: LayoutName = "padded"
-    device: str = "cpu"
-    max_tokens: int | None = None
-    follow: bool = False
-    prefetch: int = 1
-    lease_ttl_s: float = TTL_S
-    wait_for_lease: bool = True
-    resume_from: int | None = None
-    rank: int = 0
-    world_size: int = 1
-
-    def __post_init__(self) -> None:
-        if self.layout not in ("padded", "packed"):
-            raise InvalidArgumentError(
-                f"layout={self.layout!r}: accepted are 'padded' and 'packed'"
-            )
-        if self.groups_per_step < 1 or self.prefetch < 1:
-            raise InvalidArgumentError("groups_per_step and prefetch must be at least 1")
-        if not 0 <= self.rank < self.world_size:
-            raise InvalidArgumentError(
-                f"rank={self.rank} of world_size={self.world_size}: ranks count from 0"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """The last commit of the live line: where to go on.
-
-    Attributes:
-        step: the last committed gradient step.
-        checkpoint: its checkpoint, None if it was committed without one.
-        digest: sha256 of the checkpoint, already compared with what lies on the disk.
-        chain: link of the manifest chain after that step.
-    """
-
-    step: int
-    checkpoint: Path | None
-    digest: str | None
-    chain: bytes
-
-
-@dataclass(slots=True)
-class TrainStep:
-    """What one gradient step trains on.
-
-    Attributes:
-        step: 1, 2, ... of this trainer.
-        microbatches: mappings of tensors, those of this rank; accumulate their gradients, then step
-            the optimizer.
-        manifest: the rows in their order, as recorded in the log.
-        chain: link of the manifest chain after this step; keep it with the weights that went
-            through the step.
-        recorded: True if this step was leased before a restart and is served again.
-        policy_versions: of the experiences, where known.
-    """
-
-    step: int
-    microbatches: list[MicroBatch]
-    manifest: Manifest
-    chain: bytes
-    recorded: bool
-    policy_versions: list[int] = field(default_factory=list)
+__all__ = ["RECORDED", "Resume", "StreamOptions", "TrainStep", "TrainStream"]
 
 
 class TrainStream:
@@ -146,7 +56,13 @@ class TrainStream:
         incomplete_groups: with ``strategy=None``, groups left waiting when the stream ended.
     """
 
-    def __init__(self, experiment: Experiment, options: StreamOptions, lease: TrainerLease) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        options: StreamOptions,
+        lease: TrainerLease,
+        expert: Experiment | None = None,
+    ) -> None:
         self.experiment = experiment
         self.options = options
         self.resume: Resume | None = None
@@ -154,13 +70,15 @@ class TrainStream:
         self._database = experiment.database
         self._lease = lease
         self._loader = RowLoader(experiment.database, experiment.key)
-        self._ready = ReadyGroups(experiment, self.annotation_set, options.consumer)
+        self._expert = expert
+        self._source = StepSource(experiment, options, self.annotation_set, lease, expert)
+        self._ranks = RankSession(experiment, options)
         self._committed = 0
         self._delivered: dict[int, TrainStep] = {}
         self._recorded: deque[StepRow] = deque()
         self._next_step = 1
         self._chain = FIRST_LINK
-        self._source_is_done = options.strategy is not None
+        self._recorders = [e for e in (None if options.strategy else experiment, expert) if e]
         self._failure: Exception | None = None
         self._send, self._receive = anyio.create_memory_object_stream[TrainStep](
             options.prefetch - 1
@@ -188,7 +106,8 @@ class TrainStream:
             await self._find_resume(steps[row.committed_step - 1])
         self._recorded = deque(steps[row.committed_step :])
         self._next_step = row.leased_step + 1
-        await self._ready.start()
+        await self._source.start()
+        await self._ranks.assemble(self._lease, row.committed_step)
 
     async def _register(self) -> ConsumerRow:
         config = {"strategy": self.annotation_set}
@@ -246,26 +165,22 @@ class TrainStream:
             try:
                 async with running(self._gather):
                     await self._feed()
+                await self._ranks.end(self._next_step - 1)
             except Exception as error:  # noqa: BLE001 - re-raised by __anext__, to whoever reads the stream
                 self._failure = error
 
     async def _gather(self) -> None:
-        """With ``strategy=None``, make the groups that are trained on, beside the consumer of the stream."""
-        if self.options.strategy is None:
-            report = await self._recorder().run(follow=self.options.follow)
-            self.incomplete_groups = report.waiting_groups
-            self._source_is_done = True
+        """Make the groups of what is trained as it was recorded, beside the consumer of the stream."""
+        # The expert's first: what is stored of it is all there will be, and its experiment is not
+        # finished with the run that uses it.
+        while self._recorders:
+            experiment = self._recorders[-1]
+            own = experiment is self.experiment
+            report = await _recorder(experiment).run(follow=self.options.follow and own)
+            if own:
+                self.incomplete_groups = report.waiting_groups
+            self._recorders.pop()
             self._database.changes.notify()
-
-    def _recorder(self) -> StrategyConsumer:
-        config = self.experiment.config
-        alone = 1 if config.get("schema") in ("sft", "dpo", "cpt") else None
-        rules = GroupingRules(
-            rollouts_per_group=config.get("rollouts_per_group", alone),
-            deadline_s=config.get("deadline_s"),
-            incomplete=config.get("incomplete", "keep"),
-        )
-        return StrategyConsumer(self.experiment, RecordedStrategy, name=RECORDED, rules=rules)
 
     async def _feed(self) -> None:
         while self._recorded:
@@ -282,47 +197,25 @@ class TrainStream:
     async def _next(self) -> TrainStep | None:
         while True:
             state = await self._database.changes.state()
-            ending = self._source_is_done and (
+            ending = not self._recorders and (
                 not self.options.follow or await self.experiment.is_finished()
             )
-            rows = await self._ready.take(self.options.groups_per_step, partial_ok=ending)
-            if rows:
-                rows = await self._without_oversize(rows)
-                if rows:
-                    return await self._lease_step(rows)
-                continue
-            if ending:
+            taken = await self._source.take(self._next_step, partial_ok=ending)
+            if taken is not None:
+                step = await self._lease_step(taken)
+                if step is not None:
+                    return step
+            elif ending:
                 return None
-            await self._database.changes.changed(state)
+            else:
+                await self._database.changes.changed(state)
 
-    async def _without_oversize(self, rows: list[ReadyRow]) -> list[ReadyRow]:
-        limit = self.options.max_tokens
-        large = [row for row in rows if limit is not None and row.length > limit]
-        if not large:
-            return rows
-        kept = [row for row in rows if row not in large]
-        groups = {(row.address >> 20, row.group_slot) for row in kept}
-        gone = {(r.address >> 20, r.group_slot) for r in large if r.planned} - groups
-        body = {
-            "consumer": self.options.consumer,
-            "by": "trainer",
-            "experiences": [row.address for row in large],
-            "reasons": ["oversize"] * len(large),
-            "planned_groups": len(gone),
-        }
-        event = new_event("ExperiencesRejected", body)
-        async with self._database.writing() as tx:
-            await leases.require(
-                tx, self.experiment.key, self.options.consumer, token=self._lease.token
-            )
-            await log.append(
-                tx, self.experiment.key, [event], actor=self.options.consumer, now_us=now_us()
-            )
-        return kept
-
-    async def _lease_step(self, rows: list[ReadyRow]) -> TrainStep:
-        manifest = self._plan(rows)
-        step = await self._load(manifest, recorded=False)
+    async def _lease_step(self, taken: list[TakenRow]) -> TrainStep | None:
+        """Return the step of these rows, leased; None if none of them can be trained."""
+        manifest, rows = await self._prepared(taken)
+        if manifest is None or rows is None:
+            return None
+        step = await self._step(manifest, rows, recorded=False)
         event = new_event("BatchLeased", manifest.body(self.options.consumer, self._lease.token))
         reached("before-lease")
         async with self._database.writing() as tx:
@@ -337,33 +230,48 @@ class TrainStream:
         self._next_step += 1
         return step
 
-    def _plan(self, rows: list[ReadyRow]) -> Manifest:
-        numbers: dict[tuple[int, int], int] = {}
-        groups = [
-            numbers.setdefault((row.address >> 20, row.group_slot), len(numbers)) for row in rows
-        ]
-        order, microbatches = plan_microbatches(
-            [row.length for row in rows],
-            groups,
-            layout=self.options.layout,
-            tokens_per_microbatch=self.options.tokens_per_microbatch,
-            world_size=self.options.world_size,
-        )
-        planned = {group for row, group in zip(rows, groups, strict=True) if row.planned}
-        return Manifest(
-            step=self._next_step,
-            annotation_set=self.annotation_set,
-            annotations=tuple(rows[i].address for i in order),
-            experiences=tuple(rows[i].experience for i in order),
-            groups=tuple(groups[i] for i in order),
-            num_planned_groups=len(planned),
-            layout=self.options.layout,
-            microbatches=tuple(microbatches),
-            normalizer=None if self.options.max_tokens is None else float(self.options.max_tokens),
-        )
+    async def _prepared(self, taken: list[TakenRow]) -> tuple[Manifest | None, LoadedRows | None]:
+        """Return the manifest of these rows and their columns; what cannot be trained is rejected."""
+        needs, pairs = self.options.needs, self.experiment.config.get("schema") == "dpo"
+        while taken:
+            manifest = planned_manifest(self._next_step, self.annotation_set, taken, self.options)
+            rows = await self._loader.load(manifest)
+            if "advantages" in needs:
+                require_advantages(rows, manifest)
+            places = {p for f in needs for p in rows_without(rows, f, manifest.source)}
+            lengths = row_lengths(manifest, rows) if pairs else None
+            unfit = {manifest.annotations[place]: "invalid" for place in places}
+            limit = self.options.max_tokens
+            if lengths is not None and limit is not None:
+                sizes = row_lengths(manifest, rows, longest=True)
+                large = (
+                    a for a, size in zip(manifest.annotations, sizes, strict=True) if size > limit
+                )
+                unfit |= dict.fromkeys(large, "oversize")
+            if not unfit and lengths is None:
+                return manifest, rows
+            if not unfit:
+                by_address = dict(zip(manifest.annotations, lengths or (), strict=True))
+                exact = [by_address[one.row.address] for one in taken]
+                manifest = planned_manifest(
+                    self._next_step, self.annotation_set, taken, self.options, lengths=exact
+                )
+                return manifest, await self._loader.load(manifest)
+            taken = await self._left_of(taken, unfit)
+        return None, None
+
+    async def _left_of(self, taken: list[TakenRow], unfit: Mapping[int, str]) -> list[TakenRow]:
+        """Reject the rows of the own experiment at the addresses ``unfit``; return the others."""
+        left = [one for one in taken if one.source or one.row.address not in unfit]
+        for reason in sorted(set(unfit.values())):
+            gone = [one for one in taken if not one.source and unfit.get(one.row.address) == reason]
+            await self._source.reject(gone, reason, left)
+        return left
 
     async def _load(self, manifest: Manifest, *, recorded: bool) -> TrainStep:
-        rows = await self._loader.load(manifest)
+        return await self._step(manifest, await self._loader.load(manifest), recorded=recorded)
+
+    async def _step(self, manifest: Manifest, rows: LoadedRows, *, recorded: bool) -> TrainStep:
         work = partial(
             collate_step,
             manifest,
@@ -373,9 +281,17 @@ class TrainStream:
             device=self.options.device,
         )
         microbatches = await anyio.to_thread.run_sync(work)
+        if self.options.recompute_old_logprob:
+            for microbatch in microbatches:
+                del microbatch.tensors["old_logprob"]
         self._chain = chain(self._chain, manifest.digest)
         versions = [row.policy_version for row in rows.meta if row.policy_version is not None]
         return TrainStep(manifest.step, microbatches, manifest, self._chain, recorded, versions)
+
+    def close(self) -> None:
+        """Let go of the steps that were made ready and not asked for."""
+        self._send.close()
+        self._receive.close()
 
     def __aiter__(self) -> AsyncIterator[TrainStep]:
         return self
@@ -429,6 +345,7 @@ class TrainStream:
             raise InvalidArgumentError(
                 f"commit of step {step.step}: step {missing[0]} was not delivered by this stream"
             )
+        await self._ranks.all_parts(step.step, self._lease)
         events = await self._commit_events(steps, step, checkpoint, policy, environment, metrics)
         name, key = self.options.consumer, self.experiment.key
         reached("before-commit")
@@ -485,34 +402,13 @@ class TrainStream:
         return events
 
 
-@asynccontextmanager
-async def open_async_train_stream(
-    experiment: Experiment, **options: Any
-) -> AsyncIterator[TrainStream]:
-    """Open the stream of gradient steps; see `StreamOptions` for the keywords.
-
-    Uncommitted steps of an earlier process of the same consumer are served first, byte for byte as
-    they were recorded.
-
-    Raises:
-        InvalidArgumentError: an unknown or impossible option.
-        LeaseHeldError: another process is this consumer, and ``wait_for_lease`` is False.
-        CheckpointError: the last commit's checkpoint is missing or is not the one that was
-            committed.
-    """
-    try:
-        chosen = StreamOptions(**options)
-    except TypeError as error:
-        accepted = ", ".join(StreamOptions.__slots__)
-        raise InvalidArgumentError(f"train stream: {error}; accepted are {accepted}") from error
-    async with hold_lease(
-        experiment.database,
-        experiment.key,
-        chosen.consumer,
-        ttl_s=chosen.lease_ttl_s,
-        wait=chosen.wait_for_lease,
-    ) as lease:
-        stream = TrainStream(experiment, chosen, lease)
-        await stream.prepare()
-        async with running(stream.run):
-            yield stream
+def _recorder(experiment: Experiment) -> StrategyConsumer:
+    """Return the consumer that makes the groups of what was recorded."""
+    config = experiment.config
+    alone = 1 if config.get("schema") in ("sft", "dpo", "cpt") else None
+    rules = GroupingRules(
+        rollouts_per_group=config.get("rollouts_per_group", alone),
+        deadline_s=config.get("deadline_s"),
+        incomplete=config.get("incomplete", "keep"),
+    )
+    return StrategyConsumer(experiment, RecordedStrategy, name=RECORDED, rules=rules)

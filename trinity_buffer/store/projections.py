@@ -275,7 +275,13 @@ async def _leased(
         "manifest_digest": body["digest"],
     }
     await tx.execute(insert(step), row)
-    await bulk.add(tx, delivery, [(experiment, name, address, number) for address in addresses])
+    names = ("", *body.get("sources", ()))
+    sources = [names[of] for of in body.get("source") or repeat(0, len(addresses))]
+    rows = [
+        (experiment, name, source, address, number)
+        for source, address in zip(sources, addresses, strict=True)
+    ]
+    await bulk.add(tx, delivery, rows)
     handed_out = {"leased_step": number, "token": body["token"]}
     await tx.execute(
         update(consumer)
@@ -347,6 +353,12 @@ async def _archived(
     await tx.execute(insert(archived), rows)
 
 
+async def _noted(
+    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
+) -> None:
+    """Change nothing: the event matters to those who read the log itself."""
+
+
 _FOLDS: dict[str, Callable[[AsyncConnection, int, int, Body, str], Awaitable[None]]] = {
     "ExperimentCreated": _configured,
     "ConfigurationChanged": _configured,
@@ -361,6 +373,11 @@ _FOLDS: dict[str, Callable[[AsyncConnection, int, int, Body, str], Awaitable[Non
     "StepsCommitted": _committed,
     "TrainerRewound": _rewound,
     "PolicyPublished": _published,
+    # How the ranks of a trainer find each other, and tell that their part of a step is done.
+    "RankJoined": _noted,
+    "RanksAssembled": _noted,
+    "StepPartDone": _noted,
+    "StreamEnded": _noted,
     "RewardsAssigned": _scored,
     "SegmentsArchived": _archived,
 }

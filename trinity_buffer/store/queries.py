@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Row, Select, and_, exists, func, select, tuple_
+from sqlalchemy import ColumnElement, Row, Select, and_, exists, func, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.identity import EID, Key
@@ -105,6 +105,31 @@ class ReadyRow:
     trained_tokens: int
     segment: bytes
     eid: EID
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A trainer as it reads an annotation set, of its own experiment or of another.
+
+    Attributes:
+        experiment: the trainer's own, whose deliveries count.
+        name: the trainer.
+        source: name of the experiment that is read; "" for its own.
+        rejecting: by which name it rejects in the experiment that is read.
+    """
+
+    experiment: int
+    name: str
+    source: str
+    rejecting: str
+
+    def held(self) -> tuple[ColumnElement[bool], ...]:
+        """Return the conditions of the deliveries of what is read."""
+        return (
+            delivery.c.experiment == self.experiment,
+            delivery.c.consumer == self.name,
+            delivery.c.source == self.source,
+        )
 
 
 def typed(text_key: str, *, is_int: bool) -> Key:
@@ -360,19 +385,15 @@ async def ready_rows(
     experiment: int,
     *,
     annotation_set: str,
-    trainer: str,
+    trainer: Reader,
     start: int,
     limit: int,
 ) -> list[ReadyRow]:
     """Return annotation rows from address ``start`` on that ``trainer`` neither holds nor rejected, oldest first."""
-    held = exists().where(
-        delivery.c.experiment == experiment,
-        delivery.c.consumer == trainer,
-        delivery.c.address == annotation.c.address,
-    )
+    held = exists().where(*trainer.held(), delivery.c.address == annotation.c.address)
     left_out = exists().where(
         rejection.c.experiment == experiment,
-        rejection.c.consumer == trainer,
+        rejection.c.consumer == trainer.rejecting,
         rejection.c.address == annotation.c.address,
     )
     key = (
@@ -557,15 +578,14 @@ def typed_rows_of_event(position: int, body: Mapping[str, Any]) -> list[Experien
     ]
 
 
-async def first_undelivered(tx: AsyncConnection, experiment: int, trainer: str) -> int:
+async def first_undelivered(tx: AsyncConnection, experiment: int, trainer: Reader) -> int:
     """Return the lowest address above everything that ``trainer`` was handed or has rejected."""
-    last = 0
-    for table in (delivery, rejection):
-        query = select(func.max(table.c.address)).where(
-            table.c.experiment == experiment, table.c.consumer == trainer
-        )
-        last = max(last, int((await tx.execute(query)).scalar() or 0))
-    return last + 1
+    handed = select(func.max(delivery.c.address)).where(*trainer.held())
+    refused = select(func.max(rejection.c.address)).where(
+        rejection.c.experiment == experiment, rejection.c.consumer == trainer.rejecting
+    )
+    found = [int((await tx.execute(query)).scalar() or 0) for query in (handed, refused)]
+    return max(found) + 1
 
 
 async def assigned_rewards(

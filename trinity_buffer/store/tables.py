@@ -221,12 +221,14 @@ rejection = Table(
 )
 
 # A delivery is committed when its step is at most the consumer's `committed_step`: a commit touches
-# one row.
+# one row. `source` names the experiment that the address belongs to, "" for the consumer's own: a
+# step may mix in the rows of an expert's.
 delivery = Table(
     "delivery",
     metadata,
     _key("experiment", Integer),
     _key("consumer", Text),
+    _key("source", Text),
     _key("address"),
     Column("step", BigInteger, nullable=False),
     Index("ix_delivery_step", "experiment", "consumer", "step"),

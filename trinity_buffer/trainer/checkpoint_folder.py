@@ -7,22 +7,34 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.pipeline.checkpoint import MANIFESTS_FILE, read_manifests
-from trinity_buffer.policy import TransformerPolicy, load_policy, save_policy
+from trinity_buffer.policy import TransformerPolicy, load_model, load_policy, save_policy
+from trinity_buffer.trainer.critic import TransformerCritic
 
 POLICY_FILE = "policy.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+CRITIC_FILE = "critic.safetensors"
+CRITIC_OPTIMIZER_FILE = "critic_optimizer.safetensors"
 STATE_FILE = "state.json"
+
+
+class OptimizerOf(Protocol):
+    """Returns a fresh optimizer for a model."""
+
+    def __call__(self, model: nn.Module, *, is_critic: bool = False) -> torch.optim.Optimizer:
+        """Return one for the policy, or for the critic."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +45,16 @@ class TrainerState:
         step: the last one that the weights went through.
         manifests: digest of the manifest of every step so far, in order, as the trainer itself saw
             them.
+        critic: and its optimizer, where the algorithm uses one.
+        coefficients: of the divergences, which may adapt from step to step.
     """
 
     policy: TransformerPolicy
     optimizer: torch.optim.Optimizer
     step: int
     manifests: Sequence[bytes]
+    critic: tuple[TransformerCritic, torch.optim.Optimizer] | None = None
+    coefficients: Mapping[str, float] = field(default_factory=dict)
 
 
 def _fresh_folder(root: Path, step: int) -> Path:
@@ -65,17 +81,27 @@ def save_checkpoint(root: Path, state: TrainerState) -> Path:
     tensors, groups = _optimizer_tensors(state.optimizer)
     tensors["rng"] = torch.get_rng_state()
     save_file(tensors, folder / OPTIMIZER_FILE)
-    (folder / STATE_FILE).write_text(json.dumps({"step": state.step, "optimizer": groups}))
+    numbers = {
+        "step": state.step,
+        "optimizer": groups,
+        "coefficients": dict(state.coefficients),
+    }
+    if state.critic is not None:
+        critic, optimizer = state.critic
+        save_policy(critic, folder / CRITIC_FILE)
+        tensors, numbers["critic_optimizer"] = _optimizer_tensors(optimizer)
+        save_file(tensors, folder / CRITIC_OPTIMIZER_FILE)
+    (folder / STATE_FILE).write_text(json.dumps(numbers))
     chain = {"manifests": [digest.hex() for digest in state.manifests]}
     (folder / MANIFESTS_FILE).write_text(json.dumps(chain))
     return folder
 
 
-def load_checkpoint(folder: Path, optimizer_of: Any) -> TrainerState:
+def load_checkpoint(folder: Path, optimizer_of: OptimizerOf) -> TrainerState:
     """Return the state in ``folder`` and restore torch's random numbers.
 
     Args:
-        optimizer_of: returns a fresh optimizer for a policy.
+        optimizer_of: returns a fresh optimizer for a model.
 
     Raises:
         CheckpointError: a file is missing or cannot be read.
@@ -84,6 +110,8 @@ def load_checkpoint(folder: Path, optimizer_of: Any) -> TrainerState:
         state = json.loads((folder / STATE_FILE).read_text())
         tensors = load_file(folder / OPTIMIZER_FILE)
         manifests = read_manifests(folder)
+        trains_critic = "critic_optimizer" in state
+        of_critic = load_file(folder / CRITIC_OPTIMIZER_FILE) if trains_critic else {}
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {folder} cannot be read: {error}; resume from an older step"
@@ -92,7 +120,13 @@ def load_checkpoint(folder: Path, optimizer_of: Any) -> TrainerState:
     optimizer = optimizer_of(policy)
     torch.set_rng_state(tensors.pop("rng"))
     optimizer.load_state_dict(_optimizer_state(tensors, state["optimizer"]))
-    return TrainerState(policy, optimizer, state["step"], manifests)
+    critic = None
+    if trains_critic:
+        model = load_model(folder / CRITIC_FILE, TransformerCritic)
+        critic = (model, optimizer_of(model, is_critic=True))
+        critic[1].load_state_dict(_optimizer_state(of_critic, state["critic_optimizer"]))
+    coefficients = state.get("coefficients", {})
+    return TrainerState(policy, optimizer, state["step"], manifests, critic, coefficients)
 
 
 def remove_old(root: Path, *, keep: int, committed: Path) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trinity_buffer.algorithm.policy_loss_fn import PolicyLossFn
+from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.collate import MicroBatch
+from trinity_buffer.pipeline.stream_options import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
-from trinity_buffer.pipeline.train_stream import TrainStep
 from trinity_buffer.policy import TransformerPolicy
 from trinity_buffer.trainer.checkpoint_folder import (
     POLICY_FILE,
@@ -24,60 +24,12 @@ from trinity_buffer.trainer.checkpoint_folder import (
     remove_old,
     save_checkpoint,
 )
+from trinity_buffer.trainer.critic import TransformerCritic, ValueLossFn
+from trinity_buffer.trainer.models import Models, prepare, require_models, scores_of, values_of
+from trinity_buffer.trainer.parallel import OneProcess, Processes
+from trinity_buffer.trainer.settings import TrainerSettings
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSettings:
-    """How gradients become steps.
-
-    Attributes:
-        checkpoints: folder under which checkpoints are written.
-        learning_rate: the highest.
-        warmup_steps: steps over which it rises from 0, linearly.
-        decay_steps: steps over which it then falls, linearly, counted from the start of the run; None: never.
-        lowest_rate: fraction of ``learning_rate`` at which it stays.
-        max_gradient_norm: gradients are scaled down to it.
-        commit_every_steps: how often a checkpoint is written and committed.
-        keep_checkpoints: how many committed ones stay on the disk.
-        entropy_coef: weight of the entropy bonus.
-        max_steps: end after this gradient step; None: when the stream ends.
-    """
-
-    checkpoints: Path
-    learning_rate: float = 1e-3
-    warmup_steps: int = 0
-    decay_steps: int | None = None
-    lowest_rate: float = 0.1
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    max_gradient_norm: float = 1.0
-    commit_every_steps: int = 1
-    keep_checkpoints: int = 2
-    entropy_coef: float = 0.0
-    max_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.commit_every_steps < 1 or self.keep_checkpoints < 1:
-            raise InvalidArgumentError("commit_every_steps and keep_checkpoints must be at least 1")
-
-    def rate_at(self, step: int) -> float:
-        """Return the learning rate of gradient step ``step`` (from 1); it depends on nothing else."""
-        rising = min(1.0, step / (self.warmup_steps + 1))
-        falling = (
-            1.0
-            if self.decay_steps is None
-            else 1 - (1 - self.lowest_rate) * step / self.decay_steps
-        )
-        return self.learning_rate * rising * max(falling, self.lowest_rate)
-
-    def optimizer_of(self, policy: TransformerPolicy) -> torch.optim.Optimizer:
-        """Return a fresh optimizer."""
-        return torch.optim.AdamW(
-            policy.parameters(),
-            lr=self.learning_rate,
-            weight_decay=self.weight_decay,
-            betas=self.betas,
-        )
+__all__ = ["StepReport", "Trainer", "TrainerSettings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +60,59 @@ class Trainer:
     Args:
         stream: where the steps come from and commits go to; its last commit is where training goes
             on.
-        fresh_policy: returns the policy to begin with, where there is no commit yet.
-        loss_fn: the policy loss.
+        fresh_policy: returns the policy to begin with, where there is no commit yet; it is also the
+            reference, unless another is given.
+        algorithm: what `trinity_buffer.algorithm.build` made.
         settings: everything else.
+        reference: a frozen policy that divergences are measured from.
+        teacher: a frozen policy to distil; None: its log-probabilities are in the store, or the
+            algorithm needs none.
+        processes: of a data-parallel trainer.
+
+    Raises:
+        InvalidArgumentError: the algorithm cannot be trained like this.
     """
 
     def __init__(
         self,
         stream: SyncTrainStream,
         fresh_policy: Callable[[], TransformerPolicy],
-        loss_fn: PolicyLossFn,
+        algorithm: Algorithm,
         settings: TrainerSettings,
+        *,
+        reference: TransformerPolicy | None = None,
+        teacher: TransformerPolicy | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self._stream = stream
-        self._loss_fn = loss_fn
+        self._algorithm = algorithm
         self._settings = settings
+        self._processes = processes or OneProcess()
+        self._value_loss = ValueLossFn(settings.value_clip_range, algorithm.loss_agg_mode)
+        adaptive = algorithm.kl_loss.adaptive or algorithm.kl_penalty.adaptive
+        if adaptive and self._processes.world_size > 1:
+            raise InvalidArgumentError(
+                "an adaptive KL coefficient would differ from rank to rank: give a fixed one"
+            )
         resume = stream.resume
         if resume is not None and resume.checkpoint is not None:
             self.state = load_checkpoint(resume.checkpoint, settings.optimizer_of)
         else:
-            policy = fresh_policy()
-            self.state = TrainerState(policy, settings.optimizer_of(policy), 0, ())
+            self.state = self._fresh(fresh_policy())
+        if reference is None and algorithm.needs_reference:
+            reference = fresh_policy()
+        for name, coefficient in self.state.coefficients.items():
+            getattr(algorithm, name).kl_coef = coefficient
+        critic = None if self.state.critic is None else self.state.critic[0]
+        self._models = Models(self.state.policy, critic, reference, teacher)
+        require_models(algorithm, self._models)
+
+    def _fresh(self, policy: TransformerPolicy) -> TrainerState:
+        settings, critic = self._settings, None
+        if self._algorithm.type.use_critic:
+            model = TransformerCritic(policy.config)
+            critic = (model, settings.optimizer_of(model, is_critic=True))
+        return TrainerState(policy, settings.optimizer_of(policy), 0, (), critic)
 
     @property
     def policy(self) -> TransformerPolicy:
@@ -174,44 +158,79 @@ class Trainer:
         return self._settings.max_steps is not None and step >= self._settings.max_steps
 
     def _train(self, step: TrainStep) -> tuple[float, float, dict[str, float]]:
-        optimizer, policy = self.state.optimizer, self.state.policy
+        reduce = self._processes.sum if self._processes.world_size > 1 else None
+        found = prepare(step, self._algorithm, self._models, reduce=reduce)
+        policy, optimizer = self.state.policy, self.state.optimizer
         optimizer.zero_grad(set_to_none=True)
-        losses, metrics = [], {}
+        parts = []
         for microbatch in step.microbatches:
             loss, metrics = self._loss(microbatch)
             loss.backward()
-            losses.append(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), self._settings.max_gradient_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = self._settings.rate_at(step.step)
+            parts.append({"loss": loss.detach(), **metrics})
+        norm = self._clipped(policy)
+        _set_rate(optimizer, self._settings.rate_at(step.step))
         reached("before-step")
         optimizer.step()
+        if self.state.critic is not None:
+            found |= self._train_critic(step, *self.state.critic)
         reached("after-step")
-        numbers = {name: float(value) for name, value in metrics.items()}
-        return float(torch.stack(losses).sum()), float(norm), numbers
+        numbers = {name: float(value) for name, value in (found | _combined(parts)).items()}
+        self._adapt(step, numbers)
+        return numbers.pop("loss"), norm, numbers
 
     def _loss(self, microbatch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        scores = self.state.policy.logprobs(
-            microbatch["input_ids"],
-            attention_mask=microbatch["attention_mask"] if "cu_seqlens" not in microbatch else None,
-            cu_seqlens=microbatch.get("cu_seqlens"),
-            max_seqlen=microbatch.get("max_seqlen"),
+        scores = scores_of(self.state.policy, microbatch)
+        return self._algorithm.loss(
+            scores.logprob, microbatch, entropy=scores.entropy, layout=microbatch.layout
         )
-        wanted = {name: microbatch[name] for name in self._loss_fn.select_keys}
-        loss, metrics = self._loss_fn(scores.logprob, **wanted, layout=microbatch.layout)
-        if self._settings.entropy_coef:
-            tokens = max(microbatch.layout.global_tokens, 1)
-            entropy = scores.entropy.where(microbatch["action_mask"], 0.0).sum() / tokens
-            loss = loss - self._settings.entropy_coef * entropy
-            metrics = {**metrics, "entropy": entropy.detach()}
-        return loss, metrics
+
+    def _train_critic(
+        self, step: TrainStep, critic: TransformerCritic, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Tensor]:
+        optimizer.zero_grad(set_to_none=True)
+        parts = []
+        for microbatch in step.microbatches:
+            loss, metrics = self._value_loss(
+                values_of(critic, microbatch),
+                microbatch["values"],
+                microbatch["returns"],
+                microbatch["action_mask"],
+                layout=microbatch.layout,
+            )
+            loss.backward()
+            parts.append(metrics)
+        self._clipped(critic)
+        _set_rate(optimizer, self._settings.critic_rate_at(step.step))
+        optimizer.step()
+        return _combined(parts)
+
+    def _clipped(self, model: torch.nn.Module) -> float:
+        """Average the gradients over the ranks, scale them down to the limit, return their norm."""
+        self._processes.average_gradients(model)
+        limit = self._settings.max_gradient_norm
+        return float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
+
+    def _adapt(self, step: TrainStep, numbers: Mapping[str, float]) -> None:
+        """Let an adaptive coefficient of the loss take its step; that of a penalty has done so."""
+        kl_loss = self._algorithm.kl_loss
+        if kl_loss.adaptive and "actor/kl_loss" in numbers:
+            rows = step.microbatches[0].layout.global_sequences
+            kl_loss.update_kl_coef(numbers["actor/kl_loss"], rows)
 
     def _remember(self, step: TrainStep) -> None:
         """Note what the weights went through; from here on it is true, whether it is committed or not."""
         digests: Sequence[bytes] = (*self.state.manifests, step.manifest.digest)
-        self.state = TrainerState(self.state.policy, self.state.optimizer, step.step, digests)
+        adaptive = {
+            name: getattr(self._algorithm, name).kl_coef
+            for name in ("kl_loss", "kl_penalty")
+            if getattr(self._algorithm, name).adaptive
+        }
+        self.state = replace(self.state, step=step.step, manifests=digests, coefficients=adaptive)
 
     def _commit(self, step: TrainStep, metrics: dict[str, float]) -> None:
+        if self._processes.rank:
+            self._stream.commit(step)
+            return
         reached("before-checkpoint")
         folder = save_checkpoint(self._settings.checkpoints, self.state)
         reached("after-checkpoint")
@@ -221,6 +240,20 @@ class Trainer:
             keep=self._settings.keep_checkpoints,
             committed=folder,
         )
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def _combined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return the metrics of a step from those of its micro-batches: losses add up, others average."""
+    found = {}
+    for name in parts[0]:
+        values = torch.stack([torch.as_tensor(part[name], dtype=torch.float64) for part in parts])
+        found[name] = values.sum() if name.endswith("loss") else values.mean()
+    return found
 
 
 def _report_of(

@@ -164,7 +164,12 @@ class TrainerAdvantage(AdvantageFn):
     ``uid``, ...) or our own (``action_mask``, ``old_logprob``, ``group_index``, ...), padded ``[B,
     T]`` or packed with ``cu_seqlens``. It gets ``advantages`` and ``returns``; a function that
     drops tokens also replaces the mask.
+
+    Class attributes:
+        tensors: what it reads that no rollout brings along, such as ``values``.
     """
+
+    tensors: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def compute_in_trainer(cls) -> bool:

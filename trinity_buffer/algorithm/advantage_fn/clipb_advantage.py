@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
 from trinity_buffer.algorithm.advantage_fn.entropy_clip import (
@@ -18,7 +18,7 @@ from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 class ClipBAdvantageFn(GRPOAdvantageFn):
     """Drops tokens with A < 0 and ``S - mean(S) < -mu std(S)`` from the action mask.
 
-    ``S = p (H + log p)``.     Needs ``rollout_logprob`` and ``entropy``. Mean and (population)
+    ``S = p (H + log p)``. Needs ``rollout_logprob`` and ``entropy``. Mean and (population)
     deviation are over all action tokens.
 
     Args:
@@ -26,6 +26,8 @@ class ClipBAdvantageFn(GRPOAdvantageFn):
         mu: how many deviations are tolerated.
         kwargs: the options of `GRPOAdvantageFn`.
     """
+
+    tensors: ClassVar[tuple[str, ...]] = ("entropy",)
 
     def __init__(self, epsilon: float = 1e-6, mu: float = 2.5, **kwargs: Any) -> None:
         super().__init__(epsilon, **kwargs)

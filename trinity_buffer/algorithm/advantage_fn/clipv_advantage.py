@@ -22,7 +22,7 @@ from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 class ClipVAdvantageFn(GRPOAdvantageFn):
     """Drops tokens with A <= 0 and ``D > mu std(D)`` from the action mask.
 
-    ``D = necs - S`` with ``S = p (H + log p)`` and `expected_entropy_change` as ``necs``.     Needs
+    ``D = necs - S`` with ``S = p (H + log p)`` and `expected_entropy_change` as ``necs``. Needs
     ``old_logprob``, ``entropy`` and ``necs``. The deviation is the population's, over all action
     tokens.
 
@@ -34,6 +34,7 @@ class ClipVAdvantageFn(GRPOAdvantageFn):
         kwargs: the options of `GRPOAdvantageFn`.
     """
 
+    tensors: ClassVar[tuple[str, ...]] = ("entropy", "necs")
     tuned: ClassVar[Mapping[str, Any]] = {"mu": 8.5}
 
     def __init__(

@@ -77,6 +77,7 @@ class JSDAdvantage(TrainerAdvantage):
             wrong sign.
     """
 
+    tensors: ClassVar[tuple[str, ...]] = ("teacher_logprob",)
     reference_args: ClassVar[Mapping[str, Any]] = {"estimator": "log_ratio"}
 
     def __init__(

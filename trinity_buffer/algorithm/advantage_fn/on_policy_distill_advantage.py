@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
@@ -18,6 +18,8 @@ class OnPolicyDistillAdvantage(TrainerAdvantage):
     Args:
         kl_coef: scale.
     """
+
+    tensors: ClassVar[tuple[str, ...]] = ("teacher_logprob",)
 
     def __init__(self, kl_coef: float = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)

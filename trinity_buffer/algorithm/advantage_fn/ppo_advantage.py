@@ -36,6 +36,7 @@ class PPOAdvantageFn(TrainerAdvantage):
             reference does.
     """
 
+    tensors: ClassVar[tuple[str, ...]] = ("values",)
     reference_args: ClassVar[Mapping[str, Any]] = {"mask_aware": False}
 
     def __init__(

@@ -1,0 +1,42 @@
+"""The algorithm of a run, from its configuration. One rule says which of two settings wins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trinity_buffer.algorithm import Algorithm, build
+from trinity_buffer.cli.run_config import RunConfig
+
+
+def algorithm_of(config: RunConfig) -> Algorithm:
+    """Return the algorithm of a run.
+
+    The algorithm's own recipe gives way to ``algorithm_args``, and these to the keys that say one
+    thing each, where they are set: ``strategy`` and ``strategy_args``, ``loss``,
+    ``optimizer.entropy_coef``, ``rollouts_per_group``.
+
+    Raises:
+        UnknownNameError: a name that is not registered.
+        InvalidArgumentError: an argument that nothing takes; the message says what is accepted.
+    """
+    user: dict[str, Any] = dict(config.algorithm_args)
+    user["rollouts_per_group"] = config.rollouts_per_group
+    if config.strategy is not None:
+        user["add_strategy"] = config.strategy.split("+")
+        user.pop("add_strategy_args", None)
+    if config.strategy_args:
+        user["add_strategy_args"] = config.strategy_args
+    if config.loss.name is not None and config.loss.name != user.get("policy_loss_fn"):
+        user["policy_loss_fn"] = config.loss.name
+        user.pop("policy_loss_fn_args", None)
+    if config.loss.args:
+        user["policy_loss_fn_args"] = {**user.get("policy_loss_fn_args", {}), **config.loss.args}
+    coefficient = config.optimizer.entropy_coef
+    if coefficient is not None:
+        own = build(config.algorithm).choices["entropy_loss_fn"].name
+        if own == "none" and coefficient:
+            user.setdefault("entropy_loss_fn", "default")
+        if user.get("entropy_loss_fn", own) != "none":
+            given = user.get("entropy_loss_fn_args", {})
+            user["entropy_loss_fn_args"] = {**given, "entropy_coef": coefficient}
+    return build(config.algorithm, **user)

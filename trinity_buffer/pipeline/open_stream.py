@@ -1,0 +1,82 @@
+"""Opening a train stream: with the lease as rank 0, without it as any other rank."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
+from trinity_buffer.pipeline.background import running
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.rank_stream import RankStream
+from trinity_buffer.pipeline.stream_options import StreamOptions
+from trinity_buffer.pipeline.train_stream import TrainStream
+from trinity_buffer.pipeline.trainer_lease import TrainerLease, hold_lease
+from trinity_buffer.store import log, queries
+
+
+@asynccontextmanager
+async def open_async_train_stream(
+    experiment: Experiment, **options: Any
+) -> AsyncIterator[TrainStream]:
+    """Open the stream of gradient steps; see `StreamOptions` for the keywords.
+
+    Uncommitted steps of an earlier process of the same consumer are served first, byte for byte as
+    they were recorded.
+
+    Raises:
+        InvalidArgumentError: an unknown or impossible option.
+        UnknownExperimentError: there is no ``expert_experiment`` of this name.
+        LeaseHeldError: another process is this consumer, and ``wait_for_lease`` is False.
+        CheckpointError: the last commit's checkpoint is missing or is not the one that was
+            committed.
+    """
+    try:
+        chosen = StreamOptions(**options)
+    except TypeError as error:
+        accepted = ", ".join(StreamOptions.__slots__)
+        raise InvalidArgumentError(f"train stream: {error}; accepted are {accepted}") from error
+    if chosen.rank:
+        lease = TrainerLease(
+            experiment.database, experiment.key, chosen.consumer, chosen.lease_ttl_s
+        )
+        follower = RankStream(experiment, chosen, lease)
+        await follower.prepare()
+        async with running(follower.run):
+            yield follower
+        return
+    async with hold_lease(
+        experiment.database,
+        experiment.key,
+        chosen.consumer,
+        ttl_s=chosen.lease_ttl_s,
+        wait=chosen.wait_for_lease,
+    ) as lease:
+        stream = TrainStream(experiment, chosen, lease, await _expert_of(experiment, chosen))
+        await stream.prepare()
+        try:
+            async with running(stream.run):
+                yield stream
+        finally:
+            stream.close()
+
+
+async def _expert_of(experiment: Experiment, options: StreamOptions) -> Experiment | None:
+    """Return the experiment that a mixing stream takes the expert's rows from."""
+    name = options.expert_experiment
+    if name is None:
+        return None
+    if name == experiment.name:
+        raise InvalidArgumentError(
+            f"expert_experiment={name!r} is the trainer's own: its rows are not an expert's"
+        )
+    async with experiment.database.reading() as tx:
+        key = await log.find_experiment(tx, name)
+        found = None if key is None else await queries.config_of(tx, key)
+        known = await log.experiment_names(tx)
+    if key is None or found is None:
+        raise UnknownExperimentError(
+            f"expert_experiment={name!r} is not in this store; it holds {', '.join(known)}"
+        )
+    return experiment.sibling(key, name, found[0])

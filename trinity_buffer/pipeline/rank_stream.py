@@ -1,0 +1,83 @@
+"""The stream of a rank above 0: it serves what rank 0 has leased, read from the log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.manifest import FIRST_LINK, chain
+from trinity_buffer.pipeline.stream_options import TrainStep
+from trinity_buffer.pipeline.train_stream import TrainStream
+from trinity_buffer.store import queries
+
+
+class RankStream(TrainStream):
+    """Looks like rank 0's stream to its trainer; it leases nothing, and a commit is a word to rank 0."""
+
+    async def prepare(self) -> None:
+        """Join the other ranks, find the last commit and what was handed out after it."""
+        await self._ranks.join()
+        async with self._database.reading() as tx:
+            steps = await queries.steps(tx, self.experiment.key, self.options.consumer)
+        self._committed = self._ranks.committed
+        self._chain = FIRST_LINK
+        for done in steps[: self._committed]:
+            self._chain = chain(self._chain, done.manifest_digest)
+        if self._committed:
+            await self._find_resume(steps[self._committed - 1])
+        self._again = len(steps)
+        self._next_step = self._committed + 1
+
+    async def run(self) -> None:
+        """Serve what rank 0 leases until it says that there is no more."""
+        async with self._send:
+            try:
+                await self._feed()
+            except Exception as error:  # noqa: BLE001 - re-raised by __anext__, to whoever reads the stream
+                self._failure = error
+
+    async def _feed(self) -> None:
+        while True:
+            state = await self._database.changes.state()
+            async with self._database.reading() as tx:
+                leased = await queries.steps(
+                    tx, self.experiment.key, self.options.consumer, after=self._next_step - 1
+                )
+            for row in leased:
+                step = await self._serve_again(row)
+                step.recorded = row.step <= self._again
+                self._next_step = row.step + 1
+                await self._send.send(step)
+            if self._ranks.ended is not None and self._next_step > self._ranks.ended:
+                return
+            if not leased:
+                await self._ranks.wait_for_news(state)
+
+    async def commit(
+        self,
+        step: TrainStep,
+        checkpoint: str | Path | None = None,
+        policy: str | Path | None = None,
+        environment: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Tell rank 0 that this rank went through every step up to ``step``; rank 0 commits them.
+
+        Call it when this rank's files of the checkpoint, if it has any, are written. The other
+        arguments are rank 0's affair.
+
+        Raises:
+            LeaseLostError: the ranks assembled anew without this one.
+        """
+        if step.step <= self._committed:
+            return
+        if step.step not in self._delivered:
+            raise InvalidArgumentError(
+                f"commit of step {step.step}: it was not delivered by this stream"
+            )
+        await self._ranks.part_done(step.step)
+        self._committed = step.step
+        for number in [number for number in self._delivered if number <= step.step]:
+            del self._delivered[number]

@@ -1,0 +1,213 @@
+"""How the ranks of a data-parallel trainer find each other through the log, and commit together.
+
+Every rank that opens the stream records that it joined. Rank 0, which holds the lease, waits for
+one unanswered join of each and records an assembly that names them. A rank belongs to the assembly
+that answers its own join and to no other, so processes of an earlier life can neither be mistaken
+for living ones nor hold a commit up: nothing depends on how long anything took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+
+from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
+from trinity_buffer.pipeline.events import decoded, new_event, now_us
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.stream_options import StreamOptions
+from trinity_buffer.pipeline.trainer_lease import TrainerLease, is_dead
+from trinity_buffer.store import leases, log
+
+EVENTS_PER_PAGE = 256
+KINDS = ("RankJoined", "RanksAssembled", "StepPartDone", "StreamEnded")
+
+
+class RankSession:
+    """One rank's view of the assembly it belongs to; with one rank it has nothing to do.
+
+    Attributes:
+        committed: the last committed step when the ranks assembled.
+        ended: the last step of the stream, once rank 0 said that there are no more.
+    """
+
+    def __init__(self, experiment: Experiment, options: StreamOptions) -> None:
+        self.committed = 0
+        self.ended: int | None = None
+        self._experiment = experiment
+        self._database = experiment.database
+        self._name, self._rank = options.consumer, options.rank
+        self._world, self._ttl_s = options.world_size, options.lease_ttl_s
+        self._position = 0  # of the assembly
+        self._read_up_to = 0
+        self._joins: dict[int, int] = {}  # rank -> position of its last join
+        self._parts: dict[int, int] = {}  # rank -> last step whose part is done
+        self._superseded = ""
+
+    # -- rank 0
+    # ------------------------------------------------------------------------------------------
+
+    async def assemble(self, lease: TrainerLease, committed: int) -> None:
+        """Wait for all ranks, then record that they are together, and where they begin."""
+        if self._world == 1:
+            return
+        others = set(range(1, self._world))
+        while True:
+            state = await self._database.changes.state()
+            await self._read()
+            if others <= self._joins.keys():
+                break
+            await self._database.changes.changed(state, timeout_s=self._ttl_s / 4)
+            if lease.lost is not None:
+                raise lease.lost
+        body = {
+            "consumer": self._name,
+            "token": lease.token,
+            "committed_step": committed,
+            "joins": [self._joins[rank] for rank in sorted(others)],
+        }
+        self._position = await self._append("RanksAssembled", body, token=lease.token)
+        self.committed = committed
+
+    async def all_parts(self, step: int, lease: TrainerLease) -> None:
+        """Wait until every other rank has said that its part of ``step`` is done.
+
+        Raises:
+            LeaseLostError: another process took over, or a rank started again.
+        """
+        if self._world == 1:
+            return
+        while True:
+            state = await self._database.changes.state()
+            await self._read()
+            self._check()
+            if all(self._parts.get(rank, 0) >= step for rank in range(1, self._world)):
+                return
+            await self._database.changes.changed(state, timeout_s=self._ttl_s / 4)
+            if lease.lost is not None:
+                raise lease.lost
+
+    async def end(self, last_step: int) -> None:
+        """Tell the other ranks that there are no steps after ``last_step``."""
+        if self._world > 1:
+            body = {"consumer": self._name, "assembly": self._position, "step": last_step}
+            await self._append("StreamEnded", body)
+
+    # -- the other ranks
+    # ------------------------------------------------------------------------------------------
+
+    async def join(self) -> None:
+        """Record that this rank is here, and wait for the assembly that answers it."""
+        body = {"consumer": self._name, "rank": self._rank, "world_size": self._world}
+        own = await self._append("RankJoined", body)
+        self._read_up_to = own
+        while not self._position:
+            state = await self._database.changes.state()
+            await self._read(joined_at=own)
+            if not self._position:
+                await self._database.changes.changed(state)
+
+    async def part_done(self, step: int) -> None:
+        """Record that this rank went through ``step``.
+
+        Raises:
+            LeaseLostError: the ranks assembled anew without this one.
+        """
+        await self._read()
+        self._check()
+        body = {
+            "consumer": self._name,
+            "assembly": self._position,
+            "rank": self._rank,
+            "step": step,
+        }
+        await self._append("StepPartDone", body)
+
+    async def wait_for_news(self, state: Any) -> None:
+        """Return when something happened since ``state``.
+
+        Raises:
+            LeaseLostError: rank 0 is gone, or the ranks assembled anew without this one.
+        """
+        await self._read()
+        self._check()
+        if self.ended is not None:
+            return
+        async with self._database.reading() as tx:
+            held = await leases.holder(tx, self._experiment.key, self._name)
+        if held is None or is_dead(held[0]) or held[2] < now_us():
+            raise LeaseLostError(
+                f"rank 0 of trainer {self._name!r} is gone: start all ranks again; they resume "
+                "from the last commit"
+            )
+        await self._database.changes.changed(state, timeout_s=self._ttl_s / 4)
+
+    # -- reading
+    # ------------------------------------------------------------------------------------------
+
+    async def _append(self, kind: str, body: Mapping[str, Any], *, token: int | None = None) -> int:
+        event = new_event(kind, body)
+        with anyio.CancelScope(shield=True):
+            async with self._database.writing() as tx:
+                if token is not None:
+                    await leases.require(tx, self._experiment.key, self._name, token=token)
+                (position,) = await log.append(
+                    tx, self._experiment.key, [event], actor=self._name, now_us=now_us()
+                )
+        return position
+
+    async def _read(self, joined_at: int | None = None) -> None:
+        """Take in what the ranks have recorded since the last time."""
+        while True:
+            async with self._database.reading() as tx:
+                head = await log.head(tx, self._experiment.key)
+                page = await log.read_after(
+                    tx,
+                    self._experiment.key,
+                    self._read_up_to,
+                    limit=EVENTS_PER_PAGE,
+                    kinds=KINDS,
+                    up_to=head,
+                )
+            for stored in page:
+                body = decoded("", stored).body
+                if body["consumer"] == self._name:
+                    self._take_in(stored.position, stored.kind, body, joined_at)
+            if len(page) < EVENTS_PER_PAGE:
+                self._read_up_to = max(self._read_up_to, head)
+                return
+            self._read_up_to = page[-1].position
+
+    def _take_in(
+        self, position: int, kind: str, body: Mapping[str, Any], joined_at: int | None
+    ) -> None:
+        if kind == "RankJoined":
+            self._take_in_join(position, body)
+        elif kind == "RanksAssembled":
+            if joined_at is not None and joined_at in body["joins"]:
+                self._position, self.committed = position, body["committed_step"]
+            elif self._position and position > self._position:
+                self._superseded = "the ranks assembled anew without this process"
+            self._joins = {}  # answered: they belong to that assembly
+        elif body["assembly"] == self._position and kind == "StepPartDone":
+            self._parts[body["rank"]] = max(self._parts.get(body["rank"], 0), body["step"])
+        elif body["assembly"] == self._position and kind == "StreamEnded":
+            self.ended = body["step"]
+
+    def _take_in_join(self, position: int, body: Mapping[str, Any]) -> None:
+        if self._position and self._rank == 0:
+            self._superseded = f"rank {body['rank']} started again"
+        elif body["world_size"] != self._world:
+            raise InvalidArgumentError(
+                f"rank {body['rank']} of trainer {self._name!r} was started with world_size="
+                f"{body['world_size']}, this one with {self._world}: start all ranks alike"
+            )
+        self._joins[body["rank"]] = position
+
+    def _check(self) -> None:
+        if self._superseded:
+            raise LeaseLostError(
+                f"trainer {self._name!r}: {self._superseded}; start all ranks again, they resume "
+                "from the last commit"
+            )

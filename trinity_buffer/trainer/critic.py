@@ -1,0 +1,99 @@
+"""The critic of PPO: a small transformer that predicts returns, and the loss it is trained with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trinity_buffer.algorithm.functional import aggregate_loss, keep
+from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.policy import PolicyConfig, TransformerPolicy
+
+Metrics = dict[str, Tensor]
+
+
+class TransformerCritic(TransformerPolicy):
+    """A transformer with one output per token, 0 everywhere at first.
+
+    Args:
+        config: the shape; its vocabulary is what is read.
+        seed: of the initial weights.
+    """
+
+    def __init__(self, config: PolicyConfig, *, seed: int = 0) -> None:
+        super().__init__(config, seed=seed)
+        self.head = nn.Linear(config.width, 1, bias=False)
+        nn.init.zeros_(self.head.weight)
+
+    def values(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Return the value of the state in which each token was said, the shape of ``input_ids``.
+
+        As a log-probability, that of token t comes from what precedes it; the first token of a
+        sequence has none, its value is 0.
+
+        Args:
+            input_ids: ``[B, T]`` right-padded, or ``[T_total]`` with ``cu_seqlens``.
+            cu_seqlens: ``[N + 1]`` boundaries of packed sequences.
+            max_seqlen: length of the longest of them.
+        """
+        found = self.forward(input_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).squeeze(-1)
+        values = torch.roll(found, 1, -1)
+        first = torch.zeros_like(input_ids, dtype=torch.bool)
+        if cu_seqlens is None:
+            first[:, 0] = True
+        else:
+            first[cu_seqlens[:-1].long()] = True
+        return values.masked_fill(first, 0.0)
+
+
+class ValueLossFn:
+    """Half the squared error between values and returns, on action tokens.
+
+    ``clip_range`` keeps new values near the old ones, as in PPO's first implementations: the worse
+    of the two errors counts. The algorithms' descriptions name no such range, so there is none by
+    default.
+
+    Args:
+        clip_range: how far a value may move from the one of the step's beginning; None: any way.
+        loss_agg_mode: see `aggregate_loss`.
+    """
+
+    def __init__(self, clip_range: float | None = None, loss_agg_mode: str = "token-mean") -> None:
+        if clip_range is not None and clip_range <= 0:
+            raise InvalidArgumentError(f"value_clip_range={clip_range}: it must be positive")
+        self.clip_range = clip_range
+        self.loss_agg_mode = loss_agg_mode
+
+    def __call__(
+        self,
+        predicted: Tensor,
+        values: Tensor,
+        returns: Tensor,
+        action_mask: Tensor,
+        *,
+        layout: BatchLayout | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """Return the loss, and metrics.
+
+        Args:
+            predicted: by the critic as it is now.
+            values: by the critic before the step.
+            returns: what it is to predict.
+            action_mask: what counts.
+            layout: boundaries and denominators of the step.
+        """
+        now, before = keep(action_mask, predicted), keep(action_mask, values)
+        wanted = keep(action_mask, returns)
+        errors = (now - wanted).square()
+        if self.clip_range is not None:
+            near = before + (now - before).clamp(-self.clip_range, self.clip_range)
+            errors = torch.maximum(errors, (near - wanted).square())
+        loss = aggregate_loss(0.5 * errors, action_mask, self.loss_agg_mode, layout=layout)
+        return loss, {"critic/value_loss": loss.detach()}

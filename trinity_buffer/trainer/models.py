@@ -1,0 +1,149 @@
+"""The models of a trainer: which an algorithm needs beside its policy, and what they say of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_buffer.algorithm import Algorithm
+from trinity_buffer.algorithm.advantage_fn.entropy_clip import expected_entropy_change
+from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.collate import MicroBatch
+from trinity_buffer.pipeline.step_tensors import Reduce
+from trinity_buffer.pipeline.stream_options import TrainStep
+from trinity_buffer.policy import TokenScores, TransformerPolicy
+from trinity_buffer.trainer.critic import TransformerCritic
+
+
+@dataclass(slots=True)
+class Models:
+    """The policy and those beside it.
+
+    Attributes:
+        policy: what is trained.
+        critic: trained beside it, where the algorithm uses one.
+        reference: frozen; by default the policy of version 0.
+        teacher: frozen; None: teachers' log-probabilities come with the data, or are not needed.
+    """
+
+    policy: TransformerPolicy
+    critic: TransformerCritic | None = None
+    reference: TransformerPolicy | None = None
+    teacher: TransformerPolicy | None = None
+
+
+def require_models(algorithm: Algorithm, models: Models) -> None:
+    """Return if ``models`` has every model that the algorithm cannot do without.
+
+    Raises:
+        InvalidArgumentError: names the one that is missing.
+    """
+    lacking = [
+        name
+        for name, needed in (
+            ("critic", algorithm.type.use_critic),
+            ("reference", algorithm.needs_reference),
+        )
+        if needed and getattr(models, name) is None
+    ]
+    if lacking:
+        raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs a {lacking[0]} model")
+
+
+def scores_of(policy: TransformerPolicy, microbatch: MicroBatch) -> TokenScores:
+    """Return log-probability and entropy of every token of a micro-batch."""
+    packed = "cu_seqlens" in microbatch
+    return policy.logprobs(
+        microbatch["input_ids"],
+        attention_mask=None if packed else microbatch["attention_mask"],
+        cu_seqlens=microbatch.get("cu_seqlens"),
+        max_seqlen=microbatch.get("max_seqlen"),
+    )
+
+
+def values_of(critic: TransformerCritic, microbatch: MicroBatch) -> Tensor:
+    """Return the value of every token of a micro-batch."""
+    return critic.values(
+        microbatch["input_ids"],
+        cu_seqlens=microbatch.get("cu_seqlens"),
+        max_seqlen=microbatch.get("max_seqlen"),
+    )
+
+
+def prepare(
+    step: TrainStep, algorithm: Algorithm, models: Models, *, reduce: Reduce | None = None
+) -> dict[str, Any]:
+    """Put everything into the micro-batches that the loss reads and the store does not hold.
+
+    Log-probabilities of the policy before the step, of reference and teacher, and values; then,
+    over the whole step, the penalty on rewards and the advantages.
+
+    Args:
+        step: changed in place.
+        algorithm: what is trained.
+        models: of the trainer.
+        reduce: sums a tensor over data-parallel ranks.
+
+    Raises:
+        InvalidArgumentError: a tensor is missing; the message names it.
+    """
+    for microbatch in step.microbatches:
+        _score(microbatch, algorithm, models)
+    metrics: dict[str, Any] = {}
+    if algorithm.choices["kl_penalty_fn"].name != "none":
+        metrics |= step.apply(lambda batch, layout: _penalize(algorithm, batch, layout))
+    if algorithm.advantage is not None:
+        metrics |= step.compute(algorithm.advantage, reduce=reduce)
+    return metrics
+
+
+@torch.no_grad()
+def _score(microbatch: MicroBatch, algorithm: Algorithm, models: Models) -> None:
+    wanted = algorithm.tensors | _read_by_advantages(algorithm)
+    before = "old_logprob" not in microbatch
+    if before or "entropy" in wanted:
+        scores = scores_of(models.policy, microbatch)
+        microbatch["entropy"] = scores.entropy
+        if before:
+            microbatch["old_logprob"] = scores.logprob
+    if "necs" in wanted:
+        microbatch["necs"] = _necs(models.policy, microbatch)
+    if models.reference is not None and algorithm.needs_reference:
+        microbatch["ref_logprob"] = scores_of(models.reference, microbatch).logprob
+    if models.teacher is not None:
+        microbatch["teacher_logprob"] = scores_of(models.teacher, microbatch).logprob
+    if "teacher_logprob" in wanted and "teacher_logprob" not in microbatch:
+        raise InvalidArgumentError(
+            f"algorithm {algorithm.name!r} needs teacher_logprob: store teacher_logprobs with the "
+            "experiences, or give the trainer a teacher policy"
+        )
+    if models.critic is not None and algorithm.type.use_critic:
+        microbatch["values"] = values_of(models.critic, microbatch)
+
+
+def _necs(policy: TransformerPolicy, microbatch: MicroBatch) -> Tensor:
+    """Return the expected change of entropy at every token, from the logits before it."""
+    logits = policy.forward(
+        microbatch["input_ids"],
+        cu_seqlens=microbatch.get("cu_seqlens"),
+        max_seqlen=microbatch.get("max_seqlen"),
+    )
+    return torch.roll(expected_entropy_change(logits), 1, -1).where(microbatch["action_mask"], 0.0)
+
+
+def _read_by_advantages(algorithm: Algorithm) -> frozenset[str]:
+    return frozenset(() if algorithm.advantage is None else algorithm.advantage.tensors)
+
+
+def _penalize(
+    algorithm: Algorithm, batch: dict[str, Any], layout: BatchLayout
+) -> dict[str, Tensor]:
+    """Take the divergence from the reference off the rewards; return metrics."""
+    scored = {**batch, "token_level_scores": batch["token_level_rewards"]}
+    changed, metrics = algorithm.kl_penalty.apply_kl_penalty_to_reward(scored, layout=layout)
+    batch["token_level_rewards"] = changed["token_level_rewards"]
+    return {f"penalty/{name}": value for name, value in metrics.items()}

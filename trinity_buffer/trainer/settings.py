@@ -1,0 +1,71 @@
+"""How gradients become steps: the numbers of a trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trinity_buffer.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """How gradients become steps.
+
+    Attributes:
+        checkpoints: folder under which checkpoints are written.
+        learning_rate: the highest.
+        warmup_steps: steps over which it rises from 0, linearly.
+        decay_steps: steps over which it then falls, linearly, counted from the start of the run; None: never.
+        lowest_rate: fraction of ``learning_rate`` at which it stays.
+        max_gradient_norm: gradients are scaled down to it.
+        commit_every_steps: how often a checkpoint is written and committed.
+        keep_checkpoints: how many committed ones stay on the disk.
+        critic_learning_rate: of the critic, where there is one; it follows the same schedule.
+        value_clip_range: see `ValueLossFn`.
+        max_steps: end after this gradient step; None: when the stream ends.
+    """
+
+    checkpoints: Path
+    learning_rate: float = 1e-3
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    lowest_rate: float = 0.1
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    max_gradient_norm: float = 1.0
+    commit_every_steps: int = 1
+    keep_checkpoints: int = 2
+    critic_learning_rate: float = 1e-3
+    value_clip_range: float | None = None
+    max_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.commit_every_steps < 1 or self.keep_checkpoints < 1:
+            raise InvalidArgumentError("commit_every_steps and keep_checkpoints must be at least 1")
+
+    def rate_at(self, step: int) -> float:
+        """Return the learning rate of gradient step ``step`` (from 1); it depends on nothing else."""
+        rising = min(1.0, step / (self.warmup_steps + 1))
+        falling = (
+            1.0
+            if self.decay_steps is None
+            else 1 - (1 - self.lowest_rate) * step / self.decay_steps
+        )
+        return self.learning_rate * rising * max(falling, self.lowest_rate)
+
+    def critic_rate_at(self, step: int) -> float:
+        """Return the learning rate of the critic in gradient step ``step``."""
+        return self.rate_at(step) / self.learning_rate * self.critic_learning_rate
+
+    def optimizer_of(self, model: nn.Module, *, is_critic: bool = False) -> torch.optim.Optimizer:
+        """Return a fresh optimizer for the policy, or for the critic."""
+        return torch.optim.AdamW(
+            model.parameters(),
+            lr=self.critic_learning_rate if is_critic else self.learning_rate,
+            weight_decay=self.weight_decay,
+            betas=self.betas,
+        )
