@@ -1,4 +1,4 @@
-"""The name of an experience. Needs neither torch nor SQL, so that whoever only asks questions stays light."""
+"""The name of an experience. Needs neither torch nor SQL: who only asks questions stays light."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Key = int | str
 
 @dataclass(frozen=True, slots=True)
 class EID:
-    """Address of one experience: which batch, which task in it, which run, which step (turn) of the run.
+    """Address of one experience: batch, task in it, run, and step (turn) of the run.
 
     ``suffix`` tells deliberate repetitions apart: ``""`` for the first attempt, ``"a1"`` for a
     second one. It is never random: writing the same attempt twice must be writing it once.

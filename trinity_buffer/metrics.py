@@ -12,7 +12,7 @@ def gather_metrics(
     prefix: str,
     output_stats: Sequence[str] = ("mean", "max", "min"),
 ) -> dict[str, float]:
-    """Return ``{prefix/name/stat: value}``, each the unweighted statistic over the groups that have ``name``.
+    """Return ``{prefix/name/stat: value}``: unweighted statistics over the groups that have it.
 
     Not-a-number values are left out of a statistic, as are values that are not numbers; a name
     without any number yields nothing.

@@ -1,4 +1,4 @@
-"""What a strategy or an explorer may do with a buffer: the interface, and the writer that only keeps."""
+"""What a strategy or an explorer may do with a buffer: the interface, and one that only keeps."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _NO_PLANS = "a {} takes experiences, not plans: plan and seal with a writer of t
 
 
 class BufferWriter(ABC):
-    """Takes experiences in. Explorers write to the store through one; strategies are given a `StagedWriter`."""
+    """Takes experiences in. Explorers have one of the store, strategies a `StagedWriter`."""
 
     @abstractmethod
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
-        """Take ``experiences``; on return the writer's promise holds (for the store: they are durable)."""
+        """Take ``experiences``; on return they are where the writer promises (the store: durable)."""
 
     async def write_async(self, experiences: Sequence[Experience]) -> WriteReceipt:
         """Do what `write` does, under its old name."""
@@ -57,7 +57,7 @@ class BufferWriter(ABC):
         *,
         policy_version: int | Callable[[], int] | None = None,
     ) -> bool:
-        """Record what a batch will hold, before it is generated; wait until there is room for it."""
+        """Record what a batch will hold, before it is generated; wait until there is room."""
         raise InvalidArgumentError(_NO_PLANS.format(type(self).__name__))
 
     async def missing(self, batch: Key) -> list[tuple[Key, int]]:
@@ -79,7 +79,7 @@ class BufferWriter(ABC):
 
 @dataclass(slots=True)
 class StagedWriter(BufferWriter):
-    """Keeps what a strategy writes until the consumer commits all of it, with its cursor, in one transaction.
+    """Keeps what a strategy writes until the consumer commits all of it, with its cursor.
 
     ``groups`` holds one list per ``write`` call, in the order of the calls: that is how a strategy
     says which experiences belong together.
@@ -95,5 +95,5 @@ class StagedWriter(BufferWriter):
         return WriteReceipt(0, len(experiences), 0, 0, tuple(e.eid.uid for e in experiences))
 
     def reject(self, experiences: Sequence[Experience], reason: str) -> None:
-        """Say why ``experiences`` are left out; what is neither written nor rejected counts as ``filtered``."""
+        """Say why ``experiences`` are left out; what nobody names counts as ``filtered``."""
         self.rejections.extend((experience, reason) for experience in experiences)

@@ -53,9 +53,10 @@ async def test_only_what_was_committed_before_the_horizon_leaves(
 
         assert report.segments == 2
         rows = pyarrow.parquet.read_table(report.files[0]).to_pylist()
-        assert {row["segment"] for row in rows} and sum(len(r["data"]) for r in rows) == report.bytes
+        assert len({row["segment"] for row in rows}) == 2
+        assert sum(len(row["data"]) for row in rows) == report.bytes
         assert [e.eid.task async for e in experiment.read(task=2)] == [2, 2]
-        with pytest.raises(ArchivedSegmentError, match="archived to .*parquet"):
+        with pytest.raises(ArchivedSegmentError, match=r"archived to .*parquet"):
             [e async for e in experiment.read(task=0)]
         assert (await verify(experiment)).problems == ()
         again = await compact(experiment, keep_steps=1, archive=tmp_path / "archive")
@@ -75,7 +76,7 @@ async def test_a_segment_that_no_event_archived_cannot_be_deleted(store_url: str
     async with open_store(store_url) as store:
         experiment = await store.experiment("x", config={})
         await experiment.writer("e0").write(_group(0))
-        event = [e async for e in experiment.events(kinds=["ExperiencesRecorded"])][0]
+        event = await anext(experiment.events(kinds=["ExperiencesRecorded"]))
         with pytest.raises(StoreError, match="archive it first"):
             async with store.database.writing() as tx:
                 await segments.delete(tx, [event.body["segment"]])

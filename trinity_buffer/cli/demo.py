@@ -1,4 +1,4 @@
-"""``trinity-buffer demo``: a whole run on this machine, four processes on one store, watched until it has learnt."""
+"""``trinity-buffer demo``: a whole run, four processes on one store, watched as it learns."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class Demo:
         return None if found is None else Path(found)
 
     def _accuracy(self, checkpoint: Path | None) -> float:
-        """Return the exact-match accuracy of the last committed weights on problems that nobody has seen."""
+        """Return the exact-match accuracy of the last committed weights on fresh problems."""
         # torch is imported only here: while the run is on, this process must leave the cores to the
         # others.
         from trinity_buffer.cli.roles import first_policy, task_of  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""What a run looks like while it runs: numbers from the log alone, drawn on a terminal or said in lines."""
+"""What a run looks like while it runs: numbers from the log alone, drawn or said."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ class RunNumbers:
         accuracy = "-" if self.accuracy is None else f"{self.accuracy:.3f}"
         return (
             f"step {self.step:4d}  accuracy {accuracy}  reward {self.recent_reward:.3f}  "
-            f"{self.rollouts.per_second(now):6.0f} rollouts/s  {self.steps.per_second(now):4.1f} steps/s  "
+            f"{self.rollouts.per_second(now):6.0f} rollouts/s  "
+            f"{self.steps.per_second(now):4.1f} steps/s  "
             f"waiting {self.waiting}  staleness {self.staleness:.1f}"
         )
 

@@ -16,16 +16,16 @@ from pathlib import Path
 
 RESTARTS_WITHOUT_CHAOS = 3
 FRIENDLY_EXIT_S = 1.2
-"""How long a process has to end by itself before it is killed, which loses nothing but takes a repair next time."""
+"""How long a process has to end by itself before it is killed, which loses nothing either."""
 
 ENDS_WITH_PARENT = "TRINITY_BUFFER_ENDS_WITH_PARENT"
-"""Environment variable that tells a process to end as with Ctrl-C when the one that started it is gone."""
+"""Environment variable: end as with Ctrl-C when the process that started this one is gone."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """If the environment says so, have the kernel interrupt this process when its parent dies (Linux only)."""
+    """If the environment says so, be interrupted when the parent dies (Linux only)."""
     if os.environ.get(ENDS_WITH_PARENT) and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 
@@ -113,7 +113,7 @@ class Supervisor:
         return sum(child.kills for child in self.children)
 
     def tend(self) -> Child | None:
-        """Restart what died and kill what is due; return a process that cannot be kept alive, if there is one."""
+        """Restart what died, kill what is due; return a process that cannot be kept alive."""
         if self.chaos_every_s is not None and time.monotonic() >= self._next_kill:
             victims = [child for child in self.children if child.alive]
             if victims:
@@ -138,7 +138,7 @@ class Supervisor:
         return sum(child.alive for child in self.children)
 
     def stop(self, friendly_s: float = FRIENDLY_EXIT_S) -> None:
-        """Ask every process to end (as Ctrl-C does), and kill those that have not after ``friendly_s``.
+        """Ask every process to end (as Ctrl-C does); kill those that have not after ``friendly_s``.
 
         A Ctrl-C meanwhile is ignored: what was started must be stopped.
         """

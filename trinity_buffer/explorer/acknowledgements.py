@@ -1,4 +1,4 @@
-"""What a store has acknowledged, noted by the explorer itself: the proof that nothing was lost comes from outside."""
+"""What a store has acknowledged, noted by the explorer itself: the proof from outside."""
 
 from __future__ import annotations
 

@@ -171,4 +171,5 @@ def _by_group(pairs: Sequence[tuple[Key, int]], groups: int) -> list[list[tuple[
     for pair in pairs:
         by_task.setdefault(pair[0], []).append(pair)
     tasks = list(by_task.values())
-    return [sum(tasks[start : start + groups], []) for start in range(0, len(tasks), groups)]
+    pieces = (tasks[start : start + groups] for start in range(0, len(tasks), groups))
+    return [[pair for task in piece for pair in task] for piece in pieces]

@@ -91,7 +91,9 @@ async def compact(
         size += sum(len(data) for parts in stored.values() for _, _, data in parts)
 
 
-async def _forget(experiment: Experiment, keys: Sequence[bytes], uri: str | None, actor: str) -> None:
+async def _forget(
+    experiment: Experiment, keys: Sequence[bytes], uri: str | None, actor: str
+) -> None:
     event = new_event("SegmentsArchived", {"segments": list(keys), "uri": uri})
     async with experiment.database.writing() as tx:
         await log.append(tx, experiment.key, [event], actor=actor, now_us=now_us())

@@ -1,4 +1,4 @@
-"""What a replay must restore, or name as different: the surroundings in which gradients were computed."""
+"""What a replay must restore, or name as different: where gradients were computed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def environment_of_run(device: str) -> dict[str, Any]:
-    """Return torch's version, device, number of threads, flags and seed, as `StepsCommitted` records them."""
+    """Return torch's version, device, threads, flags and seed, as `StepsCommitted` has them."""
     return {
         "torch": torch.__version__,
         "device": device,

@@ -12,7 +12,7 @@ from trinity_buffer import codec
 from trinity_buffer.store.log import NewEvent, StoredEvent
 
 CLOCK_OFFSET = "TRINITY_BUFFER_CLOCK_OFFSET_S"
-"""Environment variable with seconds by which this process's clock is wrong, for tests of just that."""
+"""Environment variable: seconds by which this process's clock is wrong, for tests of that."""
 
 _offset_us = int(float(os.environ.get(CLOCK_OFFSET) or 0) * 1e6)
 

@@ -1,4 +1,4 @@
-"""Group commit: calls that wait at the same time share one transaction, and each hears of its own rows."""
+"""Group commit: calls that wait together share a transaction; each hears of its own rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import anyio
-from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.crash_points import reached
 from trinity_buffer.identity import EID
@@ -17,6 +15,7 @@ from trinity_buffer.store import log, queries, segments
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.transaction import TakenKeyError, Transaction
 
 ROWS_PER_TRANSACTION = 4096
 """A group stops growing here, so that no transaction holds the database for long."""
@@ -41,7 +40,7 @@ class PreparedWrite:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a `PreparedWrite`: written up to ``position``, or nothing of it because of the other two.
+    """What became of a `PreparedWrite`: written up to ``position``, or not, for the other two.
 
     Attributes:
         known: EIDs that are stored already, with address and content digest.
@@ -62,7 +61,7 @@ class _Entry:
 
 
 class GroupCommit:
-    """The one road of experiences into a database. Whoever finds nobody committing commits for all who wait."""
+    """The one road of experiences into a database: one caller commits for all who wait."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -111,7 +110,7 @@ class GroupCommit:
     async def _commit(self, group: list[_Entry]) -> None:
         try:
             outcomes = await self._write([entry.write for entry in group])
-        except IntegrityError:  # something is stored already: find out what, call by call
+        except TakenKeyError:  # something is stored already: find out what, call by call
             await self._commit_singly(group)
         except Exception as error:  # noqa: BLE001 - handed to every caller of the group
             for entry in group:
@@ -131,7 +130,7 @@ class GroupCommit:
         """Commit all of ``writes`` in one transaction.
 
         Raises:
-            IntegrityError: something is stored already, or a batch is sealed; nothing was written.
+            TakenKeyError: something is stored already, or a batch is sealed; nothing was written.
         """
         places: dict[int, int] = {}
         async with self._database.writing(integrity_errors=True) as tx:
@@ -140,7 +139,7 @@ class GroupCommit:
                 some = [write for write in writes if write.experiment == experiment]
                 await lock_experiment(tx, experiment)
                 if await self._sealed(tx, experiment, some):
-                    raise _SomebodyIsLate
+                    raise _SomebodyIsLateError
                 reached("inside-append")
                 said = [(write.actor, event) for write in some for event in write.events]
                 positions = iter(await log.append_of_actors(tx, experiment, said, now_us=now_us()))
@@ -156,11 +155,11 @@ class GroupCommit:
                 return Outcome(known=known, sealed=sealed)
             try:
                 return (await self._write([write]))[0]
-            except IntegrityError:
+            except TakenKeyError:
                 continue  # another process was quicker between the two transactions: look again
 
     async def _sealed(
-        self, tx: AsyncConnection, experiment: int, writes: Sequence[PreparedWrite]
+        self, tx: Transaction, experiment: int, writes: Sequence[PreparedWrite]
     ) -> frozenset[str]:
         batches = frozenset[str]().union(*(write.open_batches for write in writes))
         if not batches:
@@ -168,8 +167,5 @@ class GroupCommit:
         return frozenset(await queries.sealed_among(tx, experiment, sorted(batches)))
 
 
-class _SomebodyIsLate(IntegrityError):
+class _SomebodyIsLateError(TakenKeyError):
     """Rolls the transaction back; the calls are then looked at one by one."""
-
-    def __init__(self) -> None:
-        super().__init__("", None, ValueError("late"))

@@ -63,7 +63,7 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """Whether all the runs that it should have are stored (refused ones too: they will not come again)."""
+        """Whether all its runs are stored (refused ones too: they will not come again)."""
         return self.rollouts is not None and len(self.runs) >= self.rollouts
 
 
@@ -163,7 +163,7 @@ class Grouping:
             self._group(batch, task).decided = True
 
     def know_run(self, key: GroupKey, run: int) -> None:
-        """Mark a run as stored although its rows are not waiting (they were refused at the door)."""
+        """Mark a run as stored although its rows do not wait (they were refused at the door)."""
         self._group(*key).runs.add(run)
 
     def record(self, row: ExperienceRow, at_us: int) -> None:
@@ -217,7 +217,7 @@ class Grouping:
                     yield key, group
 
     def take_ready(self, now_us: int) -> list[ReadyUnit]:
-        """Return, once, every unit that is ready, oldest batch first, and forget batches that are done."""
+        """Return, once, every unit that is ready, oldest batch first; forget what is done."""
         deadline_us = (
             None if self.rules.deadline_s is None else now_us - int(self.rules.deadline_s * 1e6)
         )

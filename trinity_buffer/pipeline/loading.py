@@ -1,4 +1,4 @@
-"""From rows of the projections to experiences in memory: segments are read, checked, and decoded off the event loop."""
+"""From rows to experiences in memory: segments are read, checked and decoded off the loop."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy.ext.asyncio import AsyncConnection
-
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import ConflictingPlanError, ConflictingSealError, InvalidArgumentError
 from trinity_buffer.identity import Key
@@ -15,6 +13,7 @@ from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.dialect import lock_experiment
+from trinity_buffer.store.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class Admission:
 
     It waits while the groups not yet delivered to the trainer number at least
     ``max(max_waiting_groups, groups_per_step)``, or while
-    ``floor(uncommitted groups / groups_per_step) + (published - own policy version) > max_staleness``.
+    ``floor(uncommitted groups / groups_per_step) + (published - own version) > max_staleness``.
     Rejected groups do not count. A planned batch is never held half-way: its writes do not wait.
 
     Attributes:
@@ -97,19 +96,20 @@ _WAIT = object()
 
 
 async def _may_plan(
-    tx: AsyncConnection,
+    tx: Transaction,
     experiment: int,
     actor: str,
     body: dict[str, Any],
     version: int | Callable[[], int] | None,
 ) -> object:
-    """Return None: plan it now; True: it is planned already; False: the experiment is finished; or `_WAIT`."""
+    """Return None: plan it now; True: it is planned; False: the run is finished; or `_WAIT`."""
     existing = await queries.batch_row(tx, experiment, body["batch"])
     if existing is not None:
         return _same_plan(existing, actor, body)
     if await queries.count_in_batch(tx, experiment, body["batch"]):
         raise ConflictingPlanError(
-            f"batch {body['batch']!r} holds experiences that nobody planned; plan a batch before writing to it"
+            f"batch {body['batch']!r} holds experiences that nobody planned; "
+            "plan a batch before writing to it"
         )
     found = await queries.config_of(tx, experiment)
     config, finished = found if found is not None else ({}, False)
@@ -129,12 +129,14 @@ def _same_plan(existing: queries.BatchRow, actor: str, body: dict[str, Any]) -> 
         )
     if existing.actor != actor:
         raise ConflictingPlanError(
-            f"batch {key!r} is planned by {existing.actor!r}; a batch has one actor, so {actor!r} needs an id of its own"
+            f"batch {key!r} is planned by {existing.actor!r}; a batch has one actor, so {actor!r} "
+            "needs an id of its own"
         )
     same_tasks = [str(task) for task in existing.tasks] == [str(task) for task in body["tasks"]]
     if not same_tasks or existing.rollouts_per_group != body["rollouts_per_group"]:
         raise ConflictingPlanError(
-            f"batch {key!r} is planned with {len(existing.tasks)} tasks × {existing.rollouts_per_group} rollouts, which is "
+            f"batch {key!r} is planned with {len(existing.tasks)} tasks × "
+            f"{existing.rollouts_per_group} rollouts, which is "
             "not what this plan says; a plan cannot be changed, choose another batch id"
         )
     return True
@@ -174,12 +176,14 @@ async def seal(database: Database, experiment: int, actor: str, batch: Key, expe
             if existing.expected == expected:
                 return
             raise ConflictingSealError(
-                f"batch {batch!r} was sealed with {existing.expected} experiences, this seal says {expected}"
+                f"batch {batch!r} was sealed with {existing.expected} experiences, "
+                f"this seal says {expected}"
             )
         held = await queries.count_in_batch(tx, experiment, batch)
         if held != expected:
             raise ConflictingSealError(
-                f"batch {batch!r} holds {held} experiences, this seal says {expected}; nothing was sealed. "
+                f"batch {batch!r} holds {held} experiences, this seal says {expected}; "
+                "nothing was sealed. "
                 "missing(batch) names the planned runs that are not stored"
             )
         await log.append(tx, experiment, [event], actor=actor, now_us=now_us())

@@ -1,4 +1,4 @@
-"""The strategy behind ``strategy=None``: what was recorded, in whole groups, with nothing computed."""
+"""The strategy behind ``strategy=None``: what was recorded, in whole groups, as it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorded batches once more: the steps of a trainer as its manifests say, without explorers, changing nothing."""
+"""The recorded batches once more: a trainer's steps as its manifests say, changing nothing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ReplayStream:
     """Looks like a train stream to a trainer; commits go nowhere. Made by `open_replay_stream`.
 
     Attributes:
-        resume: where the replay begins: the checkpoint that was asked for, or None for the very beginning.
+        resume: where the replay begins: the given checkpoint, or None for the very beginning.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ def open_replay_stream(
     """Open the recorded steps of a trainer as a stream that `Trainer` takes; see `replayed_steps`.
 
     Args:
-        from_checkpoint: folder of the checkpoint to begin with; ``first`` must be the step after it.
+        from_checkpoint: folder of the checkpoint to begin with; ``first`` is the step after it.
     """
     failure: BaseException | None = None
     first = options.get("first", 1)

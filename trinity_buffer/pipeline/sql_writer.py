@@ -18,7 +18,7 @@ from trinity_buffer.writer import BufferWriter, WriteReceipt
 
 
 class SQLWriter(BufferWriter):
-    """Writes the experiences of one actor. Made by `Experiment.writer`; any number of tasks may share one."""
+    """Writes the experiences of one actor. Made by `Experiment.writer`; tasks may share it."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class SQLWriter(BufferWriter):
         )
 
     async def missing(self, batch: Key) -> list[tuple[Key, int]]:
-        """Return the planned (task, run) pairs that are not stored: what to generate again after a crash.
+        """Return the planned (task, run) pairs that are not stored: what is left to generate.
 
         Raises:
             InvalidArgumentError: the batch was never planned.
@@ -109,7 +109,7 @@ class SQLWriter(BufferWriter):
         return await planning.missing(self._database, self._experiment, batch)
 
     async def unsealed(self) -> tuple[int, list[str]]:
-        """Return how many batches this actor has planned, and which of them are not sealed, oldest first.
+        """Return how many batches this actor has planned, and which are not sealed, oldest first.
 
         After a crash an explorer finishes these before it plans more.
         """
@@ -134,7 +134,7 @@ class SQLWriter(BufferWriter):
             return await queries.count_in_batch(tx, self._experiment, batch)
 
     async def seal(self, batch: Key, expected: int) -> None:
-        """Record that the batch is complete with ``expected`` experiences; the same again is a no-op.
+        """Record that the batch is complete with ``expected`` experiences; again is a no-op.
 
         Raises:
             ConflictingSealError: the batch holds another number, or was sealed with another.

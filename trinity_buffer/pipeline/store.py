@@ -67,7 +67,8 @@ class Store:
         if config is None or self.database.read_only:
             known = ", ".join(names) or "none"
             raise UnknownExperimentError(
-                f"{self.url} holds no experiment {name!r} (there: {known}); pass config={{}} to create it"
+                f"{self.url} holds no experiment {name!r} (there: {known}); "
+                "pass config={} to create it"
             )
         wanted = {"schema": schema, **config}
         key, stored = await self._create_or_change(name, wanted, actor)
@@ -94,7 +95,8 @@ class Store:
             }
             for identity in IDENTITY_KEYS & changes.keys():
                 raise InvalidArgumentError(
-                    f"experiment {name!r} has {identity}={before.get(identity)!r}, which cannot become "
+                    f"experiment {name!r} has {identity}={before.get(identity)!r}, "
+                    "which cannot become "
                     f"{wanted[identity]!r}; create another experiment"
                 )
             after = {**before, **wanted}
@@ -108,7 +110,7 @@ class Store:
 async def open_store(
     url: str, *, read_only: bool = False, durability: Durability = "normal"
 ) -> AsyncIterator[Store]:
-    """Open the store at ``url`` as an async context manager, creating the schema in an empty database.
+    """Open the store at ``url``, an async context manager; an empty database gets the schema.
 
     Args:
         url: ``sqlite:///runs/sort.db`` (or just the path) or ``postgresql://user@host/database``.

@@ -24,7 +24,7 @@ HEARTBEATS_PER_TTL = 4
 
 
 def owner_name() -> str:
-    """Return ``host:pid:start:random``, by which other processes of this machine can tell whether we live."""
+    """Return ``host:pid:start:random``, by which others on this machine see whether we live."""
     return f"{socket.gethostname()}:{os.getpid()}:{_start_of(os.getpid())}:{uuid.uuid4().hex[:8]}"
 
 
@@ -40,7 +40,7 @@ def is_dead(owner: str) -> bool:
 
 
 def _start_of(pid: int) -> str:
-    """Return the start time of a process in clock ticks since boot, "" if there is none (a zombie counts as none)."""
+    """Return when a process started, in ticks since boot; "" if there is none, or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -86,7 +86,7 @@ class TrainerLease:
             await self._database.changes.changed(state, timeout_s=min(1.0, self._ttl_us / 4e6))
 
     async def _take(self, seen: tuple[str, int, int] | None) -> bool:
-        """Take the lease if it is as it was ``seen``, which nobody lives in; return whether it was."""
+        """Take the lease if it is as it was ``seen``, with nobody alive; return whether it was."""
         async with self._database.writing() as tx:
             await lock_experiment(tx, self._experiment)
             if await leases.holder(tx, self._experiment, self._consumer) != seen:

@@ -40,7 +40,7 @@ class Changes(ABC):
 
     @abstractmethod
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
-        """Return as soon as there was a commit after ``state`` was taken, or after ``timeout_s``."""
+        """Return once there was a commit after ``state`` was taken, or after ``timeout_s``."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -48,7 +48,7 @@ class Changes(ABC):
 
 
 class SQLiteChanges(Changes):
-    """Polls ``PRAGMA data_version`` on a plain connection of its own, and only while somebody waits.
+    """Polls ``PRAGMA data_version`` on a plain connection of its own, while somebody waits.
 
     The pragma reads one word of shared memory (some 5 µs), so it may run on the event loop. It says
     nothing on a pooled connection, whose own commits do not move it.
@@ -86,7 +86,7 @@ class SQLiteChanges(Changes):
 
 
 class PostgresChanges(Changes):
-    """Listens on one channel, over a connection of its own that is opened by the first who waits."""
+    """Listens on one channel, over a connection of its own, opened by the first who waits."""
 
     def __init__(self, url: URL) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One database, SQLite or PostgreSQL: connections, transactions, and the news that something changed."""
+"""One database, SQLite or PostgreSQL: connections, transactions, and news of changes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.store import schema, sqlite, sqlite_driver
 from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
+from trinity_buffer.store.transaction import TakenKeyError
 
 Durability = Literal["normal", "full"]
 READERS = 2
@@ -90,8 +91,7 @@ class Database:
         nothing.
 
         Args:
-            integrity_errors: let ``IntegrityError`` through as it is, for callers who know what a
-                taken key means.
+            integrity_errors: raise `TakenKeyError` for a unique key that is taken.
         """
         if self.read_only:
             raise ReadOnlyStoreError(
@@ -110,7 +110,7 @@ class Database:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """Open a transaction that sees one state of the database and changes nothing. Keep it below a second."""
+        """Open a transaction that sees one state and changes nothing. Keep it below a second."""
         with anyio.CancelScope(shield=True), self._errors():
             async with self._engine.connect() as connection, connection.begin():
                 yield connection
@@ -212,7 +212,7 @@ class _foreign_errors:  # noqa: N801 - read as a statement: `with _foreign_error
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self.integrity and isinstance(error, IntegrityError):
-            return
+            raise TakenKeyError(str(error.orig)) from error
         if isinstance(error, (DBAPIError, dbapi2.Error)):
             raise _translate(error, self.name) from error
         if isinstance(error, (ConnectionError, OSError)) and not isinstance(error, TimeoutError):
@@ -224,7 +224,8 @@ def _translate(error: Exception, name: str) -> Exception:
     lowered = cause.lower()
     if "database is locked" in lowered or "database is busy" in lowered:
         return StoreBusyError(
-            f"{name}: another process held the database for over {sqlite.BUSY_TIMEOUT_MS // 1000} s; "
+            f"{name}: another process held the database for over "
+            f"{sqlite.BUSY_TIMEOUT_MS // 1000} s; "
             "`trinity-buffer leases` shows who is at work"
         )
     if "readonly database" in lowered or "read-only transaction" in lowered:

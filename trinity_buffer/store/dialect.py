@@ -25,7 +25,7 @@ def among(
 
 
 def upsert(tx: AsyncConnection, table: Table) -> Any:
-    """Return an ``INSERT`` of ``table`` that has ``on_conflict_do_update`` and ``on_conflict_do_nothing``."""
+    """Return an ``INSERT`` that has ``on_conflict_do_update`` and ``on_conflict_do_nothing``."""
     return sqlite.insert(table) if tx.dialect.name == "sqlite" else postgresql.insert(table)
 
 

@@ -1,4 +1,4 @@
-"""Leases: a trainer's renewable claim on a consumer name. Promises, not facts: forgetting them all is safe.
+"""Leases: a trainer's renewable claim on a consumer name. Promises: forgetting all is safe.
 
 A lease can be acquired when one of three holds: nobody has it, it has expired, or its owner is
 asking. Acquiring always yields a token above every token seen before. Only a newer token fences: an
@@ -47,7 +47,8 @@ async def acquire(
     held = await holder(tx, experiment, name)
     if held is not None and held[0] not in (owner, dead) and held[2] > now_us:
         raise LeaseHeldError(
-            f"trainer {name!r} is at work in {held[0]}, whose lease ends in {(held[2] - now_us) / 1e6:.0f} s: wait for "
+            f"trainer {name!r} is at work in {held[0]}, whose lease ends in "
+            f"{(held[2] - now_us) / 1e6:.0f} s: wait for "
             "it, stop that process, or choose another consumer name"
         )
     query = select(func.max(consumer.c.token)).where(
@@ -90,7 +91,8 @@ async def require(tx: AsyncConnection, experiment: int, name: str, *, token: int
     if newest > token:
         who = held[0] if held else "another process"
         raise LeaseLostError(
-            f"trainer {name!r}: {who} took over (token {newest} fences {token}); what was trained since the last commit "
+            f"trainer {name!r}: {who} took over (token {newest} fences {token}); what was trained "
+            "since the last commit "
             "is not recorded, restart to resume from that commit"
         )
 

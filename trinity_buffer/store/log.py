@@ -1,4 +1,4 @@
-"""The log: append-only, one order per experiment, every event folded into the projections as it is written."""
+"""The log: append-only, one order per experiment, each event folded as it is written."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def read_after(
     kinds: Sequence[str] | None = None,
     up_to: int | None = None,
 ) -> list[StoredEvent]:
-    """Return up to ``limit`` events with a position above ``after`` (and at most ``up_to``), in order."""
+    """Return up to ``limit`` events above ``after`` (and at most at ``up_to``), in order."""
     query = (
         select(event.c.position, event.c.kind, event.c.actor, event.c.recorded_at, event.c.body)
         .where(event.c.experiment == experiment_id, event.c.position > after)

@@ -53,7 +53,7 @@ async def finished_segments(
 async def _done(
     tx: Transaction, experiment: int, keep_steps: int, after: int, last: int
 ) -> set[int] | None:
-    """Return the experiences in (after, last] that every trainer has done with; None: no trainer."""
+    """Return those in (after, last] that every trainer has done with; None: no trainer."""
     query = select(consumer.c.name, consumer.c.config, consumer.c.committed_step).where(
         consumer.c.experiment == experiment, consumer.c.kind == "trainer"
     )

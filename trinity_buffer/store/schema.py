@@ -10,7 +10,7 @@ from trinity_buffer.errors import SchemaOutdatedError, SchemaTooNewError, Unknow
 from trinity_buffer.store import tables
 
 KNOWN_REVISIONS = ("0001",)
-"""Every revision this version can migrate from, oldest first; the last one is `tables.SCHEMA_REVISION`."""
+"""Revisions that can be migrated from, oldest first, up to `tables.SCHEMA_REVISION`."""
 
 _CREATE_LOCK = 0x54425546
 
@@ -38,11 +38,13 @@ async def inspect(connection: AsyncConnection, name: str) -> bool:
         return True
     if revision in KNOWN_REVISIONS:
         raise SchemaOutdatedError(
-            f"{name} was written by an older version (schema {revision}, this is {tables.SCHEMA_REVISION}): "
+            f"{name} was written by an older version (schema {revision}, this is "
+            f"{tables.SCHEMA_REVISION}): "
             f"run `trinity-buffer migrate --store {name}`"
         )
     raise SchemaTooNewError(
-        f"{name} was written by a newer version (schema {revision}, this is {tables.SCHEMA_REVISION}): "
+        f"{name} was written by a newer version (schema {revision}, this is "
+        f"{tables.SCHEMA_REVISION}): "
         "upgrade with `pip install --upgrade trinity-buffer`"
     )
 

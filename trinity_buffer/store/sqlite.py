@@ -27,8 +27,9 @@ _FIRST_AFFECTED = (3, 7, 0)
 
 _NETWORK_FILE_SYSTEMS = frozenset(
     {
-        "9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.gpfs", "fuse.juicefs",
-        "fuse.rclone", "fuse.s3fs", "fuse.sshfs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
+        "9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.gpfs",
+        "fuse.juicefs", "fuse.rclone", "fuse.s3fs", "fuse.sshfs", "glusterfs", "gpfs", "lustre",
+        "ncpfs", "nfs", "nfs4",
         "orangefs", "panfs", "smb3", "smbfs", "wekafs",
     }
 )  # fmt: skip
@@ -46,14 +47,15 @@ def require_safe_library(library: ModuleType = pysqlite3) -> str:
     )
     if version >= _FIRST_AFFECTED and not fixed:
         raise UnsafeStoreError(
-            f"SQLite {library.sqlite_version} can lose committed transactions when a checkpoint races a commit "
-            "(the WAL-reset bug, sqlite.org/wal.html): install pysqlite3 >= 0.6.1, which carries a fixed one"
+            f"SQLite {library.sqlite_version} can lose committed transactions when a checkpoint "
+            "races a commit (the WAL-reset bug, sqlite.org/wal.html): install pysqlite3 >= 0.6.1, "
+            "which carries a fixed one"
         )
     return str(library.sqlite_version)
 
 
 def file_system_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Return the type of the file system that holds ``path``, or "" where the system does not tell."""
+    """Return the type of the file system of ``path``, or "" where the system does not tell."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
@@ -70,7 +72,7 @@ def file_system_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
 
 
 def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/mounts")) -> bool:
-    """Return whether there is a file at ``path`` already; refuse what could not work or would lose data.
+    """Return whether there is a file at ``path``; refuse what could not work or would lose data.
 
     Raises:
         UnknownStoreError: no such folder, a folder in place of a file, or nothing to read.
@@ -96,12 +98,14 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
     kind = file_system_of(folder, mounts)
     if kind in _NETWORK_FILE_SYSTEMS:
         raise UnsafeStoreError(
-            f"{path} is on a network file system ({kind}), where SQLite's locks and shared memory do not hold: put the "
+            f"{path} is on a network file system ({kind}), where SQLite's locks and shared memory "
+            "do not hold: put the "
             "store on a local disk, or use PostgreSQL (postgresql://...)"
         )
     if not read_only and not os.access(path if exists else folder, os.W_OK):
         raise ReadOnlyStoreError(
-            f"{path if exists else folder} cannot be written; open it with read_only=True or mend its permissions"
+            f"{path if exists else folder} cannot be written; open it with read_only=True or mend "
+            "its permissions"
         )
     return exists
 
@@ -135,7 +139,7 @@ CREATION_PRAGMAS = (
 
 
 def prepare_file(path: Path) -> None:
-    """Give an empty file its page size and its journal mode, which must stand before the first table."""
+    """Give an empty file its page size and journal mode, which must precede the first table."""
     connection = dbapi2.connect(str(path), isolation_level=None, timeout=BUSY_TIMEOUT_MS / 1000)
     try:
         if connection.execute("PRAGMA page_count").fetchone()[0] == 0:

@@ -7,3 +7,7 @@ from typing import TypeAlias
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 Transaction: TypeAlias = AsyncConnection
+
+
+class TakenKeyError(Exception):
+    """A unique key is taken already; for callers who know what that means."""
