@@ -53,20 +53,19 @@ async def rebuild(
     """
     async with open_scratch(experiment) as scratch:
         wrong = await catch_up(database, scratch, progress)
-        spans = [] if wrong else await suspects(database, scratch, progress)
-        wrong = wrong or await catch_up(database, scratch, progress)
         if wrong is not None:
             raise unfoldable_error(database.name, wrong)
+        found = await suspects(database, scratch, progress)
+        wrong = await catch_up(database, scratch, progress)
         async with database.writing() as tx:
             await lock_experiment(tx, experiment)
-            wrong = await fold_tail(tx, scratch)
+            wrong = wrong or await fold_tail(tx, scratch)
             if wrong is not None:
                 raise unfoldable_error(database.name, wrong)
             # Events that came meanwhile were folded on the live side with whatever is wrong there,
             # so what they may have spoilt is looked at again beside what was found.
-            whole = await whole_spans(tx, scratch)
-            again = [span for span in whole if span.is_stateful]
-            again += [span for span in spans if not span.is_stateful]
+            again = [span for span in await found.to_confirm(tx, scratch) if not span.is_stateful]
+            again += [s for s in await whole_spans(tx, scratch) if s.is_stateful]
             differences = await confirmed(tx, scratch, again)
             await comparison.mend(tx, differences)
             await announce(tx)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import anyio.to_thread
@@ -61,21 +62,23 @@ def decoded_events(page: Sequence[StoredEvent]) -> list[DecodedEvent]:
 async def catch_up(
     database: Database, scratch: Scratch, progress: Progress = no_progress
 ) -> Unfoldable | None:
-    """Fold until the scratch is at most `SHORT_TAIL` events behind; return what cannot be folded.
+    """Fold what is in the log, and go on while many more come; return what cannot be folded.
 
     Raises:
         CodecError: a body is damaged.
     """
-    while True:
+    behind = 1 + SHORT_TAIL
+    while behind > SHORT_TAIL:
         async with database.reading() as tx:
             head = await log.head(tx, scratch.experiment)
-        if head - scratch.position <= SHORT_TAIL:
-            return None
         async for page in pages(database, scratch.experiment, after=scratch.position, up_to=head):
             events = await anyio.to_thread.run_sync(decoded_events, page)
             if (wrong := await scratch.fold(events)) is not None:
                 return wrong
             progress("fold", page[-1].position, head)
+        async with database.reading() as tx:
+            behind = await log.head(tx, scratch.experiment) - head
+    return None
 
 
 async def fold_tail(tx: Transaction, scratch: Scratch) -> Unfoldable | None:
@@ -88,6 +91,26 @@ async def fold_tail(tx: Transaction, scratch: Scratch) -> Unfoldable | None:
     return await scratch.fold(decoded_events(tail))
 
 
+@dataclass(frozen=True, slots=True)
+class Suspects:
+    """Where live and folded rows may differ.
+
+    Attributes:
+        closed: spans that differ at first sight.
+        open: the last span of each table and owner, which events to come add rows to.
+    """
+
+    closed: tuple[Span, ...]
+    open: tuple[Span, ...]
+
+    async def to_confirm(self, tx: Transaction, scratch: Scratch) -> list[Span]:
+        """Return the spans to look at again, those of owners that came meanwhile included."""
+        known = {(span.table, span.owner) for span in self.open}
+        whole = await whole_spans(tx, scratch)
+        new = [span for span in whole if (span.table, span.owner) not in known]
+        return [*self.closed, *self.open, *new]
+
+
 async def whole_spans(tx: Transaction, scratch: Scratch) -> list[Span]:
     """Return the unlimited spans that together are all projections, live and folded."""
     found = await comparison.spans(tx, scratch.experiment)
@@ -96,32 +119,42 @@ async def whole_spans(tx: Transaction, scratch: Scratch) -> list[Span]:
 
 async def suspects(
     database: Database, scratch: Scratch, progress: Progress = no_progress
-) -> list[Span]:
-    """Return the spans in which live and folded rows differ at first sight.
+) -> Suspects:
+    """Compare live and folded rows span by span; no transaction is long.
 
-    Others go on appending meanwhile, so a difference may be news: `confirmed` tells. Reads span by
-    span; no transaction is long.
+    Others go on appending meanwhile, so a difference may be news: `confirmed` tells.
     """
-    found: list[Span] = []
+    closed: list[Span] = []
+    last: list[Span] = []
     async with database.reading() as tx:
         whole = await whole_spans(tx, scratch)
         total = sum((await comparison.counts(tx, scratch.experiment)).values())
     done = 0
     for part in whole:
-        span: Span | None = part
-        while span is not None:
+        span = part
+        while True:
             limit = await scratch.ask(comparison.next_limit, scratch.experiment, span)
+            if limit is None:
+                last.append(span)
+                break
             piece = Span(span.table, span.owner, span.after, limit)
-            async with database.reading() as tx:
-                live = await comparison.rows_of(tx, scratch.experiment, piece)
-            folded = await scratch.ask(comparison.rows_of, scratch.experiment, piece)
-            differ = partial(comparison.differences, piece, live, folded)
-            if await anyio.to_thread.run_sync(differ):
-                found.append(piece)
-            done += len(live)
+            number, differs = await _differs(database, scratch, piece)
+            if differs:
+                closed.append(piece)
+            done += number
             progress("compare", min(done, total), total)
-            span = None if limit is None else Span(span.table, span.owner, limit)
-    return found
+            span = Span(span.table, span.owner, limit)
+    progress("compare", total, total)
+    return Suspects(tuple(closed), tuple(last))
+
+
+async def _differs(database: Database, scratch: Scratch, span: Span) -> tuple[int, bool]:
+    """Return how many live rows a span has, and whether they are others than the folded ones."""
+    async with database.reading() as tx:
+        live = await comparison.rows_of(tx, scratch.experiment, span)
+    folded = await scratch.ask(comparison.rows_of, scratch.experiment, span)
+    differ = partial(comparison.differences, span, live, folded)
+    return len(live), bool(await anyio.to_thread.run_sync(differ))
 
 
 async def confirmed(tx: Transaction, scratch: Scratch, spans: Sequence[Span]) -> list[Difference]:
@@ -153,10 +186,12 @@ async def diff_projections(
     """
     async with open_scratch(experiment) as scratch:
         wrong = await catch_up(database, scratch, progress)
-        spans = [] if wrong else await suspects(database, scratch, progress)
-        wrong = wrong or await catch_up(database, scratch, progress)
+        if wrong is not None:
+            raise unfoldable_error(database.name, wrong)
+        found = await suspects(database, scratch, progress)
+        wrong = await catch_up(database, scratch, progress)
         async with database.reading() as tx:
             wrong = wrong or await fold_tail(tx, scratch)
             if wrong is not None:
                 raise unfoldable_error(database.name, wrong)
-            return await confirmed(tx, scratch, spans)
+            return await confirmed(tx, scratch, await found.to_confirm(tx, scratch))

@@ -18,6 +18,7 @@ from trinity_buffer.pipeline.log_audit import LogAudit, uids_of
 from trinity_buffer.pipeline.refold import (
     SHORT_TAIL,
     Progress,
+    Suspects,
     confirmed,
     decoded_events,
     no_progress,
@@ -27,7 +28,6 @@ from trinity_buffer.pipeline.refold import (
 from trinity_buffer.pipeline.segment_audit import check_segments
 from trinity_buffer.store import comparison, conservation, log, queries
 from trinity_buffer.store.address import address_of, written_as
-from trinity_buffer.store.comparison import Span
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.scratch import Scratch, Unfoldable, open_scratch
 from trinity_buffer.store.transaction import Transaction
@@ -98,14 +98,14 @@ class _Verification:
     async def look(self) -> None:
         """Read the log and compare everything with it."""
         await self._read_log()
-        spans: list[Span] = []
+        found = None
         if self._scratch is not None and self._unfoldable is None:
-            spans = await suspects(self._database, self._scratch, self._progress)
+            found = await suspects(self._database, self._scratch, self._progress)
             await self._read_log()
         async with self._database.reading() as tx:
             tail = await log.read_after(tx, self._key, self._audit.position, limit=1 << 31)
             await self._take(tail)
-            await self._compare(tx, spans)
+            await self._compare(tx, found)
         await self._look_into_segments(tail)
         await anyio.to_thread.run_sync(self._audit.finish)
         archived = self._audit.archived
@@ -113,17 +113,18 @@ class _Verification:
         self._problems[:0] = self._audit.problems
 
     async def _read_log(self) -> None:
-        """Read until what is left of the log is short enough for one transaction."""
-        while True:
+        """Read what is in the log, and go on while many more events come."""
+        behind = 1 + SHORT_TAIL
+        while behind > SHORT_TAIL:
             async with self._database.reading() as tx:
                 head = await log.head(tx, self._key)
-            if head - self._audit.position <= SHORT_TAIL:
-                return
             after = self._audit.position
             async for page in pages(self._database, self._key, after=after, up_to=head):
                 await self._take(page)
                 await self._look_into_segments(page)
                 self._progress("log", page[-1].position, head)
+            async with self._database.reading() as tx:
+                behind = await log.head(tx, self._key) - head
 
     async def _take(self, page: Sequence[StoredEvent]) -> None:
         events = await anyio.to_thread.run_sync(self._audit.add, page)
@@ -145,9 +146,10 @@ class _Verification:
         self._segments += count
         self._in_segments += problems
 
-    async def _compare(self, tx: Transaction, spans: Sequence[Span]) -> None:
+    async def _compare(self, tx: Transaction, found: Suspects | None) -> None:
         """Compare the projections with the log, both as they are in this transaction."""
-        if self._scratch is not None and self._unfoldable is None:
+        if self._scratch is not None and found is not None and self._unfoldable is None:
+            spans = await found.to_confirm(tx, self._scratch)
             for difference in await confirmed(tx, self._scratch, spans):
                 self._problems.append(Problem("projections", difference.table, str(difference)))
         else:

@@ -91,7 +91,7 @@ class Difference:
     folded: Mapping[str, Any] | None
 
     def __str__(self) -> str:
-        key = ", ".join(f"{name}={value!r}" for name, value in self.key.items())
+        key = ", ".join(f"{name}={_shown(value)}" for name, value in self.key.items())
         if self.live is None:
             return f"{self.table}({key}) is missing"
         if self.folded is None:

@@ -1,0 +1,367 @@
+"""Planted faults: each is found, named, and counted as what it is."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from sqlalchemy import select, update
+
+from tests.pipeline.planting import (
+    append_unfolded,
+    delete_event,
+    events_of,
+    first_row,
+    unguarded,
+)
+from tests.stories import RUNS, Story, rollout, tell
+from trinity_buffer import codec
+from trinity_buffer.errors import CheckpointError, InvalidArgumentError
+from trinity_buffer.pipeline.checkpoint import digest_of
+from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.manifest import Manifest
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verify import VerifyReport, verify
+from trinity_buffer.store import log
+from trinity_buffer.store.tables import PROJECTIONS, delivery, event, segment, step
+
+
+async def verified(story: Story, **options: Any) -> VerifyReport:
+    async with open_store(story.url, read_only=True) as store:
+        experiment = await store.experiment(story.name)
+        return await verify(experiment, story.acknowledged, story.checkpoint, **options)
+
+
+def told(report: VerifyReport) -> str:
+    return "\n".join(map(str, report.problems))
+
+
+@pytest.mark.parametrize("quick", [False, True])
+async def test_a_store_that_nobody_harmed_holds(store_url: str, tmp_path: Path, quick: bool):
+    report = await verified(await tell(store_url, tmp_path / "run"), quick=quick)
+    assert report.ok, report
+    assert (report.lost, report.duplicated) == (0, 0)
+    assert (report.acknowledged, report.chain) == (18, 2)
+    assert (report.experiences, report.manifests) == (18, 3)
+    assert report.segments == (0 if quick else 8)
+    assert (report.plans.planned, report.plans.stored, report.plans.missing) == (20, 17, 3)
+    grpo, varied = report.strategies
+    assert (grpo.recorded, grpo.waiting, grpo.annotated, grpo.rejected) == (18, 1, 16, {"late": 1})
+    assert varied.rejected == {"late": 1, "zero_variance": RUNS}
+    (trainer,) = report.trainers
+    assert (trainer.ready, trainer.leased, trainer.committed) == (4, 4, 8)
+    assert json.loads(json.dumps(report.to_dict()))["ok"] is True
+
+
+@pytest.mark.parametrize("quick", [False, True])
+async def test_a_lost_experience_is_lost_once_and_named(
+    store_url: str, tmp_path: Path, quick: bool
+):
+    story = await tell(store_url, tmp_path / "run")
+    last = (await events_of(store_url, "ExperiencesRecorded"))[-1]
+    await delete_event(store_url, last.position)
+    report = await verified(story, quick=quick)
+    assert (report.lost, report.duplicated, report.ok) == (1, 0, False)
+    assert report.lost_items == ("experience b1/0/1/0/",)
+    assert f"position {last.position}: there is no event" in told(report)
+
+
+async def test_a_deleted_event_loses_everything_that_it_held(store_url: str, tmp_path: Path):
+    story = await tell(store_url, tmp_path / "run")
+    await delete_event(store_url, (await events_of(store_url, "ExperiencesRecorded"))[0].position)
+    report = await verified(story, quick=True)
+    assert report.lost_items == tuple(f"experience b0/0/{run}/0/" for run in range(RUNS))
+
+
+async def test_a_lost_manifest_is_lost_once(store_url: str, tmp_path: Path):
+    story = await tell(store_url, tmp_path / "run")
+    leased = (await events_of(store_url, "BatchLeased"))[1]
+    await delete_event(store_url, leased.position)
+    report = await verified(story)
+    assert (report.lost, report.duplicated, report.ok) == (1, 0, False)
+    assert report.lost_items == (f"manifest {story.manifests[1].hex()}",)
+    assert "step 2 was committed and never leased" in told(report)
+
+
+async def test_a_committed_step_that_the_weights_did_not_go_through_is_lost(
+    store_url: str, tmp_path: Path
+):
+    story = await tell(store_url, tmp_path / "run")
+    story.say_chain(story.manifests[1:])
+    report = await verified(story, quick=True)
+    assert (report.lost, report.duplicated) == (1, 0)
+    assert story.manifests[0].hex() in report.lost_items[0]
+    story.say_chain(story.manifests[:1])
+    report = await verified(story, quick=True)
+    assert (report.lost, report.duplicated) == (1, 0)
+    assert story.manifests[1].hex() in report.lost_items[0]
+    assert "its sha256 is" in told(report)
+
+
+async def test_a_manifest_that_was_committed_twice_is_there_twice(store_url: str, tmp_path: Path):
+    story = await tell(store_url, tmp_path / "run")
+    body = dict((await events_of(store_url, "StepsCommitted"))[1].body)
+    async with open_store(store_url) as store:
+        key = (await store.experiment(story.name)).key
+        async with store.database.writing() as tx:
+            again = [new_event("StepsCommitted", body)]
+            (position,) = await log.append(tx, key, again, actor="trainer", now_us=now_us())
+    for quick in (False, True):
+        report = await verified(story, quick=quick)
+        assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
+        assert story.manifests[1].hex() in report.duplicated_items[0]
+        assert f"position {position} (trainer 'trainer'): step 2 was committed before" in told(
+            report
+        )
+
+
+async def test_a_batch_that_was_trained_twice_is_there_twice(store_url: str, tmp_path: Path):
+    story = await tell(store_url, tmp_path / "run")
+    story.say_chain([*story.manifests, story.manifests[1]])
+    report = await verified(story)
+    assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
+    assert story.manifests[1].hex() in report.duplicated_items[0]
+
+
+async def test_two_manifests_with_one_row_are_an_experience_trained_twice(
+    store_url: str, tmp_path: Path
+):
+    story = await tell(store_url, tmp_path / "run")
+    leased = (await events_of(store_url, "BatchLeased"))[1]
+    again = Manifest.from_body({**leased.body, "step": 4})
+    position = await append_unfolded(store_url, "BatchLeased", again.body("trainer", 1))
+    story.say_chain([*story.manifests, again.digest])
+    report = await verified(story)
+    assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
+    assert again.digest.hex() in report.duplicated_items[0]
+    assert f"fold: position {position}: BatchLeased contradicts" in told(report)
+    assert f"was given out at position {leased.position} before" in told(report)
+
+
+async def test_an_experience_that_two_events_recorded_is_there_twice(
+    store_url: str, tmp_path: Path
+):
+    story = await tell(store_url, tmp_path / "run")
+    last = (await events_of(store_url, "ExperiencesRecorded"))[-1]
+    position = await append_unfolded(store_url, "ExperiencesRecorded", dict(last.body))
+    report = await verified(story, quick=True)
+    assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
+    where = f"({last.position}:0, {position}:0)"
+    assert report.duplicated_items == (f"experience b1/0/1/0/ {where}",)
+
+
+async def test_rewinding_is_no_loss_and_no_repetition(store_url: str, tmp_path: Path):
+    story = await tell(store_url, tmp_path / "run")
+    async with open_store(store_url) as store:
+        experiment = await store.experiment(story.name)
+        options = {"strategy": "grpo", "groups_per_step": 1, "resume_from": 1}
+        story.say_chain(story.manifests[:1])
+        await commit_anew(store_url, story)
+        async with experiment.train_stream(**options) as stream:
+            second = await anext(stream)
+            story.say_chain([*story.manifests[:1], second.manifest.digest])
+            await stream.commit(second, checkpoint=story.checkpoint)
+    report = await verified(story)
+    assert report.ok, report
+    assert (report.lost, report.duplicated) == (0, 0)
+
+
+async def commit_anew(url: str, story: Story) -> None:
+    """Let both commits name the checkpoint as it lies on the disk now."""
+    digest = digest_of(story.checkpoint)
+    async with unguarded(url) as tx:
+        for row in (await tx.execute(select(event).where(event.c.kind == "StepsCommitted"))).all():
+            body = codec.decode_body(row.kind, row.body)
+            changed = new_event(row.kind, {**body, "checkpoint_digest": digest}).encoded
+            mine = event.c.position == row.position
+            await tx.execute(update(event).where(mine).values(body=changed))
+        await tx.execute(
+            update(step).where(step.c.committed_at.is_not(None)).values(checkpoint_digest=digest)
+        )
+
+
+async def test_a_flipped_bit_is_found_where_it_is(store_url: str, tmp_path: Path):
+    story = await tell(store_url, tmp_path / "run")
+    recorded = (await events_of(store_url, "ExperiencesRecorded"))[2]
+    key = bytes(recorded.body["segment"])
+    await change_segment(store_url, key, keep_checksum=True)
+    report = await verified(story)
+    assert len(report.problems) == 1
+    assert report.problems[0].check == "segments"
+    assert f"segment {key.hex()} of position {recorded.position}" in told(report)
+    assert "family 'tokens'" in told(report)
+    assert (report.lost, report.duplicated) == (0, 0)
+    assert (await verified(story, quick=True)).ok
+
+
+async def test_content_that_is_another_is_found_by_its_digest(store_url: str, tmp_path: Path):
+    story = await tell(store_url, tmp_path / "run")
+    recorded = (await events_of(store_url, "ExperiencesRecorded"))[2]
+    await change_segment(store_url, bytes(recorded.body["segment"]), keep_checksum=False)
+    report = await verified(story)
+    assert len(report.problems) == 1
+    assert report.problems[0].check == "digests"
+    assert f"experience {recorded.position}:" in told(report)
+
+
+async def change_segment(url: str, key: bytes, *, keep_checksum: bool) -> None:
+    """Change the last byte of the tokens of a segment."""
+    async with unguarded(url) as tx:
+        mine = (segment.c.key == key, segment.c.family == "tokens")
+        data = bytearray((await tx.execute(select(segment.c.data).where(*mine))).scalar_one())
+        data[-1] ^= 1
+        values: dict[str, Any] = {"data": bytes(data)}
+        if not keep_checksum:
+            values["checksum"] = zlib.crc32(data)
+        await tx.execute(update(segment).where(*mine).values(values))
+
+
+async def test_a_missing_segment_is_named(store_url: str, tmp_path: Path):
+    story = await tell(store_url, tmp_path / "run")
+    key = bytes((await events_of(store_url, "ExperiencesAnnotated"))[0].body["segment"])
+    async with unguarded(store_url) as tx:
+        await tx.execute(segment.delete().where(segment.c.key == key))
+    report = await verified(story)
+    assert len(report.problems) == 1
+    assert key.hex() in report.problems[0].where
+    assert "is missing" in report.problems[0].what
+
+
+async def test_a_damaged_body_is_named(store_url: str, tmp_path: Path):
+    story = await tell(store_url, tmp_path / "run")
+    position = (await events_of(store_url, "PolicyPublished"))[0].position
+    async with unguarded(store_url) as tx:
+        mine = event.c.position == position
+        await tx.execute(update(event).where(mine).values(body=b"\xc1nonsense"))
+    report = await verified(story)
+    assert report.problems[0].where == f"position {position}"
+    assert "its body cannot be read" in report.problems[0].what
+
+
+async def test_a_manifest_that_is_not_its_digest_is_named(store_url: str, tmp_path: Path):
+    story = await tell(store_url, tmp_path / "run")
+    leased = (await events_of(store_url, "BatchLeased"))[2]
+    body = {**leased.body, "normalizer": 7.0}
+    async with unguarded(store_url) as tx:
+        changed = new_event("BatchLeased", body).encoded
+        mine = event.c.position == leased.position
+        await tx.execute(update(event).where(mine).values(body=changed))
+    report = await verified(story, quick=True)
+    assert len(report.problems) == 1
+    assert report.problems[0].check == "manifests"
+    assert f"position {leased.position}" in report.problems[0].where
+
+
+OTHER_VALUES: dict[str, dict[str, Any]] = {
+    "configuration": {"finished": True},
+    "batch": {"expected": 99},
+    "plan": {"ordinal": 99},
+    "experience": {"reward": 0.123},
+    "consumer": {"calls": 99},
+    "waiting": {"consumer": "other"},
+    "annotation": {"group_slot": 99},
+    "rejection": {"reason": "made up"},
+    "delivery": {"step": 99},
+    "step": {"groups": 99},
+    "policy": {"uri": "elsewhere"},
+    "assigned_reward": {"reward": 99.0},
+    "archived": {"uri": "elsewhere"},
+}
+
+
+def test_every_projection_is_changed_once():
+    assert list(OTHER_VALUES) == [table.name for table in PROJECTIONS]
+
+
+@pytest.mark.parametrize("table", PROJECTIONS, ids=lambda table: table.name)
+async def test_a_changed_row_is_named(store_url: str, tmp_path: Path, table: Any):
+    story = await tell(store_url, tmp_path / "run")
+    async with unguarded(store_url) as tx:
+        row = await first_row(tx, table)
+        key = [column == row[column.name] for column in table.primary_key]
+        await tx.execute(update(table).where(*key).values(OTHER_VALUES[table.name]))
+    report = await verified(story)
+    found = [problem for problem in report.problems if problem.check == "projections"]
+    moved = table.name == "waiting"  # its key is all that a row of it is
+    assert len(found) == (2 if moved else 1)
+    assert {problem.where for problem in found} == {table.name}
+    for column in table.primary_key:
+        if column.name != "experiment":
+            value = row[column.name]
+            shown = value.hex() if isinstance(value, bytes) else repr(value)
+            assert f"{column.name}={shown}" in told(report)
+    assert (report.lost, report.duplicated) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "table", [t for t in PROJECTIONS if t.name != "configuration"], ids=lambda table: table.name
+)
+async def test_a_quick_look_counts_rows(store_url: str, tmp_path: Path, table: Any):
+    story = await tell(store_url, tmp_path / "run")
+    async with unguarded(store_url) as tx:
+        row = await first_row(tx, table)
+        key = [column == row[column.name] for column in table.primary_key]
+        await tx.execute(table.delete().where(*key))
+    report = await verified(story, quick=True)
+    assert f"projections: {table.name}: it has" in told(report)
+
+
+async def test_a_row_that_is_handed_out_and_not_there_breaks_the_equation(
+    store_url: str, tmp_path: Path
+):
+    story = await tell(store_url, tmp_path / "run")
+    async with unguarded(store_url) as tx:
+        row = await first_row(tx, delivery)
+        await tx.execute(delivery.insert().values({**row, "address": row["address"] + 999}))
+    report = await verified(story)
+    assert not report.trainers[0].holds
+    assert "conservation: trainer: the terms do not add up" in told(report)
+
+
+async def test_the_last_line_of_a_killed_explorer_counts_if_it_is_whole(
+    sqlite_url: str, tmp_path: Path
+):
+    story = await tell(sqlite_url, tmp_path / "run")
+    for last, lost in (("b9/0/0", 0), ("b9/0/0/0/", 1), ("b9/0/0\n", 1)):
+        (story.acknowledged / "e1.ack").write_text(f"b0/0/0/0/\n\n{last}")
+        assert (await verified(story, quick=True)).lost == lost
+
+
+async def test_evidence_that_cannot_be_read_is_refused(sqlite_url: str, tmp_path: Path):
+    story = await tell(sqlite_url, tmp_path / "run")
+    async with open_store(sqlite_url, read_only=True) as store:
+        experiment = await store.experiment(story.name)
+        with pytest.raises(InvalidArgumentError, match="no such file or folder"):
+            await verify(experiment, tmp_path / "nowhere")
+        with pytest.raises(CheckpointError, match=r"manifests\.json"):
+            await verify(experiment, checkpoint=tmp_path)
+        with pytest.raises(InvalidArgumentError, match="is no trainer here"):
+            await verify(experiment, checkpoint=story.checkpoint, consumer="nobody")
+
+
+async def test_verifying_goes_on_while_others_write(store_url: str, tmp_path: Path):
+    story = await tell(store_url, tmp_path / "run")
+    async with open_store(store_url) as writing, open_store(store_url, read_only=True) as reading:
+        writer = (await writing.experiment(story.name)).writer("e1")
+        experiment = await reading.experiment(story.name)
+        stages: list[str] = []
+
+        async def write() -> None:
+            for number in range(40):
+                await writer.write([rollout(f"c{number}", 0, 0, 1.0)])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(write)
+            for _ in range(3):
+                report = await verify(
+                    experiment,
+                    story.acknowledged,
+                    story.checkpoint,
+                    progress=lambda stage, done, total: stages.append(stage),
+                )
+                assert report.ok, report
+    assert {"log", "compare"} <= set(stages)

@@ -1,0 +1,117 @@
+"""A run in miniature, in which everything happens once: for tests of what looks at whole stores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from trinity_buffer.experience import EID, Experience
+from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.scoring import assign_rewards
+from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.strategy_consumer import run_strategy
+from trinity_buffer.store import log
+
+TASKS = 4
+RUNS = 4
+
+
+@dataclass(slots=True)
+class Story:
+    """Where everything is.
+
+    Attributes:
+        acknowledged: folder with the uids that the explorer was told are durable.
+        checkpoint: folder of the last checkpoint, whose weights went through ``manifests``.
+    """
+
+    url: str
+    name: str
+    acknowledged: Path
+    checkpoint: Path
+    manifests: list[bytes] = field(default_factory=list)
+
+    def say_chain(self, manifests: Sequence[bytes]) -> None:
+        """Write what the weights of the checkpoint went through."""
+        chain = {"manifests": [digest.hex() for digest in manifests]}
+        (self.checkpoint / "manifests.json").write_text(json.dumps(chain))
+
+
+def rollout(batch: str, task: int, run: int, reward: float, suffix: str = "") -> Experience:
+    """Return an experience of 4 prompt and 3 or more response tokens, one content per address."""
+    generator = torch.Generator().manual_seed(1000 * task + run)
+    length = 3 + run
+    return Experience(
+        eid=EID(batch, task, run, 0, suffix),
+        tokens=torch.randint(0, 99, (4 + length,), generator=generator, dtype=torch.int32),
+        prompt_length=4,
+        logprobs=-torch.rand(length, generator=generator),
+        reward=reward,
+        info={"model_version": 0},
+        response_text=f"{task} and {run}",
+    )
+
+
+async def tell(url: str, folder: Path, name: str = "sort") -> Story:
+    """Run the story into the store at ``url``.
+
+    Batch ``b0`` is whole and sealed; task 3 of it has equal rewards, which one set rejects. ``b1``
+    lacks a run, which leaves a group waiting. One experience came after the seal. The trainer has
+    committed steps 1 and 2, and holds step 3.
+    """
+    story = Story(url, name, folder / "acknowledged", folder / "checkpoint")
+    story.acknowledged.mkdir(parents=True)
+    story.checkpoint.mkdir()
+    async with open_store(url) as store:
+        experiment = await store.experiment(
+            name, config={"groups_per_step": 1, "rollouts_per_group": RUNS}
+        )
+        await _explore(experiment, story)
+        await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+        await run_strategy(experiment, ["reward_variance", "grpo"], name="varied")
+        await assign_rewards(experiment, "length", lambda e: float(len(e.tokens)))
+        await _train(experiment, story)
+        await _archive_nothing(store, experiment)
+    return story
+
+
+async def _explore(experiment: Experiment, story: Story) -> None:
+    writer = experiment.writer("e0")
+    tasks = list(range(TASKS))
+    uids: list[str] = []
+    await writer.plan("b0", tasks, RUNS)
+    for task in tasks:
+        rewards = [1.0] * RUNS if task == 3 else [float(run % 2) for run in range(RUNS)]
+        some = [rollout("b0", task, run, rewards[run]) for run in range(RUNS)]
+        uids += (await writer.write(some)).uids
+    await writer.seal("b0", TASKS * RUNS)
+    uids += (await writer.write([rollout("b0", 0, 0, 0.5, "a1")])).uids
+    await writer.plan("b1", [0], RUNS)
+    uids += (await writer.write([rollout("b1", 0, 1, 0.5)])).uids
+    (story.acknowledged / "e0.ack").write_text("".join(f"{uid}\n" for uid in uids))
+
+
+async def _train(experiment: Experiment, story: Story) -> None:
+    async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
+        async for step in stream:
+            story.manifests.append(step.manifest.digest)
+            if step.step == 3:
+                story.manifests.pop()
+                return
+            story.say_chain(story.manifests)
+            await stream.commit(step, checkpoint=story.checkpoint)
+            weights = story.checkpoint.parent / f"policy-{step.step}"
+            weights.write_text("weights")
+            await experiment.publish_policy(step.step, str(weights))
+
+
+async def _archive_nothing(store: Store, experiment: Experiment) -> None:
+    """Record that a segment was archived that was never there: the table has a row by that."""
+    event = new_event("SegmentsArchived", {"segments": [bytes(16)], "uri": None})
+    async with store.database.writing() as tx:
+        await log.append(tx, experiment.key, [event], actor="compact", now_us=now_us())
