@@ -35,7 +35,7 @@ class WriteReceipt:
     uids: tuple[str, ...] = ()
 
 
-_NO_PLANS = "a {} takes experiences, not plans: plan and seal with a writer of the store"
+_NO_PLANS = "batch {!r}: a {} takes experiences, not plans; use a writer of the store"
 
 
 class BufferWriter(ABC):
@@ -43,7 +43,7 @@ class BufferWriter(ABC):
 
     @abstractmethod
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
-        """Take ``experiences``; on return they are where the writer promises (the store: durable)."""
+        """Take ``experiences``; on return they are where the writer promises (a store: durable)."""
 
     async def write_async(self, experiences: Sequence[Experience]) -> WriteReceipt:
         """Do what `write` does, under its old name."""
@@ -52,21 +52,21 @@ class BufferWriter(ABC):
     async def plan(
         self,
         batch: Key,
-        tasks: Sequence[Key],
-        rollouts_per_group: int,
+        tasks: Sequence[Key],  # noqa: ARG002 - the interface
+        rollouts_per_group: int,  # noqa: ARG002
         *,
-        policy_version: int | Callable[[], int] | None = None,
+        policy_version: int | Callable[[], int] | None = None,  # noqa: ARG002
     ) -> bool:
         """Record what a batch will hold, before it is generated; wait until there is room."""
-        raise InvalidArgumentError(_NO_PLANS.format(type(self).__name__))
+        raise InvalidArgumentError(_NO_PLANS.format(batch, type(self).__name__))
 
     async def missing(self, batch: Key) -> list[tuple[Key, int]]:
         """Return the planned (task, run) pairs that are not stored."""
-        raise InvalidArgumentError(_NO_PLANS.format(type(self).__name__))
+        raise InvalidArgumentError(_NO_PLANS.format(batch, type(self).__name__))
 
-    async def seal(self, batch: Key, expected: int) -> None:
+    async def seal(self, batch: Key, expected: int) -> None:  # noqa: ARG002
         """Record that a batch is complete with ``expected`` experiences."""
-        raise InvalidArgumentError(_NO_PLANS.format(type(self).__name__))
+        raise InvalidArgumentError(_NO_PLANS.format(batch, type(self).__name__))
 
     async def acquire(self) -> int:
         """Register one more user of this writer; return how many there are."""

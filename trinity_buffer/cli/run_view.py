@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Group
 from rich.panel import Panel
@@ -16,6 +17,8 @@ from trinity_buffer.cli.supervisor import Child
 from trinity_buffer.pipeline.events import Event
 
 WINDOW_S = 5.0
+
+Body = Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -61,29 +64,36 @@ class RunNumbers:
 
     def take(self, event: Event) -> None:
         """Fold one event."""
-        body, at = event.body, event.recorded_at
-        match event.kind:
-            case "ExperiencesRecorded":
-                self._recorded(body["meta"], at)
-            case "ExperiencesAnnotated":
-                self.annotated.add(len(body["experiences"]), at)
-            case "ExperiencesRejected":
-                self.rejected += len(body["experiences"])
-            case "BatchLeased":
-                self.leased_rows += len(body["annotations"])
-            case "StepsCommitted":
-                self.steps.add(len(body["steps"]), at)
-                self.step = body["steps"][-1]
-                if "accuracy" in body["metrics"]:
-                    self.accuracies.append((self.step, body["metrics"]["accuracy"]))
-            case "PolicyPublished":
-                self.policy = body["version"]
-            case "ExperimentFinished":
-                self.finished = body["reason"]
-            case "ConfigurationChanged":
-                self.finished = None
+        fold = _FOLDS.get(event.kind)
+        if fold is not None:
+            fold(self, event.body, event.recorded_at)
 
-    def _recorded(self, meta: dict[str, list[object]], at: float) -> None:
+    def _annotated(self, body: Body, at: float) -> None:
+        self.annotated.add(len(body["experiences"]), at)
+
+    def _rejected(self, body: Body, _at: float) -> None:
+        self.rejected += len(body["experiences"])
+
+    def _leased(self, body: Body, _at: float) -> None:
+        self.leased_rows += len(body["annotations"])
+
+    def _committed(self, body: Body, at: float) -> None:
+        self.steps.add(len(body["steps"]), at)
+        self.step = body["steps"][-1]
+        if "accuracy" in body["metrics"]:
+            self.accuracies.append((self.step, body["metrics"]["accuracy"]))
+
+    def _published(self, body: Body, _at: float) -> None:
+        self.policy = body["version"]
+
+    def _finished(self, body: Body, _at: float) -> None:
+        self.finished = body["reason"]
+
+    def _configured(self, _body: Body, _at: float) -> None:
+        self.finished = None
+
+    def _recorded(self, body: Body, at: float) -> None:
+        meta = body["meta"]
         last = dict(
             zip(
                 zip(meta["batch"], meta["task"], meta["run"], strict=True),
@@ -123,6 +133,17 @@ class RunNumbers:
             f"waiting {self.waiting}  staleness {self.staleness:.1f}"
         )
 
+
+_FOLDS = {
+    "ExperiencesRecorded": RunNumbers._recorded,  # noqa: SLF001 - its own table
+    "ExperiencesAnnotated": RunNumbers._annotated,  # noqa: SLF001
+    "ExperiencesRejected": RunNumbers._rejected,  # noqa: SLF001
+    "BatchLeased": RunNumbers._leased,  # noqa: SLF001
+    "StepsCommitted": RunNumbers._committed,  # noqa: SLF001
+    "PolicyPublished": RunNumbers._published,  # noqa: SLF001
+    "ExperimentFinished": RunNumbers._finished,  # noqa: SLF001
+    "ConfigurationChanged": RunNumbers._configured,  # noqa: SLF001
+}
 
 BARS = " ▁▂▃▄▅▆▇█"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -29,7 +29,7 @@ async def in_thread(compute: Callable[..., T], *args: object) -> T:
 
 
 @asynccontextmanager
-async def running(*tasks: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+async def running(*tasks: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
     """Run ``tasks`` while the body runs; cancel them when it ends.
 
     An error of the body comes out as it is, not inside an exception group: callers catch errors by

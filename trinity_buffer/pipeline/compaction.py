@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ async def compact(
     if keep_steps < 0:
         raise InvalidArgumentError(f"keep_steps={keep_steps}: it must not be negative")
     parquet = None if archive is None else _parquet()
-    total, size, files, after = 0, 0, [], -1
+    total, size, after = 0, 0, -1
+    files: list[str] = []
     while True:
         async with experiment.database.reading() as tx:
             page = await retention.finished_segments(
@@ -81,8 +83,8 @@ async def compact(
             stored = await segments.read(tx, keys, FAMILIES)
         uri = None
         if archive is not None:
-            write = (_write_file, parquet, archive, experiment.name, stored)
-            uri = await anyio.to_thread.run_sync(*write)
+            write = partial(_write_file, parquet, archive, experiment.name, stored)
+            uri = await anyio.to_thread.run_sync(write)
             files.append(uri)
         reached("before-compact")
         await _forget(experiment, keys, uri, actor)

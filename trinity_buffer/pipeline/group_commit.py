@@ -99,12 +99,12 @@ class GroupCommit:
                 entry.turn.set()
 
     def _take(self) -> list[_Entry]:
+        """Take as many of those who wait as fit, at least one."""
+        group: list[_Entry] = []
         rows = 0
-        for count, entry in enumerate(self._waiting, 1):
-            rows += len(entry.write.eids)
-            if rows >= ROWS_PER_TRANSACTION:
-                break
-        group, self._waiting = self._waiting[:count], self._waiting[count:]
+        while self._waiting and rows < ROWS_PER_TRANSACTION:
+            group.append(self._waiting.pop(0))
+            rows += len(group[-1].write.eids)
         return group
 
     async def _commit(self, group: list[_Entry]) -> None:

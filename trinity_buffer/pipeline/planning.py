@@ -142,7 +142,7 @@ def _same_plan(existing: queries.BatchRow, actor: str, body: dict[str, Any]) -> 
     return True
 
 
-def _check(batch: Key, tasks: Sequence[Key], rollouts_per_group: int) -> None:
+def _check(batch: object, tasks: Sequence[Key], rollouts_per_group: int) -> None:
     if not isinstance(batch, (int, str)) or "/" in str(batch) or batch == "":
         raise InvalidArgumentError(f"batch {batch!r}: a batch id is a number or a text without '/'")
     if not tasks or len({str(task) for task in tasks}) != len(tasks):

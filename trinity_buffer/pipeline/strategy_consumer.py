@@ -14,8 +14,10 @@ from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.algorithm.add_strategy import AddStrategy, compose
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import (
+    CodecError,
     ConflictingStrategyError,
     CursorConflictError,
+    DamagedSegmentError,
     InvalidArgumentError,
     UnknownNameError,
 )
@@ -24,7 +26,7 @@ from trinity_buffer.pipeline.decision import Decision, Verdicts
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.grouping import Group, GroupingRules, ReadyUnit
-from trinity_buffer.pipeline.loading import load_experiences
+from trinity_buffer.pipeline.loading import damaged_among, load_experiences
 from trinity_buffer.pipeline.unit_reader import UnitReader
 from trinity_buffer.store import log, queries, reads, segments
 from trinity_buffer.store.dialect import lock_experiment
@@ -196,15 +198,37 @@ class StrategyConsumer:
             for group in short:
                 verdicts.reject(group.members, "incomplete_group")
             rows = ReadyUnit(tuple(whole), incomplete=False).rows
-            if rows:
-                experiences = await self._load_experiences(rows)
+            experiences = await self._load_readable(rows, verdicts)
+            if experiences:
                 _, found = await self.strategy.add(experiences, self._calls)
                 self._calls += 1
                 verdicts.metrics.append({name: float(value) for name, value in found.items()})
-                verdicts.given.update(row.address for row in rows)
+                verdicts.given.update(one.address or 0 for one in experiences)
         kept = verdicts.taken_from(self._staged)
         encode = partial(verdicts.decision, kept, seen=self._reader.seen, calls=self._calls)
         return await anyio.to_thread.run_sync(encode)
+
+    async def _load_readable(
+        self, rows: Sequence[ExperienceRow], verdicts: Verdicts
+    ) -> list[Experience]:
+        """Return the experiences that can be read; the others are rejected as ``damaged``."""
+        if not rows:
+            return []
+        try:
+            return await self._load_experiences(rows)
+        except (CodecError, DamagedSegmentError):
+            keys = (row.segment for row in rows)
+            damaged = await damaged_among(self.experiment.database, keys, self._families)
+            if not damaged:
+                raise
+        gone = {row.address for row in rows if row.segment in damaged}
+        verdicts.reject([row for row in rows if row.address in gone], "damaged")
+        if self.rules.incomplete == "reject":
+            broken = {row.eid.tid for row in rows if row.address in gone}
+            short = [row for row in rows if row.eid.tid in broken and row.address not in gone]
+            verdicts.reject(short, "incomplete_group")
+            gone |= {row.address for row in short}
+        return await self._load_readable([r for r in rows if r.address not in gone], verdicts)
 
     async def _load_experiences(self, rows: Sequence[ExperienceRow]) -> list[Experience]:
         database, key = self.experiment.database, self.experiment.key
@@ -235,7 +259,7 @@ def _name_of(strategy: str | type[AddStrategy]) -> str:
 def _make(
     strategy: str | type[AddStrategy], writer: StagedWriter, args: Mapping[str, Any]
 ) -> AddStrategy:
-    kind = ADD_STRATEGY.get(strategy) if isinstance(strategy, str) else strategy
+    kind: object = ADD_STRATEGY.get(strategy) if isinstance(strategy, str) else strategy
     if not (isinstance(kind, type) and issubclass(kind, AddStrategy)):
         raise UnknownNameError(
             f"{strategy!r} is not an AddStrategy; known are {', '.join(ADD_STRATEGY.names())}"

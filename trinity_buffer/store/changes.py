@@ -101,9 +101,7 @@ class PostgresChanges(Changes):
         async with self._lock:
             if self._connection is None or self._connection.is_closed():
                 try:
-                    self._connection = await asyncpg.connect(
-                        _dsn(self._url), **_connect_args(self._url)
-                    )
+                    self._connection = await asyncpg.connect(_dsn(self._url))
                     # Whoever waits must not wait for news over a connection that is gone.
                     self._connection.add_termination_listener(self._heard)
                     await self._connection.add_listener(CHANNEL, self._heard)
@@ -141,7 +139,3 @@ class PostgresChanges(Changes):
 
 def _dsn(url: URL) -> str:
     return url.set(drivername="postgresql").render_as_string(hide_password=False)
-
-
-def _connect_args(url: URL) -> dict[str, Any]:
-    return {}

@@ -124,11 +124,10 @@ class Database:
         Args:
             any_revision: take the schema as it is and create nothing; for migrations.
         """
-        exists = True
         if self.dialect == "sqlite":
             self.version = sqlite.require_safe_library()
-            exists = sqlite.check_path(self.path, read_only=self.read_only)
-        self._engine = self._create_engine(exists)
+            sqlite.check_path(self.path, read_only=self.read_only)
+        self._engine = self._create_engine()
         self._writer = self._engine.execution_options(trinity_buffer_writes=True)
         stack.push_async_callback(self._close)
         with self._errors():
@@ -157,7 +156,7 @@ class Database:
         with anyio.CancelScope(shield=True):
             await self._engine.dispose()
 
-    def _create_engine(self, exists: bool) -> AsyncEngine:
+    def _create_engine(self) -> AsyncEngine:
         if self.dialect == "postgresql":
             engine = create_async_engine(self.url, pool_size=READERS + 2, max_overflow=8)
             listen_to.listen(engine.sync_engine, "begin", _begin_postgresql)
