@@ -66,7 +66,13 @@ Body = Mapping[str, Any]
 
 
 def _unknown(body: Body) -> str:
-    return ", ".join(body)
+    return ", ".join(f"{key}={_short(value)}" for key, value in body.items())
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bytes):
+        return value.hex()[:12]
+    return f"{len(value)} of them" if isinstance(value, list | dict) else str(value)
 
 
 def _created(body: Body) -> str:
@@ -139,5 +145,9 @@ _SUMMARIES: dict[str, Callable[[Body], str]] = {
     "BatchLeased": _leased,
     "StepsCommitted": _committed,
     "TrainerRewound": lambda body: f"{body['consumer']} back to step {body['step']}",
+    "RewardsAssigned": lambda body: f"{len(body['rewards'])} rewards of {body['scoring']}",
+    "SegmentsArchived": lambda body: (
+        f"{len(body['segments'])} segments to {body['uri'] or 'nowhere: deleted for good'}"
+    ),
     "PolicyPublished": lambda body: f"version {body['version']}: {body['uri']}",
 }

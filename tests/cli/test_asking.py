@@ -1,0 +1,286 @@
+"""Commands that ask, check and mend: what they print, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import pytest
+from sqlalchemy import update
+
+from tests.pipeline.planting import delete_event, unguarded
+from tests.stories import Story, tell
+from trinity_buffer.cli.main import main
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store.tables import experience
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> list[Any]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+Cli = Callable[..., Ended]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run the command in this process, as a shell would."""
+    monkeypatch.delenv("TRINITY_BUFFER_STORE", raising=False)
+
+    def run(*args: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["trinity-buffer", *map(str, args)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = capsys.readouterr()
+        return Ended(int(end.value.code or 0), said.out, said.err)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """A store that no test changes."""
+    folder = tmp_path_factory.mktemp("story")
+    return anyio.run(tell, f"sqlite:///{folder / 'store.db'}", folder / "run")
+
+
+@pytest.fixture
+def own_story(sqlite_url: str, tmp_path: Path) -> Story:
+    """A store for one test alone."""
+    return anyio.run(tell, sqlite_url, tmp_path / "run")
+
+
+def test_stats_say_what_is_there(cli: Cli, story: Story):
+    told = cli("stats", "--store", story.url)
+    assert told.code == 0
+    assert "SQLite 3." in told.out
+    assert "20 planned = 17 stored + 3 missing" in told.out
+    assert re.search(r"grpo +18 +0 +1 +16 +16 +late 1", told.out)
+    (found,) = cli("stats", "--store", story.url, "--json").json
+    (one,) = found["experiments"]
+    assert one["experiences"] == 18
+    assert one["trainers"][0]["committed"] == 2
+    assert one["trainers"][0]["counts"]["ready"] == 4
+
+
+def test_stats_of_a_server_are_the_same(cli: Cli, postgres_url: str, tmp_path: Path):
+    story = anyio.run(tell, postgres_url, tmp_path / "run")
+    (found,) = cli("stats", "--store", story.url, "--json").json
+    assert found["version"].startswith("PostgreSQL ")
+    assert found["size_bytes"] > 0
+    assert found["experiments"][0]["plans"] == {"planned": 20, "stored": 17}
+    assert cli("verify", "--store", story.url, "--quick").code == 0
+
+
+def test_events_are_the_last_ones_or_those_after_a_position(cli: Cli, story: Story):
+    last = cli("events", "--store", story.url, "--limit", 3, "--json").json
+    assert [event["position"] for event in last] == [23, 24, 25]
+    first = cli("events", "--store", story.url, "--after", 0, "--limit", 2, "--json").json
+    assert [event["kind"] for event in first] == ["ExperimentCreated", "BatchPlanned"]
+    kinds = cli("events", "--store", story.url, "--kind", "StepsCommitted", "--json").json
+    assert [event["summary"][:6] for event in kinds] == ["step 1", "step 2"]
+    assert "4 tasks × 4 rollouts" in cli("events", "--store", story.url, "--after", 1).out
+
+
+def test_following_events_ends_with_the_experiment(cli: Cli, own_story: Story):
+    async def finish() -> None:
+        async with open_store(own_story.url) as store:
+            await (await store.experiment("sort")).finish("done")
+
+    anyio.run(finish)
+    found = cli("events", "--store", own_story.url, "--follow", "--after", 20, "--json")
+    assert found.code == 0
+    assert found.json[-1]["kind"] == "ExperimentFinished"
+
+
+def test_groups_show_rewards_advantages_and_fates(cli: Cli, story: Story):
+    found = cli("groups", "--store", story.url, "--json").json
+    by_name = {(group["batch"], group["task"]): group for group in found}
+    assert by_name["b1", 0]["state"] == "waiting; 3 missing"
+    trained = by_name["b0", 1]
+    assert [run["reward"] for run in trained["runs"]] == [0.0, 1.0, 0.0, 1.0]
+    assert trained["runs"][1]["advantage"] == pytest.approx(0.866, abs=1e-3)
+    assert trained["state"] == "trained in step 2 of trainer"
+    varied = cli("groups", "--store", story.url, "--set", "varied", "--batch", "b0", "--json").json
+    assert {group["batch"] for group in varied} == {"b0"}
+    assert varied[3]["state"] == "rejected: zero_variance"
+    assert len(cli("groups", "--store", story.url, "--limit", 2, "--json").json) == 2
+    assert "b0" in cli("groups", "--store", story.url).out
+
+
+def test_show_tells_where_an_experience_was_trained_or_why_not(cli: Cli, story: Story):
+    (found,) = cli("show", "b0/1/2/0/", "--store", story.url, "--json").json
+    assert found["tensors"]["tokens"]["shape"] == [9]
+    assert found["objects"]["response_text"] == "1 and 2"
+    assert found["sets"][0]["steps"] == [
+        {"trainer": "trainer", "step": 2, "committed": True, "reason": None}
+    ]
+    (late,) = cli("show", "b0/0/0/0/a1", "--store", story.url, "--json").json
+    assert late["refused"] == "late"
+    text = cli("show", "b0/3/1/0", "--store", story.url).out
+    assert "set varied: rejected: zero_variance" in text
+    assert "× mask" in text
+
+
+def test_verify_ends_with_the_two_numbers(cli: Cli, own_story: Story):
+    proof = ("--acknowledged", own_story.acknowledged, "--checkpoint", own_story.checkpoint)
+    told = cli("verify", "--store", own_story.url, *proof)
+    assert told.code == 0
+    assert told.out.splitlines()[-2:] == ["everything holds", "lost 0, duplicated 0"]
+    last = 10  # the event that recorded b1/0/1/0/
+    anyio.run(delete_event, own_story.url, last)
+    told = cli("verify", "--store", own_story.url, *proof, "--quick")
+    assert told.code == 1
+    assert "lost: experience b1/0/1/0/" in told.out
+    assert told.out.splitlines()[-2:] == ["FAILED", "lost 1, duplicated 0"]
+    (found,) = cli("verify", "--store", own_story.url, *proof, "--json").json
+    assert (found["ok"], found["lost"], found["duplicated"]) == (False, 1, 0)
+
+
+def test_rebuild_says_what_it_mended(cli: Cli, own_story: Story):
+    async def damage() -> None:
+        async with unguarded(own_story.url) as tx:
+            mine = experience.c.task == "2"
+            await tx.execute(update(experience).where(mine).values(reward=9.0))
+
+    anyio.run(damage)
+    assert cli("verify", "--store", own_story.url).code == 1
+    assert "mended: experience 4" in cli("rebuild", "--store", own_story.url).out
+    assert cli("rebuild", "--store", own_story.url, "--json").json == [{"events": 25, "mended": {}}]
+    assert cli("verify", "--store", own_story.url).code == 0
+
+
+def test_migrate_says_when_there_is_nothing_to_do(cli: Cli, story: Story):
+    assert "is up to date" in cli("migrate", "--store", story.url).out
+    (found,) = cli("migrate", "--store", story.url, "--json").json
+    assert found["before"] == found["after"]
+
+
+def test_algorithms_are_listed(cli: Cli):
+    found = cli("algorithms", "--json").json
+    names = {(one["kind"], one["name"]) for one in found}
+    assert {("add_strategy", "grpo"), ("policy_loss_fn", "ppo"), ("kl_fn", "k3")} <= names
+    assert "trinity_buffer.algorithm" in cli("algorithms").out
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("stats", "--store", "/nowhere/a.db"), "/nowhere: no such directory"),
+        (("show", "nonsense"), "is no uid"),
+        (("show", "b9/0/0/0/"), "holds no experience 'b9/0/0/0/'"),
+        (("events", "--kind", "Nonsense"), "no event is a 'Nonsense'"),
+        (("groups", "--set", "nonsense"), "no annotation set 'nonsense'"),
+        (("groups", "--experiment", "nonsense"), "holds no experiment 'nonsense'"),
+        (("verify", "--acknowledged", "/nowhere"), "no such file or folder"),
+        (("verify", "--checkpoint", "/nowhere"), "manifests.json"),
+        (("stats", "--nonsense"), "No such option"),
+        (("nonsense",), "No such command"),
+        (("migrate", "--store", "mysql://a/b"), "a store cannot live in"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence(
+    cli: Cli, story: Story, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], said: str
+):
+    monkeypatch.setenv("TRINITY_BUFFER_STORE", story.url)
+    ended = cli(*args)
+    assert ended.code == 2
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+    if ended.err.startswith("error: "):
+        assert len(ended.err.splitlines()) == 1
+
+
+def test_the_newest_store_under_runs_is_meant(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    missing = cli("stats")
+    assert missing.code == 2
+    assert "say --store" in missing.err
+    (tmp_path / "runs").mkdir()
+    for age, name in enumerate(("new", "old")):
+        anyio.run(tell, f"sqlite:///runs/{name}.db", tmp_path / name)
+        os.utime(tmp_path / "runs" / f"{name}.db", (1_000_000 - age, 1_000_000 - age))
+    assert cli("stats", "--json").json[0]["url"] == "sqlite:///runs/new.db"
+
+
+def test_one_of_several_experiments_has_to_be_named(cli: Cli, own_story: Story, tmp_path: Path):
+    anyio.run(tell, own_story.url, tmp_path / "other", "other")
+    ended = cli("groups", "--store", own_story.url)
+    assert ended.code == 2
+    assert "say which with --experiment: sort, other" in ended.err
+    named = cli("groups", "--store", own_story.url, "--experiment", "other", "--json")
+    assert len(named.json) == 5
+    (found,) = cli("stats", "--store", own_story.url, "--json").json
+    assert [one["name"] for one in found["experiments"]] == ["sort", "other"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["stats", "events", "groups", "show", "verify", "rebuild", "migrate", "algorithms"],
+)
+def test_help_shows_an_example(cli: Cli, command: str):
+    ended = cli(command, "--help")
+    assert ended.code == 0
+    assert f"Example: trinity-buffer {command}" in " ".join(ended.out.split())
+
+
+ASKING = (
+    ("stats",),
+    ("events", "--limit", "2"),
+    ("groups",),
+    ("show", "b0/1/2/0/"),
+    ("verify",),
+    ("rebuild",),
+    ("migrate",),
+)
+
+RUN_AND_LIST_MODULES = """
+import sys
+from trinity_buffer.cli.main import main
+try:
+    main()
+finally:
+    print(*[name for name in ("torch", "matplotlib", "safetensors") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("args", ASKING, ids=lambda args: args[0])
+def test_who_only_asks_does_not_wait_for_torch(story: Story, args: tuple[str, ...]):
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_AND_LIST_MODULES, *args, "--store", story.url],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == ""
+
+
+def test_ctrl_c_ends_following_without_a_word(story: Story):
+    command = [sys.executable, "-m", "trinity_buffer", "events", "--follow", "--after", "24"]
+    with subprocess.Popen(
+        [*command, "--store", story.url],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert "SegmentsArchived" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (0, "", "")
