@@ -157,9 +157,8 @@ class GuessNumber:
     Attributes:
         numbers: the hidden number is one of 0 ... ``numbers`` - 1.
         turns: guesses that a run may take.
-        turn_cost: what each wrong guess costs. Above 0 the task is much harder to learn: where all
-            runs of a group find the number, only their haste is left to compare, and haste in one
-            group is delay in another.
+        turn_cost: what each wrong guess costs. With the recipe of this task, a cost of 0.1 left
+            three seeds of three at 0.73 to 0.87 after 300 steps, no cost at 1.00.
     """
 
     numbers: int = 8
