@@ -8,7 +8,8 @@ from functools import partial
 
 import anyio.to_thread
 
-from trinity_buffer.errors import ArchivedSegmentError
+from trinity_buffer.codec import decode_segment
+from trinity_buffer.errors import ArchivedSegmentError, CodecError, DamagedSegmentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.encoding import decode_experiences
 from trinity_buffer.pipeline.events import decoded
@@ -41,6 +42,24 @@ async def load_segments(
             found[key][family] = blob
     await _refuse_archived(database, [key for key, blobs in found.items() if not blobs])
     return found
+
+
+async def damaged_among(
+    database: Database, keys: Iterable[bytes], families: Sequence[str]
+) -> set[bytes]:
+    """Return those of ``keys`` that `load_segments` or the codec cannot read, or that are not there."""
+    damaged = set()
+    for key in dict.fromkeys(keys):
+        try:
+            blobs = (await load_segments(database, [key], families))[key]
+            for blob in blobs.values():
+                await anyio.to_thread.run_sync(decode_segment, blob)
+        except (CodecError, DamagedSegmentError):
+            damaged.add(key)
+        else:
+            if not blobs:
+                damaged.add(key)
+    return damaged
 
 
 async def _refuse_archived(database: Database, empty: Sequence[bytes]) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from trinity_buffer.codec import Column, Segment, decode_segment
 from trinity_buffer.errors import DamagedSegmentError, UnknownExperimentError
 from trinity_buffer.pipeline.events import decoded
-from trinity_buffer.pipeline.loading import load_segments
+from trinity_buffer.pipeline.loading import damaged_among, load_segments
 from trinity_buffer.pipeline.manifest import Manifest
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.address import position_of, slot_of
@@ -126,6 +126,29 @@ class RowLoader:
                 )
                 parts.append((rows, found))
         return _merged(parts, len(manifest.experiences))
+
+    async def damaged(self, manifest: Manifest) -> list[int]:
+        """Return the places of the rows whose experience or annotation cannot be read."""
+        found: list[int] = []
+        for number, name in enumerate(("", *manifest.sources)):
+            places = manifest.rows_of(number) if manifest.source else [*range(len(manifest.groups))]
+            if places:
+                loader = self if number == 0 else await self._other(name)
+                found += await loader._damaged(manifest, places)
+        return found
+
+    async def _damaged(self, manifest: Manifest, places: Sequence[int]) -> list[int]:
+        experiences = {manifest.experiences[place] for place in places}
+        async with self._database.reading() as tx:
+            stored = await queries.experience_rows(tx, self._experiment, sorted(experiences))
+        recorded = {row.address: row.segment for row in stored}
+        keys = await self._keys_of({position_of(manifest.annotations[p]) for p in places})
+        annotated = {p: keys[position_of(manifest.annotations[p])] for p in places}
+        bad = await damaged_among(self._database, recorded.values(), FAMILIES)
+        bad |= await damaged_among(
+            self._database, (key for key in annotated.values() if key), ("annotation",)
+        )
+        return [p for p in places if bad & {recorded[manifest.experiences[p]], annotated[p]}]
 
     async def _other(self, name: str) -> RowLoader:
         """Return the loader of another experiment of the store."""

@@ -20,7 +20,7 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.background import running
-from trinity_buffer.pipeline.collate import collate_step, row_lengths
+from trinity_buffer.pipeline.collate import collate_step
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
@@ -29,14 +29,8 @@ from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.ranks import RankSession
 from trinity_buffer.pipeline.recorded_strategy import RecordedStrategy
 from trinity_buffer.pipeline.row_loader import LoadedRows, RowLoader
-from trinity_buffer.pipeline.step_source import (
-    RECORDED,
-    StepSource,
-    TakenRow,
-    planned_manifest,
-    require_advantages,
-    rows_without,
-)
+from trinity_buffer.pipeline.step_rows import StepRows
+from trinity_buffer.pipeline.step_source import RECORDED, StepSource, TakenRow
 from trinity_buffer.pipeline.strategy_consumer import StrategyConsumer
 from trinity_buffer.pipeline.stream_options import Resume, StreamOptions, TrainStep
 from trinity_buffer.pipeline.trainer_lease import TrainerLease
@@ -72,6 +66,7 @@ class TrainStream:
         self._loader = RowLoader(experiment.database, experiment.key)
         self._expert = expert
         self._source = StepSource(experiment, options, self.annotation_set, lease, expert)
+        self._rows = StepRows(experiment, options, self.annotation_set, self._loader, self._source)
         self._ranks = RankSession(experiment, options)
         self._committed = 0
         self._delivered: dict[int, TrainStep] = {}
@@ -212,7 +207,7 @@ class TrainStream:
 
     async def _lease_step(self, taken: list[TakenRow]) -> TrainStep | None:
         """Return the step of these rows, leased; None if none of them can be trained."""
-        manifest, rows = await self._prepared(taken)
+        manifest, rows = await self._rows.prepare(self._next_step, taken)
         if manifest is None or rows is None:
             return None
         step = await self._step(manifest, rows, recorded=False)
@@ -229,44 +224,6 @@ class TrainStream:
         reached("after-lease")
         self._next_step += 1
         return step
-
-    async def _prepared(self, taken: list[TakenRow]) -> tuple[Manifest | None, LoadedRows | None]:
-        """Return the manifest of these rows and their columns; what cannot be trained is rejected."""
-        needs, pairs = self.options.needs, self.experiment.config.get("schema") == "dpo"
-        while taken:
-            manifest = planned_manifest(self._next_step, self.annotation_set, taken, self.options)
-            rows = await self._loader.load(manifest)
-            if "advantages" in needs:
-                require_advantages(rows, manifest)
-            places = {p for f in needs for p in rows_without(rows, f, manifest.source)}
-            lengths = row_lengths(manifest, rows) if pairs else None
-            unfit = {manifest.annotations[place]: "invalid" for place in places}
-            limit = self.options.max_tokens
-            if lengths is not None and limit is not None:
-                sizes = row_lengths(manifest, rows, longest=True)
-                large = (
-                    a for a, size in zip(manifest.annotations, sizes, strict=True) if size > limit
-                )
-                unfit |= dict.fromkeys(large, "oversize")
-            if not unfit and lengths is None:
-                return manifest, rows
-            if not unfit:
-                by_address = dict(zip(manifest.annotations, lengths or (), strict=True))
-                exact = [by_address[one.row.address] for one in taken]
-                manifest = planned_manifest(
-                    self._next_step, self.annotation_set, taken, self.options, lengths=exact
-                )
-                return manifest, await self._loader.load(manifest)
-            taken = await self._left_of(taken, unfit)
-        return None, None
-
-    async def _left_of(self, taken: list[TakenRow], unfit: Mapping[int, str]) -> list[TakenRow]:
-        """Reject the rows of the own experiment at the addresses ``unfit``; return the others."""
-        left = [one for one in taken if one.source or one.row.address not in unfit]
-        for reason in sorted(set(unfit.values())):
-            gone = [one for one in taken if not one.source and unfit.get(one.row.address) == reason]
-            await self._source.reject(gone, reason, left)
-        return left
 
     async def _load(self, manifest: Manifest, *, recorded: bool) -> TrainStep:
         return await self._step(manifest, await self._loader.load(manifest), recorded=recorded)

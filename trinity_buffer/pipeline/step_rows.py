@@ -1,0 +1,114 @@
+"""From taken rows to a manifest of rows that can all be trained; the others are rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from trinity_buffer.errors import CodecError, DamagedSegmentError
+from trinity_buffer.pipeline.collate import row_lengths
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.manifest import Manifest
+from trinity_buffer.pipeline.row_loader import LoadedRows, RowLoader
+from trinity_buffer.pipeline.step_source import (
+    StepSource,
+    TakenRow,
+    planned_manifest,
+    require_advantages,
+    rows_without,
+)
+from trinity_buffer.pipeline.stream_options import StreamOptions
+
+Unfit = Mapping[tuple[int, int], str]
+"""(source, annotation) of a row -> why it cannot be trained."""
+
+
+class StepRows:
+    """Loads what a step took, before it is leased.
+
+    Args:
+        experiment: the trainer's own.
+        options: of the stream.
+        annotation_set: the set that is trained on.
+        loader: of the stream.
+        source: where the rows were taken from, and where they are rejected.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        options: StreamOptions,
+        annotation_set: str,
+        loader: RowLoader,
+        source: StepSource,
+    ) -> None:
+        self._options = options
+        self._set = annotation_set
+        self._loader = loader
+        self._source = source
+        self._pairs = experiment.config.get("schema") == "dpo"
+
+    async def prepare(
+        self, step: int, taken: list[TakenRow]
+    ) -> tuple[Manifest | None, LoadedRows | None]:
+        """Return the manifest of ``taken`` and its columns, or nothing if no row can be trained."""
+        while taken:
+            manifest = planned_manifest(step, self._set, taken, self._options)
+            try:
+                rows = await self._loader.load(manifest)
+            except (CodecError, DamagedSegmentError):
+                places = await self._loader.damaged(manifest)
+                if not places:
+                    raise
+                taken = await self._left_of(taken, _named(manifest, places, "damaged"))
+                continue
+            unfit = self._unfit(manifest, rows)
+            if unfit:
+                taken = await self._left_of(taken, unfit)
+            elif self._pairs:
+                return await self._of_pairs(step, manifest, rows, taken)
+            else:
+                return manifest, rows
+        return None, None
+
+    def _unfit(self, manifest: Manifest, rows: LoadedRows) -> Unfit:
+        """Return the rows that lack a column, and the pairs that are too long."""
+        needs, limit = self._options.needs, self._options.max_tokens
+        if "advantages" in needs:
+            require_advantages(rows, manifest)
+        lacking = {p for field in needs for p in rows_without(rows, field, manifest.source)}
+        unfit = dict(_named(manifest, sorted(lacking), "invalid"))
+        if self._pairs and limit is not None:
+            sizes = row_lengths(manifest, rows, longest=True)
+            large = [
+                place
+                for place, size in enumerate(sizes)
+                if size > limit and not _source_of(manifest, place)
+            ]
+            unfit |= _named(manifest, large, "oversize")
+        return unfit
+
+    async def _of_pairs(
+        self, step: int, manifest: Manifest, rows: LoadedRows, taken: Sequence[TakenRow]
+    ) -> tuple[Manifest, LoadedRows]:
+        """Plan the micro-batches with the lengths of the pairs, which only the tensors tell."""
+        lengths = dict(zip(manifest.annotations, row_lengths(manifest, rows), strict=True))
+        exact = [lengths[one.row.address] for one in taken]
+        manifest = planned_manifest(step, self._set, taken, self._options, lengths=exact)
+        return manifest, await self._loader.load(manifest)
+
+    async def _left_of(self, taken: list[TakenRow], unfit: Unfit) -> list[TakenRow]:
+        """Reject the ``unfit`` rows; return the others."""
+        why = [unfit.get((one.source, one.row.address)) for one in taken]
+        left = [one for one, reason in zip(taken, why, strict=True) if reason is None]
+        for reason in sorted({reason for reason in why if reason is not None}):
+            gone = [one for one, found in zip(taken, why, strict=True) if found == reason]
+            await self._source.reject(gone, reason, left)
+        return left
+
+
+def _source_of(manifest: Manifest, place: int) -> int:
+    return manifest.source[place] if manifest.source else 0
+
+
+def _named(manifest: Manifest, places: Sequence[int], reason: str) -> Unfit:
+    return {(_source_of(manifest, p), manifest.annotations[p]): reason for p in places}
