@@ -30,19 +30,28 @@ async def in_thread(compute: Callable[..., T], *args: object) -> T:
 
 @asynccontextmanager
 async def running(*tasks: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run ``tasks`` while the body runs; cancel them when it ends.
+    """Run ``tasks`` while the body runs; cancel them when it ends, and it when one of them fails.
 
-    An error of the body comes out as it is, not inside an exception group: callers catch errors by
-    name.
+    An error, of the body or of a task, comes out as it is, not inside an exception group: callers
+    catch errors by name.
     """
     failure: Exception | None = None
-    async with anyio.create_task_group() as group:
-        for task in tasks:
-            group.start_soon(task)
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - re-raised below, bare of the group
-            failure = error
-        group.cancel_scope.cancel()
+    try:
+        async with anyio.create_task_group() as group:
+            for task in tasks:
+                group.start_soon(task)
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001 - re-raised below, bare of the group
+                failure = error
+            group.cancel_scope.cancel()
+    except ExceptionGroup as errors:
+        failure = failure or _first_of(errors)
     if failure is not None:
         raise failure
+
+
+def _first_of(errors: ExceptionGroup[Exception]) -> Exception:
+    """Return the first error of a group; what else went wrong is most often its consequence."""
+    first = errors.exceptions[0]
+    return _first_of(first) if isinstance(first, ExceptionGroup) else first

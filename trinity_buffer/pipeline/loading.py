@@ -47,7 +47,7 @@ async def load_segments(
 async def damaged_among(
     database: Database, keys: Iterable[bytes], families: Sequence[str]
 ) -> set[bytes]:
-    """Return those of ``keys`` that `load_segments` or the codec cannot read, or that are not there."""
+    """Return those of ``keys`` whose blobs cannot be read, or are not there."""
     damaged = set()
     for key in dict.fromkeys(keys):
         try:
