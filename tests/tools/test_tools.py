@@ -1,0 +1,66 @@
+"""Each tool runs as its docstring says, on a small store, and leaves it as it was."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from tests.stories import Story, tell
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("story")
+    return anyio.run(tell, f"sqlite:///{folder / 'store.db'}", folder / "run")
+
+
+def run(tool: str, *args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOOLS / tool), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def digest_of(story: Story) -> str:
+    return hashlib.sha256(Path(story.url.removeprefix("sqlite:///")).read_bytes()).hexdigest()
+
+
+def test_inspect_store_says_what_is_in_here(story: Story):
+    before = digest_of(story)
+    done = run("inspect_store.py", story.url, "--rollouts", 2)
+    assert done.returncode == 0, done.stderr
+    assert "experiment sort" in done.stdout
+    assert "6 ExperiencesRecorded" in done.stdout
+    rollouts = [line for line in done.stdout.splitlines() if "reward" in line and "b0/" in line]
+    assert len(rollouts) == 2
+    assert digest_of(story) == before
+
+
+def test_plot_run_draws_the_three_curves(story: Story, tmp_path: Path):
+    picture = tmp_path / "run.png"
+    done = run("plot_run.py", story.url, picture)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("3 steps, last reward 0.500")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    nobody = run("plot_run.py", story.url, picture, "--trainer", "nobody")
+    assert nobody.returncode == 1
+    assert "no gradient step of 'nobody'" in nobody.stderr
+
+
+def test_replay_run_gives_the_recorded_batches_to_another_loss(story: Story):
+    before = digest_of(story)
+    done = run("replay_run.py", story.url, "--experiment", "sort")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[:4] for line in lines] == [
+        ["step", "1", "4", "rows"],
+        ["step", "2", "4", "rows"],
+    ]
+    digests = [line.split()[-1] for line in lines]
+    assert digests == [digest.hex()[:12] for digest in story.manifests]
+    assert digest_of(story) == before
