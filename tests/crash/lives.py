@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-CONTEXT = multiprocessing.get_context("forkserver")
-# What takes long to import is imported once, in the server that all lives are forked from; our own
-# package is not, as each life must read its crash point from its environment.
-CONTEXT.set_forkserver_preload(
-    ["torch", "sqlalchemy.ext.asyncio", "aiosqlite", "asyncpg", "pysqlite3", "safetensors.torch"]
-)
+from tests.crash import roles
+from tests.crash.forking import CONTEXT, become
+
 LIFE_S = 60.0
 
 
 def live(role: str, arguments: Mapping[str, Any], crash_at: str | None, log: str) -> None:
     """Be ``role`` until the crash point is reached, or to the end."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.pop("TRINITY_BUFFER_CRASH_AT", None)
-    if crash_at is not None:
-        os.environ["TRINITY_BUFFER_CRASH_AT"] = crash_at
-    roles = importlib.import_module("tests.crash.roles")
+    become(log, crash_at)
     getattr(roles, role)(**arguments)
 
 

@@ -1,0 +1,39 @@
+"""Processes that cost milliseconds: forked from a server that has imported everything already."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+
+from trinity_buffer import crash_points
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [
+        "asyncpg",
+        "tests.crash.roles",
+        "tests.torture.roles",
+    ]
+)
+
+_PR_SET_PDEATHSIG = 1
+
+
+def become(log: str, crash_at: str | None) -> None:
+    """Turn the forked process into one life: say everything to ``log``, die at ``crash_at``.
+
+    It reads the environment variable of the crash points itself, as they were imported before the
+    fork, and dies with the server that it was forked from.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    before = crash_points.reached
+    armed = crash_points._nothing if crash_at is None else crash_points._armed(crash_at)
+    for module in list(sys.modules.values()):
+        if getattr(module, "reached", None) is before:
+            module.reached = armed  # type: ignore[attr-defined]  # the modules that imported it

@@ -1,0 +1,146 @@
+"""What must hold when a round is over, from what explorers, checkpoints and readers noted by themselves."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from tests.crash.forking import CONTEXT
+from tests.torture.roles import Life, live
+from tests.torture.sites import Site
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.verify import VerifyReport, verify
+
+if TYPE_CHECKING:
+    from tests.torture.round import RoundReport
+
+EXPERIMENT = "torture"
+CONSUMERS = {"trainer": "grpo", "second": "other"}
+REPLAY_LIMIT_S = 300.0
+
+
+def examine(report: RoundReport, site: Site, url: str, folder: Path, seed: str) -> None:
+    """Put into ``report`` everything that does not hold."""
+    replays = _start_replays(url, folder)
+    anyio.run(_verify, report, url, folder)
+    _compare_reader(report, folder / "r0.read")
+    for consumer, process in replays.items():
+        process.join(REPLAY_LIMIT_S)
+        _take_replay(report, folder, consumer, process)
+    _damage(report, site, url, random.Random(f"{seed}/flip").random())
+
+
+async def _verify(report: RoundReport, url: str, folder: Path) -> None:
+    async with open_store(url) as store:
+        experiment = await store.experiment(EXPERIMENT)
+        for consumer in CONSUMERS:
+            checkpoint = await experiment.last_checkpoint(consumer)
+            assert checkpoint is not None  # each has committed, or the round would not have ended
+            found = await verify(
+                experiment,
+                acknowledged=folder / "acks",
+                checkpoint=Path(checkpoint),
+                consumer=consumer,
+            )
+            report.lost += found.lost
+            report.duplicated += found.duplicated
+            report.problems += [f"lost: {item}" for item in found.lost_items]
+            report.problems += [f"duplicated: {item}" for item in found.duplicated_items]
+            report.problems += map(str, found.problems)
+            report.steps += found.chain or 0
+        report.events, report.experiences = found.events, found.experiences
+        report.acknowledged = found.acknowledged or 0
+        missing = 0
+        async for event in experiment.events(kinds=("BatchPlanned",)):
+            missing += len(await experiment.writer("auditor").missing(event.body["batch"]))
+    plans = found.plans
+    if missing or plans.planned != plans.stored:
+        told = f"planned {plans.planned}, stored {plans.stored}, missing {missing}"
+        report.problems.append(f"not every plan was fulfilled: {told}")
+    if not report.acknowledged:
+        report.problems.append("no explorer has acknowledged anything")
+
+
+def _compare_reader(report: RoundReport, noted: Path) -> None:
+    """The reader must have seen each position once, in order, up to the end, through all its lives."""
+    lines = noted.read_text().splitlines()
+    positions = [int(line.split()[0]) for line in lines]
+    report.skipped = len(set(range(1, max(positions, default=0) + 1)) - set(positions))
+    if positions != list(range(1, len(positions) + 1)):
+        wrong = next(i for i, position in enumerate(positions, 1) if position != i)
+        report.problems.append(f"the reader's line {wrong} is position {positions[wrong - 1]}")
+    if not any(line.split()[1] == "ExperimentFinished" for line in lines):
+        report.problems.append(f"the reader ended after {len(lines)} events, before the end")
+
+
+def _start_replays(url: str, folder: Path) -> Mapping[str, Any]:
+    started = {}
+    for consumer in CONSUMERS:
+        arguments = {"url": url, "experiment": EXPERIMENT, "consumer": consumer}
+        log = str(folder / f"replay-{consumer}.log")
+        call = ("replay", {**arguments, "folder": str(folder)}, Life(), log)
+        started[consumer] = CONTEXT.Process(target=live, args=call, daemon=True)
+        started[consumer].start()
+    return started
+
+
+def _take_replay(report: RoundReport, folder: Path, consumer: str, process: Any) -> None:
+    result = folder / f"replay-{consumer}.json"
+    if process.exitcode != 0 or not result.exists():
+        log = (folder / f"replay-{consumer}.log").read_text()
+        report.problems.append(f"replay of {consumer!r}: exit code {process.exitcode}\n{log}")
+        process.kill()
+        return
+    found = json.loads(result.read_text())
+    report.replayed += found["compared"]
+    report.different += len(found["different"])
+    if found["different"] or not found["compared"] or found["compared"] != found["recorded"]:
+        report.problems.append(f"replay of {consumer!r} came out otherwise: {found}")
+
+
+def _damage(report: RoundReport, site: Site, url: str, draw: float) -> None:
+    """Flip a bit in a copy: `verify` must name the segment, and everybody must go on without it."""
+    copy = site.copy(url)
+    key, family = site.flip(copy, draw)
+    report.faults["bit flipped"] += 1
+    anyio.run(_go_on_damaged, report, copy, key, family)
+    site.remove(copy)
+
+
+async def _go_on_damaged(report: RoundReport, url: str, key: str, family: str) -> None:
+    async with open_store(url) as store:
+        experiment = await store.experiment(EXPERIMENT)
+        found = await verify(experiment)
+        named = [p for p in found.problems if p.check == "segments" and key in p.where]
+        if not named or set(found.problems) != set(named):
+            report.problems.append(f"bit flipped in {key} {family}: {found.problems}")
+        await run_strategy(experiment, "grpo", name="on damaged data")
+        for annotation_set in (*CONSUMERS.values(), "on damaged data"):
+            async with experiment.train_stream(
+                strategy=annotation_set, consumer=f"after {annotation_set}", groups_per_step=4
+            ) as stream:
+                async for step in stream:
+                    await stream.commit(step)
+        report.problems += _left_over(await verify(experiment), key, family)
+
+
+def _left_over(found: VerifyReport, key: str, family: str) -> list[str]:
+    """Return what is wrong after all have gone on: nothing but the damage, nothing unaccounted for."""
+    wrong = [str(p) for p in found.problems if p.check != "segments" or key not in p.where]
+    rejected: dict[str, int] = {}
+    for counts in (*found.strategies, *found.trainers):
+        if "damage" in counts.consumer or counts.consumer.startswith("after"):
+            wrong += [] if counts.holds else [f"does not add up: {counts}"]
+            rejected |= counts.rejected
+        unfinished = getattr(counts, "ready", 0) + getattr(counts, "waiting", 0)
+        if unfinished and counts.consumer not in CONSUMERS:
+            wrong.append(f"left over: {counts}")
+    if family != "text" and "damaged" not in rejected:
+        wrong.append(f"a bit was flipped in {key} {family}, and nothing was rejected as damaged")
+    return wrong

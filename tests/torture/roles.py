@@ -1,0 +1,308 @@
+"""What the processes of a torture do: the real roles on a task of milliseconds, each a bit harder than usual."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+from pysqlite3 import dbapi2
+
+from tests.crash.forking import become
+from trinity_buffer.cli import roles
+from trinity_buffer.cli.run_algorithm import algorithm_of
+from trinity_buffer.cli.run_config import RunConfig, of_experiment
+from trinity_buffer.errors import ConflictingExperienceError, TrinityBufferError
+from trinity_buffer.experience import Experience
+from trinity_buffer.explorer.explorer import Explorer, ExplorerSettings
+from trinity_buffer.pipeline import checkpoint as checkpoints
+from trinity_buffer.pipeline import events
+from trinity_buffer.pipeline.replay import open_replay_stream
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.sync_stream import open_train_stream
+from trinity_buffer.store import sqlite
+from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
+from trinity_buffer.writer import WriteReceipt
+
+REFUSED = 3
+"""Exit code of a life that ended with one of our own errors, which a fault may cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What is special about one life of a process; all of it follows from the seed.
+
+    Attributes:
+        crash_at: crash point and count, as ``TRINITY_BUFFER_CRASH_AT`` takes it.
+        clock_s: by how much its clock is wrong from the start.
+        clock_jump: after so many seconds the clock is wrong by so many seconds instead.
+        pages: SQLite: so many pages more fit onto its disk.
+    """
+
+    crash_at: str | None = None
+    clock_s: float = 0.0
+    clock_jump: tuple[float, float] | None = None
+    pages: int | None = None
+
+
+def live(role: str, arguments: Mapping[str, Any], life: Life, log: str) -> None:
+    """Be ``role`` until the end, or until something ends it; say which of our errors it was."""
+    become(log, life.crash_at)
+    _move_clock(life)
+    if life.pages is not None:
+        _shrink_disk(arguments["url"], life.pages)
+    try:
+        globals()[role](**arguments)
+    except TrinityBufferError as error:
+        sys.stdout.write(f"ENDED {type(error).__name__}: {error}\n")
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(REFUSED)
+
+
+def _move_clock(life: Life) -> None:
+    def move(seconds: float) -> None:
+        events._offset_us = int(seconds * 1e6)
+
+    move(life.clock_s)
+    if life.clock_jump is not None:
+        after_s, seconds = life.clock_jump
+        timer = threading.Timer(after_s, move, (seconds,))
+        timer.daemon = True
+        timer.start()
+
+
+def _shrink_disk(url: str, pages: int) -> None:
+    """Let the database grow by so many pages only, as the last ones of a disk would."""
+    path = url.removeprefix("sqlite:///")
+    connection = dbapi2.connect(path, timeout=30)
+    limit = int(connection.execute("PRAGMA page_count").fetchone()[0]) + pages
+    connection.close()
+    usual = sqlite.pragmas
+
+    def limited(*, durability: str, read_only: bool) -> list[str]:
+        statements = usual(durability=durability, read_only=read_only)
+        return [*statements, f"PRAGMA max_page_count={limit}"]
+
+    sqlite.pragmas = limited
+
+
+class _Insistent:
+    """A writer that sends many calls again: afterwards, at the same time, or with another content."""
+
+    def __init__(self, writer: Any, seed: str, counted: Path) -> None:
+        self._writer = writer
+        self._random = random.Random(seed)
+        self._counted = counted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+    async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
+        how = self._random.choice(("once", "again", "at once", "changed"))
+        if how == "at once":
+            receipts: list[WriteReceipt] = []
+            async with anyio.create_task_group() as group:
+                for _ in range(2):
+                    group.start_soon(self._into, receipts, experiences)
+        else:
+            receipts = [await self._writer.write(experiences)]
+        if how == "again":
+            receipts.append(await self._writer.write(experiences))
+        if how == "changed":
+            await self._refused(experiences)
+        if len(receipts) > 1:
+            assert sorted(r.written for r in receipts) in ([0, len(experiences)], [0, 0]), receipts
+            assert receipts[0].uids == receipts[1].uids
+        if how != "once":
+            _append(self._counted, f"{how}\n")
+        return max(receipts, key=lambda receipt: receipt.written)
+
+    async def _into(self, found: list[WriteReceipt], experiences: Sequence[Experience]) -> None:
+        found.append(await self._writer.write(experiences))
+
+    async def _refused(self, experiences: Sequence[Experience]) -> None:
+        """Send the same EIDs with another reward: the store must keep what it has."""
+        reward = experiences[-1].reward
+        experiences[-1].reward = (reward or 0.0) + 1.0
+        try:
+            await self._writer.write(experiences)
+        except ConflictingExperienceError:
+            return
+        finally:
+            experiences[-1].reward = reward
+        raise AssertionError("the store took another content for EIDs that it has")
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def explorer(url: str, experiment: str, actor: str, folder: str, seed: str) -> None:
+    """Explore until the experiment is finished."""
+    roles.use_one_thread()
+
+    async def main() -> None:
+        async with open_store(url) as store:
+            opened = await store.experiment(experiment)
+            config = of_experiment(opened.config)
+            settings = ExplorerSettings(
+                actor=actor,
+                seed=config.seed,
+                groups_per_batch=config.groups_per_batch,
+                rollouts_per_group=config.rollouts_per_group,
+                groups_per_write=1,
+                acknowledgements=Path(folder) / "acks" / f"{actor}.ack",
+            )
+            task, first = roles.task_of(config), roles.first_policy
+            made = Explorer(opened, task, lambda: first(config), settings)
+            counted = Path(folder) / f"{actor}.resent"
+            made._writer = _Insistent(made._writer, seed, counted)  # type: ignore[assignment]
+            await made.run(lambda _: None)
+
+    anyio.run(main)
+
+
+def strategy(url: str, experiment: str, name: str, args: Mapping[str, Any]) -> None:
+    """Annotate until the experiment is finished."""
+    roles.use_one_thread()
+
+    async def main() -> None:
+        async with open_store(url) as store:
+            opened = await store.experiment(experiment)
+            await run_strategy(opened, "grpo", args, name=name, follow=True)
+
+    anyio.run(main)
+
+
+async def _config_of(url: str, experiment: str) -> RunConfig:
+    async with open_store(url, read_only=True) as store:
+        return of_experiment((await store.experiment(experiment)).config)
+
+
+class _Private:
+    """A stream that publishes no policy: its trainer learns beside the one that explorers follow."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __iter__(self) -> Any:
+        return iter(self._stream)
+
+    def commit(self, step: Any, *, policy: Path, **others: Any) -> None:
+        self._stream.commit(step, **others)
+
+
+def trainer(
+    url: str, experiment: str, consumer: str, strategy: str, folder: str, publishes: bool
+) -> None:
+    """Train until the experiment is finished."""
+    roles.use_one_thread()
+    config = anyio.run(_config_of, url, experiment)
+    with open_train_stream(
+        url,
+        experiment=experiment,
+        strategy=strategy,
+        consumer=consumer,
+        groups_per_step=config.groups_per_step,
+        max_tokens=roles.task_of(config).max_length,
+        lease_ttl_s=config.lease_ttl_s,
+        follow=True,
+    ) as stream:
+        checkpoints = Path(folder) / f"checkpoints-{consumer}"
+        _trainer_on(stream if publishes else _Private(stream), config, checkpoints).run(_silence)
+
+
+def _trainer_on(stream: Any, config: RunConfig, folder: Path) -> Trainer:
+    optimizer = config.optimizer
+    settings = TrainerSettings(
+        checkpoints=folder,
+        learning_rate=optimizer.learning_rate,
+        max_gradient_norm=optimizer.max_gradient_norm,
+    )
+    return Trainer(stream, lambda: roles.first_policy(config), algorithm_of(config), settings)
+
+
+def _silence(_: Any) -> None:
+    """Say nothing."""
+
+
+def reader(url: str, experiment: str, path: str) -> None:
+    """Follow the log and note every position, until the experiment is finished."""
+    file = Path(path)
+    whole = file.read_text().rpartition("\n")[0].splitlines() if file.exists() else []
+    if file.exists():
+        os.truncate(file, sum(len(line) + 1 for line in whole))
+    last = int(whole[-1].split()[0]) if whole else 0
+
+    async def main() -> None:
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        async with open_store(url) as store:
+            opened = await store.experiment(experiment)
+            async for event in opened.events(after=last, follow=True):
+                os.write(descriptor, f"{event.position} {event.kind} {event.actor}\n".encode())
+
+    anyio.run(main)
+
+
+class _Compared:
+    """A replay stream whose commits compare the checkpoint with the one that the log recorded."""
+
+    def __init__(self, stream: Any, recorded: Mapping[int, str]) -> None:
+        self._stream = stream
+        self._recorded = recorded
+        self.compared = 0
+        self.different: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __iter__(self) -> Any:
+        return iter(self._stream)
+
+    def commit(self, step: Any, checkpoint: Path, **others: Any) -> None:
+        """Compare weights, optimizer, random numbers and manifests at once: the folder's digest."""
+        if step.step in self._recorded:
+            self.compared += 1
+            if checkpoints.digest_of(checkpoint) != self._recorded[step.step]:
+                self.different.append(step.step)
+
+
+def replay(url: str, experiment: str, consumer: str, folder: str) -> None:
+    """Train once more, undisturbed, on the recorded batches; write what came out to a file."""
+    roles.use_one_thread()
+    config = anyio.run(_config_of, url, experiment)
+    recorded = anyio.run(_recorded_digests, url, experiment, consumer)
+    with open_replay_stream(url, experiment=experiment, consumer=consumer) as stream:
+        compared = _Compared(stream, recorded)
+        _trainer_on(compared, config, Path(folder) / f"replay-{consumer}").run(_silence)
+    result = {
+        "recorded": len(recorded),
+        "compared": compared.compared,
+        "different": compared.different,
+    }
+    (Path(folder) / f"replay-{consumer}.json").write_text(json.dumps(result))
+
+
+async def _recorded_digests(url: str, experiment: str, consumer: str) -> dict[int, str]:
+    """Return step -> digest of the checkpoint that was committed after it."""
+    async with open_store(url, read_only=True) as store:
+        opened = await store.experiment(experiment)
+        return {
+            event.body["steps"][-1]: event.body["checkpoint_digest"]
+            async for event in opened.events(kinds=("StepsCommitted",))
+            if event.body["consumer"] == consumer
+        }

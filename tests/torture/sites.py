@@ -1,0 +1,237 @@
+"""Where the store of a round is, what can be done to it from outside, and how to get a copy of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pysqlite3 import dbapi2
+
+from tests.postgres import PostgresServer
+
+DISK_BYTES = 64 << 20
+RECOVERY_S = 60.0
+
+
+class Site(ABC):
+    """A place for the stores of rounds.
+
+    Attributes:
+        kind: which faults it knows, a key of the plan's weights.
+    """
+
+    kind: str
+
+    @abstractmethod
+    def fresh(self, name: str) -> str:
+        """Return the URL of an empty store."""
+
+    @abstractmethod
+    def copy(self, url: str) -> str:
+        """Return the URL of a copy of a store that nobody has open."""
+
+    @abstractmethod
+    def remove(self, url: str) -> None:
+        """Remove a store."""
+
+    @abstractmethod
+    def flip(self, url: str, draw: float) -> tuple[str, str]:
+        """Flip one bit of one segment; return its key in hex and its family."""
+
+    def hit(self, kind: str, url: str, draw: float) -> bool:
+        """Do ``kind`` to the store; return whether there was something to do it to."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Return when the store can be reached again after the last fault."""
+
+    def fill(self) -> None:
+        """Leave no space on the disk."""
+        raise NotImplementedError
+
+    def empty(self) -> None:
+        """Give the space back."""
+
+
+def _flipped(data: bytes, draw: float) -> bytes:
+    bit = int(draw * len(data) * 8)
+    damaged = bytearray(data)
+    damaged[bit // 8] ^= 1 << bit % 8
+    return bytes(damaged)
+
+
+class SQLiteSite(Site):
+    """Files in a folder."""
+
+    kind = "sqlite"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def fresh(self, name: str) -> str:
+        return f"sqlite:///{self._folder / f'{name}.db'}"
+
+    def copy(self, url: str) -> str:
+        path = _path_of(url)
+        target = Path(tempfile.mkdtemp(prefix="copy-", dir=self._folder)) / "copy.db"
+        for suffix in ("", "-wal"):
+            source = path.with_name(path.name + suffix)
+            if source.exists():
+                shutil.copy(source, target.with_name(target.name + suffix))
+        return f"sqlite:///{target}"
+
+    def remove(self, url: str) -> None:
+        path = _path_of(url)
+        if path.parent != self._folder:
+            shutil.rmtree(path.parent)
+            return
+        for suffix in ("", "-wal", "-shm"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+    def flip(self, url: str, draw: float) -> tuple[str, str]:
+        connection = dbapi2.connect(str(_path_of(url)), isolation_level=None)
+        connection.execute("DROP TRIGGER segment_forbids_update")
+        keys = connection.execute("SELECT key, family, part FROM segment ORDER BY key").fetchall()
+        key = keys[int(draw * len(keys))]
+        which = "WHERE key = ? AND family = ? AND part = ?"
+        (data,) = connection.execute(f"SELECT data FROM segment {which}", key).fetchone()
+        damaged = _flipped(data, draw * 7919 % 1)
+        connection.execute(f"UPDATE segment SET data = ? {which}", (damaged, *key))
+        connection.close()
+        return bytes(key[0]).hex(), key[1]
+
+
+def _path_of(url: str) -> Path:
+    return Path(url.removeprefix("sqlite:///"))
+
+
+class SmallDiskSite(SQLiteSite):
+    """Files on a file system of 64 MiB, which can be filled: `small_disk` mounts it."""
+
+    kind = "sqlite on a small disk"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._ballast = folder / "ballast"
+
+    def fill(self) -> None:
+        with suppress(OSError), self._ballast.open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 12))
+
+    def empty(self) -> None:
+        self._ballast.unlink(missing_ok=True)
+
+
+@contextmanager
+def small_disk() -> Iterator[SmallDiskSite]:
+    """Mount a small file system, for root only; unmount it at the end.
+
+    Raises:
+        CalledProcessError: it cannot be mounted.
+    """
+    folder = tempfile.mkdtemp(prefix="trinity-disk-")
+    mount = ("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder)
+    subprocess.run(mount, check=True, capture_output=True)
+    try:
+        yield SmallDiskSite(Path(folder))
+    finally:
+        subprocess.run(("umount", "-l", folder), check=True)
+        Path(folder).rmdir()
+
+
+class PostgresSite(Site):
+    """Databases of a durable server of its own, which can be killed."""
+
+    kind = "postgresql"
+
+    def __init__(self, server: PostgresServer) -> None:
+        self._server = server
+        self._copies = 0
+
+    def fresh(self, name: str) -> str:
+        return self._server.create_database(name)
+
+    def copy(self, url: str) -> str:
+        self._copies += 1
+        name = _database_of(url)
+        gone = f"SELECT pg_terminate_backend(pid, 9000) FROM pg_stat_activity WHERE datname='{name}'"
+        self._server.execute(gone)
+        return self._server.create_database(f"{name}_copy_{self._copies}", template=name)
+
+    def remove(self, url: str) -> None:
+        self._server.drop_database(_database_of(url))
+
+    def flip(self, url: str, draw: float) -> tuple[str, str]:
+        name = _database_of(url)
+        keys = self._server.execute(
+            "SELECT encode(key, 'hex'), family, part FROM segment ORDER BY 1, 2, 3", database=name
+        ).splitlines()
+        key, family, part = keys[int(draw * len(keys))].split("|")
+        which = f"WHERE key = '\\x{key}' AND family = '{family}' AND part = {part}"
+        data = self._server.execute(
+            f"SELECT encode(data, 'hex') FROM segment {which}", database=name
+        )
+        damaged = _flipped(bytes.fromhex(data), draw * 7919 % 1).hex()
+        # One command, one session: the trigger that forbids it sleeps in this one only.
+        self._server.execute(
+            "SET session_replication_role = replica; "
+            f"UPDATE segment SET data = '\\x{damaged}' {which}",
+            database=name,
+        )
+        return key, family
+
+    def hit(self, kind: str, url: str, draw: float) -> bool:
+        if kind == "server killed":
+            self._server.kill9()
+            self._server.start()
+            return True
+        pids = self._backends(_database_of(url))
+        if not pids:
+            return False
+        pid = pids[int(draw * len(pids))]
+        with suppress(ProcessLookupError, RuntimeError):  # it has just ended
+            if kind == "backend terminated":
+                self._server.execute(f"SELECT pg_terminate_backend({pid})")
+            else:
+                os.kill(pid, signal.SIGKILL)
+        return True
+
+    def settle(self) -> None:
+        deadline = time.monotonic() + RECOVERY_S
+        while True:
+            try:
+                self._server.execute("SELECT 1")
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                return
+
+    def _backends(self, name: str) -> list[int]:
+        try:
+            said = self._server.execute(
+                f"SELECT pid FROM pg_stat_activity WHERE datname = '{name}' ORDER BY pid"
+            )
+        except RuntimeError:
+            return []  # it recovers from the last fault
+        return [int(pid) for pid in said.split()]
+
+
+def _database_of(url: str) -> str:
+    return url.partition("?")[0].rpartition("/")[2]
+
+
+@contextmanager
+def postgresql() -> Iterator[PostgresSite]:
+    """Start a durable server, and remove it at the end."""
+    with PostgresServer(durable=True) as server:
+        yield PostgresSite(server)
