@@ -36,6 +36,8 @@ BROAD_EXCEPTS = {
     f"{PACKAGE}/pipeline/train_stream.py:run": "handed to whoever reads the stream",
 }
 LAZY_IMPORTS = {
+    f"{PACKAGE}/cli/maintenance_commands.py:migrate": "alembic, which only migrations need",
+    f"{PACKAGE}/cli/maintenance_commands.py:algorithms": "torch, which checks and repairs do not",
     f"{PACKAGE}/cli/run_config.py:read_file": "YAML, in which few configurations are written",
     f"{PACKAGE}/pipeline/experiment.py:writer": "torch, which readers do not need",
     f"{PACKAGE}/pipeline/experiment.py:read": "torch, which who only counts does not need",

@@ -101,10 +101,13 @@ TRIGGERS = {
 def upgrade() -> None:
     """Create everything."""
     _create_truth()
-    _create_configuration_to_experience()
-    _create_consumer_to_rejection()
-    _create_delivery_to_assigned_reward()
-    _create_archived_to_lease()
+    _create_configuration_and_batch()
+    _create_plan_and_experience()
+    _create_consumer_and_waiting()
+    _create_annotation_and_rejection()
+    _create_delivery_and_step()
+    _create_policy_and_assigned_reward()
+    _create_archived_and_lease()
     for statement in TRIGGERS[op.get_bind().dialect.name]:
         op.execute(sa.text(statement))
 
@@ -143,7 +146,7 @@ def _create_truth() -> None:
     )
 
 
-def _create_configuration_to_experience() -> None:
+def _create_configuration_and_batch() -> None:
     op.create_table(
         "configuration",
         sa.Column("experiment", sa.Integer(), autoincrement=False, nullable=False),
@@ -166,6 +169,9 @@ def _create_configuration_to_experience() -> None:
         sa.PrimaryKeyConstraint("experiment", "batch", name=op.f("pk_batch")),
         sqlite_with_rowid=False,
     )
+
+
+def _create_plan_and_experience() -> None:
     op.create_table(
         "plan",
         sa.Column("experiment", sa.Integer(), autoincrement=False, nullable=False),
@@ -207,7 +213,7 @@ def _create_configuration_to_experience() -> None:
     )
 
 
-def _create_consumer_to_rejection() -> None:
+def _create_consumer_and_waiting() -> None:
     op.create_table(
         "consumer",
         sa.Column("experiment", sa.Integer(), autoincrement=False, nullable=False),
@@ -235,6 +241,9 @@ def _create_consumer_to_rejection() -> None:
         sa.PrimaryKeyConstraint("experiment", "consumer", "address", name=op.f("pk_waiting")),
         sqlite_with_rowid=False,
     )
+
+
+def _create_annotation_and_rejection() -> None:
     op.create_table(
         "annotation",
         sa.Column("experiment", sa.Integer(), autoincrement=False, nullable=False),
@@ -264,7 +273,7 @@ def _create_consumer_to_rejection() -> None:
     )
 
 
-def _create_delivery_to_assigned_reward() -> None:
+def _create_delivery_and_step() -> None:
     op.create_table(
         "delivery",
         sa.Column("experiment", sa.Integer(), autoincrement=False, nullable=False),
@@ -293,6 +302,12 @@ def _create_delivery_to_assigned_reward() -> None:
         sa.PrimaryKeyConstraint("experiment", "consumer", "step", name=op.f("pk_step")),
         sqlite_with_rowid=False,
     )
+    op.create_index(
+        "ix_delivery_step", "delivery", ["experiment", "consumer", "step"], unique=False
+    )
+
+
+def _create_policy_and_assigned_reward() -> None:
     op.create_table(
         "policy",
         sa.Column("experiment", sa.Integer(), autoincrement=False, nullable=False),
@@ -314,12 +329,9 @@ def _create_delivery_to_assigned_reward() -> None:
         ),
         sqlite_with_rowid=False,
     )
-    op.create_index(
-        "ix_delivery_step", "delivery", ["experiment", "consumer", "step"], unique=False
-    )
 
 
-def _create_archived_to_lease() -> None:
+def _create_archived_and_lease() -> None:
     op.create_table(
         "archived",
         sa.Column("experiment", sa.Integer(), autoincrement=False, nullable=False),
