@@ -1,0 +1,97 @@
+"""Does every algorithm learn? Each trains on the demo's task from a store, with three seeds.
+
+python benchmarks/learning.py --algorithm grpo             # three seeds of one algorithm
+python benchmarks/learning.py --all                        # what is not in the results yet
+python benchmarks/learning.py --report                     # docs/learning.md and its plots
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # so that it runs as a script too
+
+from benchmarks.learning_report import write_report  # noqa: E402
+from benchmarks.learning_run import run, trained_teacher  # noqa: E402
+from benchmarks.learning_setups import SETUPS  # noqa: E402
+
+RESULTS = ROOT / "docs" / "learning.jsonl"
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--algorithm", action="append", choices=sorted(SETUPS), default=[])
+    parser.add_argument("--all", action="store_true", help="every algorithm")
+    parser.add_argument("--seeds", default="0,1,2", help="with commas")
+    parser.add_argument("--again", action="store_true", help="also what has a result already")
+    parser.add_argument("--report", action="store_true", help="write docs/learning.md")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    names = list(SETUPS) if asked.all else asked.algorithm
+    seeds = [int(seed) for seed in asked.seeds.split(",")]
+    for line in measured(names, seeds, asked.results, again=asked.again):
+        shown = {key: line[key] for key in ("algorithm", "seed", "reached", "best", "cpu_s")}
+        print(json.dumps(shown), flush=True)
+    if asked.report:
+        write_report(read_results(asked.results), ROOT / "docs")
+
+
+def measured(
+    names: Sequence[str], seeds: Sequence[int], results: Path, *, again: bool
+) -> Iterator[dict[str, Any]]:
+    """Run what has no result yet, append each result to the file as it comes, and yield it."""
+    known = {(line["algorithm"], line["seed"], line["setup"]) for line in read_results(results)}
+    with tempfile.TemporaryDirectory() as kept:
+        for name in names:
+            setup = SETUPS[name]
+            for seed in seeds:
+                if (name, seed, setup.digest) in known and not again:
+                    continue
+                teacher = trained_teacher(Path(kept)) if setup.teacher else None
+                with tempfile.TemporaryDirectory() as folder:
+                    outcome = run(name, setup, seed, Path(folder), teacher)
+                line = {
+                    "algorithm": name,
+                    "seed": seed,
+                    "setup": setup.digest,
+                    "task": setup.task,
+                    "threshold": setup.threshold,
+                    "max_steps": setup.max_steps,
+                    "reached": outcome.reached,
+                    "best": max(accuracy for _, accuracy in outcome.curve),
+                    "cpu_s": round(outcome.cpu_s, 1),
+                    "commit": _commit(),
+                    "curve": outcome.curve,
+                }
+                results.parent.mkdir(parents=True, exist_ok=True)
+                with results.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                yield line
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """Return the results so far, oldest first."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

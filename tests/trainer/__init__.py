@@ -1,0 +1,1 @@
+"""Tests of the trainer and of the stream that feeds it."""

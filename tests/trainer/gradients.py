@@ -1,0 +1,60 @@
+"""The gradient of a step, as the real stream and the real trainer make it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.trainer.data import CONFIG, policy
+from trinity_buffer.algorithm import Algorithm
+from trinity_buffer.pipeline.sync_stream import open_train_stream
+from trinity_buffer.trainer.critic import TransformerCritic
+from trinity_buffer.trainer.models import Models, prepare, scores_of
+from trinity_buffer.trainer.parallel import OneProcess, Processes
+from trinity_buffer.trainer.requirements import strategy_of, stream_options
+
+
+def gradient(
+    url: str,
+    algorithm: Algorithm,
+    consumer: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    processes: Processes | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Return the gradient of the first step of ``algorithm`` on the experiment ``run``, flat.
+
+    Commits, so that every rank has to say that its part is done.
+    """
+    ranks = processes or OneProcess()
+    models = Models(policy(0, dtype), reference=policy(1, dtype), teacher=policy(2, dtype))
+    if algorithm.type.use_critic:
+        models.critic = TransformerCritic(CONFIG, seed=3).to(dtype)
+        torch.nn.init.normal_(models.critic.head.weight, generator=torch.Generator().manual_seed(4))
+    mixes = algorithm.sample.plan(1, 6).expert > 0
+    with open_train_stream(
+        url,
+        experiment="run",
+        strategy=strategy_of(algorithm),
+        consumer=consumer,
+        groups_per_step=6,
+        max_tokens=24,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        expert_experiment="expert" if mixes else None,
+        **stream_options(algorithm, teacher=True),
+        **options,
+    ) as stream:
+        step = next(stream)
+        prepare(step, algorithm, models, reduce=ranks.sum if ranks.world_size > 1 else None)
+        for microbatch in step.microbatches:
+            scores = scores_of(models.policy, microbatch)
+            loss, _ = algorithm.loss(
+                scores.logprob, microbatch, entropy=scores.entropy, layout=microbatch.layout
+            )
+            loss.backward()
+        ranks.average_gradients(models.policy)
+        stream.commit(step)
+    return torch.cat([p.grad.flatten() for p in models.policy.parameters() if p.grad is not None])

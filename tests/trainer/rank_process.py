@@ -1,0 +1,30 @@
+"""One rank of a data-parallel trainer; its arguments are FOLDER, PORT, RANK and NAMES."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+from tests.trainer.gradients import gradient
+from trinity_buffer.algorithm import build
+from trinity_buffer.trainer.parallel import TorchProcesses
+
+
+def main(folder: Path, port: str, rank: str, names: str) -> None:
+    """Write the gradient of the first step of each algorithm to ``FOLDER/NAME-RANK.pt``."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=int(rank), world_size=2)
+    for name in names.split(","):
+        url = f"sqlite:///{folder}/{name}.db"
+        found = gradient(url, build(name), "ranks", processes=TorchProcesses())
+        torch.save(found, folder / f"{name}-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:5])

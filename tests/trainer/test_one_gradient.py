@@ -1,0 +1,79 @@
+"""However a step is cut, its gradient is one: padded, packed, in pieces, on two ranks."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from tests.trainer.data import prepared
+from tests.trainer.gradients import gradient
+from trinity_buffer.algorithm import ALGORITHM_TYPE, build
+
+CUTS: dict[str, dict[str, Any]] = {
+    "padded": {"layout": "padded"},
+    "packed": {"layout": "packed"},
+    "padded in pieces": {"layout": "padded", "tokens_per_microbatch": 40},
+    "packed in pieces": {"layout": "packed", "tokens_per_microbatch": 40},
+}
+ON_TWO_RANKS = (
+    "grpo",
+    "ppo",
+    "rloo",
+    "reinforceplusplus",
+    "dpo",
+    "sft",
+    "mix",
+    "mix_chord",
+    "gspo",
+)
+
+
+def assert_one(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    assert expected.abs().max() > 0
+    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
+def test_a_step_has_one_gradient_however_it_is_cut(name: str, sqlite_url: str) -> None:
+    algorithm = build(name)
+    anyio.run(prepared, sqlite_url, algorithm)
+    whole, *cuts = [
+        gradient(sqlite_url, algorithm, cut, **options) for cut, options in CUTS.items()
+    ]
+    for cut in cuts:
+        assert_one(cut, whole, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dpo", "sft", "mix"])
+def test_in_float64_it_is_one_to_the_last_digits(name: str, sqlite_url: str) -> None:
+    algorithm = build(name)
+    anyio.run(prepared, sqlite_url, algorithm)
+    whole, *cuts = [
+        gradient(sqlite_url, algorithm, cut, dtype=torch.float64, **options)
+        for cut, options in CUTS.items()
+    ]
+    for cut in cuts:
+        assert_one(cut, whole, 1e-12)
+
+
+def test_two_ranks_have_the_gradient_of_one(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    urls = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ON_TWO_RANKS}
+    for name, url in urls.items():
+        anyio.run(prepared, url, build(name))
+    command = [sys.executable, "-m", "tests.trainer.rank_process", str(tmp_path), str(port)]
+    ranks = [subprocess.Popen([*command, str(rank), ",".join(urls)]) for rank in range(2)]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    for name, url in urls.items():
+        alone = gradient(url, build(name), "alone")
+        for rank in range(2):
+            assert_one(torch.load(tmp_path / f"{name}-{rank}.pt"), alone, 1e-6)
