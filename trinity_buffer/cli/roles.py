@@ -13,15 +13,17 @@ from typing import Any
 import anyio
 import torch
 
+from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.cli.run_algorithm import algorithm_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
 from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings
 from trinity_buffer.explorer.rollout import evaluate
 from trinity_buffer.explorer.tasks import GuessNumber, SortDigits, Task
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.replay import ReplayStream
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.strategy_consumer import ConsumerReport, run_strategy
-from trinity_buffer.pipeline.sync_stream import open_train_stream
+from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.policy import PolicyConfig, TransformerPolicy, load_policy
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
@@ -113,23 +115,16 @@ async def _nothing_to_annotate(experiment: Experiment, *, follow: bool) -> Consu
     return ConsumerReport(0, 0, 0, 0)
 
 
-async def _config_of(url: str, experiment: str) -> tuple[RunConfig, str]:
+async def config_of(url: str, experiment: str) -> tuple[RunConfig, str]:
     """Return the configuration of a run, and the schema of its data."""
     async with open_store(url, read_only=True) as store:
         config = (await store.experiment(experiment)).config
         return of_experiment(config), config.get("schema", "experience")
 
 
-def train(
-    url: str, experiment: str, *, checkpoints: Path, follow: bool, resume_from: int | None, say: Say
-) -> None:
-    """Train until the target is reached or the stream ends; finish the experiment in the first case."""
-    use_one_thread()
-    config, schema = anyio.run(_config_of, url, experiment)
-    task = task_of(config)
-    algorithm = algorithm_of(config)
-    algorithm.check_schema(schema)
-    settings = TrainerSettings(
+def settings_of(config: RunConfig, checkpoints: Path) -> TrainerSettings:
+    """Return how the trainer of a run makes gradients into steps."""
+    return TrainerSettings(
         checkpoints=checkpoints,
         learning_rate=config.optimizer.learning_rate,
         warmup_steps=config.optimizer.warmup_steps,
@@ -143,6 +138,35 @@ def train(
         commit_every_steps=config.commit_every_steps,
         max_steps=config.max_steps,
     )
+
+
+def trainer_on(
+    stream: SyncTrainStream | ReplayStream,
+    config: RunConfig,
+    algorithm: Algorithm,
+    settings: TrainerSettings,
+) -> Trainer:
+    """Return the trainer of a run on ``stream``, at the stream's last commit."""
+    return Trainer(
+        stream,
+        lambda: first_policy(config),
+        algorithm,
+        settings,
+        reference=None if config.reference is None else load_policy(config.reference),
+        teacher=None if config.teacher is None else load_policy(config.teacher),
+    )
+
+
+def train(
+    url: str, experiment: str, *, checkpoints: Path, follow: bool, resume_from: int | None, say: Say
+) -> None:
+    """Train until the target is reached or the stream ends; then finish the experiment."""
+    use_one_thread()
+    config, schema = anyio.run(config_of, url, experiment)
+    task = task_of(config)
+    algorithm = algorithm_of(config)
+    algorithm.check_schema(schema)
+    settings = settings_of(config, checkpoints)
     with open_train_stream(
         url,
         experiment=experiment,
@@ -162,14 +186,7 @@ def train(
             teacher=config.teacher is not None,
         ),
     ) as stream:
-        trainer = Trainer(
-            stream,
-            lambda: first_policy(config),
-            algorithm,
-            settings,
-            reference=None if config.reference is None else load_policy(config.reference),
-            teacher=None if config.teacher is None else load_policy(config.teacher),
-        )
+        trainer = trainer_on(stream, config, algorithm, settings)
         if stream.resume is not None:
             say(f"resumes after step {stream.resume.step}")
         measured = _Evaluation(config, trainer)
@@ -209,7 +226,8 @@ def _line_of(report: StepReport) -> str:
     numbers = {name: round(value, 4) for name, value in report.metrics.items()}
     again = ", served again" if report.recorded else ""
     return (
-        f"step {report.step}: loss {report.loss:.4f}, reward {report.reward:.3f}, staleness {report.staleness:.1f}, "
+        f"step {report.step}: loss {report.loss:.4f}, reward {report.reward:.3f}, "
+        f"staleness {report.staleness:.1f}, "
         f"{report.rows} rows in {report.seconds * 1e3:.0f} ms{again} {json.dumps(numbers)}"
     )
 

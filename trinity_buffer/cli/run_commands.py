@@ -143,7 +143,8 @@ def annotate(
             typer.echo(json.dumps(asdict(report)))
         else:
             roles.plain(
-                f"{report.annotated} annotated, {report.rejected} rejected, {report.waiting} waiting in "
+                f"{report.annotated} annotated, {report.rejected} rejected, "
+                f"{report.waiting} waiting in "
                 f"{report.waiting_groups} incomplete groups"
             )
 

@@ -1,4 +1,4 @@
-"""The configuration of a run: one model, from defaults, a TOML or YAML file and dotted overrides, in this order.
+"""The configuration of a run: defaults, then a TOML or YAML file, then dotted overrides.
 
 The resolved configuration is the first event of the experiment, and what every process of the run
 reads from there.
@@ -110,12 +110,13 @@ class RunConfig(_Section):
     tokens_per_microbatch: int | None = Field(None, ge=1)
     layout: Literal["padded", "packed"] = "padded"
 
-    def model_post_init(self, context: Any) -> None:
+    def model_post_init(self, context: Any) -> None:  # noqa: ARG002 - pydantic's signature
         """Refuse a commit interval that admission control would wait for in vain."""
         if self.max_staleness is not None and self.commit_every_steps > max(self.max_staleness, 1):
             raise InvalidArgumentError(
-                f"commit_every_steps={self.commit_every_steps} with max_staleness={self.max_staleness}: explorers would "
-                f"wait for a commit that waits for them; commit at least every {max(self.max_staleness, 1)} steps"
+                f"commit_every_steps={self.commit_every_steps} with max_staleness="
+                f"{self.max_staleness}: explorers would wait for a commit that waits for them; commit "
+                f"at least every {max(self.max_staleness, 1)} steps"
             )
 
 
