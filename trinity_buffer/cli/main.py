@@ -6,7 +6,12 @@ import sys
 
 import typer
 
-from trinity_buffer.cli import inspect_commands, maintenance_commands, run_commands
+from trinity_buffer.cli import (
+    history_commands,
+    inspect_commands,
+    maintenance_commands,
+    run_commands,
+)
 from trinity_buffer.cli.supervisor import end_with_parent
 from trinity_buffer.errors import TrinityBufferError
 
@@ -14,6 +19,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 run_commands.register(app)
 inspect_commands.register(app)
 maintenance_commands.register(app)
+history_commands.register(app)
 
 
 def main() -> None:

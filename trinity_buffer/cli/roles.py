@@ -192,7 +192,7 @@ def train(
         measured = _Evaluation(config, trainer)
 
         def tell(report: StepReport) -> bool:
-            say(_line_of(report))
+            say(line_of(report))
             return measured.reached
 
         trainer.run(tell, measure=measured)
@@ -222,7 +222,8 @@ class _Evaluation:
         return {"accuracy": self.accuracy}
 
 
-def _line_of(report: StepReport) -> str:
+def line_of(report: StepReport) -> str:
+    """Return one step in one line."""
     numbers = {name: round(value, 4) for name, value in report.metrics.items()}
     again = ", served again" if report.recorded else ""
     return (

@@ -115,8 +115,8 @@ class RunConfig(_Section):
         if self.max_staleness is not None and self.commit_every_steps > max(self.max_staleness, 1):
             raise InvalidArgumentError(
                 f"commit_every_steps={self.commit_every_steps} with max_staleness="
-                f"{self.max_staleness}: explorers would wait for a commit that waits for them; commit "
-                f"at least every {max(self.max_staleness, 1)} steps"
+                f"{self.max_staleness}: explorers would wait for a commit that waits for them; "
+                f"commit at least every {max(self.max_staleness, 1)} steps"
             )
 
 

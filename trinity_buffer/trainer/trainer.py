@@ -15,6 +15,7 @@ from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.collate import MicroBatch
 from trinity_buffer.pipeline.stream_options import TrainStep
+from trinity_buffer.pipeline.replay import ReplayStream
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.policy import TransformerPolicy
 from trinity_buffer.trainer.checkpoint_folder import (
@@ -75,7 +76,7 @@ class Trainer:
 
     def __init__(
         self,
-        stream: SyncTrainStream,
+        stream: SyncTrainStream | ReplayStream,
         fresh_policy: Callable[[], TransformerPolicy],
         algorithm: Algorithm,
         settings: TrainerSettings,

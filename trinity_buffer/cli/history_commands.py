@@ -1,0 +1,148 @@
+"""Commands that use what was recorded: train again, annotate again, and let go of old tensors."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trinity_buffer.cli.inspect_commands import run
+from trinity_buffer.cli.options import (
+    ExperimentOption,
+    JsonOption,
+    StoreOption,
+    chosen_experiment,
+    chosen_store,
+)
+from trinity_buffer.cli.printing import console, print_json
+from trinity_buffer.cli.run_commands import SetOption
+from trinity_buffer.pipeline.compaction import CompactionReport
+from trinity_buffer.pipeline.compaction import compact as compact_experiment
+from trinity_buffer.pipeline.store import open_store
+
+VERDICTS = {True: "bit-identical", False: "DIFFERENT", None: "not compared"}
+
+
+def replay(
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    steps: Annotated[str | None, typer.Option(help="A:B; by default all committed ones.")] = None,
+    from_checkpoint: Annotated[
+        Path | None, typer.Option(help="Begin with these weights, after their step.")
+    ] = None,
+    loss: Annotated[str | None, typer.Option(help="Another policy loss.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="Another algorithm.")] = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train again on the recorded batches, without explorers and without changing the store.
+
+    With the run's own configuration the weights come out bit for bit (on the same software and
+    processor); exit code 1 if they do not.
+
+    Example: trinity-buffer replay --steps 1:40 --json
+    """
+    from trinity_buffer.cli import replays, roles  # noqa: PLC0415 - torch
+
+    url = chosen_store(store)
+    name = run(lambda: chosen_experiment(url, experiment))
+    changed = [*(overrides or [])]
+    changed += [f"loss.name={loss}"] if loss else []
+    changed += [f"algorithm={algorithm}"] if algorithm else []
+    report = replays.replay(
+        url,
+        name,
+        steps=steps,
+        from_checkpoint=from_checkpoint,
+        overrides=changed,
+        say=(lambda _: None) if as_json else roles.plain,
+    )
+    if as_json:
+        print_json(asdict(report))
+    else:
+        verdict = {True: "bit-identical", False: "DIFFERENT", None: "not compared"}[
+            report.identical
+        ]
+        console().print(
+            f"steps {report.first} to {report.last}: weights {verdict}\n"
+            f"replayed {report.digest}\nrecorded {report.recorded}",
+            markup=False,
+        )
+    raise typer.Exit(1 if report.identical is False else 0)
+
+
+def reannotate(
+    strategy: Annotated[str, typer.Option(help="Registered name.")],
+    name: Annotated[str, typer.Option(help="Name of the new annotation set.")],
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    overrides: SetOption = None,
+    rewards: Annotated[str | None, typer.Option(help="Scoring whose rewards are used.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Add a second set of annotations beside the first, without touching it.
+
+    Example: trinity-buffer reannotate --strategy grpo --set epsilon=1e-4 --name grpo-4
+    """
+    from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
+    from trinity_buffer.pipeline.strategy_consumer import (  # noqa: PLC0415 - torch
+        ConsumerReport,
+        run_strategy,
+    )
+
+    async def main() -> ConsumerReport:
+        url = chosen_store(store)
+        chosen = await chosen_experiment(url, experiment)
+        async with open_store(url) as opened:
+            found = await opened.experiment(chosen)
+            args = overridden({}, overrides or [])
+            return await run_strategy(found, strategy, args, name=name, rewards=rewards)
+
+    report: ConsumerReport = run(main)
+    if as_json:
+        print_json({"set": name, **asdict(report)})
+    else:
+        console().print(
+            f"set {name}: {report.annotated} annotated, {report.rejected} rejected, "
+            f"{report.waiting} waiting in {report.waiting_groups} incomplete groups",
+            markup=False,
+        )
+
+
+def compact(
+    keep_steps: Annotated[int, typer.Option(help="Steps of each trainer whose data stay.")],
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    archive: Annotated[Path | None, typer.Option(help="Folder for Parquet files.")] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="For good, without an archive.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Archive, or delete, the tensors of what was committed long ago; events and lineage stay.
+
+    Example: trinity-buffer compact --keep-steps 100 --archive runs/archive
+    """
+
+    async def main() -> CompactionReport:
+        url = chosen_store(store)
+        chosen = await chosen_experiment(url, experiment)
+        async with open_store(url) as opened:
+            found = await opened.experiment(chosen)
+            return await compact_experiment(
+                found, keep_steps=keep_steps, archive=archive, delete=delete
+            )
+
+    report: CompactionReport = run(main)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        where = f" to {len(report.files)} files" if report.files else ""
+        megabytes = report.bytes / 1e6
+        console().print(f"{report.segments} segments ({megabytes:.1f} MB) left the store{where}")
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to the application."""
+    for command in (replay, reannotate, compact):
+        app.command()(command)

@@ -1,0 +1,167 @@
+"""A run once more from its log: the trainer on the recorded batches, compared with what it made."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+
+from trinity_buffer.cli.roles import (
+    Say,
+    config_of,
+    line_of,
+    settings_of,
+    trainer_on,
+    use_one_thread,
+)
+from trinity_buffer.cli.run_algorithm import algorithm_of
+from trinity_buffer.cli.run_config import overridden, resolved
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.checkpoint import digest_of
+from trinity_buffer.pipeline.environment import environment_of_run
+from trinity_buffer.pipeline.replay import open_replay_stream
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE, read_step, save_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What came of a replay.
+
+    Attributes:
+        first, last: the gradient steps that were run again.
+        identical: whether the weights are bit for bit those that were published after ``last``;
+            None where that cannot be asked: another loss, or nothing was published then.
+        digest: sha256 of the replayed weights.
+        recorded: sha256 of the recorded ones, None if there are none.
+        differences: of torch, device, threads and flags, recorded -> here.
+        mean_loss: over the steps.
+    """
+
+    first: int
+    last: int
+    identical: bool | None
+    digest: str
+    recorded: str | None
+    differences: dict[str, list[Any]]
+    mean_loss: float
+
+
+def replay(
+    url: str,
+    experiment: str,
+    *,
+    steps: str | None,
+    from_checkpoint: Path | None,
+    overrides: list[str],
+    say: Say,
+) -> ReplayReport:
+    """Train again on the recorded batches, changing nothing in the store.
+
+    Args:
+        steps: ``A:B``; either may be left out.
+        from_checkpoint: begin with these weights, after the step that they went through.
+        overrides: of the run's configuration, such as ``algorithm=gspo``; the weights then differ.
+    """
+    use_one_thread()
+    recorded_config, _ = anyio.run(config_of, url, experiment)
+    config = resolved(overridden(recorded_config.model_dump(), overrides))
+    first, last = _span(steps, from_checkpoint)
+    committed, digests, environment = anyio.run(_recorded, url, experiment, config.trainer)
+    last = committed if last is None else last
+    _require_same(environment)
+    losses: list[float] = []
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        open_replay_stream(
+            url,
+            experiment=experiment,
+            from_checkpoint=from_checkpoint,
+            consumer=config.trainer,
+            first=first,
+            last=last,
+        ) as stream,
+    ):
+        # The trainer must not commit on the way: what it writes is thrown away.
+        config = config.model_copy(update={"commit_every_steps": last + 1, "max_steps": None})
+        settings = settings_of(config, Path(scratch))
+        trainer = trainer_on(stream, config, algorithm_of(config), settings)
+
+        def tell(report: Any) -> None:
+            losses.append(report.loss)
+            say(line_of(report))
+
+        trainer.run(tell)
+        digest = digest_of(save_checkpoint(Path(scratch), trainer.state) / POLICY_FILE)
+    recorded = digests.get(last)
+    unchanged = not overrides and recorded is not None
+    return ReplayReport(
+        first,
+        last,
+        digest == recorded if unchanged else None,
+        digest,
+        recorded,
+        _differences(environment),
+        sum(losses) / len(losses) if losses else 0.0,
+    )
+
+
+def _span(steps: str | None, from_checkpoint: Path | None) -> tuple[int, int | None]:
+    begin, _, end = (steps or "").partition(":")
+    try:
+        first = int(begin) if begin else None
+        last = int(end) if end else None
+    except ValueError as error:
+        raise InvalidArgumentError(f"--steps {steps}: write it as A:B, such as 10:20") from error
+    if from_checkpoint is None:
+        if first not in (None, 1):
+            raise InvalidArgumentError(
+                f"--steps {steps}: to begin at step {first} the weights after step "
+                f"{(first or 1) - 1} are needed: --from-checkpoint FOLDER"
+            )
+        return 1, last
+    after = read_step(from_checkpoint)
+    if first not in (None, after + 1):
+        raise InvalidArgumentError(
+            f"--steps {steps}: {from_checkpoint} is followed by step {after + 1}"
+        )
+    return after + 1, last
+
+
+async def _recorded(
+    url: str, experiment: str, trainer: str
+) -> tuple[int, dict[int, str], dict[str, Any]]:
+    """Return the last committed step, the digests of published weights, and the environment."""
+    committed, digests, environment = 0, {}, {}
+    async with open_store(url, read_only=True) as store:
+        opened = await store.experiment(experiment)
+        async for event in opened.events(kinds=("StepsCommitted", "PolicyPublished")):
+            if event.kind == "PolicyPublished":
+                digests[event.body["version"]] = event.body["digest"]
+            elif event.body["consumer"] == trainer:
+                committed = event.body["steps"][-1]
+                environment = dict(event.body["environment"])
+    if not committed:
+        raise InvalidArgumentError(f"trainer {trainer!r} has committed no step yet")
+    return committed, digests, environment
+
+
+def _require_same(environment: dict[str, Any]) -> None:
+    """Restore what can be restored of the recorded environment."""
+    if environment.get("threads"):
+        torch.set_num_threads(environment["threads"])
+    if environment.get("deterministic"):
+        torch.use_deterministic_algorithms(mode=True)
+
+
+def _differences(environment: dict[str, Any]) -> dict[str, list[Any]]:
+    here = environment_of_run(environment.get("device", "cpu"))
+    return {
+        name: [value, here.get(name)]
+        for name, value in environment.items()
+        if name != "seed" and here.get(name) != value
+    }
