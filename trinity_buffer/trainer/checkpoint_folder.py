@@ -129,6 +129,18 @@ def load_checkpoint(folder: Path, optimizer_of: OptimizerOf) -> TrainerState:
     return TrainerState(policy, optimizer, state["step"], manifests, critic, coefficients)
 
 
+def read_step(folder: Path) -> int:
+    """Return the gradient step that the weights in ``folder`` went through last.
+
+    Raises:
+        CheckpointError: this folder is no checkpoint of a trainer.
+    """
+    try:
+        return int(json.loads((folder / STATE_FILE).read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} holds no {STATE_FILE} of a trainer: {error}") from error
+
+
 def remove_old(root: Path, *, keep: int, committed: Path) -> None:
     """Delete the checkpoints up to ``committed``, but those of the newest ``keep`` steps.
 
