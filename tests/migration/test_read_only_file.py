@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
+import pytest
 
 from trinity_buffer.pipeline.store import open_store
 
@@ -32,11 +35,17 @@ except ReadOnlyStoreError as error:
 """
 
 
-def test_a_file_that_cannot_be_written_is_read_and_not_changed(tmp_path: Path):
-    folder = Path(os.path.realpath(tmp_path)) / "shared"
-    folder.mkdir()
-    folder.chmod(0o777)  # readers of a write-ahead log need a place for their shared memory
-    file = folder / "run.db"
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder for everybody; pytest's own are closed to others."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(os.path.realpath(name))
+        folder.chmod(0o777)  # readers of a write-ahead log need a place for their shared memory
+        yield folder
+
+
+def test_a_file_that_cannot_be_written_is_read_and_not_changed(open_folder: Path):
+    file = open_folder / "run.db"
 
     async def create() -> None:
         async with open_store(str(file)) as store:
@@ -44,8 +53,6 @@ def test_a_file_that_cannot_be_written_is_read_and_not_changed(tmp_path: Path):
 
     anyio.run(create)
     file.chmod(0o444)
-    for parent in folder.parents[:3]:
-        parent.chmod(parent.stat().st_mode | 0o011)  # pytest closes them to others
     before = file.read_bytes()
     done = subprocess.run(
         [sys.executable, "-c", STEP_DOWN_AND_OPEN, f"sqlite:///{file}"],

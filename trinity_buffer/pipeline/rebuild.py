@@ -12,6 +12,7 @@ from trinity_buffer.pipeline.refold import (
     diff_projections,
     fold_tail,
     no_progress,
+    scratch_for,
     suspects,
     unfoldable_error,
     whole_spans,
@@ -19,7 +20,6 @@ from trinity_buffer.pipeline.refold import (
 from trinity_buffer.store import comparison
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.dialect import announce, lock_experiment
-from trinity_buffer.store.scratch import open_scratch
 
 __all__ = ["RebuildReport", "diff_projections", "rebuild"]
 
@@ -51,7 +51,7 @@ async def rebuild(
         StoreError: an event that cannot be folded; nothing was changed.
         CodecError: a body is damaged; nothing was changed.
     """
-    async with open_scratch(experiment) as scratch:
+    async with scratch_for(database, experiment) as scratch:
         wrong = await catch_up(database, scratch, progress)
         if wrong is not None:
             raise unfoldable_error(database.name, wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,6 +58,11 @@ def decoded_events(page: Sequence[StoredEvent]) -> list[DecodedEvent]:
             raise type(error)(f"event {event.position}: {error}") from error
         found.append(DecodedEvent(event.position, event.kind, event.actor, body))
     return found
+
+
+def scratch_for(database: Database, experiment: int) -> AbstractAsyncContextManager[Scratch]:
+    """Open a scratch for one experiment of ``database``, to compare the two."""
+    return open_scratch(experiment, database.path if database.dialect == "sqlite" else None)
 
 
 async def catch_up(
@@ -150,6 +156,9 @@ async def suspects(
 
 async def _differs(database: Database, scratch: Scratch, span: Span) -> tuple[int, bool]:
     """Return how many live rows a span has, and whether they are others than the folded ones."""
+    if scratch.sees_live:
+        count, agrees = await scratch.ask(comparison.agrees_with_live, scratch.experiment, span)
+        return count, not agrees
     async with database.reading() as tx:
         live = await comparison.rows_of(tx, scratch.experiment, span)
     folded = await scratch.ask(comparison.rows_of, scratch.experiment, span)
@@ -184,7 +193,7 @@ async def diff_projections(
         StoreError: an event that cannot be folded.
         CodecError: a body is damaged.
     """
-    async with open_scratch(experiment) as scratch:
+    async with scratch_for(database, experiment) as scratch:
         wrong = await catch_up(database, scratch, progress)
         if wrong is not None:
             raise unfoldable_error(database.name, wrong)

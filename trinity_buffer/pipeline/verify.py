@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -23,13 +24,14 @@ from trinity_buffer.pipeline.refold import (
     decoded_events,
     no_progress,
     pages,
+    scratch_for,
     suspects,
 )
 from trinity_buffer.pipeline.segment_audit import check_segments
 from trinity_buffer.store import comparison, conservation, log, queries
 from trinity_buffer.store.address import address_of, written_as
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.scratch import Scratch, Unfoldable, open_scratch
+from trinity_buffer.store.scratch import Scratch, Unfoldable
 from trinity_buffer.store.transaction import Transaction
 
 __all__ = ["Problem", "VerifyReport", "verify"]
@@ -68,8 +70,12 @@ async def verify(
     chain = None
     if checkpoint is not None:
         chain = await anyio.to_thread.run_sync(outside.read_chain, Path(checkpoint))
-    async with open_scratch(experiment.key) as scratch:
-        run = _Verification(experiment, None if quick else scratch, progress or no_progress)
+    async with AsyncExitStack() as stack:
+        scratch = None
+        if not quick:
+            opening = scratch_for(experiment.database, experiment.key)
+            scratch = await stack.enter_async_context(opening)
+        run = _Verification(experiment, scratch, progress or no_progress)
         await run.look()
     return await run.report(uids, chain, consumer, begin)
 

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from urllib.parse import quote
 
 import anyio
 import anyio.to_thread
 from pysqlite3 import dbapi2
-from sqlalchemy import Connection, Insert, create_engine
+from sqlalchemy import Connection, create_engine
 from sqlalchemy import event as listen_to
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -27,10 +28,10 @@ T = TypeVar("T")
 # Nothing here outlives the process: no journal, no fsync, and one connection that keeps the file to
 # itself.
 _PRAGMAS = (
-    "PRAGMA journal_mode=OFF",
-    "PRAGMA synchronous=OFF",
-    "PRAGMA locking_mode=EXCLUSIVE",
-    "PRAGMA cache_size=-262144",
+    "PRAGMA main.journal_mode=OFF",
+    "PRAGMA main.synchronous=OFF",
+    "PRAGMA main.locking_mode=EXCLUSIVE",
+    "PRAGMA main.cache_size=-262144",
     "PRAGMA temp_store=MEMORY",
 )
 
@@ -66,23 +67,10 @@ class _Inline:
         self.dialect = connection.dialect
 
     async def execute(self, statement: Any, parameters: Any = None) -> Any:
-        if isinstance(parameters, list) and type(statement) is Insert:  # a plain one, no upsert
-            return self._insert(statement.table.name, parameters)
         return self._connection.execute(statement, parameters)
 
     async def exec_driver_sql(self, statement: str, parameters: Any = None) -> Any:
         return self._connection.exec_driver_sql(statement, parameters)
-
-    def _insert(self, table: str, rows: Sequence[Mapping[str, Any]]) -> Any:
-        """Insert many rows past SQLAlchemy, which would spend more time on them than SQLite does.
-
-        What folds insert in numbers are integers, floats, texts and bytes: no type needs its help.
-        """
-        names = list(rows[0])
-        values = [tuple(map(row.__getitem__, names)) for row in rows]
-        places = ", ".join("?" * len(names))
-        statement = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({places})"  # noqa: S608 - names of our own tables
-        return self._connection.exec_driver_sql(statement, values)
 
 
 class Scratch:
@@ -91,12 +79,15 @@ class Scratch:
     Attributes:
         experiment: key of the experiment in its own store, and here.
         position: the last event that was folded.
+        sees_live: whether the live projections are attached, as the schema ``live``.
     """
 
-    def __init__(self, connection: Connection, experiment: int) -> None:
+    def __init__(self, connection: Connection, experiment: int, *, sees_live: bool) -> None:
+        self._connection = connection
         self._tx = cast(AsyncConnection, _Inline(connection))
         self.experiment = experiment
         self.position = 0
+        self.sees_live = sees_live
 
     async def ask(
         self,
@@ -106,7 +97,7 @@ class Scratch:
     ) -> T:
         """Return what a function of `store` says of these projections."""
         return await anyio.to_thread.run_sync(
-            partial(_to_its_end, function(self._tx, *args, **kwargs))
+            partial(self._to_its_end, function(self._tx, *args, **kwargs))
         )
 
     async def fold(self, events: Sequence[DecodedEvent]) -> Unfoldable | None:
@@ -114,7 +105,20 @@ class Scratch:
 
         After that one the scratch is of no more use.
         """
-        return await anyio.to_thread.run_sync(partial(_to_its_end, self._fold(events)))
+        return await anyio.to_thread.run_sync(partial(self._to_its_end, self._fold(events)))
+
+    def _to_its_end(self, work: Awaitable[T]) -> T:
+        """Return the result of a coroutine that waits for nothing.
+
+        The transaction ends with it: an attached store must not be held in one state for long.
+        """
+        try:
+            cast(Coroutine[Any, Any, T], work).send(None)
+        except StopIteration as end:
+            return cast(T, end.value)
+        finally:
+            self._connection.commit()
+        raise AssertionError("a function of the store waited for something else than its database")
 
     async def _fold(self, events: Sequence[DecodedEvent]) -> Unfoldable | None:
         tx, experiment = self._tx, self.experiment
@@ -141,40 +145,43 @@ _CANNOT_FOLD = (
 )
 
 
-def _to_its_end(work: Awaitable[T]) -> T:
-    """Return the result of a coroutine that waits for nothing."""
-    try:
-        cast(Coroutine[Any, Any, T], work).send(None)
-    except StopIteration as end:
-        return cast(T, end.value)
-    raise AssertionError("a function of the store waited for something else than its connection")
-
-
 @asynccontextmanager
-async def open_scratch(experiment: int) -> AsyncIterator[Scratch]:
-    """Open empty projections for ``experiment`` in a temporary SQLite file."""
+async def open_scratch(experiment: int, live: Path | None = None) -> AsyncIterator[Scratch]:
+    """Open empty projections for ``experiment`` in a temporary SQLite file.
+
+    Args:
+        live: file of a SQLite store, to be read beside them.
+    """
     sqlite.require_safe_library()
     with TemporaryDirectory(prefix="trinity-buffer-") as folder:
         engine = create_engine(
-            f"sqlite:///{Path(folder) / 'scratch.db'}",
+            f"sqlite:///file:{Path(folder) / 'scratch.db'}?mode=rwc&uri=true",
             module=dbapi2,
             connect_args={"isolation_level": None, "check_same_thread": False},
         )
-        listen_to.listen(engine, "connect", _connected)
+        listen_to.listen(engine, "connect", partial(_connected, live))
         listen_to.listen(engine, "begin", _begin)
         try:
-            # One transaction from the first to the last: there is nobody else to see it.
             with engine.connect() as connection:
                 tables.metadata.create_all(connection, tables=list(tables.PROJECTIONS))
-                yield Scratch(connection, experiment)
+                for index in _NEEDLESS:
+                    connection.exec_driver_sql(f"DROP INDEX {index}")
+                connection.commit()
+                yield Scratch(connection, experiment, sees_live=live is not None)
         finally:
             engine.dispose()
 
 
-def _connected(connection: Any, _record: Any) -> None:
+# What no fold asks for, and every fold would keep up to date.
+_NEEDLESS = ("ix_annotation_experience", "ix_delivery_step", "ix_archived_segment")
+
+
+def _connected(live: Path | None, connection: Any, _record: Any) -> None:
     cursor = connection.cursor()
     for statement in _PRAGMAS:
         cursor.execute(statement)
+    if live is not None:
+        cursor.execute("ATTACH ? AS live", (f"file:{quote(str(live.resolve()))}?mode=ro",))
     cursor.close()
 
 
