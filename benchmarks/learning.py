@@ -26,6 +26,7 @@ from benchmarks.learning_run import run, trained_teacher  # noqa: E402
 from benchmarks.learning_setups import SETUPS  # noqa: E402
 
 RESULTS = ROOT / "docs" / "learning.jsonl"
+KEPT = ROOT / ".benchmarks"
 
 
 def main() -> None:
@@ -55,32 +56,31 @@ def measured(
 ) -> Iterator[dict[str, Any]]:
     """Run what has no result yet, append each result to the file as it comes, and yield it."""
     known = {(line["algorithm"], line["seed"], line["setup"]) for line in read_results(results)}
-    with tempfile.TemporaryDirectory() as kept:
-        for name in names:
-            setup = SETUPS[name]
-            for seed in seeds:
-                if (name, seed, setup.digest) in known and not again:
-                    continue
-                teacher = trained_teacher(Path(kept)) if setup.teacher else None
-                with tempfile.TemporaryDirectory() as folder:
-                    outcome = run(name, setup, seed, Path(folder), teacher)
-                line = {
-                    "algorithm": name,
-                    "seed": seed,
-                    "setup": setup.digest,
-                    "task": setup.task,
-                    "threshold": setup.threshold,
-                    "max_steps": setup.max_steps,
-                    "reached": outcome.reached,
-                    "best": max(accuracy for _, accuracy in outcome.curve),
-                    "cpu_s": round(outcome.cpu_s, 1),
-                    "commit": _commit(),
-                    "curve": outcome.curve,
-                }
-                results.parent.mkdir(parents=True, exist_ok=True)
-                with results.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-                yield line
+    for name in names:
+        setup = SETUPS[name]
+        for seed in seeds:
+            if (name, seed, setup.digest) in known and not again:
+                continue
+            teacher = trained_teacher(KEPT) if setup.teacher else None
+            with tempfile.TemporaryDirectory() as folder:
+                outcome = run(name, setup, seed, Path(folder), teacher)
+            line = {
+                "algorithm": name,
+                "seed": seed,
+                "setup": setup.digest,
+                "task": setup.task,
+                "threshold": setup.threshold,
+                "max_steps": setup.max_steps,
+                "reached": outcome.reached,
+                "best": max(accuracy for _, accuracy in outcome.curve),
+                "cpu_s": round(outcome.cpu_s, 1),
+                "commit": _commit(),
+                "curve": outcome.curve,
+            }
+            results.parent.mkdir(parents=True, exist_ok=True)
+            with results.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            yield line
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -221,11 +222,13 @@ def _example(
 
 def trained_teacher(folder: Path) -> Path:
     """Return the file of a policy that has learnt the task from solutions, trained once."""
-    path = folder / "teacher.safetensors"
+    setup = replace(SETUPS["sft"], threshold=2.0, max_steps=150, groups_per_step=128)
+    path = folder / f"teacher-{setup.digest}.safetensors"
     if not path.exists():
-        setup = replace(SETUPS["sft"], threshold=2.0, max_steps=300, groups_per_step=256)
-        learning = _Learning("sft", setup, 1234, folder, None)
-        anyio.run(learning.run)
-        newest = max((folder / "checkpoints-1234").glob("step-*/policy.safetensors"))
-        save_policy(load_policy(newest), path)
+        with tempfile.TemporaryDirectory() as made:
+            learning = _Learning("sft", setup, 1234, Path(made), None)
+            anyio.run(learning.run)
+            newest = max(Path(made).glob("checkpoints-1234/step-*/policy.safetensors"))
+            folder.mkdir(parents=True, exist_ok=True)
+            save_policy(load_policy(newest), path)
     return path

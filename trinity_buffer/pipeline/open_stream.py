@@ -41,9 +41,7 @@ async def open_async_train_stream(
         lease = TrainerLease(
             experiment.database, experiment.key, chosen.consumer, chosen.lease_ttl_s
         )
-        follower = RankStream(experiment, chosen, lease)
-        await follower.prepare()
-        async with running(follower.run):
+        async with _served(RankStream(experiment, chosen, lease)) as follower:
             yield follower
         return
     async with hold_lease(
@@ -53,13 +51,20 @@ async def open_async_train_stream(
         ttl_s=chosen.lease_ttl_s,
         wait=chosen.wait_for_lease,
     ) as lease:
-        stream = TrainStream(experiment, chosen, lease, await _expert_of(experiment, chosen))
+        expert = await _expert_of(experiment, chosen)
+        async with _served(TrainStream(experiment, chosen, lease, expert)) as stream:
+            yield stream
+
+
+@asynccontextmanager
+async def _served(stream: TrainStream) -> AsyncIterator[TrainStream]:
+    """Serve ``stream`` inside the context."""
+    try:
         await stream.prepare()
-        try:
-            async with running(stream.run):
-                yield stream
-        finally:
-            stream.close()
+        async with running(stream.run):
+            yield stream
+    finally:
+        stream.close()
 
 
 async def _expert_of(experiment: Experiment, options: StreamOptions) -> Experiment | None:

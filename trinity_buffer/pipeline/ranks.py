@@ -130,12 +130,13 @@ class RankSession:
         Raises:
             LeaseLostError: rank 0 is gone, or the ranks assembled anew without this one.
         """
+        # First the lease, then the log: rank 0 lets go of it after its last word.
+        async with self._database.reading() as tx:
+            held = await leases.holder(tx, self._experiment.key, self._name)
         await self._read()
         self._check()
         if self.ended is not None:
             return
-        async with self._database.reading() as tx:
-            held = await leases.holder(tx, self._experiment.key, self._name)
         if held is None or is_dead(held[0]) or held[2] < now_us():
             raise LeaseLostError(
                 f"rank 0 of trainer {self._name!r} is gone: start all ranks again; they resume "

@@ -1,0 +1,116 @@
+"""Steps of two experiments: the policy's own groups, and an expert's rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.trainer.data import RUNS, recorded, rollouts, solutions
+from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.manifest import Manifest
+from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.stream_options import TrainStep
+from trinity_buffer.pipeline.verify import verify
+
+MIXED = {
+    "strategy": "grpo",
+    "groups_per_step": 3,
+    "sample_strategy": "mix",
+    "expert_experiment": "expert",
+    "expert_data_ratio": 1 / 3,
+}
+
+
+async def filled(store: Store) -> Experiment:
+    """Return an experiment of 6 groups, beside 8 rows of an expert."""
+    experiment = await recorded(store, "run", "experience", rollouts())
+    await recorded(store, "expert", "sft", solutions())
+    await run_strategy(experiment, "grpo")
+    return experiment
+
+
+async def taken(experiment: Experiment, number: int, **options: object) -> list[TrainStep]:
+    """Return the first steps that the stream serves, uncommitted."""
+    async with experiment.train_stream(**MIXED | options) as stream:
+        return [await anext(stream) for _ in range(number)]
+
+
+async def test_a_step_takes_its_share_from_the_expert(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        (step,) = await taken(await filled(store), 1)
+    (microbatch,) = step.microbatches
+    expert = microbatch["expert_mask"]
+    assert expert.tolist() == [False] * 2 * RUNS + [True]
+    layout = microbatch.layout
+    assert (layout.usual.groups, layout.expert.groups, layout.total.groups) == (2, 1, 3)
+    assert layout.usual.tokens + layout.expert.tokens == layout.total.tokens
+    assert microbatch["action_mask"][expert].any()
+    for name in ("rollout_logprob", "advantages", "returns", "token_level_rewards"):
+        assert not microbatch[name][expert].any()
+    assert step.manifest.sources == ("expert",)
+
+
+async def test_what_was_leased_is_served_again_byte_for_byte(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        experiment = await filled(store)
+        first = await taken(experiment, 2)
+        again = await taken(experiment, 2, groups_per_step=1)
+    for one, other in zip(first, again, strict=True):
+        assert other.recorded
+        assert other.manifest == one.manifest
+        for name, value in one.microbatches[0].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other.microbatches[0][name]))
+
+
+async def test_no_row_of_either_experiment_is_served_twice(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        experiment = await filled(store)
+        steps = await taken(experiment, 3)
+    rows = [
+        (source, annotation)
+        for step in steps
+        for source, annotation in zip(step.manifest.source, step.manifest.annotations, strict=True)
+    ]
+    assert len(rows) == len(set(rows)) == 6 * RUNS + 3
+
+
+async def test_a_store_with_an_experts_rows_verifies(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await filled(store)
+        async with experiment.train_stream(**MIXED) as stream:
+            async for step in stream:
+                await stream.commit(step)
+        report = await verify(experiment)
+    assert report.ok, report.problems
+
+
+async def test_an_expert_above_the_limit_is_rejected_in_its_own_experiment(store_url: str) -> None:
+    long = solutions()
+    limit = min(e.length for e in long) + 1
+    async with open_store(store_url) as store:
+        experiment = await filled(store)
+        async with experiment.train_stream(**MIXED | {"max_tokens": limit}) as stream:
+            steps = [step async for step in stream]
+        assert all(m["input_ids"].shape[1] <= limit for s in steps for m in s.microbatches)
+        expert = await store.experiment("expert")
+        events = [e async for e in expert.events(kinds=("ExperiencesRejected",))]
+    assert {e.body["consumer"] for e in events} == {"run/trainer"}
+    assert {reason for e in events for reason in e.body["reasons"]} == {"oversize"}
+
+
+async def test_a_body_of_one_source_says_nothing_of_sources() -> None:
+    manifest = Manifest(1, "grpo", (5,), (3,), (0,), 1, "padded", ())
+    body = manifest.body("trainer", 1)
+    assert "sources" not in body
+    assert Manifest.from_body(body) == manifest
+
+
+async def test_an_expert_that_is_not_there_is_named(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await filled(store)
+        with pytest.raises(UnknownExperimentError, match=r"'experts' is not in this store.*expert"):
+            await taken(experiment, 1, expert_experiment="experts")
+        with pytest.raises(InvalidArgumentError, match="go together"):
+            await taken(experiment, 1, expert_experiment=None)

@@ -1,0 +1,186 @@
+"""The ranks of one trainer: the same steps for all, and one commit when all are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import anyio
+import pytest
+
+from tests.trainer.data import recorded, rollouts
+from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.stream_options import TrainStep
+from trinity_buffer.pipeline.train_stream import TrainStream
+
+OPTIONS = {"strategy": None, "groups_per_step": 2, "world_size": 2}
+Life = Callable[[TrainStream, int], Coroutine[Any, Any, None]]
+
+
+async def together(experiment: Experiment, life: Life, **options: object) -> None:
+    """Let two ranks live at once, each with its stream."""
+
+    async def of(rank: int) -> None:
+        async with experiment.train_stream(**OPTIONS | options | {"rank": rank}) as stream:
+            await life(stream, rank)
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as group:
+            group.start_soon(of, 1)
+            group.start_soon(of, 0)
+
+
+async def events_of(experiment: Experiment, *kinds: str) -> list[str]:
+    return [event.kind async for event in experiment.events(kinds=kinds)]
+
+
+async def test_every_rank_trains_its_part_of_the_same_steps(store_url: str) -> None:
+    served: list[list[TrainStep]] = [[], []]
+
+    async def to_the_end(stream: TrainStream, rank: int) -> None:
+        async for step in stream:
+            served[rank].append(step)
+            await stream.commit(step)
+
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        await together(experiment, to_the_end, tokens_per_microbatch=20)
+        committed = await events_of(experiment, "StepsCommitted")
+    assert [step.manifest for step in served[0]] == [step.manifest for step in served[1]]
+    assert [step.chain for step in served[0]] == [step.chain for step in served[1]]
+    assert len(served[0]) == len(committed) == 3
+    for parts in zip(*served, strict=True):
+        slots = [m["sample_index"].tolist() for part in parts for m in part.microbatches]
+        assert [slot for some in slots for slot in some] == list(
+            range(len(parts[0].manifest.experiences))
+        )
+        assert len(parts[0].microbatches) == len(parts[1].microbatches)
+        groups = [{g for m in p.microbatches for g in m["group_index"].tolist()} for p in parts]
+        assert groups[0].isdisjoint(groups[1])
+        assert {m.layout.world_size for part in parts for m in part.microbatches} == {2}
+
+
+async def test_a_step_is_committed_once_and_after_all_parts(store_url: str) -> None:
+    async def two_at_a_time(stream: TrainStream, rank: int) -> None:
+        await anext(stream)
+        second = await anext(stream)
+        await stream.commit(second)
+        await stream.commit(second)  # the same again is a no-op
+
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        await together(experiment, two_at_a_time)
+        order = await events_of(experiment, "StepPartDone", "StepsCommitted")
+    assert order == ["StepPartDone", "StepsCommitted"]
+
+
+async def test_after_a_crash_all_ranks_are_served_the_uncommitted_steps(store_url: str) -> None:
+    served: list[list[TrainStep]] = [[], []]
+
+    async def crash_after_two(stream: TrainStream, rank: int) -> None:
+        first = await anext(stream)
+        await stream.commit(first)
+        served[rank].append(await anext(stream))
+
+    async def go_on(stream: TrainStream, rank: int) -> None:
+        assert stream.resume is not None
+        assert stream.resume.step == 1
+        async for step in stream:
+            served[rank].append(step)
+            await stream.commit(step)
+
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        await together(experiment, crash_after_two)
+        await together(experiment, go_on, groups_per_step=4)
+    for rank in range(2):
+        lost, again, last = served[rank]
+        assert again.manifest == lost.manifest
+        assert again.recorded
+        assert last.step == 3
+    assert served[0][2].manifest == served[1][2].manifest
+
+
+async def test_a_part_of_an_earlier_life_holds_nothing_up_and_counts_for_nothing(
+    store_url: str,
+) -> None:
+    async def only_rank_1_gets_through(stream: TrainStream, rank: int) -> None:
+        step = await anext(stream)
+        if rank == 1:
+            await stream.commit(step)
+
+    async def both(stream: TrainStream, rank: int) -> None:
+        step = await anext(stream)
+        assert step.step == 1
+        await stream.commit(step)
+
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        await together(experiment, only_rank_1_gets_through)
+        await together(experiment, both)
+        order = await events_of(experiment, "StepPartDone", "StepsCommitted", "RanksAssembled")
+    assert order == [
+        "RanksAssembled",
+        "StepPartDone",
+        "RanksAssembled",
+        "StepPartDone",
+        "StepsCommitted",
+    ]
+
+
+async def test_rank_0_does_not_go_on_with_a_rank_that_started_again(store_url: str) -> None:
+    async def start_rank_1_again(stream: TrainStream, rank: int) -> None:
+        step = await anext(stream)
+        if rank == 1:
+            async with anyio.create_task_group() as group:
+                again = stream.experiment.train_stream(**OPTIONS | {"rank": 1})
+                group.start_soon(again.__aenter__)
+                async for event in stream.experiment.events(follow=True):
+                    if event.kind == "RankJoined" and event.position > 5:
+                        break
+                joined.set()
+                await refused.wait()
+                group.cancel_scope.cancel()
+            return
+        await joined.wait()
+        with pytest.raises(LeaseLostError, match="rank 1 started again"):
+            await stream.commit(step)
+        refused.set()
+
+    joined, refused = anyio.Event(), anyio.Event()
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        await together(experiment, start_rank_1_again)
+        assert await events_of(experiment, "StepsCommitted") == []
+
+
+async def test_a_rank_hears_that_rank_0_is_gone(sqlite_url: str) -> None:
+    async def leave_early(stream: TrainStream, rank: int) -> None:
+        for _ in range(1 + 3 * rank):
+            await anext(stream)
+
+    async with open_store(sqlite_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        with pytest.raises(ExceptionGroup) as raised:
+            await together(experiment, leave_early, follow=True, lease_ttl_s=2.0)
+    (error,) = raised.value.exceptions
+    assert isinstance(error, LeaseLostError)
+    assert "rank 0 of trainer 'trainer' is gone" in str(error)
+
+
+async def test_ranks_that_disagree_on_their_number_are_told(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+
+        async def join_a_world_of_three() -> None:
+            three = OPTIONS | {"world_size": 3, "groups_per_step": 3, "rank": 1}
+            async with experiment.train_stream(**three):
+                pass
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(join_a_world_of_three)
+            with pytest.raises(InvalidArgumentError, match="world_size=3, this one with 2"):
+                await experiment.train_stream(**OPTIONS).__aenter__()
+            group.cancel_scope.cancel()

@@ -1,0 +1,174 @@
+"""What the stream takes, and what it refuses: age, missing columns, pairs, schemas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.trainer.data import RUNS, pairs, recorded, rollouts, solutions
+from trinity_buffer.algorithm import ADVANTAGE_FN, build
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.stream_options import StreamOptions
+
+
+async def test_groups_that_are_too_old_are_rejected_whole(store_url: str) -> None:
+    made = [*rollouts("old", version=0, tasks=2), *rollouts("new", version=5, tasks=2)]
+    for late in made[1:RUNS]:
+        late.info["model_version"] = 5  # one old run makes a group old
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", made)
+        await run_strategy(experiment, "grpo")
+        async with experiment.train_stream(
+            strategy="grpo", sample_strategy="staleness_control", max_staleness=0
+        ) as stream:
+            first = await anext(stream)
+            await stream.commit(first)
+            second = await anext(stream)
+        events = [e async for e in experiment.events(kinds=("ExperiencesRejected",))]
+    # Step 1 starts from version 0, of which nothing is too old; step 2 from version 1.
+    assert first.policy_versions == [0, 5, 5]
+    assert second.policy_versions == [5] * RUNS
+    assert [reason for e in events for reason in e.body["reasons"]] == ["stale"] * RUNS
+
+
+async def test_a_set_without_advantages_is_refused_before_the_first_step(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        async with experiment.train_stream(strategy=None, needs=("advantages",)) as stream:
+            with pytest.raises(InvalidArgumentError, match="'recorded' has no advantages"):
+                await anext(stream)
+        leased = [e async for e in experiment.events(kinds=("BatchLeased",))]
+    assert leased == []
+
+
+async def test_a_row_without_logprobs_is_rejected_and_the_others_trained(store_url: str) -> None:
+    made = rollouts(tasks=2)
+    made[1].logprobs = None
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", made)
+        async with experiment.train_stream(
+            strategy=None, groups_per_step=2, needs=("logprobs",)
+        ) as stream:
+            step = await anext(stream)
+        events = [e async for e in experiment.events(kinds=("ExperiencesRejected",))]
+    assert len(step.manifest.experiences) == 2 * RUNS - 1
+    assert [e.body["reasons"] for e in events] == [["invalid"]]
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+async def test_a_pair_lies_in_one_micro_batch_chosen_first(store_url: str, layout: str) -> None:
+    made = pairs()
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "dpo", made)
+        async with experiment.train_stream(
+            strategy=None, groups_per_step=8, layout=layout, tokens_per_microbatch=40
+        ) as stream:
+            step = await anext(stream)
+    rows: list[list[int]] = []
+    for microbatch in step.microbatches:
+        ids, mask = microbatch["input_ids"], microbatch["attention_mask"]
+        if layout == "packed":
+            sizes = microbatch["cu_seqlens"].diff().tolist()
+            rows += [row.tolist() for row in ids.split(sizes)]
+        else:
+            rows += [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
+        assert len(microbatch["group_index"]) % 2 == 0
+        computed = ids.numel()
+        assert computed <= 40 or len(microbatch["group_index"]) == 2
+    halves = [(e.tokens, half) for e in made for half in (e.chosen, e.rejected)]
+    expected = [[*tokens.tolist(), *half.tolist()] for tokens, half in halves if half is not None]
+    assert rows == expected
+    assert len(step.microbatches) > 1
+    assert step.microbatches[0].layout.total.sequences == 16
+
+
+async def test_prompts_with_answers_are_groups_of_one(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "sft", solutions())
+        async with experiment.train_stream(strategy=None, groups_per_step=3) as stream:
+            sizes = [len(step.manifest.experiences) async for step in stream]
+    assert sizes == [3, 3, 2]
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("budget", [None, 30])
+async def test_advantages_are_of_the_whole_step(
+    store_url: str, layout: str, budget: int | None
+) -> None:
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        async with experiment.train_stream(
+            strategy=None, groups_per_step=6, layout=layout, tokens_per_microbatch=budget
+        ) as stream:
+            step = await anext(stream)
+    step.compute(ADVANTAGE_FN.get("rloo")())
+    rewards = {(e.eid.task, e.eid.run): float(e.reward or 0) for e in rollouts()}
+    expected = {
+        (task, run): reward
+        - sum(rewards[task, other] for other in range(RUNS) if other != run) / (RUNS - 1)
+        for (task, run), reward in rewards.items()
+    }
+    found: dict[int, float] = {}
+    for microbatch in step.microbatches:
+        columns = [microbatch[name] for name in ("advantages", "action_mask")]
+        if layout == "packed":
+            sizes = microbatch["cu_seqlens"].diff().tolist()
+            columns = [list(column.split(sizes)) for column in columns]
+        for slot, values, mask in zip(microbatch["sample_index"].tolist(), *columns, strict=True):
+            assert not values[~mask].any()
+            (found[slot],) = set(values[mask].tolist())
+    order = [divmod(address & 0xFFFFF, RUNS) for address in step.manifest.experiences]
+    for slot, key in enumerate(order):
+        assert found[slot] == pytest.approx(expected[key], abs=1e-6)
+
+
+async def test_old_logprobs_are_left_to_the_trainer_on_request(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        async with experiment.train_stream(strategy=None, recompute_old_logprob=True) as stream:
+            (microbatch,) = (await anext(stream)).microbatches
+    assert "old_logprob" not in microbatch
+    assert microbatch["rollout_logprob"].any()
+
+
+async def test_dropped_tokens_change_the_denominators(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        async with experiment.train_stream(
+            strategy=None, groups_per_step=6, tokens_per_microbatch=30
+        ) as stream:
+            step = await anext(stream)
+
+    def drop(batch: dict[str, torch.Tensor], layout: object) -> dict[str, object]:
+        mask = batch["action_mask"].clone()
+        mask[1:] = False
+        batch["action_mask"] = mask
+        return {}
+
+    left = int(step.microbatches[0]["action_mask"][0].sum())
+    step.apply(drop)
+    assert {m.layout.total.tokens for m in step.microbatches} == {left}
+    assert {m.layout.total.active_sequences for m in step.microbatches} == {1}
+    assert {m.layout.total.sequences for m in step.microbatches} == {6 * RUNS}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sample_strategy": "mixed"}, "mix"),
+        ({"max_staleness": 1.0}, "staleness_control"),
+        ({"expert_data_ratio": 0.5}, "mix"),
+        ({"rank": 1}, "ranks count from 0"),
+        ({"world_size": 2}, "a group lies on one rank"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises((InvalidArgumentError, UnknownNameError), match=message):
+        StreamOptions(strategy=None, **options)  # type: ignore[arg-type]
+
+
+def test_an_algorithm_refuses_data_of_another_schema() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"'dpo' trains on data of schema 'dpo'.*'sft'"):
+        build("dpo").check_schema("sft")

@@ -1,0 +1,166 @@
+"""The loop: every algorithm steps and commits; a resumed one goes on as if nothing had been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from tests.trainer.data import CONFIG, policy, prepared
+from trinity_buffer.algorithm import ALGORITHM_TYPE, Algorithm, build
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.sync_stream import open_train_stream
+from trinity_buffer.trainer.critic import TransformerCritic, ValueLossFn
+from trinity_buffer.trainer.requirements import strategy_of, stream_options
+from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
+
+
+def train(
+    url: str,
+    algorithm: Algorithm,
+    folder: Path,
+    *,
+    max_steps: int,
+    consumer: str = "trainer",
+    **settings: Any,
+) -> tuple[Trainer, list[StepReport]]:
+    """Train up to ``max_steps`` of 2 groups each, or on from the last commit."""
+    reports: list[StepReport] = []
+    mixes = algorithm.sample.plan(1, 2).expert > 0
+    with open_train_stream(
+        url,
+        experiment="run",
+        strategy=strategy_of(algorithm),
+        consumer=consumer,
+        groups_per_step=2,
+        max_tokens=24,
+        expert_experiment="expert" if mixes else None,
+        **stream_options(algorithm, teacher=True),
+    ) as stream:
+        trainer = Trainer(
+            stream,
+            policy,
+            algorithm,
+            TrainerSettings(checkpoints=folder, max_steps=max_steps, **settings),
+            teacher=policy(2),
+        )
+        trainer.run(reports.append)
+    return trainer, reports
+
+
+@pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
+def test_every_algorithm_trains_and_commits(name: str, sqlite_url: str, tmp_path: Path) -> None:
+    algorithm = build(name)
+    anyio.run(prepared, sqlite_url, algorithm)
+    trainer, reports = train(sqlite_url, algorithm, tmp_path / "checkpoints", max_steps=2)
+    assert [report.step for report in reports] == [1, 2]
+    assert all(report.committed for report in reports)
+    assert max(report.gradient_norm for report in reports) > 0
+    before = policy().state_dict()
+    assert any(not torch.equal(before[k], w) for k, w in trainer.policy.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("ppo", {}),
+        (
+            "rloo",
+            {
+                "kl_penalty_fn": "k1",
+                "kl_penalty_fn_args": {"adaptive": True, "target_kl": 0.1, "horizon": 10.0},
+            },
+        ),
+        ("grpo", {"kl_loss_fn_args": {"adaptive": True, "target_kl": 1e-4, "horizon": 10.0}}),
+    ],
+)
+def test_a_resumed_run_ends_with_the_same_weights(
+    name: str, arguments: dict[str, Any], sqlite_url: str, tmp_path: Path
+) -> None:
+    anyio.run(prepared, sqlite_url, build(name, **arguments))
+
+    def run(folder: str, max_steps: int) -> Trainer:
+        algorithm = build(name, **arguments)  # its coefficients are of this process
+        return train(
+            sqlite_url, algorithm, tmp_path / folder, max_steps=max_steps, consumer=folder
+        )[0]
+
+    through = run("through", 3)
+    run("resumed", 2)
+    resumed = run("resumed", 3)
+    assert resumed.state.coefficients == through.state.coefficients
+    models = [(through.policy, resumed.policy)]
+    if through.state.critic is not None and resumed.state.critic is not None:
+        models.append((through.state.critic[0], resumed.state.critic[0]))
+    assert len(models) == (2 if name == "ppo" else 1)
+    for one, other in models:
+        for (key, expected), found in zip(
+            one.state_dict().items(), other.state_dict().values(), strict=True
+        ):
+            assert torch.equal(expected, found), key
+
+
+def test_an_adaptive_coefficient_moves(sqlite_url: str, tmp_path: Path) -> None:
+    adaptive = {"adaptive": True, "target_kl": 1e-6, "horizon": 10.0, "kl_coef": 0.1}
+    algorithm = build("grpo", kl_loss_fn_args=adaptive)
+    anyio.run(prepared, sqlite_url, algorithm)
+    trainer, _ = train(sqlite_url, algorithm, tmp_path / "c", max_steps=3, learning_rate=1e-2)
+    assert trainer.state.coefficients["kl_loss"] > 0.1
+
+
+def test_a_missing_teacher_is_named_with_the_ways_out(sqlite_url: str, tmp_path: Path) -> None:
+    algorithm = build("on_policy_distill")
+    anyio.run(prepared, sqlite_url, algorithm)
+    with (
+        open_train_stream(sqlite_url, experiment="run", strategy=None) as stream,
+        pytest.raises(
+            InvalidArgumentError, match=r"teacher_logprobs.*or give the trainer a teacher"
+        ),
+    ):
+        Trainer(stream, policy, algorithm, TrainerSettings(checkpoints=tmp_path)).run(
+            lambda _: None
+        )
+
+
+def test_recomputed_logprobs_are_those_of_the_policy_before_the_step(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    algorithm = build("grpo")
+    anyio.run(prepared, sqlite_url, algorithm)
+    with open_train_stream(
+        sqlite_url, experiment="run", strategy="grpo", recompute_old_logprob=True
+    ) as stream:
+        trainer = Trainer(stream, policy, algorithm, TrainerSettings(checkpoints=tmp_path))
+        reports: list[StepReport] = []
+        trainer.run(reports.append)
+    assert all(abs(report.metrics["actor/ppo_kl"]) < 1e-6 for report in reports)
+
+
+def test_values_come_from_what_precedes_a_token_in_both_layouts() -> None:
+    critic = TransformerCritic(CONFIG, seed=1)
+    torch.nn.init.normal_(critic.head.weight)
+    rows = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]])
+    padded = critic.values(rows)
+    packed = critic.values(
+        torch.tensor([1, 2, 3, 4, 5, 6]), cu_seqlens=torch.tensor([0, 4, 6], dtype=torch.int32)
+    )
+    torch.testing.assert_close(packed, torch.cat([padded[0], padded[1, :2]]))
+    changed = rows.clone()
+    changed[0, 3] = 9
+    torch.testing.assert_close(critic.values(changed), padded)
+    assert padded[:, 0].tolist() == [0, 0]
+
+
+def test_the_value_loss_by_hand_with_and_without_a_clip() -> None:
+    mask = torch.tensor([[True, True, False]])
+    now, before = torch.tensor([[1.0, 0.0, 9.0]]), torch.tensor([[0.0, 0.0, 0.0]])
+    wanted = torch.tensor([[2.0, 1.0, float("nan")]])
+    plain, _ = ValueLossFn()(now, before, wanted, mask)
+    assert float(plain) == pytest.approx(0.5 * (1 + 1) / 2)
+    clipped, _ = ValueLossFn(clip_range=0.5)(now, before, wanted, mask)
+    assert float(clipped) == pytest.approx(0.5 * (1.5**2 + 1) / 2)
+    with pytest.raises(InvalidArgumentError, match="value_clip_range=0"):
+        ValueLossFn(clip_range=0)
