@@ -5,7 +5,7 @@ READY := .venv/.ready
 SOURCES := trinity_buffer migrations tools benchmarks tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check long fmt bench migrate
+.PHONY: help setup demo test check long fmt bench torture migrate
 
 help:            ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -25,12 +25,13 @@ demo: setup      ## four processes train a small policy through one store
 test: setup      ## everything that a bare Linux can run, on all cores
 	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal -q $(ARGS)
 
-check: setup     ## what CI runs: format, lint, types, floors, tests, browser tests
+check: setup     ## what CI runs: format, lint, types, floors, tests, a minute of torture
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(MAKE) --no-print-directory test
+	$(BIN)/python -m benchmarks.torture --minutes 0.7
 	$(BIN)/python -m pytest -q -m browser || test $$? -eq 5  # 5: there are none
 
 long: setup      ## the long tests, and those of a GPU where there is one
@@ -42,6 +43,9 @@ fmt: setup       ## format, and mend what ruff can mend
 
 bench: setup     ## the figures of docs/performance.md
 	$(BIN)/python -m benchmarks $(ARGS)
+
+torture: setup   ## kill, pause, starve and confuse everything: make torture ARGS="--store postgresql"
+	$(BIN)/python -m benchmarks.torture --minutes 30 --seed 1 --record $(ARGS)
 
 migrate: setup   ## bring a store up to date: make migrate URL=sqlite:///runs/sort.db
 	$(BIN)/trinity-buffer migrate --store $(URL)

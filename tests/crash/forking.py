@@ -14,6 +14,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         "asyncpg",
+        "torch._dynamo",  # two seconds, which the first optimizer of a process would take
         "tests.crash.roles",
         "tests.torture.roles",
     ]

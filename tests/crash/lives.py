@@ -21,7 +21,7 @@ def live(role: str, arguments: Mapping[str, Any], crash_at: str | None, log: str
 
 
 class Lives(threading.Thread):
-    """Lives of one role: one per crash point, each of which must end in SIGKILL, then a last one."""
+    """Lives of one role: one per crash point, each of which must end in SIGKILL, and a last."""
 
     def __init__(
         self, role: str, arguments: Mapping[str, Any], points: Sequence[str], log: Path
@@ -55,7 +55,7 @@ class Lives(threading.Thread):
 
 
 def run_all(lives: Sequence[Lives], when_through: Callable[[], None]) -> None:
-    """Start all lives, call ``when_through`` once every crash point was reached, and wait for the ends."""
+    """Start all, call ``when_through`` once every crash point was reached, wait for the ends."""
     for one in lives:
         one.start()
     for one in lives:

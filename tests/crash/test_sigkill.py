@@ -14,9 +14,7 @@ from trinity_buffer.pipeline.verify import VerifyReport, verify
 
 EXPLORER_POINTS = [p for p in CRASH_POINTS if p.endswith(("plan", "append"))]
 STRATEGY_POINTS = [p for p in CRASH_POINTS if p.endswith("annotate")]
-TRAINER_POINTS = [
-    p for p in CRASH_POINTS if p.endswith(("lease", "step", "checkpoint", "commit"))
-]
+TRAINER_POINTS = [p for p in CRASH_POINTS if p.endswith(("lease", "step", "checkpoint", "commit"))]
 
 CONFIG = {
     "task": {"digits": 1},

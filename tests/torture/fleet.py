@@ -47,7 +47,7 @@ class Fleet:
     Attributes:
         counts: how often what happened.
         unexpected: ends that no fault explains, told with the last lines of the log.
-        calm: nobody brings faults along any more.
+        calm: who is born brings no faults along; so it is at first, until `become_wild`.
         may_end: the experiment is finished, so who follows it may end.
     """
 
@@ -55,7 +55,7 @@ class Fleet:
         self.slots = {slot.name: slot for slot in slots}
         self.counts: Counter[str] = Counter()
         self.unexpected: list[str] = []
-        self.calm = False
+        self.calm = True
         self.may_end = False
         self._resume_at: dict[int, float] = {}
 
@@ -109,6 +109,10 @@ class Fleet:
             _signal(pid, signal.SIGSTOP)
             self._resume_at[pid] = time.monotonic() + seconds
             self.counts["pause"] += 1
+
+    def become_wild(self) -> None:
+        """From here on who is born brings faults along."""
+        self.calm = False
 
     def become_calm(self) -> None:
         """From here on nobody brings faults along: who lives with one is killed."""

@@ -19,7 +19,7 @@ _POINTS = {
     "reader": (),
 }
 
-# How often, relative to each other. Kills at crash points are not among them: lives bring their own.
+# How often, relative to each other. Kills at crash points are not here: lives bring their own.
 _EVERYWHERE = {"kill": 8, "pause": 3}
 _WEIGHTS = {
     "sqlite": _EVERYWHERE,

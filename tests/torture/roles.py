@@ -1,4 +1,4 @@
-"""What the processes of a torture do: the real roles on a task of milliseconds, each a bit harder than usual."""
+"""What the processes of a torture do: the real roles, on a task of milliseconds."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _shrink_disk(url: str, pages: int) -> None:
 
 
 class _Insistent:
-    """A writer that sends many calls again: afterwards, at the same time, or with another content."""
+    """A writer that sends many calls again: afterwards, at the same time, or changed."""
 
     def __init__(self, writer: Any, seed: str, counted: Path) -> None:
         self._writer = writer
@@ -191,7 +191,7 @@ async def _config_of(url: str, experiment: str) -> RunConfig:
 
 
 class _Private:
-    """A stream that publishes no policy: its trainer learns beside the one that explorers follow."""
+    """A stream that publishes nothing: its trainer learns beside the one explorers follow."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""One round: a run of many processes, everything that can go wrong, and then the proof from outside."""
+"""One round: many processes, everything that can go wrong, and then the proof from outside."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def slots_of(seed: int, number: int, url: str, folder: Path, site: str) -> list[
         ("t1", "trainer", "grpo"),
         ("s0", "second", "other"),
     ):
-        own = {"consumer": of, "strategy": on, "publishes": of == "trainer"}
-        roles[name] = ("trainer", {**where, **own})
+        trains = {"consumer": of, "strategy": on, "publishes": of == "trainer"}
+        roles[name] = ("trainer", {**where, **trains})
     roles["r0"] = ("reader", {**common, "path": str(folder / "r0.read")})
     return [
         Slot(name, role, args, plan.lives(seed, number, site, name, role), folder / f"{name}.log")
@@ -121,8 +121,9 @@ def run_round(
     try:
         roles = {slot.name: slot.role for slot in fleet.slots.values()}
         planned = plan.faults(seed, number, site.kind, roles, seconds, mean_gap_s)
+        _go_on(fleet, url, report, "at first", steps=1)
+        fleet.become_wild()
         _inflict(planned, fleet, site, url, say)
-        fleet.tend(begin + seconds)
         _end_calmly(fleet, site, url, report)
     finally:
         report.problems += [f"{name} did not end" for name in fleet.stop()]
@@ -169,21 +170,25 @@ def _end_calmly(fleet: Fleet, site: Site, url: str, report: RoundReport) -> None
     """Stop all faults; everybody must get further, and then come to an end by himself."""
     site.settle()
     fleet.become_calm()
+    if _go_on(fleet, url, report, "after the faults", steps=STEPS_AFTERWARDS):
+        fleet.may_end = True
+        anyio.run(_finish, url)
+        fleet.tend(time.monotonic() + CALM_LIMIT_S)
+
+
+def _go_on(fleet: Fleet, url: str, report: RoundReport, when: str, *, steps: int) -> bool:
+    """Return True as soon as every trainer has committed so many more steps."""
     before = anyio.run(_committed, url)
     deadline = time.monotonic() + CALM_LIMIT_S
-    while True:
-        fleet.tend(time.monotonic() + 0.2)
+    while not fleet.unexpected:
+        fleet.tend(time.monotonic() + 0.1)
         now = anyio.run(_committed, url)
-        if all(now.get(name, 0) >= before.get(name, 0) + STEPS_AFTERWARDS for name in TRAINERS):
-            break
-        if fleet.unexpected:
-            return
+        if all(now.get(name, 0) >= before.get(name, 0) + steps for name in TRAINERS):
+            return True
         if time.monotonic() > deadline:
-            report.problems.append(f"after the faults: from {before} only to {now}")
-            return
-    fleet.may_end = True
-    anyio.run(_finish, url)
-    fleet.tend(time.monotonic() + CALM_LIMIT_S)
+            report.problems.append(f"{when}: trainers went only from {before} to {now}")
+            return False
+    return False
 
 
 TRAINERS = ("trainer", "second")

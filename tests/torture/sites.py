@@ -1,4 +1,4 @@
-"""Where the store of a round is, what can be done to it from outside, and how to get a copy of it."""
+"""Where the stores of rounds are, and what can be done to them from outside."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Site(ABC):
         """Do ``kind`` to the store; return whether there was something to do it to."""
         raise NotImplementedError
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - a file can always be reached
         """Return when the store can be reached again after the last fault."""
 
     def fill(self) -> None:
@@ -59,6 +59,7 @@ class Site(ABC):
 
     def empty(self) -> None:
         """Give the space back."""
+        raise NotImplementedError
 
 
 def _flipped(data: bytes, draw: float) -> bytes:
@@ -163,7 +164,9 @@ class PostgresSite(Site):
     def copy(self, url: str) -> str:
         self._copies += 1
         name = _database_of(url)
-        gone = f"SELECT pg_terminate_backend(pid, 9000) FROM pg_stat_activity WHERE datname='{name}'"
+        gone = (
+            f"SELECT pg_terminate_backend(pid, 9000) FROM pg_stat_activity WHERE datname='{name}'"
+        )
         self._server.execute(gone)
         return self._server.create_database(f"{name}_copy_{self._copies}", template=name)
 

@@ -1,0 +1,198 @@
+"""Torture a store for some minutes, round by round, and tell what was found.
+
+python -m benchmarks.torture --minutes 30 --seed 1 --store sqlite
+python -m benchmarks.torture --minutes 30 --seed 1 --store postgresql --record
+python -m benchmarks.torture --seed 1 --first-round 17 --rounds 1    # the faults of round 17 again
+
+Each round has a fresh store. The seed decides which faults come when, to whom, and what each
+process brings along; the scheduler of the machine decides the rest. Exit code 1: something did not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from subprocess import CalledProcessError
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.torture import sites
+from tests.torture.round import RoundReport, run_round
+
+DOCS = Path(__file__).parents[1] / "docs"
+RECORD = DOCS / "torture.jsonl"
+PAGE = DOCS / "reliability.md"
+BEGIN, END = "<!-- torture: begin -->", "<!-- torture: end -->"
+SUMS = (
+    "events", "experiences", "acknowledged", "steps", "kills", "lost", "duplicated", "skipped",
+    "replayed", "different",
+)  # fmt: skip
+ROUND_S = 12.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for; return the exit code."""
+    asked = _parser().parse_args(arguments)
+    begin = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="trinity-torture-"))
+    reports: list[RoundReport] = []
+    with ExitStack() as stack:
+        site = _site(asked.store, folder, stack)
+        for number in _numbers(asked, begin):
+            report = run_round(
+                asked.seed, number, site, folder / str(number), seconds=asked.round_seconds
+            )
+            reports.append(report)
+            print(_line(report), file=sys.stderr, flush=True)
+            if report.problems:
+                break
+            shutil.rmtree(folder / str(number))
+    summary = _summary(asked, reports, time.monotonic() - begin)
+    print(json.dumps(summary) if asked.json else _told(summary))
+    if asked.record:
+        record(summary)
+    if summary["problems"]:
+        print(f"what is left of the last round: {folder}", file=sys.stderr)
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Formatter)
+    parser.add_argument("--minutes", type=float, default=1.0, help="begin no round after that")
+    parser.add_argument("--rounds", type=int, help="so many rounds, whatever they take")
+    parser.add_argument("--first-round", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--store", choices=("sqlite", "postgresql"), default="sqlite")
+    parser.add_argument("--round-seconds", type=float, default=ROUND_S, help="of faults, per round")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--record", action="store_true", help=f"append to {RECORD}, renew {PAGE}")
+    return parser
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The docstring as it is, and the defaults."""
+
+
+def _site(store: str, folder: Path, stack: ExitStack) -> sites.Site:
+    """Return where stores are made: SQLite's on a disk that can be filled, if we may mount one."""
+    if store == "postgresql":
+        return stack.enter_context(sites.postgresql())
+    try:
+        return stack.enter_context(sites.small_disk())
+    except CalledProcessError:
+        (folder / "stores").mkdir()
+        return sites.SQLiteSite(folder / "stores")
+
+
+def _numbers(asked: argparse.Namespace, begin: float) -> Iterator[int]:
+    number = asked.first_round
+    while True:
+        done = number - asked.first_round
+        if asked.rounds is not None and done >= asked.rounds:
+            return
+        if asked.rounds is None and done and time.monotonic() - begin > asked.minutes * 60:
+            return
+        yield number
+        number += 1
+
+
+def _line(report: RoundReport) -> str:
+    faults = ", ".join(f"{kind} {count}" for kind, count in sorted(report.faults.items()))
+    verdict = "holds" if not report.problems else "\n  ".join(["FAILED", *report.problems])
+    return (
+        f"round {report.number}: {report.seconds:.0f} s, {report.events} events, "
+        f"{report.steps} steps; {faults}: {verdict}"
+    )
+
+
+def _summary(
+    asked: argparse.Namespace, reports: Sequence[RoundReport], seconds: float
+) -> dict[str, Any]:
+    faults: Counter[str] = Counter()
+    for report in reports:
+        faults.update(report.faults)
+    sums = {name: sum(getattr(report, name) for report in reports) for name in SUMS}
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": " ".join(["python -m benchmarks.torture", *_given(asked)]),
+        "store": reports[-1].store if reports else asked.store,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "seed": asked.seed,
+        "rounds": len(reports),
+        "seconds": round(seconds),
+        **sums,
+        "faults": dict(sorted(faults.items())),
+        "problems": [f"round {r.number}: {p}" for r in reports for p in r.problems],
+    }
+
+
+def _given(asked: argparse.Namespace) -> list[str]:
+    given = ["--store", asked.store, "--seed", str(asked.seed)]
+    if asked.rounds is None:
+        return ["--minutes", f"{asked.minutes:g}", *given]
+    return ["--rounds", str(asked.rounds), "--first-round", str(asked.first_round), *given]
+
+
+def _told(summary: dict[str, Any]) -> str:
+    identical = "bit-identical" if not summary["different"] else f"{summary['different']} DIFFER"
+    faults = ", ".join(f"{kind} {count}" for kind, count in summary["faults"].items())
+    lines = [
+        f"{summary['rounds']} rounds in {summary['seconds']} s on {summary['store']}, "
+        f"seed {summary['seed']}",
+        f"{summary['kills']} kills; {faults}",
+        f"{summary['events']} events, {summary['experiences']} experiences, "
+        f"{summary['acknowledged']} acknowledged, {summary['steps']} gradient steps",
+        *summary["problems"],
+        f"replay of {summary['replayed']} checkpoints: {identical}",
+        f"lost {summary['lost']}, duplicated {summary['duplicated']}, skipped {summary['skipped']}",
+    ]
+    return "\n".join(lines)
+
+
+def record(summary: dict[str, Any]) -> None:
+    """Append a summary to the record, and write the table of the documentation anew."""
+    with RECORD.open("a") as file:
+        file.write(json.dumps(summary) + "\n")
+    page = PAGE.read_text()
+    head, rest = page.split(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}\n{table()}{END}{rest.split(END)[1]}")
+
+
+def table() -> str:
+    """Return the record as a table in Markdown."""
+    rows = [json.loads(line) for line in RECORD.read_text().splitlines()]
+    text = (
+        "| date | command | rounds | events | experiences | steps | kills | other faults "
+        "| lost | duplicated | skipped | replay |\n" + "|---" * 12 + "|\n"
+    )
+    for row in rows:
+        kinds = ("kill", "kill at a crash point", "lives")
+        others = ", ".join(f"{k} {n}" for k, n in row["faults"].items() if k not in kinds)
+        replayed = f"{row['replayed']} of {row['replayed']} identical"
+        if row["different"]:
+            replayed = f"{row['different']} of {row['replayed']} differ"
+        cells = (
+            row["date"], f"`{row['command']}`", row["rounds"], row["events"], row["experiences"],
+            row["steps"], row["kills"], others, row["lost"], row["duplicated"], row["skipped"],
+            replayed,
+        )  # fmt: skip
+        text += "| " + " | ".join(map(str, cells)) + " |\n"
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
