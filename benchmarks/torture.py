@@ -5,7 +5,8 @@ python -m benchmarks.torture --minutes 30 --seed 1 --store postgresql --record
 python -m benchmarks.torture --seed 1 --first-round 17 --rounds 1    # the faults of round 17 again
 
 Each round has a fresh store. The seed decides which faults come when, to whom, and what each
-process brings along; the scheduler of the machine decides the rest. Exit code 1: something did not hold.
+process brings along; the scheduler of the machine decides the rest. Exit code 1: something did not
+hold.
 """
 
 from __future__ import annotations

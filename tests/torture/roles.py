@@ -111,9 +111,12 @@ class _Insistent:
         how = self._random.choice(("once", "again", "at once", "changed"))
         if how == "at once":
             receipts: list[WriteReceipt] = []
-            async with anyio.create_task_group() as group:
-                for _ in range(2):
-                    group.start_soon(self._into, receipts, experiences)
+            try:
+                async with anyio.create_task_group() as group:
+                    for _ in range(2):
+                        group.start_soon(self._into, receipts, experiences)
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
         else:
             receipts = [await self._writer.write(experiences)]
         if how == "again":
