@@ -80,9 +80,12 @@ async def renew(
 async def require(tx: AsyncConnection, experiment: int, name: str, *, token: int) -> None:
     """Do nothing if ``token`` is still the newest, of the lease and of the log.
 
+    It stays the newest until the transaction ends: nobody can acquire meanwhile.
+
     Raises:
         LeaseLostError: it is not.
     """
+    await lock_experiment(tx, experiment)
     held = await holder(tx, experiment, name)
     query = select(func.max(consumer.c.token)).where(
         consumer.c.experiment == experiment, consumer.c.name == name
