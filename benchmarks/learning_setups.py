@@ -67,6 +67,7 @@ _STEPS = Setup(
     task="guess",
     groups_per_step=16,
     rollouts_per_group=16,
+    max_steps=320,
     args=_entropy(0.1),
 )
 _BONUS = {"entropy_loss_fn": "default", **_entropy(0.02)}

@@ -192,13 +192,18 @@ class StrategyConsumer:
     async def _compute(self, units: Sequence[ReadyUnit], late: Sequence[ExperienceRow]) -> Decision:
         verdicts = Verdicts(self.name)
         verdicts.reject(late, "late")
+        seen: list[list[ExperienceRow]] = []
         for unit in units:
             verdicts.concern(unit.groups)
             whole, short = self._sorted_out(unit)
             for group in short:
                 verdicts.reject(group.members, "incomplete_group")
-            rows = ReadyUnit(tuple(whole), incomplete=False).rows
-            experiences = await self._load_readable(rows, verdicts)
+            seen.append(list(ReadyUnit(tuple(whole), incomplete=False).rows))
+        # At once: units that were written together lie in one segment, which is read once then.
+        loaded = await self._load_readable([row for rows in seen for row in rows], verdicts)
+        by_address = {experience.address: experience for experience in loaded}
+        for rows in seen:
+            experiences = [by_address[r.address] for r in rows if r.address in by_address]
             if experiences:
                 _, found = await self.strategy.add(experiences, self._calls)
                 self._calls += 1
