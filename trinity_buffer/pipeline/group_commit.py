@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -9,6 +10,7 @@ from itertools import islice
 import anyio
 
 from trinity_buffer.crash_points import reached
+from trinity_buffer.errors import StoreError
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.store import log, queries, segments
@@ -55,30 +57,34 @@ class Outcome:
 @dataclass(eq=False, slots=True)
 class _Entry:
     write: PreparedWrite
-    turn: anyio.Event = field(default_factory=anyio.Event)
+    answered: anyio.Event = field(default_factory=anyio.Event)
     outcome: Outcome | None = None
-    error: BaseException | None = None
+    error: Exception | None = None
 
 
 class GroupCommit:
-    """The one road of experiences into a database: one caller commits for all who wait."""
+    """The one road of experiences into a database: what waits while a commit runs is the next one.
+
+    A task of its own commits, and lives only while there is something to commit: a caller that is
+    cancelled, by whichever means, cancels no transaction that others share.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._waiting: list[_Entry] = []
-        self._committing = False
+        self._committer: asyncio.Task[None] | None = None
 
     async def submit(self, write: PreparedWrite) -> Outcome:
-        """Return once the rows of ``write`` are durable, or say why none of them was written."""
+        """Return once the rows of ``write`` are durable, or say why none of them was written.
+
+        A call that is cancelled before its turn is forgotten; later, it is written or not.
+        """
         entry = _Entry(write)
         self._waiting.append(entry)
+        if self._committer is None:
+            self._committer = asyncio.create_task(self._commit_waiting())
         try:
-            while entry.outcome is None and entry.error is None:
-                if self._committing:
-                    await entry.turn.wait()
-                    entry.turn = anyio.Event()
-                else:
-                    await self._commit_waiting()
+            await entry.answered.wait()
         finally:
             if entry in self._waiting:  # cancelled before its turn
                 self._waiting.remove(entry)
@@ -87,16 +93,26 @@ class GroupCommit:
         assert entry.outcome is not None
         return entry.outcome
 
+    async def drain(self) -> None:
+        """Return when no commit is under way; whoever was cancelled does not wait for his."""
+        with anyio.CancelScope(shield=True):
+            while self._committer is not None:
+                await asyncio.wait([self._committer])
+
     async def _commit_waiting(self) -> None:
-        group = self._take()
-        self._committing = True
+        group: list[_Entry] = []
         try:
-            with anyio.CancelScope(shield=True):
+            while self._waiting:
+                group = self._take()
                 await self._commit(group)
+                for entry in group:
+                    entry.answered.set()
         finally:
-            self._committing = False
-            for entry in (*group, *self._waiting[:1]):
-                entry.turn.set()
+            self._committer = None
+            for entry in (*group, *self._waiting):  # none is left, unless the event loop is ending
+                if not entry.answered.is_set():
+                    entry.error = StoreError(f"{self._database.name} was closed during a write")
+                    entry.answered.set()
 
     def _take(self) -> list[_Entry]:
         """Take as many of those who wait as fit, at least one."""
@@ -110,11 +126,10 @@ class GroupCommit:
     async def _commit(self, group: list[_Entry]) -> None:
         try:
             outcomes = await self._write([entry.write for entry in group])
-        except TakenKeyError:  # something is stored already: find out what, call by call
+        except Exception:  # noqa: BLE001 - whoever it belongs to is told, below
+            # Something is stored already, or cannot be stored: find out what, call by call. A call
+            # that was committed after all, over a connection that broke, is found as stored.
             await self._commit_singly(group)
-        except Exception as error:  # noqa: BLE001 - handed to every caller of the group
-            for entry in group:
-                entry.error = error
         else:
             for entry, outcome in zip(group, outcomes, strict=True):
                 entry.outcome = outcome
@@ -147,16 +162,22 @@ class GroupCommit:
         return [Outcome(position=places[id(write)]) for write in writes]
 
     async def _try_alone(self, write: PreparedWrite) -> Outcome:
-        while True:
-            async with self._database.reading() as tx:
-                known = await queries.stored(tx, write.experiment, write.eids)
-                sealed = await self._sealed(tx, write.experiment, [write])
-            if known or sealed:
-                return Outcome(known=known, sealed=sealed)
+        outcome = await self._known(write)
+        if outcome is None:
             try:
                 return (await self._write([write]))[0]
-            except TakenKeyError:
-                continue  # another process was quicker between the two transactions: look again
+            except TakenKeyError as error:  # another process was quicker: look again
+                outcome = await self._known(write)
+                if outcome is None:
+                    raise StoreError(f"{self._database.name}: a key is taken: {error}") from error
+        return outcome
+
+    async def _known(self, write: PreparedWrite) -> Outcome | None:
+        """Return what is in the way of ``write``, or None."""
+        async with self._database.reading() as tx:
+            known = await queries.stored(tx, write.experiment, write.eids)
+            sealed = await self._sealed(tx, write.experiment, [write])
+        return Outcome(known=known, sealed=sealed) if known or sealed else None
 
     async def _sealed(
         self, tx: Transaction, experiment: int, writes: Sequence[PreparedWrite]

@@ -31,6 +31,10 @@ class Store:
         """Where the store is, without a password."""
         return self.database.name
 
+    async def settle(self) -> None:
+        """Return when every write that was begun has ended, those of cancelled callers too."""
+        await self._group_commit.drain()
+
     async def experiments(self) -> list[str]:
         """Return the names of all experiments, in order of creation."""
         async with self.database.reading() as tx:
@@ -125,4 +129,8 @@ async def open_store(
         UnsafeStoreError: a network file system, or a SQLite library that may lose commits.
     """
     async with open_database(url, read_only=read_only, durability=durability) as database:
-        yield Store(database)
+        store = Store(database)
+        try:
+            yield store
+        finally:
+            await store.settle()

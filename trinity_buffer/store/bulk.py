@@ -39,9 +39,12 @@ def _statement(table: Table, dialect: Dialect) -> str:
 async def _copy(tx: AsyncConnection, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
     import asyncpg.exceptions  # noqa: PLC0415 - an optional extra; SQLite users do not have it
 
-    raw: Any = await tx.get_raw_connection()
+    driver: Any = (await tx.get_raw_connection()).driver_connection
+    if not driver.is_in_transaction():
+        # SQLAlchemy begins at its own first statement, which this is not: it would be on its own.
+        await tx.exec_driver_sql("SELECT 1")
     try:
-        await raw.driver_connection.copy_records_to_table(table.name, records=rows)
+        await driver.copy_records_to_table(table.name, records=rows)
     except asyncpg.exceptions.IntegrityConstraintViolationError as error:
         raise IntegrityError(f"COPY {table.name}", None, error) from error
     except asyncpg.exceptions.PostgresError as error:

@@ -11,6 +11,7 @@ from pysqlite3 import dbapi2
 from sqlalchemy.engine import URL
 
 from trinity_buffer.errors import StoreError
+from trinity_buffer.store.sqlite import uri_of
 
 CHANNEL = "trinity_buffer"
 FIRST_POLL_S = 0.001
@@ -57,7 +58,7 @@ class SQLiteChanges(Changes):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._connection: Any = dbapi2.connect(
-            f"file:{path.resolve()}?mode=ro",
+            f"{uri_of(path)}?mode=ro",
             uri=True,
             isolation_level=None,
             check_same_thread=False,

@@ -39,7 +39,7 @@ def parse_url(url: str) -> URL:
         InvalidArgumentError: neither sqlite nor postgresql.
     """
     try:
-        parsed = make_url(url if "://" in url else f"sqlite:///{url}")
+        parsed = make_url(url) if "://" in url else URL.create("sqlite", database=url)
     except (ArgumentError, ValueError) as error:  # the latter for a port that is no number
         raise InvalidArgumentError(f"the store's URL cannot be read; {_ACCEPTED}") from error
     backend = parsed.get_backend_name()
@@ -163,9 +163,7 @@ class Database:
             return engine
         url = self.url
         if self.read_only:
-            url = url.set(
-                database=f"file:{self.path.resolve()}", query={"mode": "ro", "uri": "true"}
-            )
+            url = url.set(database=sqlite.uri_of(self.path), query={"mode": "ro", "uri": "true"})
         engine = create_async_engine(
             url,
             pool_size=READERS + 1,

@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import quote
 
 import pysqlite3
 from pysqlite3 import dbapi2
@@ -108,6 +109,11 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
             "its permissions"
         )
     return exists
+
+
+def uri_of(path: Path) -> str:
+    """Return the URI of a file, to which SQLite's parameters may be added."""
+    return f"file:{quote(str(path.resolve()))}"
 
 
 def pragmas(*, durability: str, read_only: bool) -> list[str]:

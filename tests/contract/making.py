@@ -1,0 +1,91 @@
+"""Small experiences, stores to put them in, and what the database itself says of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+from sqlalchemy import Table, func, select, text
+
+from trinity_buffer.experience import EID, Experience
+from trinity_buffer.identity import Key
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store.database import Database, open_for_migration
+
+PROMPT = 3
+
+
+def rollout(
+    batch: Key = "b",
+    task: Key = 0,
+    run: int = 0,
+    step: int = 0,
+    suffix: str = "",
+    *,
+    length: int = 8,
+    reward: float | None = 0.5,
+    version: int | None = 0,
+    seed: int = 0,
+) -> Experience:
+    """Return an experience of ``length`` tokens; the same arguments, the same content."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{task}/{run}/{step}/{seed}".encode()))
+    return Experience(
+        eid=EID(batch, task, run, step, suffix),
+        tokens=torch.randint(0, 999, (length,), generator=generator, dtype=torch.int32),
+        prompt_length=min(PROMPT, length - 1),
+        logprobs=-torch.rand(length - min(PROMPT, length - 1), generator=generator),
+        reward=reward,
+        info={} if version is None else {"model_version": version},
+    )
+
+
+def group(
+    batch: Key = "b", task: Key = 0, runs: int = 4, *, rewards: Sequence[float] | None = None
+) -> list[Experience]:
+    """Return the runs of one task; by default every second one is right."""
+    found = rewards or [float(run % 2) for run in range(runs)]
+    return [rollout(batch, task, run, reward=reward) for run, reward in enumerate(found)]
+
+
+@asynccontextmanager
+async def opened(url: str, **config: Any) -> AsyncIterator[Experiment]:
+    """Open the experiment ``run`` in a store of its own, as another process would."""
+    async with open_store(url) as store:
+        yield await store.experiment("run", config=config)
+
+
+async def rows(database: Database, table: Table) -> list[dict[str, Any]]:
+    """Return all rows of a table, in the order of its key."""
+    async with database.reading() as tx:
+        found = await tx.execute(select(table).order_by(*table.primary_key.columns))
+        return [dict(row) for row in found.mappings()]
+
+
+async def count(database: Database, table: Table) -> int:
+    """Return how many rows a table has."""
+    async with database.reading() as tx:
+        return int((await tx.execute(select(func.count()).select_from(table))).scalar_one())
+
+
+async def contents(url: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Return every row of every table of a database: what "the store is as it was" means."""
+    async with open_for_migration(url) as database, database.reading() as tx:
+        if database.dialect == "sqlite":
+            query = "SELECT name FROM sqlite_master WHERE type = 'table'"
+        else:
+            query = "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
+        names = sorted((await tx.execute(text(query))).scalars())
+        found = {}
+        for name in names:
+            every = (await tx.execute(text(f'SELECT * FROM "{name}"'))).all()
+            found[name] = sorted((tuple(row) for row in every), key=repr)
+        return found
+
+
+async def kinds(experiment: Experiment) -> list[str]:
+    """Return the kinds of all events, in order."""
+    return [event.kind async for event in experiment.events()]

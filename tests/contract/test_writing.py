@@ -1,0 +1,431 @@
+"""A write is durable when it returns, is written once, and is all or nothing."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from sqlalchemy import event as listen_to
+
+from tests.contract.making import contents, count, group, kinds, opened, rollout, rows
+from trinity_buffer.errors import (
+    ConflictingExperienceError,
+    ConflictingSealError,
+    InvalidExperienceError,
+    ReadOnlyStoreError,
+    StoreError,
+)
+from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store import log, tables
+from trinity_buffer.writer import WriteReceipt
+
+
+def count_commits(store_or_database: Any) -> Counter[str]:
+    """Return a counter that goes on counting the transactions that write."""
+    found: Counter[str] = Counter()
+    engine = store_or_database._writer.sync_engine
+
+    def committed(connection: Any) -> None:
+        if connection.get_execution_options().get("trinity_buffer_writes"):
+            found["commits"] += 1
+
+    listen_to.listen(engine, "commit", committed)
+    return found
+
+
+async def test_another_store_reads_what_was_acknowledged(store_url: str):
+    written = group()
+    async with opened(store_url) as experiment, opened(store_url) as other:
+        receipt = await experiment.writer("e0").write(written)
+        found = [experience async for experience in other.read()]
+    assert receipt == WriteReceipt(2, 4, 0, 0, tuple(e.eid.uid for e in written))
+    assert [e.eid for e in found] == [e.eid for e in written]
+    for one, other_one in zip(written, found, strict=True):
+        assert torch.equal(one.tokens, other_one.tokens)
+        assert one.logprobs is not None
+        assert torch.equal(one.logprobs, other_one.logprobs)  # type: ignore[arg-type]
+
+
+async def test_a_receipt_means_that_the_file_holds_it(sqlite_url: str, tmp_path: Path):
+    async with opened(sqlite_url) as experiment:
+        await experiment.writer("e0").write(group())
+        # A reader that knows nothing of this process, as after kill -9 of it.
+        plain = sqlite3.connect(f"file:{tmp_path / 'store.db'}?mode=ro", uri=True)
+        assert plain.execute("SELECT count(*) FROM experience").fetchone() == (4,)
+        plain.close()
+
+
+async def test_writing_twice_is_writing_once(store_url: str):
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        first = await writer.write(group())
+        before = await contents(store_url)
+        again = await writer.write(group())
+        assert (again.position, again.written, again.duplicates) == (0, 0, 4)
+        assert again.uids == first.uids
+        assert await contents(store_url) == before
+
+
+async def test_only_what_is_new_of_a_call_is_written(store_url: str):
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        await writer.write(group()[:2])
+        receipt = await writer.write(group())
+        assert (receipt.position, receipt.written, receipt.duplicates) == (3, 2, 2)
+        assert len([e async for e in experiment.read()]) == 4
+
+
+async def test_an_experience_twice_in_one_call_is_one(store_url: str):
+    async with opened(store_url) as experiment:
+        receipt = await experiment.writer("e0").write([rollout(), rollout()])
+        assert (receipt.written, receipt.duplicates) == (1, 1)
+        assert await count(experiment.database, tables.experience) == 1
+
+
+async def test_two_contents_under_one_address_refuse_the_whole_call(store_url: str):
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        await writer.write([rollout()])
+        before = await contents(store_url)
+        for call in (
+            [rollout(task=5), rollout(reward=0.75), rollout(task=6)],
+            [rollout(task=5), rollout(task=6), rollout(task=6, reward=0.75)],
+        ):
+            with pytest.raises(ConflictingExperienceError, match=r"b/(0|6)/0/0/"):
+                await writer.write(call)
+            assert await contents(store_url) == before
+
+
+async def test_metrics_and_address_are_no_content(store_url: str):
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        await writer.write([rollout()])
+        again = rollout()
+        again.metrics["seconds"] = 2.5
+        again.address = 17
+        assert (await writer.write([again])).duplicates == 1
+
+
+async def test_a_second_attempt_has_a_suffix_of_its_own(store_url: str):
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        await writer.write([rollout()])
+        receipt = await writer.write([rollout(suffix="a1", reward=1.0)])
+        assert receipt.written == 1
+
+
+async def test_a_number_and_its_text_are_one_key_that_keeps_its_type(store_url: str):
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        await writer.write([rollout(7, 8), rollout("8", "9", reward=1.0), rollout(-1, "x/y")])
+        assert (await writer.write([rollout("7", "8"), rollout(8, 9, reward=1.0)])).duplicates == 2
+        with pytest.raises(ConflictingExperienceError):
+            await writer.write([rollout("7", 8, reward=0.75)])
+        found = [(e.eid.batch, e.eid.task) async for e in experiment.read()]
+        assert found == [(7, 8), ("8", "9"), (-1, "x/y")]
+        assert [e.eid.task async for e in experiment.read(batch="7", task="8")] == [8]
+
+
+async def test_nothing_to_write_is_no_event(store_url: str):
+    async with opened(store_url) as experiment:
+        assert await experiment.writer("e0").write([]) == WriteReceipt(0, 0, 0)
+        assert await kinds(experiment) == ["ExperimentCreated"]
+
+
+async def test_fifty_calls_share_transactions_and_hear_of_their_own_rows(store_url: str):
+    receipts: dict[int, WriteReceipt] = {}
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        commits = count_commits(experiment.database)
+
+        async def call(task: int) -> None:
+            receipts[task] = await writer.write(group(task=task))
+
+        async with anyio.create_task_group() as tasks:
+            for task in range(50):
+                tasks.start_soon(call, task)
+        assert commits["commits"] <= 25, "calls that wait together commit together"
+        assert await kinds(experiment) == ["ExperimentCreated", *["ExperiencesRecorded"] * 50]
+        by_task = {e.eid.task: e.address async for e in experiment.read() if e.eid.run == 3}
+    assert sorted(r.position for r in receipts.values()) == list(range(2, 52))
+    for task, receipt in receipts.items():
+        address = by_task[task]
+        assert address is not None
+        assert receipt.position == address >> 20
+        assert (receipt.written, receipt.duplicates) == (4, 0)
+
+
+async def test_a_refused_call_leaves_the_others_of_its_transaction_alone(store_url: str):
+    refused: list[int] = []
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        await writer.write([rollout(task=task) for task in range(0, 30, 3)])
+
+        async def call(task: int) -> None:
+            try:
+                receipt = await writer.write(
+                    [rollout(task=task, reward=0.75), rollout(task=task, run=1)]
+                )
+                assert receipt.written == 2
+            except ConflictingExperienceError:
+                refused.append(task)
+
+        async with anyio.create_task_group() as tasks:
+            for task in range(30):
+                tasks.start_soon(call, task)
+        stored = {e.eid.task async for e in experiment.read(run=1)}
+        referred = {row["segment"] for row in await rows(experiment.database, tables.experience)}
+        assert {row["key"] for row in await rows(experiment.database, tables.segment)} == referred
+    assert sorted(refused) == list(range(0, 30, 3))
+    assert stored == set(range(30)) - set(refused)
+
+
+async def test_what_the_database_refuses_of_one_call_harms_no_other(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    # As if a value slipped through the door that the database does not take.
+    real = log.append_of_actors
+
+    async def append_of_actors(tx: Any, key: int, said: Any, **more: Any) -> list[int]:
+        if any(actor == "broken" for actor, _ in said):
+            raise StoreError("a value out of range")
+        return await real(tx, key, said, **more)
+
+    monkeypatch.setattr(log, "append_of_actors", append_of_actors)
+    errors: list[StoreError] = []
+    async with opened(store_url) as experiment:
+
+        async def call(task: int) -> None:
+            writer = experiment.writer("broken" if task == 3 else "e0")
+            try:
+                await writer.write(group(task=task))
+            except StoreError as error:
+                errors.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            for task in range(8):
+                tasks.start_soon(call, task)
+        assert len(errors) == 1
+        assert {e.eid.task async for e in experiment.read()} == set(range(8)) - {3}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_one_address_from_many_at_once_is_stored_once(store_url: str, shared: bool):
+    receipts: list[WriteReceipt] = []
+    async with opened(store_url) as experiment, opened(store_url) as second:
+        writers = [experiment.writer("e0"), (experiment if shared else second).writer("e1")]
+
+        async def call(number: int) -> None:
+            receipts.append(await writers[number % 2].write(group()))
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(8):
+                tasks.start_soon(call, number)
+        assert await count(experiment.database, tables.experience) == 4
+    assert sum(r.written for r in receipts) == 4
+    assert sum(r.duplicates for r in receipts) == 28
+
+
+async def test_of_two_contents_at_once_one_wins_whole(store_url: str):
+    won: list[float] = []
+    async with opened(store_url) as experiment, opened(store_url) as second:
+        calls = [(experiment, 0.25), (second, 0.75), (experiment, 0.5)]
+
+        async def call(of: Any, reward: float) -> None:
+            try:
+                await of.writer("e").write([rollout(run=run, reward=reward) for run in range(4)])
+                won.append(reward)
+            except ConflictingExperienceError:
+                pass
+
+        async with anyio.create_task_group() as tasks:
+            for of, reward in calls:
+                tasks.start_soon(call, of, reward)
+        assert len(won) == 1
+        assert [e.reward async for e in experiment.read()] == won * 4
+
+
+async def test_late_experiences_are_recorded_as_rejected(store_url: str):
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        await writer.write(group())
+        await writer.seal("b", 4)
+        receipt = await writer.write([rollout(run=9), rollout("c"), rollout(run=0, reward=0.0)])
+        assert (receipt.written, receipt.duplicates, receipt.rejected) == (2, 1, 1)
+        await writer.seal("b", 4)
+        assert await writer.stored("b") == 4
+        late = [e async for e in experiment.read(include_refused=True)]
+        assert [e.eid.uid for e in late][4:] == ["b/0/9/0/", "c/0/0/0/"]
+        assert "b/0/9/0/" not in [e.eid.uid async for e in experiment.read()]
+        found = await rows(experiment.database, tables.experience)
+        assert [row["refused"] for row in found] == [None] * 4 + ["late", None]
+
+
+async def test_a_seal_between_two_concurrent_calls_refuses_only_what_came_after(store_url: str):
+    async with opened(store_url) as experiment, opened(store_url) as second:
+        writer = experiment.writer("e0")
+        await writer.write(group())
+        receipts: list[WriteReceipt] = []
+
+        async def call(run: int) -> None:
+            receipts.append(await second.writer("e1").write([rollout(run=run)]))
+
+        async def seal() -> None:
+            while not [e async for e in experiment.events(kinds=["BatchSealed"])]:
+                with suppress(ConflictingSealError):  # one more came meanwhile
+                    await writer.seal("b", await writer.stored("b"))
+
+        async with anyio.create_task_group() as tasks:
+            for run in range(4, 12):
+                tasks.start_soon(call, run)
+                if run == 7:
+                    tasks.start_soon(seal)
+        found = await rows(experiment.database, tables.experience)
+        (sealed,) = [e.position async for e in experiment.events(kinds=["BatchSealed"])]
+        for row in found:
+            assert (row["refused"] == "late") == (row["address"] >> 20 > sealed)
+
+
+async def test_invalid_experiences_are_quarantined_on_request(store_url: str):
+    bad = rollout(task=1)
+    bad.reward = float("nan")
+    async with opened(store_url) as experiment:
+        with pytest.raises(InvalidExperienceError, match="b/1/0/0/: reward"):
+            await experiment.writer("e0").write([rollout(), bad])
+        assert await count(experiment.database, tables.experience) == 0
+        receipt = await experiment.writer("e0", on_invalid="quarantine").write([rollout(), bad])
+        assert (receipt.written, receipt.rejected) == (2, 1)
+        found = await rows(experiment.database, tables.experience)
+        assert [row["refused"] for row in found] == [None, "invalid"]
+
+
+async def test_a_big_write_is_several_events_of_one_transaction(store_url: str):
+    many = [rollout(task=task, run=run) for task in range(300) for run in range(8)]
+    async with opened(store_url) as experiment:
+        commits = count_commits(experiment.database)
+        receipt = await experiment.writer("e0").write(many)
+        assert commits["commits"] == 1
+        assert (receipt.position, receipt.written) == (4, 2400)
+        assert await kinds(experiment) == ["ExperimentCreated", *["ExperiencesRecorded"] * 3]
+        found = [e.eid async for e in experiment.read(families=["light"])]
+    assert found == [e.eid for e in many]
+
+
+async def test_a_write_that_is_bigger_than_a_statement_may_bind(store_url: str):
+    many = [rollout(task=task) for task in range(7000)]
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        assert (await writer.write(many)).written == 7000
+        again = [*many[:3500], rollout("new"), *many[3500:]]
+        receipt = await writer.write(again)
+        assert (receipt.written, receipt.duplicates) == (1, 7000)
+
+
+async def test_unplanned_batches_are_just_written(store_url: str):
+    async with opened(store_url) as experiment:
+        await experiment.writer("import").write(group("2024", "task"))
+        assert await count(experiment.database, tables.batch) == 0
+
+
+async def test_a_stranger_s_tensors_come_back_as_they_were(store_url: str):
+    odd = Experience(
+        eid=rollout().eid,
+        tokens=torch.arange(6, dtype=torch.int64),
+        prompt_length=2,
+        logprobs=torch.tensor([-1.0, -2.0, -3.0, -4.0], dtype=torch.bfloat16),
+        action_mask=[True, False, True, True],
+        reward=3,
+        response_text="ärger \U0001f600",
+        messages=[{"role": "user", "content": "x"}],
+        multi_modal_inputs={"pixels": torch.rand(2, 3, 4).to(torch.bfloat16)},
+        info={"model_version": 3, "nested": {"a": [1, 2.5, None, "x"]}},
+        metrics={"seconds": 1.5},
+    )
+    async with opened(store_url) as experiment:
+        await experiment.writer("e0").write([odd, rollout(task=9)])
+        (found, plain) = [e async for e in experiment.read()]
+        (light,) = [e async for e in experiment.read(task=0, families=["light"])]
+    assert found.tokens.dtype == torch.int64
+    assert found.reward == 3
+    assert isinstance(found.reward, int)
+    assert found.logprobs is not None
+    assert torch.equal(found.logprobs, odd.logprobs)  # type: ignore[arg-type]
+    assert found.multi_modal_inputs is not None
+    assert torch.equal(found.multi_modal_inputs["pixels"], odd.multi_modal_inputs["pixels"])  # type: ignore[index]
+    assert (found.info, found.metrics) == (odd.info, odd.metrics)
+    assert (found.messages, found.response_text) == (odd.messages, odd.response_text)
+    assert plain.response_text is None
+    assert plain.multi_modal_inputs is None
+    with pytest.raises(AttributeError, match="'tokens'"):
+        _ = light.tokens
+
+
+async def test_changing_what_was_read_does_not_change_the_store(store_url: str):
+    async with opened(store_url) as experiment:
+        await experiment.writer("e0").write(group())
+        for experience in [e async for e in experiment.read()]:
+            experience.tokens.fill_(0)
+        assert all(int(e.tokens.sum()) for e in [e async for e in experiment.read()])
+
+
+async def test_a_read_only_store_refuses_to_write(store_url: str):
+    async with opened(store_url) as experiment:
+        await experiment.writer("e0").plan("planned", [0], 1)
+    before = await contents(store_url)
+    async with open_store(store_url, read_only=True) as store:
+        experiment = await store.experiment("run", config={"other": 1})
+        writer = experiment.writer("e0")
+        for call in (
+            lambda: writer.write(group()),
+            lambda: writer.plan("b", [0], 1),
+            lambda: writer.seal("b", 0),
+            lambda: experiment.finish("over"),
+            lambda: experiment.publish_policy(1, "x"),
+        ):
+            with pytest.raises(ReadOnlyStoreError, match="read-only"):
+                await call()
+    assert await contents(store_url) == before
+
+
+async def test_a_read_only_store_changes_neither_the_file_nor_its_log(
+    sqlite_url: str, tmp_path: Path
+):
+    path, wal = tmp_path / "store.db", tmp_path / "store.db-wal"
+    async with opened(sqlite_url) as experiment:
+        await experiment.writer("e0").write(group())
+        before = path.read_bytes(), wal.read_bytes()
+        assert before[1], "there is something in the log that could be moved"
+        async with open_store(sqlite_url, read_only=True) as store:
+            found = await store.experiment("run")
+            assert len([e async for e in found.read()]) == 4
+        assert (path.read_bytes(), wal.read_bytes()) == before
+
+
+async def test_a_read_only_store_leaves_a_dead_writer_s_log_alone(sqlite_url: str, tmp_path: Path):
+    async with opened(sqlite_url) as experiment:
+        await experiment.writer("e0").write(group())
+        left = tmp_path / "left by kill -9"
+        left.mkdir()
+        for name in ("store.db", "store.db-wal"):
+            (left / name).write_bytes((tmp_path / name).read_bytes())
+    before = [(left / name).read_bytes() for name in ("store.db", "store.db-wal")]
+    async with open_store(f"sqlite:///{left / 'store.db'}", read_only=True) as store:
+        experiment = await store.experiment("run")
+        assert len([e async for e in experiment.read()]) == 4
+    assert [(left / name).read_bytes() for name in ("store.db", "store.db-wal")] == before
+
+
+async def test_a_file_may_have_any_name(tmp_path: Path):
+    odd = tmp_path / "100% of #1? ü.db"
+    async with open_store(str(odd)) as store:
+        await (await store.experiment("run", config={})).writer("e0").write(group())
+    async with open_store(str(odd), read_only=True) as store:
+        assert await store.experiments() == ["run"]
+    assert odd.exists()
