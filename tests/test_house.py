@@ -30,12 +30,23 @@ MAX_NESTING = 3
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 BROAD_EXCEPTS = {
+    f"{PACKAGE}/pipeline/replay.py:open_replay_stream": "raised again, bare of the portal's group",
+    f"{PACKAGE}/pipeline/sync_stream.py:open_train_stream": "raised again, bare of the group",
     f"{PACKAGE}/pipeline/background.py:running": "raised again, bare of the task group",
     f"{PACKAGE}/pipeline/group_commit.py:_commit": "handed to every caller of the group",
     f"{PACKAGE}/pipeline/group_commit.py:_commit_singly": "handed to the caller it belongs to",
     f"{PACKAGE}/pipeline/train_stream.py:run": "handed to whoever reads the stream",
 }
 LAZY_IMPORTS = {
+    f"{PACKAGE}/cli/demo.py:_accuracy": "torch, which would take a core from the run it watches",
+    f"{PACKAGE}/cli/history_commands.py:replay": "torch, which compaction does not need",
+    f"{PACKAGE}/cli/history_commands.py:reannotate": "torch, which compaction does not need",
+    f"{PACKAGE}/cli/run_commands.py:demo": "torch, which the inspecting commands do not need",
+    f"{PACKAGE}/cli/run_commands.py:explore": "torch, which the inspecting commands do not need",
+    f"{PACKAGE}/cli/run_commands.py:annotate": "torch, which the inspecting commands do not need",
+    f"{PACKAGE}/cli/run_commands.py:train": "torch, which the inspecting commands do not need",
+    f"{PACKAGE}/cli/run_commands.py:_prepared": "pydantic and torch, likewise",
+    f"{PACKAGE}/cli/run_view.py:save_curve": "matplotlib is an extra",
     f"{PACKAGE}/cli/maintenance_commands.py:migrate": "alembic, which only migrations need",
     f"{PACKAGE}/cli/maintenance_commands.py:algorithms": "torch, which checks and repairs do not",
     f"{PACKAGE}/cli/run_config.py:read_file": "YAML, in which few configurations are written",

@@ -1,4 +1,4 @@
-"""Named places at which a test may kill the process. Nothing happens at them unless an environment variable says so.
+"""Named places at which a test may kill the process. Nothing happens unless the environment asks.
 
 ``TRINITY_BUFFER_CRASH_AT=after-append:3`` kills the process (SIGKILL, as the kernel's memory killer
 would) when it reaches ``after-append`` for the third time. Without the variable, `reached` is a
@@ -46,7 +46,8 @@ def _armed(wanted: str) -> Callable[[str], None]:
     name, _, count = wanted.partition(":")
     if name not in CRASH_POINTS:
         raise ValueError(
-            f"{VARIABLE}={wanted}: there is no crash point {name!r}; there are {', '.join(CRASH_POINTS)}"
+            f"{VARIABLE}={wanted}: there is no crash point {name!r}; there are "
+            f"{', '.join(CRASH_POINTS)}"
         )
     left = int(count or 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -29,7 +29,11 @@ def gather_metrics(
             number = _number(value)
             if number is not None:
                 columns.setdefault(name, []).append(number)
-    reducers = {"mean": lambda v: math.fsum(v) / len(v), "max": max, "min": min}
+    reducers: dict[str, Callable[[list[float]], float]] = {
+        "mean": lambda v: math.fsum(v) / len(v),
+        "max": max,
+        "min": min,
+    }
     return {
         f"{prefix}/{name}/{stat}": float(reducers[stat](values))
         for name, values in columns.items()
@@ -39,8 +43,8 @@ def gather_metrics(
 
 def _number(value: Any) -> float | None:
     """Return ``value`` as a float, or None for NaN and for what is not one number."""
-    if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return float(value) if isinstance(value, bool) else None
-    return None if math.isnan(value) else float(value)
+    if hasattr(value, "tolist"):  # of torch and of NumPy: a number if there is just one
+        value = value.tolist()
+    if not isinstance(value, (bool, int, float)) or math.isnan(value):
+        return None
+    return float(value)

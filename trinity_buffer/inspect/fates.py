@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trinity_buffer.store import inspection, queries
 from trinity_buffer.store.address import position_of
-from trinity_buffer.store.queries import ConsumerRow, ExperienceRow
+from trinity_buffer.store.rows import ConsumerRow, ExperienceRow
 from trinity_buffer.store.transaction import Transaction
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.store import conservation, inspection, queries
+from trinity_buffer.store import conservation, inspection, queries, trainer_queries
 from trinity_buffer.store.conservation import PlanCounts, StrategyCounts, TrainerCounts
-from trinity_buffer.store.queries import ConsumerRow
+from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
 
 STEPS_OF_STALENESS = 100
@@ -134,7 +134,7 @@ async def _of_experiment(tx: Transaction, key: int, name: str) -> ExperimentOver
 
 
 async def _of_trainer(tx: Transaction, key: int, row: ConsumerRow) -> TrainerProgress:
-    backlog = await queries.backlog(tx, key, row.name)
+    backlog = await trainer_queries.backlog(tx, key, row.name)
     after = row.leased_step - STEPS_OF_STALENESS
     return TrainerProgress(
         row.name,

@@ -1,4 +1,4 @@
-"""From rows to micro-batches: full-length, token-aligned tensors, padded or packed, under one set of names.
+"""From rows to micro-batches: full-length, token-aligned tensors, padded or packed.
 
 Element t describes token t; a response-aligned column is placed from ``prompt_length`` on, and
 position 0 holds 0.
@@ -20,7 +20,7 @@ from trinity_buffer.pipeline.manifest import Manifest, MicroBatchPlan
 from trinity_buffer.pipeline.row_loader import Array, LoadedRows, Value
 
 OPTIONAL = {"teacher_logprobs": "teacher_logprob"}
-"""Response-aligned columns that are there only when every row of the step has them: stored name -> batch name."""
+"""Response-aligned columns that a step has only if all of its rows do: stored -> batch name."""
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ def _moved(value: Any, device: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Per row of the step; ``responses`` are aligned with the response, from ``prompt_lengths`` on."""
+    """Per row of the step; ``responses`` begin at ``prompt_lengths``."""
 
     tokens: Sequence[Array]
     prompt_lengths: Sequence[int]
@@ -162,14 +162,14 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, bool]:
         "returns": "returns",
         "token_level_rewards": "token_level_reward",
     }
-    responses = {name: rows.column(field) for name, field in stored.items()}
+    responses = {name: rows.column(source) for name, source in stored.items()}
     rewards: Sequence[float | None] = [row.reward for row in rows.meta]
     if any(manifest.source):
         # What an expert's rows hold of a rollout was not the policy's: it is 0.
         responses = {name: _usual(values, manifest) for name, values in responses.items()}
         rewards = _usual(rewards, manifest)
-    for field, name in OPTIONAL.items():
-        values = rows.column(field)
+    for column, name in OPTIONAL.items():
+        values = rows.column(column)
         if all(value is not None for value in values):
             responses[name] = values
     if any(not isinstance(mask, np.ndarray) for mask in masks):
@@ -192,14 +192,14 @@ def _usual(values: Sequence[Any], manifest: Manifest) -> list[Any]:
 
 
 def _halves(rows: LoadedRows) -> _Columns:
-    """Return the columns of pairs: prompt and chosen answer, prompt and rejected answer, in turn."""
+    """Return the columns of pairs: the prompt with the chosen and the rejected answer, in turn."""
     prompts, halves = rows.column("tokens"), (rows.column("chosen"), rows.column("rejected"))
     pairs = zip(prompts, *halves, strict=True)
-    answers = [(prompt, half) for prompt, *both in pairs for half in both]
+    answers = [(np.asarray(prompt), np.asarray(half)) for prompt, *both in pairs for half in both]
     nothing: Sequence[Value] = [None] * len(answers)
     names = ("rollout_logprob", "advantages", "returns", "token_level_rewards")
     return _Columns(
-        [np.concatenate([prompt, half]) for prompt, half in answers],  # type: ignore[list-item]
+        [np.concatenate([prompt, half]) for prompt, half in answers],
         [len(prompt) for prompt, _ in answers],
         [np.ones(len(half), np.bool_) for _, half in answers],
         dict.fromkeys(names, nothing),
@@ -208,7 +208,7 @@ def _halves(rows: LoadedRows) -> _Columns:
 
 
 def row_lengths(manifest: Manifest, rows: LoadedRows, *, longest: bool = False) -> list[int]:
-    """Return per stored pair what `plan_microbatches` wants to know, or the tokens of its longer half."""
+    """Return per stored pair what `plan_microbatches` asks for, or its longer half's tokens."""
     sizes = [len(tokens) for tokens in _halves(rows).tokens]
     of_pair = max if longest or manifest.layout == "padded" else sum
     return [of_pair(pair) for pair in zip(sizes[0::2], sizes[1::2], strict=True)]

@@ -12,7 +12,7 @@ from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.grouping import Group
 from trinity_buffer.store import segments
 from trinity_buffer.store.log import NewEvent
-from trinity_buffer.store.queries import ExperienceRow
+from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.writer import StagedWriter
 
 

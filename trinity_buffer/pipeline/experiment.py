@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
 from trinity_buffer.pipeline.group_commit import GroupCommit
-from trinity_buffer.store import log, queries, reads
+from trinity_buffer.store import log, queries, reads, trainer_queries
 from trinity_buffer.store.database import Database
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trinity_buffer.pipeline.write_call import OnInvalid
 
 IDENTITY_KEYS = frozenset({"schema"})
-"""Configuration that says what the stored experiences are; changing it would make them something else."""
+"""Configuration that says what the stored experiences are, and hence cannot change."""
 
 EVENTS_PER_PAGE = 256
 EXPERIENCES_PER_PAGE = 512
@@ -71,7 +71,7 @@ class Experiment:
         return Experiment(self.database, self._group_commit, key, name, config)
 
     def writer(self, actor: str, *, on_invalid: OnInvalid = "raise") -> SQLWriter:
-        """Return a writer for the process ``actor``; its experiences are checked against the experiment's schema.
+        """Return a writer for the process ``actor``, which checks against the experiment's schema.
 
         Args:
             on_invalid: ``"raise"``, or ``"quarantine"``: record what is invalid as rejected and go
@@ -118,17 +118,17 @@ class Experiment:
         return found is not None and found[1]
 
     async def is_finished(self) -> bool:
-        """Return whether an ``ExperimentFinished`` event was recorded since the last change of configuration."""
+        """Return whether it was finished since the last change of configuration."""
         async with self.database.reading() as tx:
             return await self._is_finished(tx)
 
     async def finish(self, reason: str, *, actor: str = "user") -> None:
-        """Record that nothing more will be generated or trained; whoever follows the experiment ends."""
+        """Record that nothing more will be generated or trained; whoever follows it ends."""
         event = new_event("ExperimentFinished", {"reason": reason})
         async with self.database.writing() as tx:
             await log.append(tx, self.key, [event], actor=actor, now_us=now_us())
 
-    async def read(
+    async def read(  # noqa: PLR0913 - all by keyword, each a filter
         self,
         *,
         batch: Key | None = None,
@@ -167,7 +167,7 @@ class Experiment:
     async def publish_policy(
         self, version: int, uri: str, *, digest: str = "", actor: str = "user"
     ) -> None:
-        """Record that the weights of policy ``version`` are at ``uri``; explorers that follow load them."""
+        """Record that the weights of policy ``version`` are at ``uri``; explorers load them."""
         event = new_event("PolicyPublished", {"version": version, "uri": uri, "digest": digest})
         async with self.database.writing() as tx:
             await log.append(tx, self.key, [event], actor=actor, now_us=now_us())
@@ -181,11 +181,11 @@ class Experiment:
     async def last_checkpoint(self, trainer: str = "trainer") -> str | None:
         """Return the checkpoint of the last committed step that has one, on the live line."""
         async with self.database.reading() as tx:
-            found = await queries.last_checkpoint(tx, self.key, trainer)
+            found = await trainer_queries.last_checkpoint(tx, self.key, trainer)
         return None if found is None else found.checkpoint
 
     def train_stream(self, **options: Any) -> AbstractAsyncContextManager[TrainStream]:
-        """Open the stream of gradient steps as an async context manager; see `open_stream.open_async_train_stream`."""
+        """Open the stream of gradient steps (async context manager); see `open_async_train_stream`."""
         from trinity_buffer.pipeline.open_stream import open_async_train_stream  # noqa: PLC0415 - torch
 
         return open_async_train_stream(self, **options)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import order_of
-from trinity_buffer.store.queries import BatchRow, ExperienceRow
+from trinity_buffer.store.rows import BatchRow, ExperienceRow
 
 Unit = Literal["group", "batch"]
 GroupKey = tuple[str, str]

@@ -16,7 +16,7 @@ from trinity_buffer.pipeline.events import decoded
 from trinity_buffer.store import log, segments
 from trinity_buffer.store.address import position_of, slot_of
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.queries import ExperienceRow
+from trinity_buffer.store.rows import ExperienceRow
 
 SEGMENTS_PER_READ = 32
 """Segments of one read transaction: some 32 MB, well below a second."""

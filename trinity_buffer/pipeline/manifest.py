@@ -1,4 +1,4 @@
-"""The manifest: what exactly one gradient step trains on, in which order, in which micro-batches."""
+"""The manifest: what exactly one gradient step trains on, in which order and micro-batches."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Manifest:
 
 
 def chain(previous: bytes, digest: bytes) -> bytes:
-    """Return the next link of the chain that a checkpoint carries: blake2b-128(previous || digest)."""
+    """Return the next link of a checkpoint's chain: blake2b-128(previous || digest)."""
     return hashlib.blake2b(previous + digest, digest_size=16).digest()
 
 
@@ -188,7 +188,8 @@ def _deal(lengths: Sequence[int], groups: Sequence[int], world_size: int) -> lis
         members.setdefault(group, []).append(row)
     if len(members) < world_size:
         raise InvalidArgumentError(
-            f"a step of {len(members)} groups cannot be dealt to {world_size} ranks: raise groups_per_step"
+            f"a step of {len(members)} groups cannot be dealt to {world_size} ranks: "
+            "raise groups_per_step"
         )
     ranks: list[list[int]] = [[] for _ in range(world_size)]
     load = [0] * world_size
@@ -219,7 +220,7 @@ def _fill(
 
 
 def _split_to(chunks: list[list[int]], number: int) -> list[list[int]]:
-    """Return ``number`` chunks, by halving the longest ones; every rank must run as often as the others."""
+    """Return ``number`` chunks, by halving the longest ones: all ranks must run equally often."""
     chunks = list(chunks)
     while len(chunks) < number:
         longest = max(range(len(chunks)), key=lambda i: len(chunks[i]))

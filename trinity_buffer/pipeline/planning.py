@@ -10,7 +10,8 @@ from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import ConflictingPlanError, ConflictingSealError, InvalidArgumentError
 from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.events import new_event, now_us
-from trinity_buffer.store import log, queries
+from trinity_buffer.store import log, queries, trainer_queries
+from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.transaction import Transaction
@@ -47,7 +48,7 @@ class Admission:
             groups_per_step=config.get("groups_per_step", 1),
         )
 
-    def admits(self, backlog: queries.Backlog, policy_version: int | None) -> bool:
+    def admits(self, backlog: trainer_queries.Backlog, policy_version: int | None) -> bool:
         """Return whether one more batch may be planned now."""
         if self.max_waiting_groups is not None:
             bound = max(self.max_waiting_groups, self.groups_per_step)
@@ -116,12 +117,12 @@ async def _may_plan(
     if finished:
         return False
     rules = Admission.of(config)
-    backlog = await queries.backlog(tx, experiment, rules.trainer)
+    backlog = await trainer_queries.backlog(tx, experiment, rules.trainer)
     own = version() if callable(version) else version
     return None if rules.admits(backlog, own) else _WAIT
 
 
-def _same_plan(existing: queries.BatchRow, actor: str, body: dict[str, Any]) -> bool:
+def _same_plan(existing: store_rows.BatchRow, actor: str, body: dict[str, Any]) -> bool:
     key = body["batch"]
     if existing.planned_at is None:
         raise ConflictingPlanError(

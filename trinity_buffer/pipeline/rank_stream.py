@@ -10,17 +10,17 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.manifest import FIRST_LINK, chain
 from trinity_buffer.pipeline.stream_options import TrainStep
 from trinity_buffer.pipeline.train_stream import TrainStream
-from trinity_buffer.store import queries
+from trinity_buffer.store import trainer_queries
 
 
 class RankStream(TrainStream):
-    """Looks like rank 0's stream to its trainer; it leases nothing, and a commit is a word to rank 0."""
+    """Looks like rank 0's stream to its trainer; it leases nothing, its commit is a word."""
 
     async def prepare(self) -> None:
         """Join the other ranks, find the last commit and what was handed out after it."""
         await self._ranks.join()
         async with self._database.reading() as tx:
-            steps = await queries.steps(tx, self.experiment.key, self.options.consumer)
+            steps = await trainer_queries.steps(tx, self.experiment.key, self.options.consumer)
         self._committed = self._ranks.committed
         self._chain = FIRST_LINK
         for done in steps[: self._committed]:
@@ -35,14 +35,14 @@ class RankStream(TrainStream):
         async with self._send:
             try:
                 await self._feed()
-            except Exception as error:  # noqa: BLE001 - re-raised by __anext__, to whoever reads the stream
+            except Exception as error:  # noqa: BLE001 - re-raised by __anext__
                 self._failure = error
 
     async def _feed(self) -> None:
         while True:
             state = await self._database.changes.state()
             async with self._database.reading() as tx:
-                leased = await queries.steps(
+                leased = await trainer_queries.steps(
                     tx, self.experiment.key, self.options.consumer, after=self._next_step - 1
                 )
             for row in leased:
@@ -71,6 +71,7 @@ class RankStream(TrainStream):
         Raises:
             LeaseLostError: the ranks assembled anew without this one.
         """
+        del checkpoint, policy, environment, metrics
         if step.step <= self._committed:
             return
         if step.step not in self._delivered:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trinity_buffer.store import queries
+from trinity_buffer.store import trainer_queries
 from trinity_buffer.store.address import position_of
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.queries import Reader, ReadyRow
+from trinity_buffer.store.trainer_queries import Reader, ReadyRow
 
 ROWS_PER_PAGE = 4096
 
@@ -38,10 +38,12 @@ class ReadyGroups:
     async def start(self) -> None:
         """Find the place behind everything that was handed out before."""
         async with self._database.reading() as tx:
-            self._start = await queries.first_undelivered(tx, self._experiment, self._reader)
+            self._start = await trainer_queries.first_undelivered(
+                tx, self._experiment, self._reader
+            )
 
     async def fill(self, number: int) -> int:
-        """Read until ``number`` whole groups are here or there are no more; return how many are here."""
+        """Read until ``number`` whole groups are here, or all; return how many are here."""
         while self._num_whole() < number and await self._read():
             pass
         return self._num_whole()
@@ -53,7 +55,7 @@ class ReadyGroups:
         return [row for group in taken for row in group]
 
     def pop_unwanted(self, unwanted: Callable[[list[ReadyRow]], bool]) -> list[ReadyRow]:
-        """Return the rows of those whole groups among the ones that are here that are ``unwanted``."""
+        """Return the rows of the ``unwanted`` ones among the whole groups that are here."""
         end = self._num_whole()
         gone = [group for group in self._groups[:end] if unwanted(group)]
         if gone:
@@ -68,7 +70,7 @@ class ReadyGroups:
     async def _read(self) -> bool:
         """Read one page; return whether there may be another."""
         async with self._database.reading() as tx:
-            rows = await queries.ready_rows(
+            rows = await trainer_queries.ready_rows(
                 tx,
                 self._experiment,
                 annotation_set=self._set,

@@ -19,8 +19,8 @@ from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.row_loader import RowLoader
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train_stream import Resume, TrainStep
-from trinity_buffer.store import log, queries
-from trinity_buffer.store.queries import StepRow
+from trinity_buffer.store import log, queries, trainer_queries
+from trinity_buffer.store.rows import StepRow
 
 
 async def replayed_steps(
@@ -44,7 +44,7 @@ async def replayed_steps(
     database, key = experiment.database, experiment.key
     async with database.reading() as tx:
         row = await queries.consumer_row(tx, key, consumer)
-        steps = await queries.steps(tx, key, consumer)
+        steps = await trainer_queries.steps(tx, key, consumer)
     if row is None or row.kind != "trainer":
         raise InvalidArgumentError(f"experiment {experiment.name!r} has no trainer {consumer!r}")
     last = row.committed_step if last is None else last

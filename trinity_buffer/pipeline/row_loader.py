@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import anyio.to_thread
@@ -18,7 +19,7 @@ from trinity_buffer.pipeline.manifest import Manifest
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.address import position_of, slot_of
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.queries import ExperienceRow
+from trinity_buffer.store.rows import ExperienceRow
 
 Array: TypeAlias = npt.NDArray[Any]
 Value: TypeAlias = "Array | float | None"
@@ -36,7 +37,7 @@ class LoadedRows:
 
     meta: Sequence[ExperienceRow]
     columns: Mapping[str, Sequence[Value]]
-    multi_modal: Sequence[Mapping[str, Column]]
+    multi_modal: Sequence[Mapping[str, Value]]
 
     def column(self, field: str) -> Sequence[Value]:
         """Return the values of one field, None where a row has none."""
@@ -90,7 +91,7 @@ def _values(column: Column) -> Sequence[Value]:
     if column.encoding == "scaled_mask":
         return [float(scalar) for scalar in elements]
     ends = column.offsets.tolist()
-    pieces = [elements[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    pieces = [elements[start:stop] for start, stop in pairwise(ends)]
     if column.shapes.shape[1] == 1:
         return pieces
     return [piece.reshape(shape) for piece, shape in zip(pieces, column.shapes, strict=True)]
@@ -114,13 +115,13 @@ class RowLoader:
             UnknownExperimentError: rows come from an experiment that the store does not hold.
         """
         if not any(manifest.source):
-            return await self._load(manifest.experiences, manifest.annotations)
+            return await self.load_rows(manifest.experiences, manifest.annotations)
         parts: list[tuple[list[int], LoadedRows]] = []
         for number, name in enumerate(("", *manifest.sources)):
             rows = manifest.rows_of(number)
             if rows:
                 loader = self if number == 0 else await self._other(name)
-                found = await loader._load(
+                found = await loader.load_rows(
                     [manifest.experiences[row] for row in rows],
                     [manifest.annotations[row] for row in rows],
                 )
@@ -134,10 +135,11 @@ class RowLoader:
             places = manifest.rows_of(number) if manifest.source else [*range(len(manifest.groups))]
             if places:
                 loader = self if number == 0 else await self._other(name)
-                found += await loader._damaged(manifest, places)
+                found += await loader.damaged_rows(manifest, places)
         return found
 
-    async def _damaged(self, manifest: Manifest, places: Sequence[int]) -> list[int]:
+    async def damaged_rows(self, manifest: Manifest, places: Sequence[int]) -> list[int]:
+        """Return those of ``places``, rows of this experiment, that cannot be read."""
         experiences = {manifest.experiences[place] for place in places}
         async with self._database.reading() as tx:
             stored = await queries.experience_rows(tx, self._experiment, sorted(experiences))
@@ -162,7 +164,8 @@ class RowLoader:
             self._others[name] = RowLoader(self._database, key)
         return self._others[name]
 
-    async def _load(self, experiences: Sequence[int], annotated: Sequence[int]) -> LoadedRows:
+    async def load_rows(self, experiences: Sequence[int], annotated: Sequence[int]) -> LoadedRows:
+        """Return the columns of rows of this experiment, by their two addresses."""
         async with self._database.reading() as tx:
             stored = await queries.experience_rows(tx, self._experiment, sorted(set(experiences)))
         by_address = {row.address: row for row in stored}
@@ -202,10 +205,10 @@ class RowLoader:
             slot = slot_of(row.address)
             for field, values in self._segments[row.segment].items():
                 columns.setdefault(field, [None] * total)[i] = values[slot]
-            key = annotations[position_of(annotation)]
-            if key is not None:
+            of_set = annotations[position_of(annotation)]
+            if of_set is not None:
                 slot = slot_of(annotation)
-                for field, values in self._segments[key].items():
+                for field, values in self._segments[of_set].items():
                     columns.setdefault(field, [None] * total)[i] = values[slot]
         self._segments.shrink()
         if any(value is None for value in columns.get("tokens", [None])):

@@ -14,15 +14,15 @@ from trinity_buffer.pipeline.row_loader import LoadedRows
 from trinity_buffer.pipeline.stream_options import StreamOptions
 from trinity_buffer.pipeline.trainer_lease import TrainerLease
 from trinity_buffer.store import leases, log
-from trinity_buffer.store.queries import Reader, ReadyRow
+from trinity_buffer.store.trainer_queries import Reader, ReadyRow
 
 RECORDED = "recorded"
-"""Name of the set that a trainer with ``strategy=None`` reads: whole groups, nothing computed."""
+"""Name of the set that ``strategy=None`` reads: whole groups, nothing computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakenRow:
-    """A row on its way into a step; ``source`` 0 is the trainer's own experiment, 1 the expert's."""
+    """A row on its way into a step; ``source`` 0 is the trainer's experiment, 1 the expert's."""
 
     row: ReadyRow
     source: int
@@ -74,7 +74,7 @@ class StepSource:
             await ready.start()
 
     async def take(self, step: int, *, partial_ok: bool) -> list[TakenRow] | None:
-        """Return the rows of ``step``, or None if there are not enough; fewer only if ``partial_ok``.
+        """Return the rows of ``step``, None if there are too few; fewer only if ``partial_ok``.
 
         A last, smaller step mixes in no more of the expert's groups than a whole one would.
         """
@@ -126,7 +126,7 @@ class StepSource:
                 await log.append(tx, of, [event], actor=name, now_us=now_us())
 
     async def _fill(self, source: int, number: int, min_version: int) -> int:
-        """Have ``number`` groups of a source ready that are not too old; return how many there are."""
+        """Have ``number`` groups of a source ready, none too old; return how many there are."""
 
         def stale(group: list[ReadyRow]) -> bool:
             versions = [row.policy_version for row in group if row.policy_version is not None]

@@ -30,7 +30,7 @@ from trinity_buffer.pipeline.loading import damaged_among, load_experiences
 from trinity_buffer.pipeline.unit_reader import UnitReader
 from trinity_buffer.store import log, queries, reads, segments
 from trinity_buffer.store.dialect import lock_experiment
-from trinity_buffer.store.queries import ExperienceRow
+from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.writer import StagedWriter
 
 EXPERIENCES_PER_COMMIT = 2048

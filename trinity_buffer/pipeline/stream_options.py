@@ -17,7 +17,7 @@ from trinity_buffer.pipeline.trainer_lease import TTL_S
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """How a train stream forms its steps; recorded manifests are served as recorded, whatever these say.
+    """How a train stream forms its steps; recorded ones are served as recorded all the same.
 
     Attributes:
         strategy: the annotation set to train on; None: what was recorded.
@@ -82,8 +82,8 @@ class StreamOptions:
             )
         if self.groups_per_step < self.world_size:
             raise InvalidArgumentError(
-                f"groups_per_step={self.groups_per_step} with world_size={self.world_size}: a group "
-                "lies on one rank, so every step needs a group for each"
+                f"groups_per_step={self.groups_per_step} with world_size={self.world_size}: a "
+                "group lies on one rank, so every step needs a group for each"
             )
         mixes = self.sample_strategy == "mix"
         if mixes != (self.expert_experiment is not None):
@@ -160,7 +160,7 @@ class TrainStep:
         *,
         reduce: Reduce | None = None,
     ) -> dict[str, Any]:
-        """Compute advantages over this rank's whole step, put them into the micro-batches, return metrics.
+        """Put advantages over this rank's whole step into the micro-batches; return metrics.
 
         The micro-batches must hold what the function reads (``values``, ``teacher_logprob``, ...).
 

@@ -1,4 +1,4 @@
-"""The same stream for a plain loop: the trainer's door, where one event loop runs in a thread of its own."""
+"""The same stream for a plain loop: the trainer's door, with an event loop in a thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SyncTrainStream:
 
     @property
     def incomplete_groups(self) -> int:
-        """Groups that were left waiting when the stream ended, because their runs are not all stored."""
+        """Groups that were left waiting when the stream ended: their runs are not all stored."""
         return self._stream.incomplete_groups
 
     def __iter__(self) -> Iterator[TrainStep]:
@@ -52,7 +52,7 @@ class SyncTrainStream:
         environment: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Record that every delivered step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`."""
+        """Record that every step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`."""
         self._portal.call(
             partial(self._stream.commit, step, checkpoint, policy, environment, metrics)
         )
@@ -73,7 +73,7 @@ async def _opened(url: str, experiment: str, options: dict[str, Any]) -> AsyncIt
 
 @contextmanager
 def open_train_stream(url: str, *, experiment: str, **options: Any) -> Iterator[SyncTrainStream]:
-    """Open the stream of gradient steps of ``experiment`` in the store at ``url``; see `StreamOptions`.
+    """Open the stream of gradient steps of ``experiment`` in the store ``url``; see `StreamOptions`.
 
     Closing it releases the lease. Steps that were delivered and not committed are served again to
     the next process.

@@ -1,4 +1,4 @@
-"""The stream of gradient steps: lease, decode, collate, hand over; commit with the checkpoint; resume."""
+"""The stream of gradient steps: lease, decode, collate, hand over; commit; resume."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from trinity_buffer.pipeline.step_source import RECORDED, StepSource, TakenRow
 from trinity_buffer.pipeline.strategy_consumer import StrategyConsumer
 from trinity_buffer.pipeline.stream_options import Resume, StreamOptions, TrainStep
 from trinity_buffer.pipeline.trainer_lease import TrainerLease
-from trinity_buffer.store import leases, log, queries
+from trinity_buffer.store import leases, log, queries, trainer_queries
 from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import NewEvent
-from trinity_buffer.store.queries import ConsumerRow, StepRow
+from trinity_buffer.store.rows import ConsumerRow, StepRow
 
 __all__ = ["RECORDED", "Resume", "StreamOptions", "TrainStep", "TrainStream"]
 
@@ -85,7 +85,7 @@ class TrainStream:
         return RECORDED if self.options.strategy is None else self.options.strategy
 
     # -- opening
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
         """Register, rewind if asked to, find the last commit and what was handed out after it."""
@@ -94,7 +94,7 @@ class TrainStream:
             row = await self._rewind(row, self.options.resume_from)
         self._committed = row.committed_step
         async with self._database.reading() as tx:
-            steps = await queries.steps(tx, self.experiment.key, self.options.consumer)
+            steps = await trainer_queries.steps(tx, self.experiment.key, self.options.consumer)
         for done in steps[: row.committed_step]:
             self._chain = chain(self._chain, done.manifest_digest)
         if row.committed_step:
@@ -119,15 +119,15 @@ class TrainStream:
         assert row is not None
         if row.kind != "trainer" or row.config != config:
             raise ConflictingStrategyError(
-                f"consumer {name!r} is a {row.kind} on {row.config.get('strategy')!r}, not a trainer on "
-                f"{self.annotation_set!r}: give this one a name of its own with consumer="
+                f"consumer {name!r} is a {row.kind} on {row.config.get('strategy')!r}, not a "
+                f"trainer on {self.annotation_set!r}: give this one a name of its own, consumer="
             )
         return row
 
     async def _rewind(self, row: ConsumerRow, step: int) -> ConsumerRow:
         name, key = self.options.consumer, self.experiment.key
         async with self._database.reading() as tx:
-            kept = await queries.last_checkpoint(tx, key, name, at=step)
+            kept = await trainer_queries.last_checkpoint(tx, key, name, at=step)
         if step > row.committed_step or (step > 0 and kept is None):
             raise CheckpointError(
                 f"resume_from={step}: trainer {name!r} has no checkpoint committed at that step "
@@ -152,20 +152,20 @@ class TrainStream:
         self.resume = Resume(last.step, path, last.checkpoint_digest, self._chain)
 
     # -- serving
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Make and serve steps until there are no more; an error comes out where the stream is read."""
+        """Make and serve steps until there are no more; errors come out where it is read."""
         async with self._send:
             try:
                 async with running(self._gather):
                     await self._feed()
                 await self._ranks.end(self._next_step - 1)
-            except Exception as error:  # noqa: BLE001 - re-raised by __anext__, to whoever reads the stream
+            except Exception as error:  # noqa: BLE001 - re-raised by __anext__
                 self._failure = error
 
     async def _gather(self) -> None:
-        """Make the groups of what is trained as it was recorded, beside the consumer of the stream."""
+        """Make the groups of what is trained as it was recorded, while the stream is read."""
         # The expert's first: what is stored of it is all there will be, and its experiment is not
         # finished with the run that uses it.
         while self._recorders:
@@ -266,7 +266,7 @@ class TrainStream:
         return step
 
     # -- committing
-    # ---------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
 
     async def commit(
         self,
@@ -276,7 +276,7 @@ class TrainStream:
         environment: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Record, in one transaction, that every delivered step up to ``step`` is in ``checkpoint``.
+        """Record, in one transaction, that the steps up to ``step`` are in ``checkpoint``.
 
         The checkpoint's files are written through to the disk first. The same commit again is a
         no-op.
@@ -332,18 +332,17 @@ class TrainStream:
         environment: Mapping[str, Any] | None,
         metrics: Mapping[str, float] | None,
     ) -> list[NewEvent]:
+        kept = None if checkpoint is None else _absolute(checkpoint)
         digest = None
-        if checkpoint is not None:
-            digest = await anyio.to_thread.run_sync(
-                checkpoints.make_durable, Path(checkpoint).absolute()
-            )
+        if kept is not None:
+            digest = await anyio.to_thread.run_sync(checkpoints.make_durable, kept)
         body = {
             "consumer": self.options.consumer,
             "token": self._lease.token,
             "steps": steps,
             "manifests": [self._delivered[number].manifest.digest for number in steps],
             "chain": step.chain,
-            "checkpoint": None if checkpoint is None else str(Path(checkpoint).absolute()),
+            "checkpoint": None if kept is None else str(kept),
             "checkpoint_digest": digest,
             "metrics": dict(metrics or {}),
             "environment": dict(
@@ -352,11 +351,15 @@ class TrainStream:
         }
         events = [new_event("StepsCommitted", body)]
         if policy is not None:
-            weights = Path(policy).absolute()
+            weights = _absolute(policy)
             found = await anyio.to_thread.run_sync(checkpoints.make_durable, weights)
             published = {"version": step.step, "uri": str(weights), "digest": found}
             events.append(new_event("PolicyPublished", published))
         return events
+
+
+def _absolute(path: str | Path) -> Path:
+    return Path(path).absolute()
 
 
 def _recorder(experiment: Experiment) -> StrategyConsumer:

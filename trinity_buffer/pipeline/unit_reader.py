@@ -11,8 +11,9 @@ from trinity_buffer.pipeline.events import decoded, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.grouping import Grouping, GroupingRules, GroupKey, ReadyUnit, Unit
 from trinity_buffer.store import log, queries
+from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.queries import ConsumerRow, ExperienceRow, typed_rows_of_event
+from trinity_buffer.store.rows import ConsumerRow, ExperienceRow, typed_rows_of_event
 
 EVENTS_PER_PAGE = 256
 WAITING_PER_PAGE = 4096
@@ -106,7 +107,7 @@ class UnitReader:
 
     def _take_in_batch(self, stored: StoredEvent, body: Mapping[str, Any]) -> None:
         if stored.kind == "BatchPlanned":
-            row = queries.BatchRow(
+            row = store_rows.BatchRow(
                 body["batch"],
                 stored.actor,
                 body["rollouts_per_group"],

@@ -1,1 +1,1 @@
-"""SQL and bytes: the log, its segments, its projections and its leases. Knows neither tensors nor their encoding."""
+"""SQL and bytes: the log, segments, projections and leases. Knows neither tensors nor codecs."""

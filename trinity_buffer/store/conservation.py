@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, Integer, and_, case, exists, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.store.address import first_address
-from trinity_buffer.store.queries import ConsumerRow
+from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.tables import (
     annotation,
     batch,

@@ -11,12 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.identity import EID
 from trinity_buffer.store.dialect import among
-from trinity_buffer.store.queries import (
-    EID_CHUNK,
-    EXPERIENCE_COLUMNS,
-    ExperienceRow,
-    experience_row,
-)
+from trinity_buffer.store.queries import EID_CHUNK
+from trinity_buffer.store.rows import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
 from trinity_buffer.store.tables import (
     annotation,
     batch,

@@ -42,7 +42,7 @@ Body = Mapping[str, Any]
 async def fold(
     tx: AsyncConnection, experiment: int, position: int, kind: str, body: Body, actor: str
 ) -> None:
-    """Apply one event. An unknown kind changes nothing: an older version may meet a newer log read-only."""
+    """Apply one event. An unknown kind changes nothing: an old version may read a newer log."""
     handler = _FOLDS.get(kind)
     if handler is not None:
         await handler(tx, experiment, position, body, actor)
@@ -51,7 +51,7 @@ async def fold(
 async def fold_all(
     tx: AsyncConnection, experiment: int, facts: Sequence[tuple[int, str, Body, str]]
 ) -> None:
-    """Apply events, given as (position, kind, body, actor), in order; neighbours of a kind together.
+    """Apply events, as (position, kind, body, actor), in order; neighbours of a kind together.
 
     Calls that share a transaction record one event each: their experiences are one insert.
     """
@@ -211,15 +211,15 @@ def _literal(value: str) -> Any:
 
 
 async def _decide(tx: AsyncConnection, experiment: int, name: str, addresses: list[int]) -> None:
-    """Take ``addresses`` out of waiting. Each can be taken once: whoever comes second fails here."""
+    """Take ``addresses`` out of waiting. Each can be taken once: who comes second fails here."""
     if not addresses:
         return
     mine = (waiting.c.experiment == experiment, waiting.c.consumer == name)
     gone = await tx.execute(delete(waiting).where(*mine, among(tx, waiting.c.address, addresses)))
     if gone.rowcount != len(addresses):
         raise CursorConflictError(
-            f"strategy {name!r}: {len(addresses) - gone.rowcount} of {len(addresses)} experiences were decided by "
-            "another process of the same name; it goes on from what that one left"
+            f"strategy {name!r}: {len(addresses) - gone.rowcount} of {len(addresses)} experiences "
+            "were decided by another process of the same name; it goes on from what that one left"
         )
 
 

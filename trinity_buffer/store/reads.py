@@ -9,7 +9,7 @@ from sqlalchemy import select
 
 from trinity_buffer.identity import Key
 from trinity_buffer.store.dialect import among
-from trinity_buffer.store.queries import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
+from trinity_buffer.store.rows import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
 from trinity_buffer.store.tables import assigned_reward, experience
 from trinity_buffer.store.transaction import Transaction
 

@@ -7,23 +7,24 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 
+from sqlalchemy import delete as sql_delete
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.store import bulk
-from trinity_buffer.store.tables import segment
+from trinity_buffer.store.tables import archived, segment
 
 PART_BYTES = 64 * 1024 * 1024
 
 
 def new_key() -> bytes:
-    """Return a fresh key: 48 bits of milliseconds, so that inserts stay at the end of the index, and 80 random bits."""
+    """Return a fresh key: 48 bits of milliseconds, which keep inserts together, and 80 random."""
     return int(time.time() * 1000).to_bytes(6, "big") + os.urandom(10)
 
 
 def rows_of(key: bytes, families: Mapping[str, bytes]) -> list[dict[str, object]]:
-    """Return the rows that store ``families`` under ``key``. Computes checksums: call it outside transactions."""
+    """Return the rows that store ``families`` under ``key``. Computes: not in a transaction."""
     rows = []
     for family, blob in families.items():
         view = memoryview(blob)
@@ -50,13 +51,27 @@ async def write(tx: AsyncConnection, rows: Sequence[Mapping[str, object]]) -> No
 async def read(
     tx: AsyncConnection, keys: Sequence[bytes], families: Sequence[str]
 ) -> dict[tuple[bytes, str], list[tuple[int, int, bytes]]]:
-    """Return (key, family) -> its parts as (part, checksum, data). Check and join them with `joined` afterwards."""
+    """Return (key, family) -> parts as (part, checksum, data), to be checked with `joined`."""
     query = select(segment).where(segment.c.key.in_(keys), segment.c.family.in_(families))
     query = query.order_by(segment.c.key, segment.c.family, segment.c.part)
     found: dict[tuple[bytes, str], list[tuple[int, int, bytes]]] = {}
     for key, family, part, checksum, data in (await tx.execute(query)).all():
         found.setdefault((bytes(key), family), []).append((part, checksum, data))
     return found
+
+
+async def delete(tx: AsyncConnection, keys: Sequence[bytes]) -> None:
+    """Delete segments that an ``archived`` row names; a trigger refuses all others."""
+    await tx.execute(sql_delete(segment).where(segment.c.key.in_(keys)))
+
+
+async def archived_at(
+    tx: AsyncConnection, keys: Sequence[bytes]
+) -> dict[bytes, tuple[int, str | None]]:
+    """Return (position of the event, file) of those of ``keys`` that have left the database."""
+    query = select(archived.c.segment, archived.c.position, archived.c.uri)
+    rows = await tx.execute(query.where(archived.c.segment.in_(keys)))
+    return {bytes(key): (int(position), uri) for key, position, uri in rows.all()}
 
 
 def joined(key: bytes, family: str, parts: Sequence[tuple[int, int, bytes]]) -> bytes:
@@ -69,7 +84,7 @@ def joined(key: bytes, family: str, parts: Sequence[tuple[int, int, bytes]]) -> 
         if part != expected or zlib.crc32(data) != checksum:
             raise DamagedSegmentError(
                 f"segment {key.hex()} family {family!r} part {part}: the checksum does not hold; "
-                "`trinity-buffer verify` lists every damaged segment, restore it from a backup of the store"
+                "`trinity-buffer verify` lists every damaged segment, restore it from a backup"
             )
     if not parts:
         raise DamagedSegmentError(f"segment {key.hex()} family {family!r} is missing")

@@ -1,4 +1,4 @@
-"""The models of a trainer: which an algorithm needs beside its policy, and what they say of a step."""
+"""The models of a trainer: those beside its policy, and what all say of a step."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ READ_BY_ADVANTAGES = frozenset({"on_policy_distill", "jsd", "clipb", "clipv"})
 
 
 def strategy_of(algorithm: Algorithm) -> str | None:
-    """Return the name that `run_strategy` gives to the algorithm's annotation set; None: as recorded."""
+    """Return the name of the algorithm's annotation set; None: trained as recorded."""
     return "+".join(choice.name for choice in algorithm.strategies) or None
 
 
 def strategies_of(algorithm: Algorithm) -> tuple[list[str], dict[str, Any]]:
-    """Return the names and the arguments with which `run_strategy` runs the algorithm's strategies."""
+    """Return names and arguments with which `run_strategy` runs the algorithm's strategies."""
     choices = algorithm.strategies
     if len(choices) == 1:
         return [choices[0].name], dict(choices[0].args)

@@ -19,7 +19,8 @@ class TrainerSettings:
         checkpoints: folder under which checkpoints are written.
         learning_rate: the highest.
         warmup_steps: steps over which it rises from 0, linearly.
-        decay_steps: steps over which it then falls, linearly, counted from the start of the run; None: never.
+        decay_steps: steps over which it then falls, linearly, counted from the start of the run;
+            None: never.
         lowest_rate: fraction of ``learning_rate`` at which it stays.
         max_gradient_norm: gradients are scaled down to it.
         commit_every_steps: how often a checkpoint is written and committed.
@@ -48,7 +49,7 @@ class TrainerSettings:
             raise InvalidArgumentError("commit_every_steps and keep_checkpoints must be at least 1")
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate of gradient step ``step`` (from 1); it depends on nothing else."""
+        """Return the learning rate of gradient step ``step``, from 1; nothing else decides it."""
         rising = min(1.0, step / (self.warmup_steps + 1))
         falling = (
             1.0

@@ -14,8 +14,8 @@ from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.collate import MicroBatch
-from trinity_buffer.pipeline.stream_options import TrainStep
 from trinity_buffer.pipeline.replay import ReplayStream
+from trinity_buffer.pipeline.stream_options import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.policy import TransformerPolicy
 from trinity_buffer.trainer.checkpoint_folder import (
@@ -219,7 +219,7 @@ class Trainer:
             kl_loss.update_kl_coef(numbers["actor/kl_loss"], rows)
 
     def _remember(self, step: TrainStep) -> None:
-        """Note what the weights went through; from here on it is true, whether it is committed or not."""
+        """Note what the weights went through: true from here on, committed or not."""
         digests: Sequence[bytes] = (*self.state.manifests, step.manifest.digest)
         adaptive = {
             name: getattr(self._algorithm, name).kl_coef
@@ -249,7 +249,7 @@ def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _combined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return the metrics of a step from those of its micro-batches: losses add up, others average."""
+    """Return a step's metrics from its micro-batches': losses add up, others average."""
     found = {}
     for name in parts[0]:
         values = torch.stack([torch.as_tensor(part[name], dtype=torch.float64) for part in parts])

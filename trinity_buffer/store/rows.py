@@ -1,0 +1,152 @@
+"""Rows of the projections as values, and how a selected row becomes one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_buffer.identity import EID, Key
+from trinity_buffer.store.address import first_address
+from trinity_buffer.store.tables import (
+    experience,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExperienceRow:
+    """What the log knows of an experience without opening its segment."""
+
+    address: int
+    eid: EID
+    reward: float | None
+    policy_version: int | None
+    prompt_length: int
+    length: int
+    trained_tokens: int
+    finish_reason: str | None
+    refused: str | None
+    segment: bytes
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """A planned or sealed batch."""
+
+    batch: Key
+    actor: str
+    rollouts_per_group: int | None
+    planned_at: int | None
+    sealed_at: int | None
+    expected: int | None
+    tasks: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerRow:
+    """A strategy or a trainer and how far it is; see `tables.consumer`."""
+
+    name: str
+    kind: str
+    config: dict[str, Any]
+    cursor: int
+    calls: int
+    rejected_groups: int
+    token: int
+    leased_step: int
+    committed_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """A gradient step that was handed out; see `tables.step`."""
+
+    step: int
+    leased_at: int
+    rows: int
+    groups: int
+    planned_groups_so_far: int
+    manifest_digest: bytes
+    committed_at: int | None
+    checkpoint: str | None
+    checkpoint_digest: str | None
+
+
+def typed(text_key: str, *, is_int: bool) -> Key:
+    """Return a stored key with its type."""
+    return int(text_key) if is_int else text_key
+
+
+def eid_of(row: Any) -> EID:
+    """Return the EID of a row with the columns of `tables.experience`."""
+    kinds = row.int_keys
+    return EID(
+        typed(row.batch, is_int=bool(kinds & 1)),
+        typed(row.task, is_int=bool(kinds & 2)),
+        row.run,
+        row.step,
+        row.suffix,
+    )
+
+
+EXPERIENCE_COLUMNS = (
+    experience.c.address,
+    experience.c.batch,
+    experience.c.task,
+    experience.c.run,
+    experience.c.step,
+    experience.c.suffix,
+    experience.c.int_keys,
+    experience.c.reward,
+    experience.c.policy_version,
+    experience.c.prompt_length,
+    experience.c.length,
+    experience.c.trained_tokens,
+    experience.c.finish_reason,
+    experience.c.refused,
+    experience.c.segment,
+    experience.c.digest,
+)
+
+
+def experience_row(row: Any) -> ExperienceRow:
+    """Return the value object of a selected row."""
+    return ExperienceRow(
+        int(row.address),
+        eid_of(row),
+        row.reward,
+        row.policy_version,
+        row.prompt_length,
+        row.length,
+        row.trained_tokens,
+        row.finish_reason,
+        row.refused,
+        bytes(row.segment),
+        bytes(row.digest),
+    )
+
+
+def typed_rows_of_event(position: int, body: Mapping[str, Any]) -> list[ExperienceRow]:
+    """Return the rows that an ``ExperiencesRecorded`` event made, from its body alone."""
+    meta, refused, key = body["meta"], body["refused"], bytes(body["segment"])
+    base = first_address(position)
+    columns = zip(
+        meta["batch"],
+        meta["task"],
+        meta["run"],
+        meta["step"],
+        meta["suffix"],
+        meta["reward"],
+        meta["policy_version"],
+        meta["prompt_length"],
+        meta["length"],
+        meta["trained_tokens"],
+        meta["finish_reason"],
+        meta["digest"],
+        strict=True,
+    )
+    return [
+        ExperienceRow(base + slot, EID(*row[:5]), *row[5:11], refused.get(slot), key, row[11])  # type: ignore[call-arg]  # mypy cannot count a slice
+        for slot, row in enumerate(columns)
+    ]

@@ -1,0 +1,214 @@
+"""What a trainer asks: what is ready, what it was handed, and what admission control looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, exists, func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from trinity_buffer.identity import EID
+from trinity_buffer.store.queries import consumer_row, newest_policy
+from trinity_buffer.store.rows import (
+    StepRow,
+    eid_of,
+)
+from trinity_buffer.store.tables import (
+    annotation,
+    delivery,
+    experience,
+    plan,
+    rejection,
+    step,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyRow:
+    """An annotation row that no step holds yet, with what planning a micro-batch needs."""
+
+    address: int
+    group_slot: int
+    planned: bool
+    experience: int
+    policy_version: int | None
+    prompt_length: int
+    length: int
+    trained_tokens: int
+    segment: bytes
+    eid: EID
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A trainer as it reads an annotation set, of its own experiment or of another.
+
+    Attributes:
+        experiment: the trainer's own, whose deliveries count.
+        name: the trainer.
+        source: name of the experiment that is read; "" for its own.
+        rejecting: by which name it rejects in the experiment that is read.
+    """
+
+    experiment: int
+    name: str
+    source: str
+    rejecting: str
+
+    def held(self) -> tuple[ColumnElement[bool], ...]:
+        """Return the conditions of the deliveries of what is read."""
+        return (
+            delivery.c.experiment == self.experiment,
+            delivery.c.consumer == self.name,
+            delivery.c.source == self.source,
+        )
+
+
+_READY_COLUMNS = (
+    annotation.c.address,
+    annotation.c.group_slot,
+    annotation.c.planned,
+    annotation.c.experience,
+    experience.c.policy_version,
+    experience.c.prompt_length,
+    experience.c.length,
+    experience.c.trained_tokens,
+    experience.c.segment,
+    experience.c.batch,
+    experience.c.task,
+    experience.c.run,
+    experience.c.step,
+    experience.c.suffix,
+    experience.c.int_keys,
+)
+
+
+def _ready_row(row: Any) -> ReadyRow:
+    return ReadyRow(
+        int(row.address),
+        row.group_slot,
+        bool(row.planned),
+        int(row.experience),
+        row.policy_version,
+        row.prompt_length,
+        row.length,
+        row.trained_tokens,
+        bytes(row.segment),
+        eid_of(row),
+    )
+
+
+async def ready_rows(
+    tx: AsyncConnection,
+    experiment: int,
+    *,
+    annotation_set: str,
+    trainer: Reader,
+    start: int,
+    limit: int,
+) -> list[ReadyRow]:
+    """Return annotation rows from ``start`` on that ``trainer`` neither holds nor rejected."""
+    held = exists().where(*trainer.held(), delivery.c.address == annotation.c.address)
+    left_out = exists().where(
+        rejection.c.experiment == experiment,
+        rejection.c.consumer == trainer.rejecting,
+        rejection.c.address == annotation.c.address,
+    )
+    query = (
+        select(*_READY_COLUMNS)
+        .join(
+            experience,
+            and_(
+                experience.c.experiment == annotation.c.experiment,
+                experience.c.address == annotation.c.experience,
+            ),
+        )
+        .where(
+            annotation.c.experiment == experiment,
+            annotation.c.consumer == annotation_set,
+            annotation.c.address >= start,
+            ~held,
+            ~left_out,
+        )
+        .order_by(annotation.c.address)
+        .limit(limit)
+    )
+    return [_ready_row(row) for row in (await tx.execute(query)).all()]
+
+
+async def steps(
+    tx: AsyncConnection, experiment: int, name: str, *, after: int = 0, limit: int = -1
+) -> list[StepRow]:
+    """Return the steps of a trainer above ``after``, in order."""
+    query = select(step).where(
+        step.c.experiment == experiment, step.c.consumer == name, step.c.step > after
+    )
+    query = query.order_by(step.c.step)
+    if limit >= 0:
+        query = query.limit(limit)
+    return [StepRow(*row[2:]) for row in (await tx.execute(query)).all()]
+
+
+async def last_checkpoint(
+    tx: AsyncConnection, experiment: int, name: str, *, at: int | None = None
+) -> StepRow | None:
+    """Return the last committed step (or step ``at``) of the live line that names a checkpoint."""
+    query = select(step).where(
+        step.c.experiment == experiment,
+        step.c.consumer == name,
+        step.c.committed_at.is_not(None),
+        step.c.checkpoint.is_not(None),
+    )
+    if at is not None:
+        query = query.where(step.c.step == at)
+    row = (await tx.execute(query.order_by(step.c.step.desc()).limit(1))).one_or_none()
+    return None if row is None else StepRow(*row[2:])
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Planned groups on their way to a trainer, and the newest policy: what admission looks at.
+
+    Attributes:
+        undelivered: planned groups that were neither handed to the trainer nor rejected.
+        uncommitted: planned groups whose gradient step is not committed; rejected ones do not
+            count.
+        published: the newest policy version, 0 before the first.
+    """
+
+    undelivered: int
+    uncommitted: int
+    published: int
+
+
+async def backlog(tx: AsyncConnection, experiment: int, trainer: str) -> Backlog:
+    """Return the backlog in front of ``trainer``, at a cost that does not grow with the run."""
+    last = select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == experiment)
+    planned = int((await tx.execute(last)).scalar_one())
+    row = await consumer_row(tx, experiment, trainer)
+    delivered = committed = rejected = 0
+    if row is not None:
+        strategy = await consumer_row(tx, experiment, str(row.config.get("strategy", "")))
+        rejected = row.rejected_groups + (strategy.rejected_groups if strategy else 0)
+        so_far = select(step.c.step, step.c.planned_groups_so_far).where(
+            step.c.experiment == experiment,
+            step.c.consumer == trainer,
+            step.c.step.in_([row.leased_step, row.committed_step]),
+        )
+        totals = {int(number): int(groups) for number, groups in (await tx.execute(so_far)).all()}
+        delivered, committed = totals.get(row.leased_step, 0), totals.get(row.committed_step, 0)
+    newest = await newest_policy(tx, experiment)
+    return Backlog(
+        planned - rejected - delivered, planned - rejected - committed, newest[0] if newest else 0
+    )
+
+
+async def first_undelivered(tx: AsyncConnection, experiment: int, trainer: Reader) -> int:
+    """Return the lowest address above everything that ``trainer`` was handed or has rejected."""
+    handed = select(func.max(delivery.c.address)).where(*trainer.held())
+    refused = select(func.max(rejection.c.address)).where(
+        rejection.c.experiment == experiment, rejection.c.consumer == trainer.rejecting
+    )
+    found = [int((await tx.execute(query)).scalar() or 0) for query in (handed, refused)]
+    return max(found) + 1
