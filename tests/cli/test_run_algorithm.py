@@ -1,0 +1,105 @@
+"""Which of two settings of a run's algorithm wins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trinity_buffer.cli.recipes import config_for
+from trinity_buffer.cli.run_algorithm import algorithm_of
+from trinity_buffer.cli.run_config import resolved
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
+
+
+def args_of(part: str, **config: Any) -> dict[str, Any]:
+    return dict(algorithm_of(resolved(config)).choices[part].args)
+
+
+def test_the_algorithm_decides_what_nobody_sets() -> None:
+    algorithm = algorithm_of(resolved({"algorithm": "opmd"}))
+    assert strategy_of(algorithm) == "opmd"
+    assert algorithm.choices["policy_loss_fn"].name == "opmd"
+    assert algorithm.entropy_loss.entropy_coef == 0
+
+
+def test_arguments_of_the_algorithm_win_over_its_recipe() -> None:
+    given = {"policy_loss_fn_args": {"clip_range_high": 0.5}}
+    assert args_of("policy_loss_fn", algorithm="dapo", algorithm_args=given) == {
+        **args_of("policy_loss_fn", algorithm="dapo"),
+        "clip_range_high": 0.5,
+    }
+
+
+def test_a_key_of_its_own_wins_over_the_arguments() -> None:
+    algorithm = algorithm_of(
+        resolved(
+            {
+                "algorithm_args": {
+                    "policy_loss_fn_args": {"clip_range_low": 0.1, "clip_range_high": 0.5},
+                    "entropy_loss_fn_args": {"entropy_coef": 0.5},
+                    "add_strategy_args": {"epsilon": 1e-3},
+                    "rollouts_per_group": 3,
+                },
+                "loss": {"args": {"clip_range_high": 0.3}},
+                "optimizer": {"entropy_coef": 0.02},
+                "strategy": "opmd",
+                "rollouts_per_group": 4,
+            }
+        )
+    )
+    loss = algorithm.choices["policy_loss_fn"].args
+    assert (loss["clip_range_low"], loss["clip_range_high"]) == (0.1, 0.3)
+    assert algorithm.entropy_loss.entropy_coef == 0.02
+    assert strategies_of(algorithm)[0] == ["opmd"]
+    assert "epsilon" not in strategies_of(algorithm)[1]
+    assert algorithm.rollouts_per_group == 4
+
+
+def test_an_entropy_bonus_may_be_asked_of_an_algorithm_without_one() -> None:
+    algorithm = algorithm_of(resolved({"algorithm": "asymre", "optimizer": {"entropy_coef": 0.02}}))
+    assert algorithm.choices["entropy_loss_fn"].name == "default"
+    assert algorithm.needs_entropy
+
+
+def test_a_list_of_strategies_is_one_set() -> None:
+    algorithm = algorithm_of(resolved({"algorithm": "dapo"}))
+    assert strategy_of(algorithm) == "dapo_dynamic_sampling+grpo"
+    names, args = strategies_of(algorithm)
+    assert set(args) == set(names)
+
+
+@pytest.mark.parametrize("task", ["sort", "guess"])
+def test_the_demo_runs_no_reference_policy(task: str) -> None:
+    assert not algorithm_of(resolved(config_for(task, 3))).needs_reference
+
+
+def test_what_an_algorithm_asks_of_the_stream() -> None:
+    def asked(name: str, **config: Any) -> dict[str, Any]:
+        return stream_options(algorithm_of(resolved({"algorithm": name})), **config)
+
+    assert asked("grpo")["needs"] == ("advantages", "logprobs")
+    assert asked("grpo", recompute_old_logprob=True)["needs"] == ("advantages",)
+    assert asked("rloo")["needs"] == ("logprobs",)
+    assert asked("sft")["needs"] == asked("dpo")["needs"] == ()
+    assert asked("jsd")["needs"] == ("logprobs", "teacher_logprobs")
+    assert asked("jsd", teacher=True)["needs"] == ("logprobs",)
+    assert asked("mix")["sample_strategy"] == "mix"
+    assert asked("mix")["expert_data_ratio"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"algorithm": "grop"}, "grpo"),
+        ({"algorithm_args": {"policy_los_fn": "ppo"}}, "policy_loss_fn"),
+        ({"loss": {"args": {"clip_rang": 0.1}}}, "clip_range"),
+        ({"algorithm_args": {"kl_loss_fn": "k4"}}, "k3"),
+    ],
+)
+def test_a_misspelt_setting_is_met_with_what_is_accepted(
+    config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((UnknownNameError, InvalidArgumentError), match=message):
+        algorithm_of(resolved(config))
