@@ -19,13 +19,14 @@ from trinity_buffer.cli.roles import (
     use_one_thread,
 )
 from trinity_buffer.cli.run_algorithm import algorithm_of
-from trinity_buffer.cli.run_config import overridden, resolved
+from trinity_buffer.cli.run_config import RunConfig, overridden, resolved
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.checkpoint import digest_of
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.replay import open_replay_stream
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE, read_step, save_checkpoint
+from trinity_buffer.trainer.trainer import StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +75,8 @@ def replay(
     committed, digests, environment = anyio.run(_recorded, url, experiment, config.trainer)
     last = committed if last is None else last
     _require_same(environment)
-    losses: list[float] = []
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        open_replay_stream(
-            url,
-            experiment=experiment,
-            from_checkpoint=from_checkpoint,
-            consumer=config.trainer,
-            first=first,
-            last=last,
-        ) as stream,
-    ):
-        # The trainer must not commit on the way: what it writes is thrown away.
-        config = config.model_copy(update={"commit_every_steps": last + 1, "max_steps": None})
-        settings = settings_of(config, Path(scratch))
-        trainer = trainer_on(stream, config, algorithm_of(config), settings)
-
-        def tell(report: Any) -> None:
-            losses.append(report.loss)
-            say(line_of(report))
-
-        trainer.run(tell)
-        digest = digest_of(save_checkpoint(Path(scratch), trainer.state) / POLICY_FILE)
+    span = {"consumer": config.trainer, "first": first, "last": last}
+    digest, losses = _trained_again(url, experiment, config, from_checkpoint, span, say)
     recorded = digests.get(last)
     unchanged = not overrides and recorded is not None
     return ReplayReport(
@@ -108,6 +88,35 @@ def replay(
         _differences(environment),
         sum(losses) / len(losses) if losses else 0.0,
     )
+
+
+def _trained_again(
+    url: str,
+    experiment: str,
+    config: RunConfig,
+    from_checkpoint: Path | None,
+    span: dict[str, Any],
+    say: Say,
+) -> tuple[str, list[float]]:
+    """Return the digest of the weights after the replayed steps, and the losses on the way."""
+    losses: list[float] = []
+
+    def tell(report: StepReport) -> None:
+        losses.append(report.loss)
+        say(line_of(report))
+
+    # The trainer must not commit on the way: what it writes is thrown away.
+    config = config.model_copy(update={"commit_every_steps": 1 << 30, "max_steps": None})
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        open_replay_stream(
+            url, experiment=experiment, from_checkpoint=from_checkpoint, **span
+        ) as stream,
+    ):
+        settings = settings_of(config, Path(scratch))
+        trainer = trainer_on(stream, config, algorithm_of(config), settings)
+        trainer.run(tell)
+        return digest_of(save_checkpoint(Path(scratch), trainer.state) / POLICY_FILE), losses
 
 
 def _span(steps: str | None, from_checkpoint: Path | None) -> tuple[int, int | None]:

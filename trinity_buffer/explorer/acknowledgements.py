@@ -16,7 +16,10 @@ class Acknowledgements:
     """
 
     def __init__(self, path: Path) -> None:
+        torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        if torn:  # a kill may cut a write short; the next line must not grow out of what is left
+            os.write(self._descriptor, b"\n")
 
     def note(self, receipt: WriteReceipt) -> None:
         """Append the uids of ``receipt``, in one write call."""
@@ -25,10 +28,3 @@ class Acknowledgements:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
-
-
-def read_acknowledged(path: Path) -> list[str]:
-    """Return the uids in the file ``path``, or in all ``*.ack`` files of the folder ``path``."""
-    files = sorted(path.glob("*.ack")) if path.is_dir() else [path]
-    whole = (file.read_text().rpartition("\n")[0] for file in files)
-    return [uid for text in whole for uid in text.splitlines()]

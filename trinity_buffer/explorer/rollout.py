@@ -100,15 +100,20 @@ def _play(
         for runs in _of_one_length(contexts):
             said = [contexts[run] for run in runs]
             mine = None if numbers is None else numbers[runs, first : first + task.response_length]
-            responses, logprobs = _speak(policy, said, task.response_length, mine)
-            for row, run in enumerate(runs):
-                response = responses[row]
+            spoken = zip(said, *_speak(policy, said, task.response_length, mine), strict=True)
+            for run, (context, response, logprobs) in zip(runs, spoken, strict=True):
                 verdict = task.judge(problems[run], response, turn)
-                played[run].append(_Turn(said[row], response, logprobs[row], verdict))
-                if verdict.reply is not None:
-                    going_on[run] = (*said[row], *response, *verdict.reply)
+                played[run].append(_Turn(context, response, logprobs, verdict))
+                going_on |= _continued(run, context, response, verdict)
         contexts = going_on
     return played
+
+
+def _continued(run: int, context: Tokens, response: Tokens, verdict: Verdict) -> dict[int, Tokens]:
+    """Return what the next turn of ``run`` begins with; nothing if it has ended."""
+    if verdict.reply is None:
+        return {}
+    return {run: (*context, *response, *verdict.reply)}
 
 
 def _of_one_length(contexts: dict[int, Tokens]) -> Iterator[list[int]]:

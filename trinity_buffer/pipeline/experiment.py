@@ -185,7 +185,7 @@ class Experiment:
         return None if found is None else found.checkpoint
 
     def train_stream(self, **options: Any) -> AbstractAsyncContextManager[TrainStream]:
-        """Open the stream of gradient steps (async context manager); see `open_async_train_stream`."""
+        """Open the stream of gradient steps, an async context manager; see `StreamOptions`."""
         from trinity_buffer.pipeline.open_stream import open_async_train_stream  # noqa: PLC0415 - torch
 
         return open_async_train_stream(self, **options)

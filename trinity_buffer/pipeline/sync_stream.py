@@ -73,7 +73,7 @@ async def _opened(url: str, experiment: str, options: dict[str, Any]) -> AsyncIt
 
 @contextmanager
 def open_train_stream(url: str, *, experiment: str, **options: Any) -> Iterator[SyncTrainStream]:
-    """Open the stream of gradient steps of ``experiment`` in the store ``url``; see `StreamOptions`.
+    """Open the stream of gradient steps of ``experiment`` in a store; see `StreamOptions`.
 
     Closing it releases the lease. Steps that were delivered and not committed are served again to
     the next process.

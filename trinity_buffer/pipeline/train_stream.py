@@ -304,8 +304,15 @@ class TrainStream:
             )
         await self._ranks.all_parts(step.step, self._lease)
         events = await self._commit_events(steps, step, checkpoint, policy, environment, metrics)
-        name, key = self.options.consumer, self.experiment.key
         reached("before-commit")
+        await self._append_commit(events, step)
+        reached("after-commit")
+        self._committed = step.step
+        for number in steps:
+            del self._delivered[number]
+
+    async def _append_commit(self, events: list[NewEvent], step: TrainStep) -> None:
+        name, key = self.options.consumer, self.experiment.key
         try:
             async with self._database.writing() as tx:
                 await leases.require(tx, key, name, token=self._lease.token)
@@ -318,10 +325,6 @@ class TrainStream:
                 row = await queries.consumer_row(tx, key, name)
             if row is None or row.committed_step < step.step or row.token != self._lease.token:
                 raise
-        reached("after-commit")
-        self._committed = step.step
-        for number in steps:
-            del self._delivered[number]
 
     async def _commit_events(
         self,

@@ -54,7 +54,7 @@ class WriteCall:
         self._parts: list[_Part] | None = None
 
     def prepare(self, experiment: int, actor: str) -> PreparedWrite | None:
-        """Return what is to be committed, or None if nothing is left. Computes: call it in a thread.
+        """Return what is to be committed, or None if nothing is left. Computes: not on the loop.
 
         Raises:
             InvalidExperienceError: a field that cannot be right.
