@@ -1,0 +1,6 @@
+"""Faults on purpose, and the checks that must find them."""
+
+import pytest
+
+for module in ("checks", "trainer_checks", "scenes"):
+    pytest.register_assert_rewrite(f"tests.plants.{module}")

@@ -1,0 +1,36 @@
+"""A process that notes what it was told is durable, and is killed at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from tests.stories import rollout
+from trinity_buffer.explorer.acknowledgements import Acknowledgements
+from trinity_buffer.pipeline.group_commit import GroupCommit, Outcome
+from trinity_buffer.pipeline.store import open_store
+
+
+def write_and_die(url: str, noted: str, plant: str) -> None:
+    """Write one group, note its receipt, die."""
+    if plant:
+        GroupCommit.submit = _acknowledge_first  # type: ignore[method-assign]
+
+    async def main() -> None:
+        async with open_store(url) as store:
+            experiment = await store.experiment("run")
+            some = [rollout("b0", 0, run, 1.0) for run in range(4)]
+            Acknowledgements(Path(noted)).note(await experiment.writer("e0").write(some))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    anyio.run(main)
+
+
+async def _acknowledge_first(self: GroupCommit, write: Any) -> Outcome:
+    """Say that it is durable, as the commit would surely come."""
+    self._waiting.append(write)
+    return Outcome(position=1)

@@ -1,0 +1,248 @@
+"""Faults that would break a guarantee, each put in place of a part of the package for one test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+from sqlalchemy import delete, select, update
+
+from tests.pipeline.planting import delete_event
+from tests.plants import checks
+from trinity_buffer.errors import LeaseLostError
+from trinity_buffer.pipeline import checkpoint as checkpoints
+from trinity_buffer.pipeline import decision, planning, write_call
+from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.manifest import Manifest
+from trinity_buffer.pipeline.row_loader import RowLoader
+from trinity_buffer.pipeline.strategy_consumer import StrategyConsumer
+from trinity_buffer.pipeline.train_stream import TrainStep, TrainStream
+from trinity_buffer.pipeline.verify import verify
+from trinity_buffer.store import bulk, leases, log, projections, segments, tables
+from trinity_buffer.store.dialect import announce
+
+Patch = pytest.MonkeyPatch
+
+
+def another_content_is_a_duplicate(patch: Patch) -> None:
+    """2: who writes other content under a stored EID hears that it is stored."""
+
+    def trusting(parts: Sequence[Any], known: Any) -> list[Any]:
+        return [e for part in parts for e in part.experiences if e.eid not in known]
+
+    patch.setattr(write_call, "_without_known", trusting)
+
+
+def the_cursor_moves_before_its_output(patch: Patch) -> None:
+    """3: the cursor is moved in a transaction of its own, before the decision is committed."""
+    usual = StrategyConsumer._decide
+
+    async def hasty(self: StrategyConsumer, *args: Any) -> None:
+        database, key = self.experiment.database, self.experiment.key
+        mine = (tables.consumer.c.experiment == key, tables.consumer.c.name == self.name)
+        async with database.writing() as tx:
+            seen = {"cursor": self._reader.seen}
+            await tx.execute(update(tables.consumer).where(*mine).values(seen))
+        await usual(self, *args)
+
+    patch.setattr(StrategyConsumer, "_decide", hasty)
+
+
+def a_decision_does_not_ask_who_was_first(patch: Patch) -> None:
+    """3: rows that are not waiting any more are decided again."""
+
+    async def careless(tx: Any, experiment: int, name: str, addresses: list[int]) -> None:
+        mine = (tables.waiting.c.experiment == experiment, tables.waiting.c.consumer == name)
+        some = tables.waiting.c.address.in_(addresses)
+        await tx.execute(delete(tables.waiting).where(*mine, some))
+
+    patch.setattr(projections, "_decide", careless)
+
+
+def a_step_is_served_twice(patch: Patch) -> None:
+    """4: the stream hands out each step two times, and the trainer trains what it is handed."""
+    usual, kept = TrainStream.__anext__, list[TrainStep]()
+
+    async def twice(self: TrainStream) -> TrainStep:
+        if kept:
+            return kept.pop()
+        kept.append(await usual(self))
+        return kept[0]
+
+    patch.setattr(TrainStream, "__anext__", twice)
+
+
+def uncommitted_steps_are_forgotten(patch: Patch) -> None:
+    """4: after a crash the stream goes on behind what it had handed out."""
+    usual = TrainStream.prepare
+
+    async def forgetful(self: TrainStream) -> None:
+        await usual(self)
+        self._recorded.clear()
+
+    patch.setattr(TrainStream, "prepare", forgetful)
+
+
+def a_resumed_trainer_gets_no_checkpoint(patch: Patch) -> None:
+    """4: the stream goes on after the last commit, the weights begin anew."""
+    usual = TrainStream.prepare
+
+    async def forgetful(self: TrainStream) -> None:
+        await usual(self)
+        self.resume = None
+
+    patch.setattr(TrainStream, "prepare", forgetful)
+
+
+def the_commit_comes_before_fsync(patch: Patch) -> None:
+    """4: a checkpoint is named in the log while it may be in the page cache alone."""
+    patch.setattr(checkpoints, "make_durable", checkpoints.digest_of)
+
+
+def a_commit_is_sent_again_blindly(patch: Patch) -> None:
+    """4: a lost answer is taken for a lost commit, and the commit is sent once more."""
+    usual = log.append
+
+    async def insistent(tx: Any, experiment: int, events: Sequence[Any], **others: Any) -> Any:
+        done = await usual(tx, experiment, events, **others)
+        if events[0].kind == "StepsCommitted":
+            return await usual(tx, experiment, events, **others)
+        return done
+
+    patch.setattr(log, "append", insistent)
+
+
+def an_event_is_deleted(patch: Patch) -> None:
+    """5: somebody takes an event out of the log, past the triggers."""
+    usual = verify
+
+    async def after_deletion(experiment: Experiment, **others: Any) -> Any:
+        async with experiment.database.reading() as tx:
+            chosen = select(tables.event.c.position).where(
+                tables.event.c.kind == "ExperiencesAnnotated"
+            )
+            position = (await tx.execute(chosen.limit(1))).scalar_one()
+        url = experiment.database.url.set(drivername=experiment.database.dialect)
+        await delete_event(url.render_as_string(hide_password=False), position)
+        return await usual(experiment, **others)
+
+    patch.setattr(checks, "verify", after_deletion)
+
+
+def a_rejection_is_forgotten(patch: Patch) -> None:
+    """5: the fold leaves out one row of a rejection, now and in every rebuild."""
+    usual = projections._rejected
+
+    async def forgetful(tx: Any, experiment: int, position: int, body: Any, actor: str) -> None:
+        await usual(tx, experiment, position, body, actor)
+        last = tables.rejection.c.address == body["experiences"][-1]
+        await tx.execute(delete(tables.rejection).where(last))
+
+    patch.setitem(projections._FOLDS, "ExperiencesRejected", forgetful)
+
+
+def a_replay_has_another_order(patch: Patch) -> None:
+    """6: the rows of a manifest come back in another order than that they were trained in."""
+    usual = Manifest.from_body
+
+    def swapped(rows: tuple[int, ...]) -> tuple[int, ...]:
+        # Neighbours are of one length, so that no shape tells.
+        return tuple(rows[i ^ 1] for i in range(len(rows)))
+
+    def in_another_order(body: Any) -> Manifest:
+        found = usual(body)
+        return replace(
+            found, annotations=swapped(found.annotations), experiences=swapped(found.experiences)
+        )
+
+    patch.setattr(Manifest, "from_body", in_another_order)
+
+
+def positions_come_from_a_sequence(patch: Patch) -> None:
+    """7: a position is a sequence's next number, given out without a lock until the commit."""
+    sequence = count(1)
+
+    async def sequenced(
+        tx: Any, experiment: int, said: Sequence[tuple[str, Any]], *, now_us: int
+    ) -> list[int]:
+        placed = [(next(sequence), actor, new) for actor, new in said]
+        rows = [(experiment, at, new.kind, who, now_us, new.encoded) for at, who, new in placed]
+        await bulk.add(tx, tables.event, rows)
+        facts = [(at, new.kind, new.body, who) for at, who, new in placed]
+        await projections.fold_all(tx, experiment, facts)
+        await announce(tx)
+        return [at for at, _, _ in placed]
+
+    patch.setattr(log, "append_of_actors", sequenced)
+
+
+def a_lease_does_not_fence(patch: Patch) -> None:
+    """8: whoever has trained may commit, whoever took over meanwhile."""
+
+    async def trusting(tx: Any, experiment: int, name: str, *, token: int) -> None:
+        return
+
+    patch.setattr(leases, "require", trusting)
+
+
+def a_lease_is_a_timeout(patch: Patch) -> None:
+    """8: what expired is lost, though nobody took it."""
+    usual = leases.require
+
+    async def impatient(tx: Any, experiment: int, name: str, *, token: int) -> None:
+        await usual(tx, experiment, name, token=token)
+        held = await leases.holder(tx, experiment, name)
+        if held is None or held[2] < now_us():
+            raise LeaseLostError("expired")
+
+    patch.setattr(leases, "require", impatient)
+
+
+def the_token_is_checked_without_a_lock(patch: Patch) -> None:
+    """8: between the check of the token and the commit another trainer may take the lease."""
+
+    async def unlocked(tx: Any, experiment: int) -> None:
+        return
+
+    patch.setattr(leases, "lock_experiment", unlocked)
+
+
+def the_door_is_open(patch: Patch) -> None:
+    """9: experiences are not validated."""
+    patch.setattr(write_call, "validate", lambda experience, schema: None)
+
+
+def nobody_looks_at_checksums(patch: Patch) -> None:
+    """9: a blob is taken as it is."""
+
+    def joined(key: bytes, family: str, parts: Sequence[tuple[int, int, bytes]]) -> bytes:
+        return b"".join(data for _, _, data in parts)
+
+    patch.setattr(segments, "joined", joined)
+
+
+def damage_ends_the_stream(patch: Patch) -> None:
+    """9: a blob that cannot be read is an error for ever, not a rejection."""
+
+    async def none(self: RowLoader, manifest: Manifest) -> list[int]:
+        return []
+
+    patch.setattr(RowLoader, "damaged", none)
+
+
+def everybody_may_plan(patch: Patch) -> None:
+    """10: explorers generate ahead without bound."""
+    patch.setattr(planning.Admission, "admits", lambda self, backlog, version: True)
+
+
+def rejected_groups_hold_a_place(patch: Patch) -> None:
+    """10: a group that a filter rejected is waited for, for ever."""
+
+    def counted(kind: str, body: dict[str, Any]) -> Any:
+        return new_event(kind, body | {"planned_groups": 0} if "planned_groups" in body else body)
+
+    patch.setattr(decision, "new_event", counted)

@@ -1,0 +1,199 @@
+"""Every guarantee's check holds on the package as it is, and fails when its plant is in."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tests.plants import checks, plants, trainer_checks
+
+Check = Callable[[str, Path], Awaitable[None]]
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+CHECKS: list[Check] = [
+    checks.acknowledged_is_durable,
+    checks.writing_twice_is_writing_once,
+    checks.a_crash_before_the_commit_decides_nothing,
+    checks.two_of_a_name_decide_once,
+    trainer_checks.a_crashed_trainer_goes_on_where_its_weights_are,
+    trainer_checks.a_checkpoint_is_on_the_disk_before_its_commit,
+    trainer_checks.a_commit_is_one_event,
+    checks.everything_adds_up,
+    checks.what_a_filter_drops_is_told,
+    trainer_checks.a_replay_serves_the_same_tensors,
+    checks.a_slow_writer_hides_nothing,
+    trainer_checks.a_newer_token_fences,
+    trainer_checks.an_expired_lease_that_nobody_took_commits,
+    trainer_checks.nobody_takes_a_lease_between_its_check_and_the_commit,
+    checks.bad_input_is_refused_whole,
+    checks.what_is_damaged_is_rejected_and_the_rest_is_trained,
+    checks.who_is_ahead_waits,
+    checks.rejected_groups_hold_back_nobody,
+]
+
+# The plant, the check that it turns red, and what that says.
+PLANTED: list[tuple[Plant, Check, str]] = [
+    (
+        plants.another_content_is_a_duplicate,
+        checks.writing_twice_is_writing_once,
+        r"DID NOT RAISE.*ConflictingExperienceError",
+    ),
+    (
+        plants.the_cursor_moves_before_its_output,
+        checks.a_crash_before_the_commit_decides_nothing,
+        r"== \(8, 0\)",
+    ),
+    (
+        plants.a_decision_does_not_ask_who_was_first,
+        checks.two_of_a_name_decide_once,
+        r"DID NOT RAISE.*CursorConflictError",
+    ),
+    (
+        plants.a_step_is_served_twice,
+        trainer_checks.a_crashed_trainer_goes_on_where_its_weights_are,
+        r"is not the one that was committed",
+    ),
+    (
+        plants.uncommitted_steps_are_forgotten,
+        trainer_checks.a_crashed_trainer_goes_on_where_its_weights_are,
+        r"step 2 was not delivered",
+    ),
+    (
+        plants.a_resumed_trainer_gets_no_checkpoint,
+        trainer_checks.a_crashed_trainer_goes_on_where_its_weights_are,
+        r"manifest .* .step 1, position",
+    ),
+    (
+        plants.the_commit_comes_before_fsync,
+        trainer_checks.a_checkpoint_is_on_the_disk_before_its_commit,
+        r"manifests.json",
+    ),
+    (
+        plants.a_commit_is_sent_again_blindly,
+        trainer_checks.a_commit_is_one_event,
+        r"step 1 was committed before",
+    ),
+    (plants.an_event_is_deleted, checks.everything_adds_up, r"there is no event"),
+    (
+        plants.a_rejection_is_forgotten,
+        checks.what_a_filter_drops_is_told,
+        r"the terms do not add up",
+    ),
+    (
+        plants.a_replay_has_another_order,
+        trainer_checks.a_replay_serves_the_same_tensors,
+        r"torch.equal|all\(|False",
+    ),
+    (
+        plants.a_lease_does_not_fence,
+        trainer_checks.a_newer_token_fences,
+        r"DID NOT RAISE.*LeaseLostError",
+    ),
+    (
+        plants.a_lease_is_a_timeout,
+        trainer_checks.an_expired_lease_that_nobody_took_commits,
+        r"LeaseLostError: expired",
+    ),
+    (
+        plants.the_door_is_open,
+        checks.bad_input_is_refused_whole,
+        r"DID NOT RAISE.*InvalidExperienceError",
+    ),
+    (
+        plants.nobody_looks_at_checksums,
+        checks.what_is_damaged_is_rejected_and_the_rest_is_trained,
+        r"12, ",
+    ),
+    (
+        plants.damage_ends_the_stream,
+        checks.what_is_damaged_is_rejected_and_the_rest_is_trained,
+        r"DamagedSegmentError.*checksum",
+    ),
+    (plants.everybody_may_plan, checks.who_is_ahead_waits, r"assert not True"),
+    (plants.rejected_groups_hold_a_place, checks.rejected_groups_hold_back_nobody, r"assert False"),
+]
+# SQLite has one writer at a time, so that these need no lock there.
+PLANTED_ON_POSTGRESQL: list[tuple[Plant, Check, str]] = [
+    (
+        plants.positions_come_from_a_sequence,
+        checks.a_slow_writer_hides_nothing,
+        r"\[1, 3, 4\] == \[1, 2, 3, 4\]",
+    ),
+    (
+        plants.the_token_is_checked_without_a_lock,
+        trainer_checks.nobody_takes_a_lease_between_its_check_and_the_commit,
+        r"\[False\] == \[True\]",
+    ),
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_the_guarantee_holds(check: Check, store_url: str, tmp_path: Path):
+    await check(store_url, tmp_path)
+
+
+async def red(check: Check, url: str, folder: Path, said: str) -> None:
+    """Return if the check fails and says so; a check that stays green is of no use."""
+    # pytest's own failures are no Exception.
+    with pytest.raises(BaseException) as failure:  # noqa: PT011
+        await check(url, folder)
+    told = "".join(traceback.format_exception_only(_innermost(failure.value)))
+    assert re.search(said, told), told
+
+
+def _innermost(failure: BaseException) -> BaseException:
+    if isinstance(failure, BaseExceptionGroup):
+        return _innermost(failure.exceptions[0])
+    return failure
+
+
+def _name(value: object) -> str:
+    return getattr(value, "__name__", "")
+
+
+@pytest.mark.parametrize(("plant", "check", "said"), PLANTED, ids=_name)
+async def test_the_plant_is_found(
+    plant: Plant,
+    check: Check,
+    said: str,
+    sqlite_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    plant(monkeypatch)
+    await red(check, sqlite_url, tmp_path, said)
+
+
+@pytest.mark.parametrize(("plant", "check", "said"), PLANTED_ON_POSTGRESQL, ids=_name)
+async def test_the_plant_is_found_on_postgresql(
+    plant: Plant,
+    check: Check,
+    said: str,
+    postgres_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    plant(monkeypatch)
+    await red(check, postgres_url, tmp_path, said)
+
+
+async def test_a_receipt_before_the_commit_is_found(store_url: str, tmp_path: Path):
+    await red(
+        checks.acknowledged_is_durable_though_told_too_early,
+        store_url,
+        tmp_path,
+        "lost|experience",
+    )
+
+
+def test_every_plant_is_planted():
+    made = {
+        value
+        for name, value in vars(plants).items()
+        if getattr(value, "__module__", "") == plants.__name__ and callable(value)
+    }
+    assert made == {plant for plant, _, _ in PLANTED + PLANTED_ON_POSTGRESQL}
