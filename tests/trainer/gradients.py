@@ -1,7 +1,8 @@
-"""The gradient of a step, as the real stream and the real trainer make it."""
+"""What the real stream and the real trainer make: the gradient of a step, a short run."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from trinity_buffer.trainer.critic import TransformerCritic
 from trinity_buffer.trainer.models import Models, prepare, scores_of
 from trinity_buffer.trainer.parallel import OneProcess, Processes
 from trinity_buffer.trainer.requirements import strategy_of, stream_options
+from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 
 
 def gradient(
@@ -58,3 +60,41 @@ def gradient(
         ranks.average_gradients(models.policy)
         stream.commit(step)
     return torch.cat([p.grad.flatten() for p in models.policy.parameters() if p.grad is not None])
+
+
+def train(
+    url: str,
+    algorithm: Algorithm,
+    folder: Path,
+    *,
+    max_steps: int,
+    consumer: str = "trainer",
+    processes: Processes | None = None,
+    recomputed: bool = False,
+    **settings: Any,
+) -> tuple[Trainer, list[StepReport]]:
+    """Train up to ``max_steps`` of 2 groups each, or on from the last commit."""
+    reports: list[StepReport] = []
+    mixes = algorithm.sample.plan(1, 2).expert > 0
+    with open_train_stream(
+        url,
+        experiment="run",
+        strategy=strategy_of(algorithm),
+        consumer=consumer,
+        groups_per_step=2,
+        rank=0 if processes is None else processes.rank,
+        world_size=1 if processes is None else processes.world_size,
+        max_tokens=24,
+        expert_experiment="expert" if mixes else None,
+        **stream_options(algorithm, teacher=True, recompute_old_logprob=recomputed),
+    ) as stream:
+        trainer = Trainer(
+            stream,
+            policy,
+            algorithm,
+            TrainerSettings(checkpoints=folder, max_steps=max_steps, **settings),
+            teacher=policy(2),
+            processes=processes,
+        )
+        trainer.run(reports.append)
+    return trainer, reports

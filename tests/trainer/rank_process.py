@@ -9,13 +9,15 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from tests.trainer.gradients import gradient
+from tests.trainer.gradients import gradient, train
 from trinity_buffer.algorithm import build
 from trinity_buffer.trainer.parallel import TorchProcesses
 
+TRAINED = ("grpo", "ppo")
+
 
 def main(folder: Path, port: str, rank: str, names: str) -> None:
-    """Write the gradient of the first step of each algorithm to ``FOLDER/NAME-RANK.pt``."""
+    """Write the gradient of the first step of each algorithm, and what two steps of some make."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=int(rank), world_size=2)
@@ -23,6 +25,13 @@ def main(folder: Path, port: str, rank: str, names: str) -> None:
         url = f"sqlite:///{folder}/{name}.db"
         found = gradient(url, build(name), "ranks", processes=TorchProcesses())
         torch.save(found, folder / f"{name}-{rank}.pt")
+    for name in TRAINED:
+        url = f"sqlite:///{folder}/{name}.db"
+        trainer, reports = train(
+            url, build(name), folder / "c", max_steps=2, consumer="run", processes=TorchProcesses()
+        )
+        norms = torch.tensor([report.gradient_norm for report in reports])
+        torch.save((trainer.policy.state_dict(), norms), folder / f"{name}-run-{rank}.pt")
     torch.distributed.destroy_process_group()
 
 

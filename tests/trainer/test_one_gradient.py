@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.trainer.data import prepared
-from tests.trainer.gradients import gradient
+from tests.trainer.gradients import gradient, train
+from tests.trainer.rank_process import TRAINED
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -77,3 +78,12 @@ def test_two_ranks_have_the_gradient_of_one(tmp_path: Path) -> None:
         alone = gradient(url, build(name), "alone")
         for rank in range(2):
             assert_one(torch.load(tmp_path / f"{name}-{rank}.pt"), alone, 1e-6)
+    for name in TRAINED:
+        _, reports = train(
+            urls[name], build(name), tmp_path / "a", max_steps=2, consumer="alone-run"
+        )
+        (weights, norms), (others, _) = (
+            torch.load(tmp_path / f"{name}-run-{rank}.pt") for rank in range(2)
+        )
+        assert all(torch.equal(weight, others[key]) for key, weight in weights.items())
+        assert norms.tolist() == pytest.approx([r.gradient_norm for r in reports], rel=1e-4)

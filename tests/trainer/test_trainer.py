@@ -10,45 +10,12 @@ import pytest
 import torch
 
 from tests.trainer.data import CONFIG, policy, prepared
-from trinity_buffer.algorithm import ALGORITHM_TYPE, Algorithm, build
+from tests.trainer.gradients import train
+from trinity_buffer.algorithm import ALGORITHM_TYPE, build
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.trainer.critic import TransformerCritic, ValueLossFn
-from trinity_buffer.trainer.requirements import strategy_of, stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
-
-
-def train(
-    url: str,
-    algorithm: Algorithm,
-    folder: Path,
-    *,
-    max_steps: int,
-    consumer: str = "trainer",
-    **settings: Any,
-) -> tuple[Trainer, list[StepReport]]:
-    """Train up to ``max_steps`` of 2 groups each, or on from the last commit."""
-    reports: list[StepReport] = []
-    mixes = algorithm.sample.plan(1, 2).expert > 0
-    with open_train_stream(
-        url,
-        experiment="run",
-        strategy=strategy_of(algorithm),
-        consumer=consumer,
-        groups_per_step=2,
-        max_tokens=24,
-        expert_experiment="expert" if mixes else None,
-        **stream_options(algorithm, teacher=True),
-    ) as stream:
-        trainer = Trainer(
-            stream,
-            policy,
-            algorithm,
-            TrainerSettings(checkpoints=folder, max_steps=max_steps, **settings),
-            teacher=policy(2),
-        )
-        trainer.run(reports.append)
-    return trainer, reports
 
 
 @pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
@@ -109,6 +76,15 @@ def test_an_adaptive_coefficient_moves(sqlite_url: str, tmp_path: Path) -> None:
     anyio.run(prepared, sqlite_url, algorithm)
     trainer, _ = train(sqlite_url, algorithm, tmp_path / "c", max_steps=3, learning_rate=1e-2)
     assert trainer.state.coefficients["kl_loss"] > 0.1
+
+
+def test_a_correction_weighs_what_the_trainer_recomputed(sqlite_url: str, tmp_path: Path) -> None:
+    algorithm = build("grpo", importance_correction="token_mis")
+    anyio.run(prepared, sqlite_url, algorithm)
+    plain = train(sqlite_url, build("grpo"), tmp_path / "p", max_steps=1, consumer="plain")
+    weighed = train(sqlite_url, algorithm, tmp_path / "w", max_steps=1, recomputed=True)
+    assert weighed[1][0].metrics.keys() > plain[1][0].metrics.keys()
+    assert weighed[1][0].gradient_norm != plain[1][0].gradient_norm
 
 
 def test_a_missing_teacher_is_named_with_the_ways_out(sqlite_url: str, tmp_path: Path) -> None:
