@@ -1,0 +1,87 @@
+"""Who owns a lease does not depend on clocks, and who waits is woken when a connection ends."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from tests.postgres import PostgresServer
+from trinity_buffer.errors import LeaseHeldError
+from trinity_buffer.pipeline import events, trainer_lease
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.trainer_lease import TrainerLease, hold_lease
+
+HOUR_US = 3_600_000_000
+HOURS_AHEAD, HOURS_BEHIND = 5 * HOUR_US, -5 * HOUR_US
+
+
+@pytest.mark.parametrize("offset_us", [HOURS_AHEAD, HOURS_BEHIND])
+async def test_a_moved_clock_takes_no_lease_from_one_who_renews_it(
+    store_url: str, monkeypatch: pytest.MonkeyPatch, offset_us: int
+):
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("run", config={})
+        async with hold_lease(store.database, experiment.key, "trainer", ttl_s=0.4) as held:
+            monkeypatch.setattr(events, "_offset_us", offset_us)
+            other = TrainerLease(store.database, experiment.key, "trainer", ttl_s=0.4)
+            # The holder is this very process, and alive; both have the same moved clock from here.
+            with anyio.move_on_after(1.5):
+                await other.acquire(wait=True)
+            assert (other.token, held.lost) == (0, None)
+
+
+@pytest.mark.parametrize("offset_us", [0, HOURS_AHEAD, HOURS_BEHIND])
+async def test_a_silent_holder_is_replaced_whatever_the_clocks_say(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, offset_us: int
+):
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        silent = TrainerLease(store.database, experiment.key, "trainer", ttl_s=60)
+        await silent.acquire(wait=False)
+        monkeypatch.setattr(events, "_offset_us", offset_us)
+        other = TrainerLease(store.database, experiment.key, "trainer", ttl_s=0.2)
+        with anyio.fail_after(10):
+            await other.acquire(wait=True)
+        assert other.token == silent.token + 1
+
+
+async def test_who_does_not_wait_hears_who_is_at_work(sqlite_url: str):
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        async with hold_lease(store.database, experiment.key, "trainer") as held:
+            other = TrainerLease(store.database, experiment.key, "trainer", ttl_s=30)
+            with pytest.raises(LeaseHeldError, match=held.owner):
+                await other.acquire(wait=False)
+
+
+async def test_the_lease_of_a_dead_process_is_free_at_once(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        dead = TrainerLease(store.database, experiment.key, "trainer", ttl_s=3600)
+        host, pid, _, rest = dead.owner.rsplit(":", 3)
+        dead.owner = f"{host}:{pid}:1:{rest}"  # a process of this id that started long ago
+        await dead.acquire(wait=False)
+        assert trainer_lease.is_dead(dead.owner)
+        async with hold_lease(store.database, experiment.key, "trainer", wait=False) as lease:
+            assert lease.token == dead.token + 1
+
+
+async def test_who_waits_is_woken_when_the_connection_ends(
+    postgres_url: str, postgres_server: PostgresServer
+):
+    async with open_store(postgres_url) as store:
+        changes = store.database.changes
+        state = await changes.state()
+        name = postgres_url.partition("?")[0].rpartition("/")[2]
+
+        async def cut() -> None:
+            sql = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'"
+            await anyio.to_thread.run_sync(postgres_server.execute, sql)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(cut)
+            with anyio.fail_after(10):
+                await changes.changed(state)
+        assert await changes.state() != state
