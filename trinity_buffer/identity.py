@@ -8,6 +8,11 @@ from typing import Any
 Key = int | str
 """A batch or task id. ``7`` and ``"7"`` are one key; the type is kept."""
 
+MAX_NAME = 255
+"""Characters of a text in an EID."""
+
+_MAX_INT64 = (1 << 63) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class EID:
@@ -54,3 +59,22 @@ class EID:
 def order_of(key: Key) -> tuple[int, int, str]:
     """Return a sort key in which numbers sort as numbers, before texts."""
     return (0, key, "") if isinstance(key, int) else (1, 0, key)
+
+
+def problem_of_key(key: object) -> str | None:
+    """Return why ``key`` cannot be a batch or task id, as the end of a sentence; None if it can."""
+    if type(key) is int:
+        return None if abs(key) <= _MAX_INT64 else "is an int of more than 64 bits"
+    if type(key) is not str:
+        return f"is a {type(key).__name__}, it must be int or str"
+    return problem_of_name(key)
+
+
+def problem_of_name(name: str) -> str | None:
+    """Return why a text cannot be part of an EID, as the end of a sentence; None if it can."""
+    if len(name) > MAX_NAME:
+        return f"has {len(name)} characters, the longest is {MAX_NAME}"
+    # Neither database can store them, and nobody can type them.
+    if "\x00" in name or (not name.isascii() and any("\ud800" <= c <= "\udfff" for c in name)):
+        return f"is {name!r}: NUL and surrogates are no text"
+    return None

@@ -376,7 +376,7 @@ async def test_changing_what_was_read_does_not_change_the_store(store_url: str):
 
 
 async def test_a_read_only_store_refuses_to_write(store_url: str):
-    async with opened(store_url) as experiment:
+    async with opened(store_url, max_waiting_groups=1) as experiment:
         await experiment.writer("e0").plan("planned", [0], 1)
     before = await contents(store_url)
     async with open_store(store_url, read_only=True) as store:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import ConflictingPlanError, ConflictingSealError, InvalidArgumentError
-from trinity_buffer.identity import Key
+from trinity_buffer.identity import Key, problem_of_key
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store import rows as store_rows
@@ -71,6 +71,7 @@ async def plan(
 ) -> bool:
     """Plan ``batch`` as soon as admission allows; see `SQLWriter.plan`."""
     _check(batch, tasks, rollouts_per_group)
+    database.require_writable()  # who may not plan need not wait for it
     body = {"batch": batch, "tasks": list(tasks), "rollouts_per_group": rollouts_per_group}
     event = new_event("BatchPlanned", body)
     while True:
@@ -94,6 +95,9 @@ async def plan(
 
 
 _WAIT = object()
+
+MAX_ROLLOUTS = 1 << 20
+"""Rollouts of one task in one batch."""
 
 
 async def _may_plan(
@@ -143,17 +147,29 @@ def _same_plan(existing: store_rows.BatchRow, actor: str, body: dict[str, Any]) 
     return True
 
 
-def _check(batch: object, tasks: Sequence[Key], rollouts_per_group: int) -> None:
-    if not isinstance(batch, (int, str)) or "/" in str(batch) or batch == "":
-        raise InvalidArgumentError(f"batch {batch!r}: a batch id is a number or a text without '/'")
+def _check(batch: Key, tasks: Sequence[Key], rollouts_per_group: int) -> None:
+    _check_batch(batch)
+    for task in tasks:
+        problem = problem_of_key(task)
+        if problem is not None:
+            raise InvalidArgumentError(f"batch {batch!r}: task {task!r} {problem}")
     if not tasks or len({str(task) for task in tasks}) != len(tasks):
         raise InvalidArgumentError(
             f"batch {batch!r}: a plan needs at least one task, and each only once"
         )
-    if rollouts_per_group < 1:
+    if type(rollouts_per_group) is not int or not 1 <= rollouts_per_group <= MAX_ROLLOUTS:
         raise InvalidArgumentError(
-            f"batch {batch!r}: rollouts_per_group={rollouts_per_group}, it must be at least 1"
+            f"batch {batch!r}: rollouts_per_group={rollouts_per_group!r}, it must be an int from 1 "
+            f"to {MAX_ROLLOUTS}"
         )
+
+
+def _check_batch(batch: object) -> None:
+    problem = problem_of_key(batch)
+    if problem is None and ("/" in str(batch) or batch == ""):
+        problem = "must be a number, or a text without '/'"
+    if problem is not None:
+        raise InvalidArgumentError(f"batch {batch!r}: a batch id {problem}")
 
 
 async def missing(database: Database, experiment: int, batch: Key) -> list[tuple[Key, int]]:
@@ -169,6 +185,7 @@ async def missing(database: Database, experiment: int, batch: Key) -> list[tuple
 
 async def seal(database: Database, experiment: int, actor: str, batch: Key, expected: int) -> None:
     """Seal ``batch``; see `SQLWriter.seal`."""
+    _check_batch(batch)
     event = new_event("BatchSealed", {"batch": batch, "expected": expected})
     async with database.writing() as tx:
         await lock_experiment(tx, experiment)

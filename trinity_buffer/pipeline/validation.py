@@ -11,13 +11,11 @@ from torch import Tensor
 
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import Experience, ExperienceType
+from trinity_buffer.identity import problem_of_key, problem_of_name
 from trinity_buffer.pipeline.tensor_columns import DTYPE_NAMES
 
 MAX_BYTES = 64 << 20
 """Of the tensors and texts of one experience: more would not fit one part of a segment."""
-
-MAX_NAME = 255
-"""Characters of a text in an EID."""
 
 _MAX_INT32, _MAX_INT64 = (1 << 31) - 1, (1 << 63) - 1
 _INTEGERS = frozenset(
@@ -92,11 +90,9 @@ def _check_eid(experience: Experience) -> None:
         if type(number) is not int or not 0 <= number <= _MAX_INT32:
             raise _refuse(experience, field, f"is {number!r}, it must be an int, 0 or more")
     for field, key in (("eid.batch", eid.batch), ("eid.task", eid.task)):
-        if type(key) is int:
-            if not -_MAX_INT64 <= key <= _MAX_INT64:
-                raise _refuse(experience, field, "is an int of more than 64 bits")
-        else:
-            _check_name(experience, field, key)
+        problem = problem_of_key(key)
+        if problem is not None:
+            raise _refuse(experience, field, problem)
     _check_name(experience, "eid.suffix", eid.suffix)
     for field, part in (("eid.batch", eid.batch), ("eid.suffix", eid.suffix)):
         if isinstance(part, str) and "/" in part:
@@ -105,13 +101,10 @@ def _check_eid(experience: Experience) -> None:
 
 def _check_name(experience: Experience, field: str, name: object) -> None:
     if type(name) is not str:
-        what = "str" if field == "eid.suffix" else "int or str"
-        raise _refuse(experience, field, f"is a {type(name).__name__}, it must be {what}")
-    if len(name) > MAX_NAME:
-        raise _refuse(experience, field, f"has {len(name)} characters, the longest is {MAX_NAME}")
-    # Neither database can store them, and nobody can type them.
-    if "\x00" in name or (not name.isascii() and any("\ud800" <= c <= "\udfff" for c in name)):
-        raise _refuse(experience, field, f"is {name!r}: NUL and surrogates are no text")
+        raise _refuse(experience, field, f"is a {type(name).__name__}, it must be str")
+    problem = problem_of_name(name)
+    if problem is not None:
+        raise _refuse(experience, field, problem)
 
 
 def _check_kind(experience: Experience, schema: str, rules: Schema) -> None:

@@ -83,6 +83,17 @@ class Database:
         """The file of a SQLite store."""
         return Path(self.url.database or "")
 
+    def require_writable(self) -> None:
+        """Do nothing, unless the store is open read-only.
+
+        Raises:
+            ReadOnlyStoreError: it is.
+        """
+        if self.read_only:
+            raise ReadOnlyStoreError(
+                f"{self.name} is open read-only; open it without read_only to write"
+            )
+
     @asynccontextmanager
     async def writing(self, *, integrity_errors: bool = False) -> AsyncIterator[AsyncConnection]:
         """Open the one writing transaction; it commits on leaving, or rolls back on an error.
@@ -93,10 +104,7 @@ class Database:
         Args:
             integrity_errors: raise `TakenKeyError` for a unique key that is taken.
         """
-        if self.read_only:
-            raise ReadOnlyStoreError(
-                f"{self.name} is open read-only; open it without read_only to write"
-            )
+        self.require_writable()
         async with AsyncExitStack() as stack:
             if self.dialect == "sqlite":
                 await stack.enter_async_context(self._write_lock)
