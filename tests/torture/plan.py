@@ -81,8 +81,8 @@ def lives(seed: int, number: int, site: str, slot: str, role: str) -> Iterator[L
     points = [p for p in CRASH_POINTS if p.endswith(_POINTS[role])] if _POINTS[role] else []
     while True:
         crash_at = None
-        if points and draw.random() < 0.6:
-            crash_at = f"{draw.choice(points)}:{draw.randint(1, 4)}"
+        if points and draw.random() < 0.8:
+            crash_at = f"{draw.choice(points)}:{draw.randint(1, 3)}"
         clock_s = draw.choice((-1, 1)) * draw.uniform(1, 9) * HOUR_S if draw.random() < 0.3 else 0.0
         jump = None
         if draw.random() < 0.2:
