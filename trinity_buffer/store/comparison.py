@@ -173,8 +173,10 @@ async def rows_of(tx: AsyncConnection, experiment: int, span: Span) -> list[Row]
     if number is not None:
         query = query.order_by(table.c[number])
     found = [tuple(row) for row in (await tx.execute(query)).all()]
-    # Texts are sorted here: a PostgreSQL may have a collation of its own.
-    return found if number is not None else sorted(found, key=_key_getter(table))
+    # Texts are sorted here: a PostgreSQL may have a collation of its own. Deliveries of two
+    # experiments may share an address.
+    ordered = number is not None and table is not delivery
+    return found if ordered else sorted(found, key=_key_getter(table))
 
 
 async def agrees_with_live(tx: AsyncConnection, experiment: int, span: Span) -> tuple[int, bool]:
