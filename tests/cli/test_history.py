@@ -1,0 +1,93 @@
+"""Train again, annotate again, let go: the commands that use what was recorded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from trinity_buffer.cli import roles
+from trinity_buffer.cli.run_config import resolved
+from trinity_buffer.pipeline.store import open_store
+
+CONFIG = {
+    "task": {"digits": 1},
+    "model": {"width": 8, "layers": 1, "heads": 1},
+    "groups_per_batch": 2,
+    "rollouts_per_group": 8,
+    "groups_per_step": 2,
+    "max_staleness": None,
+    "evaluation": {"every_steps": 1000, "problems": 1},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    """A store in which one run has explored four batches and trained four steps."""
+    url = f"sqlite:///{tmp_path / 'run.db'}"
+
+    async def explored() -> None:
+        async with open_store(url) as store:
+            await store.experiment("run", config=resolved(CONFIG).model_dump())
+        await roles.explore(
+            url, "run", actor="e0", acknowledgements=None, max_batches=4, say=lambda _: None
+        )
+        await roles.annotate(url, "run", strategy=None, name=None, args=None, follow=False)
+
+    anyio.run(explored)
+    checkpoints = tmp_path / "checkpoints"
+    roles.train(
+        url, "run", checkpoints=checkpoints, follow=False, resume_from=None, say=lambda _: None
+    )
+    return url
+
+
+def command(*words: str) -> tuple[int, Any, str]:
+    """Return exit code, parsed standard output and standard error of ``trinity-buffer words``."""
+    line = [sys.executable, "-m", "trinity_buffer", *words, "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
+
+
+def test_a_replay_gives_the_same_weights_and_another_rate_gives_others(run: str) -> None:
+    code, same, _ = command("replay", "--store", run)
+    assert (code, same["identical"], same["first"], same["last"]) == (0, True, 1, 4)
+    assert same["digest"] == same["recorded"]
+
+    code, other, _ = command("replay", "--store", run, "--set", "optimizer.learning_rate=0.01")
+    assert (code, other["identical"]) == (0, None)
+    assert other["digest"] != same["digest"]
+
+
+def test_a_replay_from_a_checkpoint_begins_after_it(run: str, tmp_path: Path) -> None:
+    third = sorted((tmp_path / "checkpoints").glob("step-*"))[-2]
+    code, tail, _ = command("replay", "--store", run, "--from-checkpoint", str(third))
+    assert (code, tail["identical"], tail["first"], tail["last"]) == (0, True, 4, 4)
+
+    code, _, said = command("replay", "--store", run, "--steps", "3:4")
+    assert code == 2
+    assert "--from-checkpoint" in said
+
+
+def test_a_second_set_stands_beside_the_first_and_old_tensors_leave(
+    run: str, tmp_path: Path
+) -> None:
+    words = ("--store", run, "--strategy", "opmd", "--set", "tau=2.0", "--name", "opmd-2")
+    code, added, _ = command("reannotate", *words)
+    assert (code, added["annotated"], added["set"]) == (0, 64, "opmd-2")
+    code, _, said = command("reannotate", *words[:4], "--name", "grpo")
+    assert code == 2
+    assert "name=" in said
+
+    archive = str(tmp_path / "archive")
+    code, gone, _ = command("compact", "--store", run, "--keep-steps", "1", "--archive", archive)
+    assert (code, gone["segments"]) == (0, 3)
+    code, _, said = command("replay", "--store", run)
+    assert code == 2
+    assert "archived to" in said
+    assert command("verify", "--store", run)[0] == 0
