@@ -17,7 +17,7 @@ from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.stream_options import StreamOptions
-from trinity_buffer.pipeline.trainer_lease import TrainerLease, is_dead
+from trinity_buffer.pipeline.trainer_lease import LeaseWatch, TrainerLease, is_dead
 from trinity_buffer.store import leases, log
 
 EVENTS_PER_PAGE = 256
@@ -39,6 +39,7 @@ class RankSession:
         self._database = experiment.database
         self._name, self._rank = options.consumer, options.rank
         self._world, self._ttl_s = options.world_size, options.lease_ttl_s
+        self._watch = LeaseWatch(options.lease_ttl_s)
         self._position = 0  # of the assembly
         self._read_up_to = 0
         self._joins: dict[int, int] = {}  # rank -> position of its last join
@@ -137,7 +138,7 @@ class RankSession:
         self._check()
         if self.ended is not None:
             return
-        if held is None or is_dead(held[0]) or held[2] < now_us():
+        if held is None or is_dead(held[0]) or self._watch.is_silent(held):
             raise LeaseLostError(
                 f"rank 0 of trainer {self._name!r} is gone: start all ranks again; they resume "
                 "from the last commit"

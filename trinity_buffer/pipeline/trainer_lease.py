@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 import anyio
 
@@ -48,6 +49,25 @@ def _start_of(pid: int) -> str:
     return "" if fields[0] in ("Z", "X") else fields[19]
 
 
+Held: TypeAlias = tuple[str, int, int] | None
+"""(owner, token, expires_at) of a lease, as `leases.holder` returns it."""
+
+
+class LeaseWatch:
+    """Judges, by the monotonic clock of who watches, whether the holder of a lease fell silent."""
+
+    def __init__(self, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._seen: Held = None
+        self._since = time.monotonic()
+
+    def is_silent(self, held: Held) -> bool:
+        """Return whether the lease was ``held`` just so for at least its time to live."""
+        if held != self._seen:
+            self._seen, self._since = held, time.monotonic()
+        return time.monotonic() - self._since >= self._ttl_s
+
+
 class TrainerLease:
     """A held lease. `lost` turns true when a newer token was seen."""
 
@@ -70,14 +90,12 @@ class TrainerLease:
         Raises:
             LeaseHeldError: somebody holds it, and ``wait`` is False.
         """
-        seen, since = None, time.monotonic()
+        watch = LeaseWatch(self._ttl_us / 1e6)
         while True:
             state = await self._database.changes.state()
             async with self._database.reading() as tx:
                 held = await leases.holder(tx, self._experiment, self._consumer)
-            if held != seen:
-                seen, since = held, time.monotonic()
-            silent = time.monotonic() - since >= self._ttl_us / 1e6
+            silent = watch.is_silent(held)
             free = held is None or is_dead(held[0]) or (silent if wait else held[2] <= now_us())
             if free and await self._take(held):
                 return
@@ -85,7 +103,7 @@ class TrainerLease:
                 raise LeaseHeldError(self._held_by(held))
             await self._database.changes.changed(state, timeout_s=min(1.0, self._ttl_us / 4e6))
 
-    async def _take(self, seen: tuple[str, int, int] | None) -> bool:
+    async def _take(self, seen: Held) -> bool:
         """Take the lease if it is as it was ``seen``, with nobody alive; return whether it was."""
         async with self._database.writing() as tx:
             await lock_experiment(tx, self._experiment)
@@ -102,7 +120,7 @@ class TrainerLease:
             )
         return True
 
-    def _held_by(self, held: tuple[str, int, int] | None) -> str:
+    def _held_by(self, held: Held) -> str:
         who = "another process" if held is None else held[0]
         return (
             f"trainer {self._consumer!r} is at work in {who}: wait for it, stop that process, or "
