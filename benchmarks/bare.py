@@ -1,4 +1,4 @@
-"""The raw limit on SQLite: the same rows and bytes through bare `pysqlite3`, schema and pragmas too.
+"""The raw limit on SQLite: the same rows and bytes, schema and pragmas, through bare `pysqlite3`.
 
 The rows are copied from a store that we wrote, so nothing is left out and nothing is made up.
 """

@@ -1,4 +1,4 @@
-"""The raw limit on PostgreSQL: the same rows by COPY over bare asyncpg, the same bytes read back."""
+"""The raw limit on PostgreSQL: the same rows by COPY over bare asyncpg, read back by key."""
 
 from __future__ import annotations
 

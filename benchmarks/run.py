@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import throughput
+from benchmarks.latency import latency
 from benchmarks.measuring import machine
 from benchmarks.sites import site
 from benchmarks.workload import TASKS
@@ -23,6 +24,7 @@ OPERATIONS = {
     "write": throughput.write,
     "annotate": throughput.annotate,
     "stream": throughput.stream,
+    "latency": latency,
 }
 
 

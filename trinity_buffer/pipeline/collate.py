@@ -6,21 +6,26 @@ position 0 holds 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.blocks import Array, Block, Field, field_of_values
 from trinity_buffer.pipeline.manifest import Manifest, MicroBatchPlan
-from trinity_buffer.pipeline.row_loader import Array, LoadedRows, Value
+from trinity_buffer.pipeline.row_loader import LoadedRows
+from trinity_buffer.pipeline.step_memory import StepMemory
 
 OPTIONAL = {"teacher_logprobs": "teacher_logprob"}
-"""Response-aligned columns that a step has only if all of its rows do: stored -> batch name."""
+"""Response-aligned columns that a step has only if all of its rows do: stored -> batch."""
 
 
 @dataclass(slots=True)
@@ -60,31 +65,42 @@ class MicroBatch(Mapping[str, Any]):
 
 
 def collate_step(
-    manifest: Manifest, rows: LoadedRows, *, rank: int = 0, world: int = 1, device: str = "cpu"
+    manifest: Manifest,
+    rows: LoadedRows,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    device: str = "cpu",
+    memory: StepMemory | None = None,
 ) -> list[MicroBatch]:
     """Return the micro-batches of one rank, each with the denominators of the whole step.
 
     A stored pair becomes two rows, the chosen one first.
+
+    Args:
+        manifest: of the step.
+        rows: what it names.
+        rank: whose micro-batches.
+        world: how many ranks there are.
+        device: where the tensors are put.
+        memory: of earlier steps, to be used again.
     """
     columns, pairs = _columns(manifest, rows)
     size = 2 if pairs else 1
     layout = _layout_of_step(manifest, columns, size, world)
+    plans = [plan for plan in manifest.microbatches if plan.rank == rank]
+    wide = [replace(plan, start=size * plan.start, stop=size * plan.stop) for plan in plans]
+    places = _places(columns, wide, padded=manifest.layout == "padded")
+    flat = _filled(columns, places, memory or StepMemory())
     batches = []
-    for plan in manifest.microbatches:
-        if plan.rank != rank:
-            continue
-        place = replace(plan, start=size * plan.start, stop=size * plan.stop)
-        padded = manifest.layout == "padded"
-        tensors = _padded(columns, place) if padded else _packed(columns, place)
+    for plan, place, part in zip(plans, wide, places.parts, strict=True):
+        tensors = _tensors(columns, flat, place, *part)
         tensors |= _per_row(manifest, plan, size)
         tensors = {name: _moved(value, device) for name, value in tensors.items()}
         tensors["old_logprob"] = tensors["rollout_logprob"]
         chosen = slice(plan.start, plan.stop)
         modal = [
-            {
-                name: _moved(torch.from_numpy(np.array(value)), device)
-                for name, value in inputs.items()
-            }
+            {name: _moved(value, device) for name, value in inputs.items()}
             for inputs in rows.multi_modal[chosen]
             for _ in range(size)
         ]
@@ -112,7 +128,7 @@ def _per_row(manifest: Manifest, plan: MicroBatchPlan, size: int) -> dict[str, T
 
 def _layout_of_step(manifest: Manifest, columns: _Columns, size: int, world: int) -> BatchLayout:
     """Return the denominators: over all rows, over the usual ones, over the expert's."""
-    tokens = [int(np.count_nonzero(mask)) for mask in columns.masks]
+    tokens = columns.trained_tokens
     groups = [group for group in manifest.groups for _ in range(size)]
     expert = [of > 0 for of in manifest.source or [0] * len(manifest.groups) for _ in range(size)]
     every = range(len(tokens))
@@ -142,147 +158,232 @@ def _moved(value: Any, device: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Per row of the step; ``responses`` begin at ``prompt_lengths``."""
+    """Per row of the step; ``responses`` begin at the row's prompt length."""
 
-    tokens: Sequence[Array]
-    prompt_lengths: Sequence[int]
-    masks: Sequence[Array]
-    responses: dict[str, Sequence[Value]]
+    tokens: Field
+    lengths: Array
+    prompt_lengths: Array
+    masks: Field
+    responses: dict[str, Field]
     rewards: Sequence[float | None]
+    trained_tokens: list[int]
 
 
 def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, bool]:
     """Return the columns, and whether they are those of pairs, two rows each."""
-    if any(value is not None for value in rows.column("chosen")):
+    if rows.field("chosen").blocks:
         return _halves(rows), True
-    masks = rows.column("action_mask")
+    masks, number = rows.field("action_mask"), len(rows.meta)
     stored = {
         "rollout_logprob": "logprobs",
         "advantages": "advantages",
         "returns": "returns",
         "token_level_rewards": "token_level_reward",
     }
-    responses = {name: rows.column(source) for name, source in stored.items()}
+    responses = {name: rows.field(field) for name, field in stored.items()}
     rewards: Sequence[float | None] = [row.reward for row in rows.meta]
     if any(manifest.source):
         # What an expert's rows hold of a rollout was not the policy's: it is 0.
-        responses = {name: _usual(values, manifest) for name, values in responses.items()}
-        rewards = _usual(rewards, manifest)
-    for column, name in OPTIONAL.items():
-        values = rows.column(column)
-        if all(value is not None for value in values):
-            responses[name] = values
-    if any(not isinstance(mask, np.ndarray) for mask in masks):
+        expert = np.array(manifest.source) > 0
+        responses = {name: field.without(expert) for name, field in responses.items()}
+        rewards = [None if of else value for value, of in zip(rewards, expert, strict=True)]
+    for stored_name, name in OPTIONAL.items():
+        field = rows.field(stored_name)
+        if not field.missing(number):
+            responses[name] = field
+    if masks.missing(number):
         raise InvalidArgumentError(
             "a row of the step has neither an action mask nor a pair of answers: run `verify`"
         )
-    found = _Columns(
-        rows.column("tokens"),  # type: ignore[arg-type]
-        [row.prompt_length for row in rows.meta],
-        masks,  # type: ignore[arg-type]
-        responses,
-        rewards,
-    )
-    return found, False
-
-
-def _usual(values: Sequence[Any], manifest: Manifest) -> list[Any]:
-    """Return ``values`` with None for the rows of an expert."""
-    return [None if of else value for value, of in zip(values, manifest.source, strict=True)]
+    tokens = rows.field("tokens")
+    prompts = np.array([row.prompt_length for row in rows.meta])
+    trained = [row.trained_tokens for row in rows.meta]
+    sizes = tokens.sizes(number)
+    return _Columns(tokens, sizes, prompts, masks, responses, rewards, trained), False
 
 
 def _halves(rows: LoadedRows) -> _Columns:
-    """Return the columns of pairs: the prompt with the chosen and the rejected answer, in turn."""
-    prompts, halves = rows.column("tokens"), (rows.column("chosen"), rows.column("rejected"))
-    pairs = zip(prompts, *halves, strict=True)
-    answers = [(np.asarray(prompt), np.asarray(half)) for prompt, *both in pairs for half in both]
-    nothing: Sequence[Value] = [None] * len(answers)
+    """Return the columns of pairs: prompt and chosen answer, prompt and rejected one, in turn."""
+    pairs = zip(*(rows.values(name) for name in ("tokens", "chosen", "rejected")), strict=True)
+    answers: list[Any] = [(prompt, half) for prompt, *both in pairs for half in both]
     names = ("rollout_logprob", "advantages", "returns", "token_level_rewards")
+    tokens = [np.concatenate([prompt, half]) for prompt, half in answers]
     return _Columns(
-        [np.concatenate([prompt, half]) for prompt, half in answers],
-        [len(prompt) for prompt, _ in answers],
-        [np.ones(len(half), np.bool_) for _, half in answers],
-        dict.fromkeys(names, nothing),
+        field_of_values(tokens),
+        np.array([len(ids) for ids in tokens]),
+        np.array([len(prompt) for prompt, _ in answers]),
+        field_of_values([np.ones(len(half), np.bool_) for _, half in answers]),
+        {name: Field() for name in names},
         [None] * len(answers),
+        [len(half) for _, half in answers],
     )
 
 
 def row_lengths(manifest: Manifest, rows: LoadedRows, *, longest: bool = False) -> list[int]:
-    """Return per stored pair what `plan_microbatches` asks for, or its longer half's tokens."""
-    sizes = [len(tokens) for tokens in _halves(rows).tokens]
+    """Return per stored pair what `plan_microbatches` asks, or the tokens of its longer half."""
+    sizes = _halves(rows).lengths.tolist()
     of_pair = max if longest or manifest.layout == "padded" else sum
     return [of_pair(pair) for pair in zip(sizes[0::2], sizes[1::2], strict=True)]
 
 
-def _padded(columns: _Columns, plan: MicroBatchPlan) -> dict[str, Any]:
-    """Right-padded ``[N, width]`` tensors."""
-    number, width = plan.stop - plan.start, plan.width
-    lengths = np.array([len(columns.tokens[row]) for row in range(plan.start, plan.stop)])
-    tokens = np.zeros((number, width), np.int64)
-    mask = np.zeros((number, width), np.bool_)
-    responses = {name: np.zeros((number, width), np.float32) for name in columns.responses}
-    for i, row in enumerate(range(plan.start, plan.stop)):
-        tokens[i, : lengths[i]] = columns.tokens[row]
-        _fill_row(
-            columns,
-            row,
-            mask[i],
-            {name: out[i] for name, out in responses.items()},
-            int(lengths[i]),
-        )
-    positions = torch.arange(width).expand(number, width)
-    return {
-        "input_ids": torch.from_numpy(tokens),
-        "position_ids": positions,
-        "attention_mask": positions < torch.from_numpy(lengths)[:, None],
-        "action_mask": torch.from_numpy(mask),
-        **{name: torch.from_numpy(out) for name, out in responses.items()},
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the rows of one rank lie in the columns of a step.
+
+    A column holds the micro-batches of the rank one after another, each padded or packed.
+
+    Attributes:
+        size: elements of a column.
+        begins: ``[rows]``, where each row of the step begins; below 0: on another rank.
+        parts: of each micro-batch, its elements and its shape.
+    """
+
+    size: int
+    begins: Array
+    parts: list[tuple[slice, tuple[int, ...]]]
+
+
+def _places(columns: _Columns, plans: Sequence[MicroBatchPlan], *, padded: bool) -> _Places:
+    begins = np.full(len(columns.lengths), -1, np.int64)
+    size, parts = 0, list[tuple[slice, tuple[int, ...]]]()
+    for plan in plans:
+        rows = slice(plan.start, plan.stop)
+        number, lengths = plan.stop - plan.start, columns.lengths[rows]
+        if padded:
+            shape: tuple[int, ...] = (number, plan.width)
+            begins[rows] = size + np.arange(number) * plan.width
+        else:
+            shape = (int(lengths.sum()),)
+            begins[rows] = size + np.cumsum(lengths) - lengths
+        part = slice(size, size + math.prod(shape))
+        parts.append((part, shape))
+        size = part.stop
+    return _Places(size, begins, parts)
+
+
+class _Arena:
+    """The memory of all columns of a step."""
+
+    def __init__(self, memory: StepMemory, size: int, dtypes: Sequence[type[np.generic]]) -> None:
+        widths = [np.dtype(dtype).itemsize for dtype in dtypes]
+        self._memory = memory.zeros(size * sum(widths) + 64 * len(widths))
+        self._size = size
+        self._used = 0
+
+    def column(self, dtype: type[np.generic]) -> Array:
+        """Return a column of zeros."""
+        begin = self._used + -self._used % 64
+        self._used = begin + self._size * np.dtype(dtype).itemsize
+        return self._memory[begin : self._used].view(dtype)
+
+
+def _filled(columns: _Columns, places: _Places, memory: StepMemory) -> dict[str, Array]:
+    """Return the flat columns of all micro-batches."""
+    kinds = (np.int64, np.bool_, np.bool_, *[np.float32] * len(columns.responses))
+    arena = _Arena(memory, places.size, kinds)
+    out = {"input_ids": arena.column(np.int64), "attention_mask": arena.column(np.bool_)}
+    mask = out["action_mask"] = arena.column(np.bool_)
+    for block in columns.tokens.blocks:
+        _copy(out["input_ids"], block, places.begins)
+    _fill(out["attention_mask"], places.begins, columns.lengths)
+    begins = np.where(places.begins < 0, -1, places.begins + columns.prompt_lengths)
+    for block in columns.masks.blocks:
+        _copy(mask, block, begins)
+    weights = _weights(columns, mask, begins)
+    for name, some in columns.responses.items():
+        column = out[name] = arena.column(np.float32)
+        for block in some.blocks:
+            if block.scaled:
+                _scale(column, block, begins, weights, columns.lengths - columns.prompt_lengths)
+            else:
+                _copy(column, block, begins)
+    _put_rewards(out["token_level_rewards"], columns, places.begins)
+    return out
+
+
+def _weights(columns: _Columns, mask: Array, begins: Array) -> Array:
+    """Return what scaled values are multiples of: the mask, with its weights if it has any."""
+    if all(block.data.dtype == np.bool_ for block in columns.masks.blocks):
+        return mask
+    weights = np.zeros(len(mask), np.float32)
+    for block in columns.masks.blocks:
+        _copy(weights, block, begins)
+    return weights
+
+
+def _rectangle(column: Array, begins: Array, sizes: Array) -> Array | None:
+    """Return rows of one size at equal distances as one view of ``column``; None if they differ."""
+    first, stride = int(begins[0]), int(sizes[0])
+    if len(begins) > 1:
+        stride = int(begins[1]) - first
+        if first < 0 or stride < sizes[0] or (np.diff(begins) != stride).any():
+            return None
+    if first < 0 or (sizes != sizes[0]).any():
+        return None
+    shape = (len(begins), int(sizes[0]))
+    width = column.itemsize
+    return as_strided(column[first:], shape, (stride * width, width))
+
+
+def _copy(column: Array, block: Block, begins: Array) -> None:
+    """Copy the rows of a block to where they begin in ``column``."""
+    to = begins[block.rows]
+    target = _rectangle(column, to, np.diff(block.ends))
+    if target is not None:
+        target[...] = block.data.reshape(target.shape)
+        return
+    for begin, (a, z) in zip(to.tolist(), pairwise(block.ends.tolist()), strict=True):
+        if begin >= 0:
+            column[begin : begin + z - a] = block.data[a:z]
+
+
+def _scale(column: Array, block: Block, begins: Array, weights: Array, sizes: Array) -> None:
+    """Put the multiples of the mask that a block stands for to where its rows begin."""
+    to, lengths = begins[block.rows], sizes[block.rows]
+    target, mask = _rectangle(column, to, lengths), _rectangle(weights, to, lengths)
+    if target is not None and mask is not None:
+        np.multiply(mask, block.data[:, None], out=target, casting="unsafe")
+        return
+    ends = (to + lengths).tolist()
+    for begin, end, scalar in zip(to.tolist(), ends, block.data, strict=True):
+        if begin >= 0:
+            np.multiply(weights[begin:end], scalar, out=column[begin:end], casting="unsafe")
+
+
+def _fill(column: Array, begins: Array, sizes: Array) -> None:
+    """Set the elements of all rows to True."""
+    target = _rectangle(column, begins, sizes)
+    if target is not None:
+        target[...] = True
+        return
+    for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True):
+        if begin >= 0:
+            column[begin : begin + size] = True
+
+
+def _put_rewards(column: Array, columns: _Columns, begins: Array) -> None:
+    """Give rows without a reward for each token that of the whole, at the last token."""
+    for row in columns.responses["token_level_rewards"].missing(len(begins)):
+        reward, begin = columns.rewards[row], begins[row]
+        if reward is not None and begin >= 0:
+            column[begin + columns.lengths[row] - 1] = reward
+
+
+def _tensors(
+    columns: _Columns, flat: Mapping[str, Array], place: MicroBatchPlan, part: slice, shape: Any
+) -> dict[str, Any]:
+    """Return the tensors of one micro-batch: views of the flat columns."""
+    found: dict[str, Any] = {
+        name: torch.from_numpy(column[part].reshape(shape)) for name, column in flat.items()
     }
-
-
-def _packed(columns: _Columns, plan: MicroBatchPlan) -> dict[str, Any]:
-    """Tensors ``[T]`` of all rows one after another, and their boundaries."""
-    chosen = range(plan.start, plan.stop)
-    lengths = np.array([len(columns.tokens[row]) for row in chosen])
+    lengths = columns.lengths[place.start : place.stop]
+    if len(shape) == 2:
+        found["position_ids"] = torch.arange(shape[1]).expand(shape)
+        return found
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
-    total = int(ends[-1])
-    mask = np.zeros(total, np.bool_)
-    responses = {name: np.zeros(total, np.float32) for name in columns.responses}
-    for i, row in enumerate(chosen):
-        place = slice(int(ends[i]), int(ends[i + 1]))
-        _fill_row(
-            columns,
-            row,
-            mask[place],
-            {name: out[place] for name, out in responses.items()},
-            int(lengths[i]),
-        )
-    tokens = np.concatenate([columns.tokens[row] for row in chosen]).astype(np.int64)
-    positions = np.arange(total) - np.repeat(ends[:-1], lengths)
-    return {
-        "input_ids": torch.from_numpy(tokens),
-        "position_ids": torch.from_numpy(positions),
-        "attention_mask": torch.ones(total, dtype=torch.bool),
-        "action_mask": torch.from_numpy(mask),
-        **{name: torch.from_numpy(out) for name, out in responses.items()},
-        "cu_seqlens": torch.from_numpy(ends.astype(np.int32)),
-        "max_seqlen": int(lengths.max()),
-    }
-
-
-def _fill_row(
-    columns: _Columns, row: int, mask: Array, responses: Mapping[str, Array], length: int
-) -> None:
-    """Place the response of one row into its slice of every column."""
-    begin = columns.prompt_lengths[row]
-    stored = columns.masks[row]
-    mask[begin:length] = stored
-    for name, out in responses.items():
-        value = columns.responses[name][row]
-        if isinstance(value, float):
-            np.multiply(stored, value, out=out[begin:length], casting="unsafe")
-        elif value is not None:
-            out[begin:length] = value
-        elif name == "token_level_rewards" and columns.rewards[row] is not None:
-            out[length - 1] = columns.rewards[row]
+    positions = np.arange(shape[0]) - np.repeat(ends[:-1], lengths)
+    found["position_ids"] = torch.from_numpy(positions)
+    found["cu_seqlens"] = torch.from_numpy(ends.astype(np.int32))
+    found["max_seqlen"] = int(lengths.max())
+    return found

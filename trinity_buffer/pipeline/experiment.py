@@ -119,8 +119,7 @@ class Experiment:
 
     async def is_finished(self) -> bool:
         """Return whether it was finished since the last change of configuration."""
-        async with self.database.reading() as tx:
-            return await self._is_finished(tx)
+        return await self.database.read(self._is_finished)
 
     async def finish(self, reason: str, *, actor: str = "user") -> None:
         """Record that nothing more will be generated or trained; whoever follows it ends."""

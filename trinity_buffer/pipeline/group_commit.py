@@ -147,11 +147,15 @@ class GroupCommit:
         Raises:
             TakenKeyError: something is stored already, or a batch is sealed; nothing was written.
         """
-        places: dict[int, int] = {}
-        async with self._database.writing(integrity_errors=True) as tx:
-            await segments.write(tx, [row for write in writes for row in write.segments])
-            for experiment in sorted({write.experiment for write in writes}):  # no two in a circle
-                some = [write for write in writes if write.experiment == experiment]
+        rows = [row for write in writes for row in write.segments]
+        by_experiment: dict[int, list[PreparedWrite]] = {}
+        for write in sorted(writes, key=lambda one: one.experiment):  # locks, always in one order
+            by_experiment.setdefault(write.experiment, []).append(write)
+
+        async def work(tx: Transaction) -> dict[int, int]:
+            places: dict[int, int] = {}
+            await segments.write(tx, rows)
+            for experiment, some in by_experiment.items():
                 await lock_experiment(tx, experiment)
                 if await self._sealed(tx, experiment, some):
                     raise _SomebodyIsLateError
@@ -159,6 +163,9 @@ class GroupCommit:
                 said = [(write.actor, event) for write in some for event in write.events]
                 positions = iter(await log.append_of_actors(tx, experiment, said, now_us=now_us()))
                 places |= {id(write): max(islice(positions, len(write.events))) for write in some}
+            return places
+
+        places = await self._database.write(work, integrity_errors=True)
         return [Outcome(position=places[id(write)]) for write in writes]
 
     async def _try_alone(self, write: PreparedWrite) -> Outcome:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
-
-import anyio.to_thread
+from typing import TypeAlias
 
 from trinity_buffer.codec import decode_segment
 from trinity_buffer.errors import ArchivedSegmentError, CodecError, DamagedSegmentError
 from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.background import in_thread
 from trinity_buffer.pipeline.encoding import decode_experiences
 from trinity_buffer.pipeline.events import decoded
 from trinity_buffer.store import log, segments
@@ -20,6 +20,40 @@ from trinity_buffer.store.rows import ExperienceRow
 
 SEGMENTS_PER_READ = 32
 """Segments of one read transaction: some 32 MB, well below a second."""
+
+
+SegmentParts: TypeAlias = dict[tuple[bytes, str], list[tuple[int, int, bytes]]]
+"""(key, family) -> its parts as (part, checksum, data), as they lie in the database."""
+
+
+async def read_segments(
+    database: Database, keys: Iterable[bytes], families: Sequence[str]
+) -> SegmentParts:
+    """Return the parts of some segments, unchecked; a family that a segment lacks is absent.
+
+    Raises:
+        ArchivedSegmentError: a segment has left the database.
+    """
+    wanted = list(dict.fromkeys(keys))
+    found: SegmentParts = {}
+    for start in range(0, len(wanted), SEGMENTS_PER_READ):
+        some = wanted[start : start + SEGMENTS_PER_READ]
+        found |= await database.read(partial(segments.read, keys=some, families=families))
+    there = {key for key, _ in found}
+    await _refuse_archived(database, [key for key in wanted if key not in there])
+    return found
+
+
+def joined(parts: SegmentParts) -> dict[bytes, dict[str, bytes]]:
+    """Return key -> family -> blob. Computes checksums: call it off the event loop.
+
+    Raises:
+        DamagedSegmentError: a checksum does not hold.
+    """
+    found: dict[bytes, dict[str, bytes]] = {}
+    for (key, family), some in parts.items():
+        found.setdefault(key, {})[family] = segments.joined(key, family, some)
+    return found
 
 
 async def load_segments(
@@ -32,16 +66,8 @@ async def load_segments(
         ArchivedSegmentError: a segment has left the database.
     """
     wanted = list(dict.fromkeys(keys))
-    found: dict[bytes, dict[str, bytes]] = {key: {} for key in wanted}
-    for start in range(0, len(wanted), SEGMENTS_PER_READ):
-        async with database.reading() as tx:
-            parts = await segments.read(tx, wanted[start : start + SEGMENTS_PER_READ], families)
-        for (key, family), blob in (
-            await anyio.to_thread.run_sync(partial(_joined, parts))
-        ).items():
-            found[key][family] = blob
-    await _refuse_archived(database, [key for key, blobs in found.items() if not blobs])
-    return found
+    found = await in_thread(joined, await read_segments(database, wanted, families))
+    return {key: found.get(key, {}) for key in wanted}
 
 
 async def damaged_among(
@@ -53,7 +79,7 @@ async def damaged_among(
         try:
             blobs = (await load_segments(database, [key], families))[key]
             for blob in blobs.values():
-                await anyio.to_thread.run_sync(decode_segment, blob)
+                await in_thread(decode_segment, blob)
         except (CodecError, DamagedSegmentError):
             damaged.add(key)
         else:
@@ -75,14 +101,6 @@ async def _refuse_archived(database: Database, empty: Sequence[bytes]) -> None:
         )
 
 
-def _joined(
-    parts: dict[tuple[bytes, str], list[tuple[int, int, bytes]]],
-) -> dict[tuple[bytes, str], bytes]:
-    return {
-        (key, family): segments.joined(key, family, some) for (key, family), some in parts.items()
-    }
-
-
 async def load_experiences(
     database: Database, experiment: int, rows: Sequence[ExperienceRow], families: Sequence[str]
 ) -> list[Experience]:
@@ -91,19 +109,23 @@ async def load_experiences(
     Each carries its log address as ``address``. What a caller changes in its tensors never reaches
     the store.
     """
-    blobs = await load_segments(database, (row.segment for row in rows), families)
-    async with database.reading() as tx:
-        positions = sorted({position_of(row.address) for row in rows})
-        stored = {event.position: event for event in await log.read_at(tx, experiment, positions)}
-    bodies = {position: decoded("", event).body for position, event in stored.items()}
+    parts = await read_segments(database, (row.segment for row in rows), families)
+    positions = sorted({position_of(row.address) for row in rows})
+    stored = await database.read(
+        partial(log.read_at, experiment_id=experiment, positions=positions)
+    )
 
     def decode() -> list[Experience]:
+        bodies = {event.position: decoded("", event).body for event in stored}
+        blobs = joined(parts)
         by_event: OrderedDict[int, list[ExperienceRow]] = OrderedDict()
         for row in rows:
             by_event.setdefault(position_of(row.address), []).append(row)
         found: dict[int, Experience] = {}
         for position, some in by_event.items():
-            buffers = {family: bytearray(blob) for family, blob in blobs[some[0].segment].items()}
+            buffers = {
+                family: bytearray(blob) for family, blob in blobs.get(some[0].segment, {}).items()
+            }
             slots = [slot_of(row.address) for row in some]
             meta = bodies[position]["meta"]
             decoded_rows = decode_experiences(buffers, meta, slots, loaded=families)
@@ -112,4 +134,4 @@ async def load_experiences(
                 found[row.address] = experience
         return [found[row.address] for row in rows]
 
-    return await anyio.to_thread.run_sync(decode)
+    return await in_thread(decode)

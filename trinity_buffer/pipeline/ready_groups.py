@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from trinity_buffer.store import trainer_queries
 from trinity_buffer.store.address import position_of
@@ -69,15 +70,15 @@ class ReadyGroups:
 
     async def _read(self) -> bool:
         """Read one page; return whether there may be another."""
-        async with self._database.reading() as tx:
-            rows = await trainer_queries.ready_rows(
-                tx,
-                self._experiment,
-                annotation_set=self._set,
-                trainer=self._reader,
-                start=self._start,
-                limit=ROWS_PER_PAGE,
-            )
+        page = partial(
+            trainer_queries.ready_rows,
+            experiment=self._experiment,
+            annotation_set=self._set,
+            trainer=self._reader,
+            start=self._start,
+            limit=ROWS_PER_PAGE,
+        )
+        rows = await self._database.read(page)
         self._last_may_grow = len(rows) == ROWS_PER_PAGE
         if not rows:
             return False

@@ -4,97 +4,119 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
-import anyio.to_thread
-import numpy.typing as npt
+import numpy as np
+from torch import Tensor
 
-from trinity_buffer.codec import Column, Segment, decode_segment
+from trinity_buffer.codec import Column, decode_segment
 from trinity_buffer.errors import DamagedSegmentError, UnknownExperimentError
+from trinity_buffer.identity import EID
+from trinity_buffer.pipeline.background import in_thread
+from trinity_buffer.pipeline.blocks import Array, Block, Field, Value, blocks_of, runs
 from trinity_buffer.pipeline.events import decoded
-from trinity_buffer.pipeline.loading import damaged_among, load_segments
+from trinity_buffer.pipeline.loading import (
+    SegmentParts,
+    damaged_among,
+    joined,
+    read_segments,
+)
 from trinity_buffer.pipeline.manifest import Manifest
+from trinity_buffer.pipeline.tensor_columns import tensors_of
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.address import position_of, slot_of
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.rows import ExperienceRow
 
-Array: TypeAlias = npt.NDArray[Any]
-Value: TypeAlias = "Array | float | None"
-"""A tensor as a view, one number that stands for ``number * action_mask``, or nothing."""
-
-CACHED_BYTES = 256 * 1024 * 1024
-"""Decoded segments that are kept: a segment holds more rows than one step takes from it."""
+CACHED_BYTES = 64 * 1024 * 1024
+"""Segments that are kept beside those of the last step, which may have left rows to the next."""
 
 FAMILIES = ("light", "tokens", "heavy")
+_MODAL = "multi_modal_inputs."
+
+
+class RowMeta(Protocol):
+    """What is known of an experience without its segment: an `ExperienceRow`, a `ReadyRow`."""
+
+    @property
+    def eid(self) -> EID:
+        """Its address."""
+
+    @property
+    def reward(self) -> float | None:
+        """Of the whole experience."""
+
+    @property
+    def policy_version(self) -> int | None:
+        """Of the weights that generated it."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that the action mask selects."""
+
+    @property
+    def segment(self) -> bytes:
+        """Key of its segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedRows:
-    """Columns of the rows of one manifest, in its order; views that must not be written."""
+    """Columns of the rows of one manifest, in its order.
 
-    meta: Sequence[ExperienceRow]
-    columns: Mapping[str, Sequence[Value]]
-    multi_modal: Sequence[Mapping[str, Value]]
+    Attributes:
+        meta: what the log knows of each row.
+        fields: columns of vectors, views that must not be written.
+        multi_modal: of each row, name -> tensor with memory of its own.
+    """
 
-    def column(self, field: str) -> Sequence[Value]:
-        """Return the values of one field, None where a row has none."""
-        return self.columns.get(field) or [None] * len(self.meta)
+    meta: Sequence[RowMeta]
+    fields: Mapping[str, Field]
+    multi_modal: Sequence[Mapping[str, Tensor]]
+
+    def field(self, name: str) -> Field:
+        """Return the column ``name``, which may be empty."""
+        return self.fields.get(name) or Field()
+
+    def values(self, name: str) -> list[Value]:
+        """Return the values of one column, None where a row has none."""
+        return self.field(name).values(len(self.meta))
+
+
+_Columns = dict[str, list[Column]]
 
 
 class _Segments:
     """Decoded segments by key, the least recently used forgotten first."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, tuple[int, dict[str, list[Value]]]] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[int, _Columns]] = OrderedDict()
         self._bytes = 0
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._known
 
-    def __getitem__(self, key: bytes) -> dict[str, list[Value]]:
+    def __getitem__(self, key: bytes) -> _Columns:
         self._known.move_to_end(key)
         return self._known[key][1]
 
     def add(self, key: bytes, families: Mapping[str, bytes]) -> None:
         size = sum(map(len, families.values()))
-        fields: dict[str, list[Value]] = {}
+        columns: _Columns = {}
         for blob in families.values():
-            fields |= _views(decode_segment(blob))
-        self._known[key] = (size, fields)
+            columns |= decode_segment(blob).columns
+        self._known[key] = (size, columns)
         self._bytes += size
 
-    def shrink(self) -> None:
-        """Forget down to the budget; only between steps, whose rows must all be there."""
-        while self._bytes > CACHED_BYTES and len(self._known) > 1:
+    def shrink(self, used: int) -> None:
+        """Forget down to the budget, but not the ``used`` segments that were asked for last."""
+        while self._bytes > CACHED_BYTES and len(self._known) > used:
             _, (size, _) = self._known.popitem(last=False)
             self._bytes -= size
-
-
-def _views(segment: Segment) -> dict[str, list[Value]]:
-    """Return field -> one value per row."""
-    fields: dict[str, list[Value]] = {}
-    for name, columns in segment.columns.items():
-        values: list[Value] = [None] * segment.rows
-        for column in columns:
-            rows = range(segment.rows) if column.rows is None else column.rows.tolist()
-            for row, value in zip(rows, _values(column), strict=True):
-                values[row] = value
-        fields[name] = values
-    return fields
-
-
-def _values(column: Column) -> Sequence[Value]:
-    elements = column.elements
-    if column.encoding == "scaled_mask":
-        return [float(scalar) for scalar in elements]
-    ends = column.offsets.tolist()
-    pieces = [elements[start:stop] for start, stop in pairwise(ends)]
-    if column.shapes.shape[1] == 1:
-        return pieces
-    return [piece.reshape(shape) for piece, shape in zip(pieces, column.shapes, strict=True)]
 
 
 class RowLoader:
@@ -107,15 +129,22 @@ class RowLoader:
         self._annotation_keys: OrderedDict[int, bytes | None] = OrderedDict()
         self._others: dict[str, RowLoader] = {}
 
-    async def load(self, manifest: Manifest) -> LoadedRows:
+    async def load(
+        self, manifest: Manifest, known: Mapping[int, RowMeta] | None = None
+    ) -> LoadedRows:
         """Return the columns of the manifest's rows.
+
+        Args:
+            manifest: which rows.
+            known: address of an annotation -> what is known of its experience already; without it
+                the database is asked.
 
         Raises:
             DamagedSegmentError: a checksum does not hold.
             UnknownExperimentError: rows come from an experiment that the store does not hold.
         """
         if not any(manifest.source):
-            return await self.load_rows(manifest.experiences, manifest.annotations)
+            return await self.load_rows(manifest.experiences, manifest.annotations, known)
         parts: list[tuple[list[int], LoadedRows]] = []
         for number, name in enumerate(("", *manifest.sources)):
             rows = manifest.rows_of(number)
@@ -139,7 +168,7 @@ class RowLoader:
         return found
 
     async def damaged_rows(self, manifest: Manifest, places: Sequence[int]) -> list[int]:
-        """Return those of ``places``, rows of this experiment, that cannot be read."""
+        """Return which of ``places``, all of this experiment, cannot be read; see `damaged`."""
         experiences = {manifest.experiences[place] for place in places}
         async with self._database.reading() as tx:
             stored = await queries.experience_rows(tx, self._experiment, sorted(experiences))
@@ -164,24 +193,34 @@ class RowLoader:
             self._others[name] = RowLoader(self._database, key)
         return self._others[name]
 
-    async def load_rows(self, experiences: Sequence[int], annotated: Sequence[int]) -> LoadedRows:
-        """Return the columns of rows of this experiment, by their two addresses."""
-        async with self._database.reading() as tx:
-            stored = await queries.experience_rows(tx, self._experiment, sorted(set(experiences)))
-        by_address = {row.address: row for row in stored}
-        meta = [by_address[address] for address in experiences]
+    async def load_rows(
+        self,
+        experiences: Sequence[int],
+        annotated: Sequence[int],
+        known: Mapping[int, RowMeta] | None = None,
+    ) -> LoadedRows:
+        """Return the columns of rows of this experiment, by their two addresses; see `load`."""
+        meta = await self._meta(experiences) if known is None else [known[a] for a in annotated]
         annotations = await self._keys_of({position_of(a) for a in annotated})
         keys = {row.segment for row in meta} | {key for key in annotations.values() if key}
         missing = [key for key in keys if key not in self._segments]
-        loaded = await load_segments(self._database, missing, (*FAMILIES, "annotation"))
-        return await anyio.to_thread.run_sync(self._gather, annotated, meta, annotations, loaded)
+        parts = await read_segments(self._database, missing, (*FAMILIES, "annotation"))
+        return await in_thread(
+            self._gather, experiences, annotated, meta, annotations, missing, parts
+        )
+
+    async def _meta(self, experiences: Sequence[int]) -> list[RowMeta]:
+        async with self._database.reading() as tx:
+            stored = await queries.experience_rows(tx, self._experiment, sorted(set(experiences)))
+        by_address = {row.address: row for row in stored}
+        return [by_address[address] for address in experiences]
 
     async def _keys_of(self, positions: set[int]) -> dict[int, bytes | None]:
         """Return position of an annotation event -> key of its segment; None: it has no tensors."""
         unknown = sorted(positions - self._annotation_keys.keys())
         if unknown:
-            async with self._database.reading() as tx:
-                events = await log.read_at(tx, self._experiment, unknown)
+            ask = partial(log.read_at, experiment_id=self._experiment, positions=unknown)
+            events = await self._database.read(ask)
             for stored in events:
                 body = decoded("", stored).body
                 self._annotation_keys[stored.position] = body["segment"]
@@ -192,48 +231,88 @@ class RowLoader:
 
     def _gather(
         self,
+        experiences: Sequence[int],
         annotated: Sequence[int],
-        meta: Sequence[ExperienceRow],
+        meta: Sequence[RowMeta],
         annotations: Mapping[int, bytes | None],
-        loaded: Mapping[bytes, Mapping[str, bytes]],
+        missing: Sequence[bytes],
+        parts: SegmentParts,
     ) -> LoadedRows:
-        for key, families in loaded.items():
-            self._segments.add(key, families)
-        columns: dict[str, list[Value]] = {}
-        total = len(meta)
-        for i, (row, annotation) in enumerate(zip(meta, annotated, strict=True)):
-            slot = slot_of(row.address)
-            for field, values in self._segments[row.segment].items():
-                columns.setdefault(field, [None] * total)[i] = values[slot]
-            of_set = annotations[position_of(annotation)]
-            if of_set is not None:
-                slot = slot_of(annotation)
-                for field, values in self._segments[of_set].items():
-                    columns.setdefault(field, [None] * total)[i] = values[slot]
-        self._segments.shrink()
-        if any(value is None for value in columns.get("tokens", [None])):
+        blobs = joined(parts)
+        for key in missing:
+            if key not in blobs:
+                raise DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")
+            self._segments.add(key, blobs[key])
+        fields: dict[str, Field] = {}
+        modal: list[dict[str, Tensor]] = [{} for _ in meta]
+        keys = {position_of(at): row.segment for at, row in zip(experiences, meta, strict=True)}
+        self._add(fields, modal, experiences, keys)
+        computed: dict[str, Field] = {}
+        self._add(computed, modal, annotated, annotations)
+        for name, field in computed.items():
+            fields[name] = Field(_left(fields, name, field, len(meta)) + field.blocks)
+        self._segments.shrink(len(set(keys.values())) + len(set(annotations.values())))
+        if not meta or fields.get("tokens", Field()).missing(len(meta)):
             raise DamagedSegmentError("an experience of the step has no tokens: run `verify`")
-        heavy = [name for name in columns if name.startswith("multi_modal_inputs.")]
-        modal = [
-            {
-                name.partition(".")[2]: columns[name][i]
-                for name in heavy
-                if columns[name][i] is not None
-            }
-            for i in range(total)
-        ]
-        return LoadedRows(meta, columns, modal)
+        return LoadedRows(meta, fields, modal)
+
+    def _add(
+        self,
+        fields: dict[str, Field],
+        modal: Sequence[dict[str, Tensor]],
+        addresses: Sequence[int],
+        keys: Mapping[int, bytes | None],
+    ) -> None:
+        """Put in the columns of the rows at ``addresses``; ``keys``: position -> segment."""
+        order = np.argsort(np.array(addresses), kind="stable")
+        ordered = np.array(addresses)[order]
+        # Addresses of one event that follow each other are rows of its segment that do, too; those
+        # of the next event are far away.
+        for a, z in runs(ordered):
+            first = int(ordered[a])
+            key = keys[position_of(first)]
+            slots = range(slot_of(first), slot_of(first) + z - a)
+            for name, columns in ({} if key is None else self._segments[key]).items():
+                for column in columns:
+                    if name.startswith(_MODAL):
+                        _add_modal(modal, name.removeprefix(_MODAL), column, order[a:z], slots)
+                    elif column.shapes.shape[1] == 1 or column.encoding == "scaled_mask":
+                        field = fields.setdefault(name, Field())
+                        field.blocks += blocks_of(column, order[a:z], slots)
+
+
+def _left(fields: Mapping[str, Field], name: str, computed: Field, rows: int) -> list[Block]:
+    """Return what was recorded of a field in the rows for which a strategy computed none."""
+    recorded = fields.get(name)
+    return recorded.without(computed.present(rows)).blocks if recorded else []
+
+
+def _add_modal(
+    modal: Sequence[dict[str, Tensor]], name: str, column: Column, rows: Array, slots: range
+) -> None:
+    there = range(len(column.shapes)) if column.rows is None else column.rows.tolist()
+    for index, slot in enumerate(there):
+        if slot in slots:
+            modal[rows[slot - slots.start]][name] = _copied(column, index)
+
+
+def _copied(column: Column, index: int) -> Tensor:
+    """Return one tensor of a column, with memory of its own."""
+    width = column.elements.itemsize
+    begin, end = (column.offsets[index : index + 2] * width).tolist()
+    data = np.array(column.data[begin:end])
+    return tensors_of(
+        replace(column, shapes=column.shapes[index : index + 1], data=data, rows=None)
+    )[0]
 
 
 def _merged(parts: Sequence[tuple[Sequence[int], LoadedRows]], total: int) -> LoadedRows:
     """Return the rows of several experiments in the order of the manifest: (their places, they)."""
     places = {row: (part, i) for part, (rows, _) in enumerate(parts) for i, row in enumerate(rows)}
-    columns: dict[str, list[Value]] = {}
+    fields: dict[str, Field] = {}
     for rows, found in parts:
-        for field, values in found.columns.items():
-            column = columns.setdefault(field, [None] * total)
-            for row, value in zip(rows, values, strict=True):
-                column[row] = value
+        for name, field in found.fields.items():
+            fields.setdefault(name, Field()).blocks += field.moved(rows).blocks
     order = [places[row] for row in range(total)]
     meta = [parts[part][1].meta[i] for part, i in order]
-    return LoadedRows(meta, columns, [parts[part][1].multi_modal[i] for part, i in order])
+    return LoadedRows(meta, fields, [parts[part][1].multi_modal[i] for part, i in order])

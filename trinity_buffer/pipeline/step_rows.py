@@ -17,6 +17,7 @@ from trinity_buffer.pipeline.step_source import (
     rows_without,
 )
 from trinity_buffer.pipeline.stream_options import StreamOptions
+from trinity_buffer.store.trainer_queries import ReadyRow
 
 Unfit = Mapping[tuple[int, int], str]
 """(source, annotation) of a row -> why it cannot be trained."""
@@ -54,7 +55,7 @@ class StepRows:
         while taken:
             manifest = planned_manifest(step, self._set, taken, self._options)
             try:
-                rows = await self._loader.load(manifest)
+                rows = await self._loader.load(manifest, _known(taken))
             except (CodecError, DamagedSegmentError):
                 places = await self._loader.damaged(manifest)
                 if not places:
@@ -94,7 +95,7 @@ class StepRows:
         lengths = dict(zip(manifest.annotations, row_lengths(manifest, rows), strict=True))
         exact = [lengths[one.row.address] for one in taken]
         manifest = planned_manifest(step, self._set, taken, self._options, lengths=exact)
-        return manifest, await self._loader.load(manifest)
+        return manifest, await self._loader.load(manifest, _known(taken))
 
     async def _left_of(self, taken: list[TakenRow], unfit: Unfit) -> list[TakenRow]:
         """Reject the ``unfit`` rows; return the others."""
@@ -104,6 +105,11 @@ class StepRows:
             gone = [one for one, found in zip(taken, why, strict=True) if found == reason]
             await self._source.reject(gone, reason, left)
         return left
+
+
+def _known(taken: Sequence[TakenRow]) -> dict[int, ReadyRow]:
+    """Return address of an annotation -> what reading it told of the experience."""
+    return {one.row.address: one.row for one in taken}
 
 
 def _source_of(manifest: Manifest, place: int) -> int:

@@ -200,12 +200,8 @@ def planned_manifest(
 
 def rows_without(rows: LoadedRows, field: str, sources: Sequence[int]) -> list[int]:
     """Return the places of the rows of the trainer's own experiment that lack a stored column."""
-    values = rows.column(field)
-    return [
-        place
-        for place, value in enumerate(values)
-        if value is None and not (sources and sources[place])
-    ]
+    missing = rows.field(field).missing(len(rows.meta))
+    return [place for place in missing if not (sources and sources[place])]
 
 
 def require_advantages(rows: LoadedRows, manifest: Manifest) -> None:

@@ -31,10 +31,14 @@ from trinity_buffer.pipeline.unit_reader import UnitReader
 from trinity_buffer.store import log, queries, reads, segments
 from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.rows import ExperienceRow
+from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.writer import StagedWriter
 
 EXPERIENCES_PER_COMMIT = 2048
 """Units that are ready together share a commit up to this many experiences."""
+
+EXPERIENCES_PER_LOAD = 256
+"""Units are loaded together up to this many, where tokens or pixels are loaded with them."""
 
 StrategyLike = str | type[AddStrategy] | Sequence[str | type[AddStrategy]]
 
@@ -137,7 +141,7 @@ class StrategyConsumer:
         """Read one page, decide what is ready; return whether there was anything to do."""
         read = await self._reader.read()
         units, late = self._reader.take_ready(), self._reader.take_late()
-        for some in _chunks(units):
+        for some in _chunks(units, EXPERIENCES_PER_COMMIT):
             await self._decide(some, [])
         if late:
             await self._decide([], late)
@@ -181,10 +185,13 @@ class StrategyConsumer:
             return
         database, key = self.experiment.database, self.experiment.key
         reached("before-annotate")
-        async with database.writing() as tx:
+
+        async def work(tx: Transaction) -> None:
             await segments.write(tx, decision.segment_rows)
             await log.append(tx, key, decision.events, actor=self.name, now_us=now_us())
             reached("inside-annotate")
+
+        await database.write(work)
         reached("after-annotate")
         self._annotated += decision.annotated
         self._rejected += decision.rejected
@@ -192,19 +199,14 @@ class StrategyConsumer:
     async def _compute(self, units: Sequence[ReadyUnit], late: Sequence[ExperienceRow]) -> Decision:
         verdicts = Verdicts(self.name)
         verdicts.reject(late, "late")
-        seen: list[list[ExperienceRow]] = []
-        for unit in units:
-            verdicts.concern(unit.groups)
-            whole, short = self._sorted_out(unit)
-            for group in short:
-                verdicts.reject(group.members, "incomplete_group")
-            seen.append(list(ReadyUnit(tuple(whole), incomplete=False).rows))
-        # At once: units that were written together lie in one segment, which is read once then.
-        loaded = await self._load_readable([row for rows in seen for row in rows], verdicts)
-        by_address = {experience.address: experience for experience in loaded}
-        for rows in seen:
-            experiences = [by_address[r.address] for r in rows if r.address in by_address]
-            if experiences:
+        for some in _chunks(units, self._experiences_per_load):
+            given = [rows for unit in some if (rows := self._rows_of(unit, verdicts))]
+            readable = await self._load_readable([row for rows in given for row in rows], verdicts)
+            loaded = {experience.address: experience for experience in readable}
+            for rows in given:
+                experiences = [loaded[row.address] for row in rows if row.address in loaded]
+                if not experiences:
+                    continue
                 _, found = await self.strategy.add(experiences, self._calls)
                 self._calls += 1
                 verdicts.metrics.append({name: float(value) for name, value in found.items()})
@@ -234,6 +236,19 @@ class StrategyConsumer:
             verdicts.reject(short, "incomplete_group")
             gone |= {row.address for row in short}
         return await self._load_readable([r for r in rows if r.address not in gone], verdicts)
+
+    def _rows_of(self, unit: ReadyUnit, verdicts: Verdicts) -> list[ExperienceRow]:
+        """Return what the strategy sees of ``unit``; the rest is rejected."""
+        verdicts.concern(unit.groups)
+        whole, short = self._sorted_out(unit)
+        for group in short:
+            verdicts.reject(group.members, "incomplete_group")
+        return ReadyUnit(tuple(whole), incomplete=False).rows
+
+    @property
+    def _experiences_per_load(self) -> int:
+        only_light = self._families == ("light",)
+        return EXPERIENCES_PER_COMMIT if only_light else EXPERIENCES_PER_LOAD
 
     async def _load_experiences(self, rows: Sequence[ExperienceRow]) -> list[Experience]:
         database, key = self.experiment.database, self.experiment.key
@@ -272,14 +287,15 @@ def _make(
     return kind(writer, **args)
 
 
-def _chunks(units: Sequence[ReadyUnit]) -> list[list[ReadyUnit]]:
+def _chunks(units: Sequence[ReadyUnit], most: int) -> list[list[ReadyUnit]]:
+    """Return ``units`` in turn, together up to ``most`` experiences; a larger one stays alone."""
     chunks: list[list[ReadyUnit]] = []
     room = 0
     for unit in units:
         size = sum(len(group.members) for group in unit.groups)
         if not chunks or size > room:
             chunks.append([])
-            room = EXPERIENCES_PER_COMMIT
+            room = most
         chunks[-1].append(unit)
         room -= size
     return chunks

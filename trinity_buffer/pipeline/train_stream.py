@@ -29,6 +29,7 @@ from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.ranks import RankSession
 from trinity_buffer.pipeline.recorded_strategy import RecordedStrategy
 from trinity_buffer.pipeline.row_loader import LoadedRows, RowLoader
+from trinity_buffer.pipeline.step_memory import StepMemory
 from trinity_buffer.pipeline.step_rows import StepRows
 from trinity_buffer.pipeline.step_source import RECORDED, StepSource, TakenRow
 from trinity_buffer.pipeline.strategy_consumer import StrategyConsumer
@@ -38,6 +39,7 @@ from trinity_buffer.store import leases, log, queries, trainer_queries
 from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ConsumerRow, StepRow
+from trinity_buffer.store.transaction import Transaction
 
 __all__ = ["RECORDED", "Resume", "StreamOptions", "TrainStep", "TrainStream"]
 
@@ -63,13 +65,14 @@ class TrainStream:
         self.incomplete_groups = 0
         self._database = experiment.database
         self._lease = lease
+        self._memory = StepMemory()
         self._loader = RowLoader(experiment.database, experiment.key)
         self._expert = expert
         self._source = StepSource(experiment, options, self.annotation_set, lease, expert)
         self._rows = StepRows(experiment, options, self.annotation_set, self._loader, self._source)
         self._ranks = RankSession(experiment, options)
         self._committed = 0
-        self._delivered: dict[int, TrainStep] = {}
+        self._delivered: dict[int, bytes] = {}  # digests of manifests, until they are committed
         self._recorded: deque[StepRow] = deque()
         self._next_step = 1
         self._chain = FIRST_LINK
@@ -213,14 +216,14 @@ class TrainStream:
         step = await self._step(manifest, rows, recorded=False)
         event = new_event("BatchLeased", manifest.body(self.options.consumer, self._lease.token))
         reached("before-lease")
-        async with self._database.writing() as tx:
-            await leases.require(
-                tx, self.experiment.key, self.options.consumer, token=self._lease.token
-            )
-            await log.append(
-                tx, self.experiment.key, [event], actor=self.options.consumer, now_us=now_us()
-            )
+        key, name = self.experiment.key, self.options.consumer
+
+        async def work(tx: Transaction) -> None:
+            await leases.require(tx, key, name, token=self._lease.token)
+            await log.append(tx, key, [event], actor=name, now_us=now_us())
             reached("inside-lease")
+
+        await self._database.write(work)
         reached("after-lease")
         self._next_step += 1
         return step
@@ -236,6 +239,7 @@ class TrainStream:
             rank=self.options.rank,
             world=self.options.world_size,
             device=self.options.device,
+            memory=self._memory,
         )
         microbatches = await anyio.to_thread.run_sync(work)
         if self.options.recompute_old_logprob:
@@ -262,7 +266,7 @@ class TrainStream:
             raise StopAsyncIteration from None
         if self._lease.lost is not None:
             raise self._lease.lost
-        self._delivered[step.step] = step
+        self._delivered[step.step] = step.manifest.digest
         return step
 
     # -- committing
@@ -343,7 +347,7 @@ class TrainStream:
             "consumer": self.options.consumer,
             "token": self._lease.token,
             "steps": steps,
-            "manifests": [self._delivered[number].manifest.digest for number in steps],
+            "manifests": [self._delivered[number] for number in steps],
             "chain": step.chain,
             "checkpoint": None if kept is None else str(kept),
             "checkpoint_digest": digest,

@@ -13,7 +13,8 @@ from trinity_buffer.pipeline.grouping import Grouping, GroupingRules, GroupKey, 
 from trinity_buffer.store import log, queries
 from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.rows import ConsumerRow, ExperienceRow, typed_rows_of_event
+from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, typed_rows_of_event
+from trinity_buffer.store.transaction import Transaction
 
 EVENTS_PER_PAGE = 256
 WAITING_PER_PAGE = 4096
@@ -75,13 +76,19 @@ class UnitReader:
     async def read(self) -> bool:
         """Feed the next events to the grouping; return whether there were any."""
         database, key = self._experiment.database, self._experiment.key
-        async with database.reading() as tx:
+
+        async def work(tx: Transaction) -> tuple[int, list[StoredEvent]]:
             head = await log.head(tx, key)
             if head == self.seen:
-                return False
+                return head, []
             page = await log.read_after(
                 tx, key, self.seen, limit=EVENTS_PER_PAGE, kinds=_KINDS, up_to=head
             )
+            return head, page
+
+        head, page = await database.read(work)
+        if head == self.seen:
+            return False
         seen = page[-1].position if len(page) == EVENTS_PER_PAGE else head
         bodies = await anyio.to_thread.run_sync(
             lambda: [decoded("", stored).body for stored in page]
@@ -128,12 +135,17 @@ class UnitReader:
         if not names:
             return
         database, key = self._experiment.database, self._experiment.key
-        async with database.reading() as tx:
+
+        async def work(
+            tx: Transaction,
+        ) -> tuple[dict[str, BatchRow], set[GroupKey], set[tuple[GroupKey, int]]]:
             known = await queries.batches(tx, key, names)
             planned = {(name, str(task)) for name, batch in known.items() for task in batch.tasks}
             asked = sorted(groups | planned)
             decided = await queries.decided_groups(tx, key, self._name, asked, cursor=seen)
-            refused = await queries.refused_runs(tx, key, asked, cursor=seen)
+            return known, decided, await queries.refused_runs(tx, key, asked, cursor=seen)
+
+        known, decided, refused = await database.read(work)
         for batch in known.values():
             self._grouping.know_batch(
                 batch, sealed=batch.sealed_at is not None and batch.sealed_at <= seen

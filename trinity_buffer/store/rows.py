@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.store.address import first_address
@@ -13,8 +13,7 @@ from trinity_buffer.store.tables import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ExperienceRow:
+class ExperienceRow(NamedTuple):
     """What the log knows of an experience without opening its segment."""
 
     address: int
@@ -147,6 +146,8 @@ def typed_rows_of_event(position: int, body: Mapping[str, Any]) -> list[Experien
         strict=True,
     )
     return [
-        ExperienceRow(base + slot, EID(*row[:5]), *row[5:11], refused.get(slot), key, row[11])  # type: ignore[call-arg]  # mypy cannot count a slice
+        ExperienceRow._make(
+            (base + slot, EID(*row[:5]), *row[5:11], refused.get(slot), key, row[11])
+        )
         for slot, row in enumerate(columns)
     ]

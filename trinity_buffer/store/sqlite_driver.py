@@ -2,25 +2,33 @@
 
 The adapter that SQLAlchemy brings makes four: open a cursor, execute, fetch, close. Each costs more
 than most of our statements do, so here they are one, and the ``BEGIN`` of a transaction rides with
-its first statement.
+its first statement. A transaction that is known as a whole takes a single trip (`transact`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import aiosqlite
 from pysqlite3 import dbapi2
+from sqlalchemy import Connection as SyncConnection
+from sqlalchemy import create_engine
 from sqlalchemy.dialects import registry
 from sqlalchemy.dialects.sqlite.aiosqlite import (
     AsyncAdapt_aiosqlite_connection,
     AsyncAdapt_aiosqlite_dbapi,
     SQLiteDialect_aiosqlite,
 )
+from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.pool import StaticPool
 from sqlalchemy.util.concurrency import await_only
+
+from trinity_buffer.store.inline import InlineConnection, to_its_end
+
+T = TypeVar("T")
 
 NAME = "pysqlite3async"
 """Of the dialect: ``sqlite+pysqlite3async://``."""
@@ -103,11 +111,12 @@ class _Cursor:
 class Connection(AsyncAdapt_aiosqlite_connection):  # type: ignore[misc, unused-ignore]
     """A connection whose transaction begins with its first statement, and ends only if it began."""
 
-    __slots__ = ("_begin",)
+    __slots__ = ("_begin", "_inline")
 
     def __init__(self, dbapi: Any, connection: Any) -> None:
         super().__init__(dbapi, connection)
         self._begin: str | None = None
+        self._inline: SyncConnection | None = None
 
     def cursor(self, server_side: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002 - SQLAlchemy's signature
         """Return a cursor."""
@@ -126,6 +135,39 @@ class Connection(AsyncAdapt_aiosqlite_connection):  # type: ignore[misc, unused-
         except Exception as error:  # noqa: BLE001 - turned into one of the driver's, as for every other call
             self._handle_exception(error)
         return done
+
+    async def transact(self, begin: str, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+        """Return what ``work`` returns, in a transaction that takes one trip as a whole."""
+        driver = self._connection
+        done: T = await driver._execute(self._transact, begin, work)  # noqa: SLF001 - it has no public way in
+        return done
+
+    def _transact(self, begin: str, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+        if self._inline is None:
+            engine = create_engine(
+                "sqlite://",
+                module=dbapi2,
+                creator=lambda: self._connection._conn,  # noqa: SLF001 - as above
+                poolclass=StaticPool,
+                pool_reset_on_return=None,
+            )
+            self._inline = engine.connect()
+        inline = self._inline
+        try:
+            inline.exec_driver_sql(begin)
+            done = to_its_end(work(cast("AsyncConnection", InlineConnection(inline))))
+            inline.commit()
+        except BaseException:
+            inline.rollback()
+            raise
+        return done
+
+    def close(self) -> None:
+        """Close the connection, and what looks at it."""
+        inline, self._inline = self._inline, None
+        if inline is not None:
+            await_only(self._connection._execute(inline.close))  # noqa: SLF001 - as above
+        super().close()
 
     def rollback(self) -> None:
         """Roll back, without a trip where nothing has begun: the pool asks for it each time."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, and_, exists, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -24,8 +24,7 @@ from trinity_buffer.store.tables import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyRow:
+class ReadyRow(NamedTuple):
     """An annotation row that no step holds yet, with what planning a micro-batch needs."""
 
     address: int
@@ -36,8 +35,19 @@ class ReadyRow:
     prompt_length: int
     length: int
     trained_tokens: int
+    reward: float | None
     segment: bytes
-    eid: EID
+    batch: str
+    task: str
+    run: int
+    step: int
+    suffix: str
+    int_keys: int
+
+    @property
+    def eid(self) -> EID:
+        """The address of the experience."""
+        return eid_of(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,7 @@ _READY_COLUMNS = (
     experience.c.prompt_length,
     experience.c.length,
     experience.c.trained_tokens,
+    experience.c.reward,
     experience.c.segment,
     experience.c.batch,
     experience.c.task,
@@ -82,21 +93,6 @@ _READY_COLUMNS = (
     experience.c.suffix,
     experience.c.int_keys,
 )
-
-
-def _ready_row(row: Any) -> ReadyRow:
-    return ReadyRow(
-        int(row.address),
-        row.group_slot,
-        bool(row.planned),
-        int(row.experience),
-        row.policy_version,
-        row.prompt_length,
-        row.length,
-        row.trained_tokens,
-        bytes(row.segment),
-        eid_of(row),
-    )
 
 
 async def ready_rows(
@@ -134,7 +130,7 @@ async def ready_rows(
         .order_by(annotation.c.address)
         .limit(limit)
     )
-    return [_ready_row(row) for row in (await tx.execute(query)).all()]
+    return list(map(ReadyRow._make, (await tx.execute(query)).all()))
 
 
 async def steps(
