@@ -235,9 +235,11 @@ async def test_an_oversize_group_does_not_count(store_url: str):
         await writer.plan("b", [0], 2)
         await writer.write([rollout(run=run, length=50, reward=run) for run in range(2)])
         await run_strategy(experiment, "grpo")
-        async with waiting_plan(experiment, "c"):
-            async with experiment.train_stream(strategy="grpo", max_tokens=49) as stream:
-                assert [step async for step in stream] == []
+        async with (
+            waiting_plan(experiment, "c"),
+            experiment.train_stream(strategy="grpo", max_tokens=49) as stream,
+        ):
+            assert [step async for step in stream] == []
 
 
 async def test_a_sealed_batch_without_runs_does_not_count(store_url: str):
@@ -258,10 +260,12 @@ async def test_staleness_waits_for_commits_and_for_newer_weights(store_url: str)
         assert await writer.plan("b", [0], 2, policy_version=0)
         await writer.write(group(runs=2))
         await run_strategy(experiment, "grpo")
-        async with waiting_plan(experiment, "c", policy_version=0):
-            async with experiment.train_stream(strategy="grpo") as stream:
-                step = await anext(stream)
-                await stream.commit(step)
+        async with (
+            waiting_plan(experiment, "c", policy_version=0),
+            experiment.train_stream(strategy="grpo") as stream,
+        ):
+            step = await anext(stream)
+            await stream.commit(step)
     async with opened(store_url, max_staleness=1) as experiment:
         await experiment.publish_policy(7, "weights-7")
         version = 5
@@ -285,19 +289,20 @@ async def test_a_finished_experiment_answers_false_and_wakes_who_waits(store_url
 
 @pytest.mark.parametrize("places", [1, 3])
 async def test_explorers_that_race_for_the_last_places_get_no_more(store_url: str, places: int):
-    async with opened(store_url, max_waiting_groups=places) as experiment:
-        async with opened(store_url) as other, anyio.create_task_group() as tasks:
-            for number in range(8):
-                of = (experiment, other)[number % 2]
-                waiter = Waiter()
-                more = {"actor": f"e{number}"}
-                tasks.start_soon(lambda w=waiter, o=of, n=number, m=more: w.plan(o, f"b{n}", **m))  # type: ignore[misc]
-            while (await kinds(experiment)).count("BatchPlanned") < places:
-                await anyio.lowlevel.checkpoint()
-            with anyio.move_on_after(0.2):
-                await anyio.sleep_forever()
-            assert (await kinds(experiment)).count("BatchPlanned") == places
-            tasks.cancel_scope.cancel()
+    async with (
+        opened(store_url, max_waiting_groups=places) as experiment,
+        opened(store_url) as other,
+        anyio.create_task_group() as tasks,
+    ):
+        for number in range(8):
+            of, waiter, more = (experiment, other)[number % 2], Waiter(), {"actor": f"e{number}"}
+            tasks.start_soon(lambda w=waiter, o=of, n=number, m=more: w.plan(o, f"b{n}", **m))  # type: ignore[misc]
+        while (await kinds(experiment)).count("BatchPlanned") < places:
+            await anyio.lowlevel.checkpoint()
+        with anyio.move_on_after(0.2):
+            await anyio.sleep_forever()
+        assert (await kinds(experiment)).count("BatchPlanned") == places
+        tasks.cancel_scope.cancel()
 
 
 class KeepsAll(AddStrategy):
