@@ -106,13 +106,11 @@ def test_recomputed_logprobs_are_those_of_the_policy_before_the_step(
 ) -> None:
     algorithm = build("grpo")
     anyio.run(prepared, sqlite_url, algorithm)
-    with open_train_stream(
-        sqlite_url, experiment="run", strategy="grpo", recompute_old_logprob=True
-    ) as stream:
-        trainer = Trainer(stream, policy, algorithm, TrainerSettings(checkpoints=tmp_path))
-        reports: list[StepReport] = []
-        trainer.run(reports.append)
-    assert all(abs(report.metrics["actor/ppo_kl"]) < 1e-6 for report in reports)
+    by_stream = train(sqlite_url, algorithm, tmp_path / "s", max_steps=2, recomputed=True)
+    settings: dict[str, Any] = {"consumer": "other", "recompute_old_logprob": True}
+    by_trainer = train(sqlite_url, algorithm, tmp_path / "t", max_steps=2, **settings)
+    for _, reports in (by_stream, by_trainer):
+        assert all(abs(report.metrics["actor/ppo_kl"]) < 1e-6 for report in reports)
 
 
 def test_values_come_from_what_precedes_a_token_in_both_layouts() -> None:

@@ -135,6 +135,7 @@ def settings_of(config: RunConfig, checkpoints: Path) -> TrainerSettings:
         max_gradient_norm=config.optimizer.max_gradient_norm,
         critic_learning_rate=config.optimizer.critic_learning_rate,
         value_clip_range=config.optimizer.value_clip_range,
+        recompute_old_logprob=config.recompute_old_logprob,
         commit_every_steps=config.commit_every_steps,
         max_steps=config.max_steps,
     )

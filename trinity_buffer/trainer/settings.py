@@ -27,6 +27,8 @@ class TrainerSettings:
         keep_checkpoints: how many committed ones stay on the disk.
         critic_learning_rate: of the critic, where there is one; it follows the same schedule.
         value_clip_range: see `ValueLossFn`.
+        recompute_old_logprob: compute ``old_logprob`` before each step, whatever the stream brings;
+            a replay's brings what explorers recorded.
         max_steps: end after this gradient step; None: when the stream ends.
     """
 
@@ -42,6 +44,7 @@ class TrainerSettings:
     keep_checkpoints: int = 2
     critic_learning_rate: float = 1e-3
     value_clip_range: float | None = None
+    recompute_old_logprob: bool = False
     max_steps: int | None = None
 
     def __post_init__(self) -> None:

@@ -160,6 +160,9 @@ class Trainer:
 
     def _train(self, step: TrainStep) -> tuple[float, float, dict[str, float]]:
         reduce = self._processes.sum if self._processes.world_size > 1 else None
+        if self._settings.recompute_old_logprob:
+            for microbatch in step.microbatches:
+                microbatch.tensors.pop("old_logprob", None)
         found = prepare(step, self._algorithm, self._models, reduce=reduce)
         policy, optimizer = self.state.policy, self.state.optimizer
         optimizer.zero_grad(set_to_none=True)
