@@ -58,14 +58,11 @@ def interleaved(
     gc.freeze()  # the collector shall not look at the experiences, which no real process has here
     try:
         for round_number in range(repetitions + 1):
-            order = (0, 1) if round_number % 2 else (1, 0)
-            for which in order:
-                seconds = (ours, limit)[which]()
-                if round_number:
-                    pairs[which].append(seconds)
+            for which in (0, 1) if round_number % 2 else (1, 0):
+                pairs[which].append((ours, limit)[which]())
     finally:
         gc.unfreeze()
-    return pairs
+    return pairs[0][1:], pairs[1][1:]
 
 
 def figure_of_rates(

@@ -272,13 +272,13 @@ class RowLoader:
             first = int(ordered[a])
             key = keys[position_of(first)]
             slots = range(slot_of(first), slot_of(first) + z - a)
-            for name, columns in ({} if key is None else self._segments[key]).items():
-                for column in columns:
-                    if name.startswith(_MODAL):
-                        _add_modal(modal, name.removeprefix(_MODAL), column, order[a:z], slots)
-                    elif column.shapes.shape[1] == 1 or column.encoding == "scaled_mask":
-                        field = fields.setdefault(name, Field())
-                        field.blocks += blocks_of(column, order[a:z], slots)
+            segment = {} if key is None else self._segments[key]
+            for name, column in ((n, c) for n, columns in segment.items() for c in columns):
+                if name.startswith(_MODAL):
+                    _add_modal(modal, name.removeprefix(_MODAL), column, order[a:z], slots)
+                elif column.shapes.shape[1] == 1 or column.encoding == "scaled_mask":
+                    field = fields.setdefault(name, Field())
+                    field.blocks += blocks_of(column, order[a:z], slots)
 
 
 def _left(fields: Mapping[str, Field], name: str, computed: Field, rows: int) -> list[Block]:
