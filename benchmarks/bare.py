@@ -15,6 +15,7 @@ from typing import Any
 from pysqlite3 import dbapi2
 
 from trinity_buffer.store import sqlite
+from trinity_buffer.store.checkpoint import Checkpointer
 
 Row = tuple[Any, ...]
 Transaction = dict[str, list[Row]]
@@ -92,7 +93,7 @@ def time_writes(folder: Path, schema: Sequence[str], transactions: Sequence[Tran
     folder.mkdir()
     path = folder / "bare.db"
     empty_copy(path)
-    with closing(connect(path)) as connection:
+    with closing(connect(path)) as connection, closing(Checkpointer(path)) as checkpointer:
         for statement in schema:
             connection.execute(statement)
         statements = inserts(transactions[0])
@@ -102,6 +103,7 @@ def time_writes(folder: Path, schema: Sequence[str], transactions: Sequence[Tran
             for table, rows in transaction.items():
                 connection.executemany(statements[table], rows)
             connection.execute("COMMIT")
+            checkpointer.notify()
         seconds = time.perf_counter() - began
     shutil.rmtree(folder)
     return seconds

@@ -27,6 +27,7 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.store import schema, sqlite, sqlite_driver
 from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
+from trinity_buffer.store.checkpoint import Checkpointer
 from trinity_buffer.store.transaction import TakenKeyError
 
 T = TypeVar("T")
@@ -82,9 +83,13 @@ class Database:
         # ways in and out take longer than many a transaction.
         self._seats = anyio.Semaphore(READERS + 1)
         self._idle: list[PoolProxiedConnection] = []
+        self._checkpointer = None if read_only else self._new_checkpointer()
         self._engine: AsyncEngine
         self._writer: AsyncEngine  # the same connections, for transactions that write
         self.changes: Changes
+
+    def _new_checkpointer(self) -> Checkpointer | None:
+        return Checkpointer(self.path) if self.dialect == "sqlite" else None
 
     @property
     def path(self) -> Path:
@@ -122,7 +127,7 @@ class Database:
             ):
                 async with self._writer.connect() as connection, connection.begin():
                     yield connection
-        self.changes.notify()
+        self._noticed()
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
@@ -143,7 +148,7 @@ class Database:
                 return await work(tx)
         async with self._write_lock:
             done = await self._transact("BEGIN IMMEDIATE", work, integrity_errors=integrity_errors)
-        self.changes.notify()
+        self._noticed()
         return done
 
     async def read(self, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
@@ -170,6 +175,12 @@ class Database:
                 finally:
                     self._idle.append(connection)
         return done
+
+    def _noticed(self) -> None:
+        """Tell whoever waits in this process that something was committed."""
+        self.changes.notify()
+        if self._checkpointer is not None:
+            self._checkpointer.notify()
 
     def _errors(self) -> Any:
         return _foreign_errors(self.name)
@@ -210,6 +221,8 @@ class Database:
 
     async def _close(self) -> None:
         with anyio.CancelScope(shield=True):
+            if self._checkpointer is not None:
+                await anyio.to_thread.run_sync(self._checkpointer.close)
             while self._idle:
                 await greenlet_spawn(self._idle.pop().close)
             await self._engine.dispose()

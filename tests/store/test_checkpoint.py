@@ -1,0 +1,73 @@
+"""Checkpoints run beside the writers, and give up their place to nobody."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pysqlite3 import dbapi2
+
+from tests.contract.making import group
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store import checkpoint, sqlite
+from trinity_buffer.store.checkpoint import Checkpointer
+
+
+def opened(path: Path) -> Any:
+    """Return a connection that never makes a checkpoint of its own."""
+    connection = dbapi2.connect(str(path), isolation_level=None)
+    connection.execute("PRAGMA wal_autocheckpoint=0")
+    return connection
+
+
+def log_of(connection: Any) -> tuple[int, int]:
+    """Return (pages in the log, how many of them are in the database too)."""
+    _, pages, copied = connection.execute("PRAGMA wal_checkpoint(NOOP)").fetchone()
+    return pages, copied
+
+
+def test_the_log_is_copied_while_a_writer_goes_on(tmp_path: Path):
+    path = tmp_path / "a.db"
+    sqlite.prepare_file(path)
+    deadline = time.monotonic() + 60
+    with closing(opened(path)) as connection, closing(Checkpointer(path, pages=8)) as beside:
+        connection.execute("CREATE TABLE t (data BLOB)")
+        while beside.checkpoints < 2:
+            assert time.monotonic() < deadline, "no checkpoint came"
+            connection.execute("INSERT INTO t VALUES (zeroblob(100000))")
+            beside.notify()
+        before = log_of(connection)[1]
+        assert before > 0
+        # What the writers' own limit finds is the rest: here, what came since the last look.
+        connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        pages, copied = log_of(connection)
+        assert copied == pages
+        connection.execute("INSERT INTO t VALUES (zeroblob(100000))")
+        assert log_of(connection)[0] < pages, "copied as a whole, the log begins anew"
+
+
+def test_a_short_log_is_left_alone(tmp_path: Path):
+    path = tmp_path / "a.db"
+    sqlite.prepare_file(path)
+    with closing(opened(path)) as connection, closing(Checkpointer(path)) as beside:
+        connection.execute("CREATE TABLE t (data BLOB)")
+        beside._checkpoint(connection)
+        assert beside.checkpoints == 0
+        assert log_of(connection)[1] == 0
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_who_writes_has_one_and_who_reads_has_none(tmp_path: Path, read_only: bool):
+    url = f"sqlite:///{tmp_path / 'a.db'}"
+    async with open_store(url) as store:
+        experiment = await store.experiment("e", config={})
+        await experiment.writer("e0").write(group())
+    async with open_store(url, read_only=read_only) as store:
+        assert (store.database._checkpointer is None) == read_only
+
+
+def test_the_writers_own_limit_lies_behind_it():
+    assert checkpoint.PAGES < sqlite.WAL_AUTOCHECKPOINT_PAGES / 4
