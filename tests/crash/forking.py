@@ -17,6 +17,10 @@ CONTEXT.set_forkserver_preload(
         "torch._dynamo",  # two seconds, which the first optimizer of a process would take
         "tests.crash.roles",
         "tests.torture.roles",
+        # what the package imports only when it is needed
+        "trinity_buffer.pipeline.sql_writer",
+        "trinity_buffer.pipeline.loading",
+        "trinity_buffer.pipeline.open_stream",
     ]
 )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import anyio
 
-from tests.crash.lives import Lives, run_all
+from tests.crash.lives import LIFE_S, Lives, run_all
 from trinity_buffer.cli.run_config import resolved
 from trinity_buffer.crash_points import CRASH_POINTS
 from trinity_buffer.pipeline.store import open_store
@@ -77,10 +77,11 @@ async def _finish(url: str) -> None:
     async with open_store(url) as store:
         experiment = await store.experiment("crash")
         commits = 0
-        async for event in experiment.events(follow=True, kinds=("StepsCommitted",)):
-            commits += 1
-            if commits >= 5:
-                break
+        with anyio.fail_after(2 * LIFE_S):
+            async for _ in experiment.events(follow=True, kinds=("StepsCommitted",)):
+                commits += 1
+                if commits >= 5:
+                    break
         await experiment.finish(f"after {commits} commits")
 
 
