@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from typer.testing import CliRunner
 
 from trinity_buffer.cli import roles
+from trinity_buffer.cli.main import app
 from trinity_buffer.cli.run_config import resolved
+from trinity_buffer.errors import TrinityBufferError
 from trinity_buffer.pipeline.store import open_store
 
 CONFIG = {
@@ -48,10 +49,11 @@ def run(tmp_path: Path) -> str:
 
 
 def command(*words: str) -> tuple[int, Any, str]:
-    """Return exit code, parsed standard output and standard error of ``trinity-buffer words``."""
-    line = [sys.executable, "-m", "trinity_buffer", *words, "--json"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
+    """Return exit code, parsed output and, if it failed, the sentence that says why."""
+    done = CliRunner().invoke(app, [*words, "--json"])
+    if isinstance(done.exception, TrinityBufferError):  # `main` makes a sentence and a 2 of it
+        return 2, None, str(done.exception)
+    return done.exit_code, json.loads(done.stdout), ""
 
 
 def test_a_replay_gives_the_same_weights_and_another_rate_gives_others(run: str) -> None:

@@ -11,7 +11,7 @@ from tests.torture import plan, sites
 from tests.torture.round import run_round
 
 
-@pytest.mark.parametrize("store", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("store", ["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
 def test_whatever_goes_wrong_nothing_is_lost_doubled_or_skipped(store: str, tmp_path: Path):
     with ExitStack() as stack:
         if store == "postgresql":
