@@ -15,7 +15,7 @@ from trinity_buffer.algorithm import ALGORITHM_TYPE, build
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.trainer.critic import TransformerCritic, ValueLossFn
-from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
+from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
 
 
 @pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
