@@ -14,6 +14,7 @@ from trinity_buffer.experience import EID, Experience
 from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store import tables
 from trinity_buffer.store.database import Database, open_for_migration
 
 PROMPT = 3
@@ -89,3 +90,38 @@ async def contents(url: str) -> dict[str, list[tuple[Any, ...]]]:
 async def kinds(experiment: Experiment) -> list[str]:
     """Return the kinds of all events, in order."""
     return [event.kind async for event in experiment.events()]
+
+
+async def assert_conserved(experiment: Experiment) -> None:
+    """Every experience is in one place for each set, every annotation in one for each trainer.
+
+    Of sets of addresses, read off the tables: not of counts, nor with the program's own queries.
+    """
+    database = experiment.database
+    stored = await rows(database, tables.experience)
+    decided = await rows(database, tables.rejection)
+    for one in await rows(database, tables.consumer):
+        name = one["name"]
+        left_out = [row["address"] for row in decided if row["consumer"] == name]
+        if one["kind"] == "strategy":
+            of_set = await rows(database, tables.annotation)
+            annotated = {row["experience"] for row in of_set if row["consumer"] == name}
+            waiting = await rows(database, tables.waiting)
+            open_rows = [row for row in stored if row["refused"] is None]
+            places = [
+                [row["address"] for row in open_rows if row["address"] >> 20 > one["cursor"]],
+                [row["address"] for row in waiting if row["consumer"] == name],
+                [row["address"] for row in stored if row["refused"] is not None],
+                [*annotated],
+                left_out,
+            ]
+            everything = [row["address"] for row in stored]
+        else:
+            held = await rows(database, tables.delivery)
+            delivered = [row["address"] for row in held if row["consumer"] == name]
+            of_set = await rows(database, tables.annotation)
+            everything = [
+                row["address"] for row in of_set if row["consumer"] == one["config"]["strategy"]
+            ]
+            places = [delivered, left_out, [*{*everything} - {*delivered, *left_out}]]
+        assert sorted(address for place in places for address in place) == everything, name

@@ -87,10 +87,24 @@ class Verdicts:
         return address
 
     def decision(
-        self, kept: Mapping[str, Sequence[Experience]], *, seen: int, calls: int
+        self,
+        kept: Mapping[str, Sequence[Experience]],
+        *,
+        seen: int,
+        calls: int,
+        after: int | None = None,
     ) -> Decision:
-        """Return what to commit. Encodes: call it off the event loop."""
+        """Return what to commit. Encodes: call it off the event loop.
+
+        Args:
+            kept: from `taken_from`.
+            seen: position up to which the log was read.
+            calls: how often the strategy was called so far.
+            after: where the cursor must be for the commit to hold. For groups without rows: others
+                are decided once because each row can be taken once.
+        """
         common = {"consumer": self.strategy, "seen": seen, "calls": calls}
+        first = {} if after is None else {"after": after}
         events, rows = [], []
         experiences = [experience for group in kept.values() for experience in group]
         if experiences:
@@ -98,6 +112,7 @@ class Verdicts:
             rows = segments.rows_of(key, families)
             body = {
                 **common,
+                **first,
                 "segment": key,
                 "families": {family: len(blob) for family, blob in families.items()},
                 "experiences": [experience.address for experience in experiences],
@@ -111,6 +126,7 @@ class Verdicts:
             addresses = sorted(self.reasons)
             body = {
                 **common,
+                **({} if events else first),
                 "by": "strategy",
                 "experiences": addresses,
                 "reasons": [self.reasons[address] for address in addresses],

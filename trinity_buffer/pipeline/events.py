@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_buffer import codec
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.store.log import NewEvent, StoredEvent
 
 CLOCK_OFFSET = "TRINITY_BUFFER_CLOCK_OFFSET_S"
@@ -53,6 +55,22 @@ def decoded(experiment: str, stored: StoredEvent) -> Event:
     return Event(
         experiment, stored.position, stored.kind, stored.actor, stored.recorded_at / 1e6, body
     )
+
+
+def as_json(what: str, value: Any) -> Any:
+    """Return ``value`` as it will be read back: tuples as lists, keys as texts.
+
+    What is recorded is compared with what is said later, which must then be of the same types.
+
+    Raises:
+        InvalidArgumentError: JSON cannot say it; ``what`` names it.
+    """
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"{what}: {value!r:.200} cannot be recorded, it must be made of JSON's values ({error})"
+        ) from error
 
 
 def now_us() -> int:

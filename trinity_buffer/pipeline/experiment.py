@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 IDENTITY_KEYS = frozenset({"schema"})
 """Configuration that says what the stored experiences are, and hence cannot change."""
 
+SCHEMA_NAMES = ("experience", "sft", "cpt", "dpo")
+"""What `validation.SCHEMAS` knows; here too, because readers do without torch."""
+
 EVENTS_PER_PAGE = 256
 EXPERIENCES_PER_PAGE = 512
 

@@ -43,9 +43,13 @@ class GroupingRules:
             raise InvalidArgumentError(
                 f"incomplete={self.incomplete!r}: accepted are 'keep' and 'reject'"
             )
-        if self.rollouts_per_group is not None and self.rollouts_per_group < 1:
+        runs: object = self.rollouts_per_group
+        deadline: object = self.deadline_s
+        if runs is not None and not (type(runs) is int and runs >= 1):
+            raise InvalidArgumentError(f"rollouts_per_group={runs!r}: it must be an int from 1 on")
+        if deadline is not None and not (isinstance(deadline, (int, float)) and deadline > 0):
             raise InvalidArgumentError(
-                f"rollouts_per_group={self.rollouts_per_group}: it must be at least 1"
+                f"deadline_s={deadline!r}: it must be a positive number of seconds, or None"
             )
 
 
@@ -94,6 +98,7 @@ class _Batch:
     planned: bool
     rollouts: int | None
     sealed: bool = False
+    decided: bool = False
     groups: dict[str, Group] = field(default_factory=dict)
 
 
@@ -134,11 +139,16 @@ class Grouping:
     def unknown(self, rows: Iterable[ExperienceRow]) -> set[GroupKey]:
         """Return the groups of ``rows`` that are not in memory: new ones, or decided long ago."""
         keys = {(str(row.eid.batch), str(row.eid.task)) for row in rows}
-        return {
-            key
-            for key in keys
-            if key[0] not in self._batches or key[1] not in self._batches[key[0]].groups
-        }
+        return {key for key in keys if not self.knows_group(key)}
+
+    def knows_group(self, key: GroupKey) -> bool:
+        """Return whether the group is in memory."""
+        return key[0] in self._batches and key[1] in self._batches[key[0]].groups
+
+    @property
+    def batches(self) -> Iterable[str]:
+        """The batches that are in memory."""
+        return self._batches.keys()
 
     def knows(self, batch: str) -> bool:
         """Return whether the batch is in memory."""
@@ -154,17 +164,42 @@ class Grouping:
             known = self._batches[key] = _Batch(planned, rollouts)
         known.sealed = known.sealed or sealed
         for task in row.tasks:
-            self._group(key, str(task))
+            self._group(key, str(task)).planned = known.planned
         self._candidates.add(key)
 
     def know_decided(self, keys: Iterable[GroupKey]) -> None:
-        """Mark groups as decided: what comes for them from now on is late."""
+        """Mark groups as decided: what comes for them from now on is late.
+
+        Where the unit is a batch, all of it was decided at once.
+        """
         for batch, task in keys:
             self._group(batch, task).decided = True
+            if self.unit == "batch":
+                known = self._batches[batch]
+                known.decided = True
+                for group in known.groups.values():
+                    group.decided = True
 
     def know_run(self, key: GroupKey, run: int) -> None:
         """Mark a run as stored although its rows do not wait (they were refused at the door)."""
         self._group(*key).runs.add(run)
+
+    def know_settled(self, batches: Iterable[str]) -> None:
+        """Mark as decided what is ready in ``batches`` and has no members.
+
+        To be called when everything up to the cursor is known: the commit that moved it there said
+        of such groups that they are left out.
+        """
+        for key in batches:
+            batch = self._batches[key]
+            empty = [g for g in batch.groups.values() if not (g.decided or g.members)]
+            ready = [group for group in empty if group.complete or batch.sealed]
+            if self.unit == "batch" and len(ready) < sum(
+                not group.decided for group in batch.groups.values()
+            ):
+                continue
+            for group in ready:
+                group.decided = True
 
     def record(self, row: ExperienceRow, at_us: int) -> None:
         """Take in an experience that was recorded at ``at_us``."""
@@ -195,7 +230,10 @@ class Grouping:
             batch, _Batch(planned=False, rollouts=self.rules.rollouts_per_group)
         )
         if task not in known.groups:
-            known.groups[task] = Group((batch, task), known.planned, known.rollouts)
+            # Planned are the tasks that the plan names; `know_batch` says so.
+            made = Group((batch, task), planned=False, rollouts=known.rollouts)
+            made.decided = known.decided
+            known.groups[task] = made
         return known.groups[task]
 
     def take_late(self) -> list[ExperienceRow]:
@@ -239,10 +277,10 @@ class Grouping:
 
     def _ready_of(self, batch: _Batch, deadline_us: int | None) -> list[ReadyUnit]:
         def closed(group: Group) -> bool:
-            overdue = deadline_us is not None and (group.first_seen_us or now) <= deadline_us
+            since = group.first_seen_us
+            overdue = deadline_us is not None and since is not None and since <= deadline_us
             return batch.sealed or overdue
 
-        now = 1 << 62
         undecided = [group for group in batch.groups.values() if not group.decided]
         ready = [group for group in undecided if group.complete or closed(group)]
         if self.unit == "batch":

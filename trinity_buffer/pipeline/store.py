@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
-from trinity_buffer.pipeline.events import new_event, now_us
-from trinity_buffer.pipeline.experiment import IDENTITY_KEYS, Experiment
+from trinity_buffer.pipeline.events import as_json, new_event, now_us
+from trinity_buffer.pipeline.experiment import IDENTITY_KEYS, SCHEMA_NAMES, Experiment
 from trinity_buffer.pipeline.group_commit import GroupCommit
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.database import Database, Durability, open_database
@@ -45,7 +45,7 @@ class Store:
         name: str,
         *,
         config: Mapping[str, Any] | None = None,
-        schema: str = "experience",
+        schema: str | None = None,
         actor: str = "user",
     ) -> Experiment:
         """Open the experiment ``name``; with a ``config``, create it or record what changed.
@@ -54,8 +54,8 @@ class Store:
             config: what the run is configured with, JSON values only. It is the experiment's first
                 event; where it differs later, a ``ConfigurationChanged`` event says which keys.
                 None: the experiment must exist.
-            schema: what its experiences must have: ``experience``, ``sft``, ``dpo`` or ``cpt``. It
-                cannot change.
+            schema: what its experiences must have: ``experience`` (of a new experiment, the
+                default), ``sft``, ``dpo`` or ``cpt``. It cannot change.
 
         Raises:
             UnknownExperimentError: there is none, and no ``config`` to create it with (or the store
@@ -74,7 +74,9 @@ class Store:
                 f"{self.url} holds no experiment {name!r} (there: {known}); "
                 "pass config={} to create it"
             )
-        wanted = {"schema": schema, **config}
+        wanted = as_json(f"the config of experiment {name!r}", dict(config))
+        if schema is not None:
+            wanted = {"schema": schema, **wanted}
         key, stored = await self._create_or_change(name, wanted, actor)
         return Experiment(self.database, self._group_commit, key, name, stored)
 
@@ -83,14 +85,20 @@ class Store:
     ) -> tuple[int, dict[str, Any]]:
         if not name or len(name) > 255:
             raise InvalidArgumentError(f"experiment {name!r}: a name has 1 to 255 characters")
-        created = new_event("ExperimentCreated", {"config": wanted})
+        fresh = {"schema": SCHEMA_NAMES[0], **wanted}
+        if fresh["schema"] not in SCHEMA_NAMES:
+            raise InvalidArgumentError(
+                f"experiment {name!r}: schema={fresh['schema']!r}, accepted are "
+                f"{', '.join(SCHEMA_NAMES)}"
+            )
+        created = new_event("ExperimentCreated", {"config": fresh})
         async with self.database.writing() as tx:
             key = await log.create_experiment(tx, name)
             await lock_experiment(tx, key)
             found = await queries.config_of(tx, key)
             if found is None:
                 await log.append(tx, key, [created], actor=actor, now_us=now_us())
-                return key, wanted
+                return key, fresh
             before = found[0]
             changes = {
                 k: [before.get(k), v]

@@ -23,7 +23,7 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.decision import Decision, Verdicts
-from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.grouping import Group, GroupingRules, ReadyUnit
 from trinity_buffer.pipeline.loading import damaged_among, load_experiences
@@ -90,9 +90,9 @@ class StrategyConsumer:
         listed = [strategy] if isinstance(strategy, (str, type)) else list(strategy)
         names = [_name_of(one) for one in listed]
         self.strategy = (
-            compose(self._staged, listed, args or {})
-            if len(listed) > 1
-            else _make(listed[0], self._staged, args or {})
+            _make(listed[0], self._staged, args or {})
+            if len(listed) == 1
+            else compose(self._staged, listed, args or {})
         )
         self.name = name or "+".join(names)
         self.rules = rules or GroupingRules(
@@ -100,7 +100,8 @@ class StrategyConsumer:
             deadline_s=experiment.config.get("deadline_s"),
             incomplete=experiment.config.get("incomplete", "keep"),
         )
-        self.config = {"strategy": names, "args": dict(args or {}), "grouping": asdict(self.rules)}
+        given = as_json(f"arguments of strategy {self.name!r}", dict(args or {}))
+        self.config = {"strategy": names, "args": given, "grouping": asdict(self.rules)}
         self._scoring = rewards
         if rewards is not None:
             self.config["rewards"] = rewards
@@ -121,6 +122,7 @@ class StrategyConsumer:
         changes = self.experiment.database.changes
         await self._register()
         await self._start_over()
+        ending = not follow
         while True:
             state = await changes.state()
             try:
@@ -130,9 +132,12 @@ class StrategyConsumer:
                 continue
             if worked:
                 continue
-            if not follow or await self.experiment.is_finished():
+            if ending:
                 return self._report()
-            await changes.changed(state, self._reader.seconds_to_deadline())
+            # What came before the end is read once more.
+            ending = await self.experiment.is_finished()
+            if not ending:
+                await changes.changed(state, self._reader.seconds_to_deadline())
 
     def _report(self) -> ConsumerReport:
         return ConsumerReport(self._annotated, self._rejected, *self._reader.num_waiting)
@@ -140,7 +145,10 @@ class StrategyConsumer:
     async def _advance(self) -> bool:
         """Read one page, decide what is ready; return whether there was anything to do."""
         read = await self._reader.read()
-        units, late = self._reader.take_ready(), self._reader.take_late()
+        # What has no rows first: in the commit that moves the cursor, behind which nothing tells
+        # of it.
+        units = sorted(self._reader.take_ready(), key=_has_rows)
+        late = self._reader.take_late()
         for some in _chunks(units, EXPERIENCES_PER_COMMIT):
             await self._decide(some, [])
         if late:
@@ -192,6 +200,7 @@ class StrategyConsumer:
             reached("inside-annotate")
 
         await database.write(work)
+        self._reader.committed()
         reached("after-annotate")
         self._annotated += decision.annotated
         self._rejected += decision.rejected
@@ -212,7 +221,13 @@ class StrategyConsumer:
                 verdicts.metrics.append({name: float(value) for name, value in found.items()})
                 verdicts.given.update(one.address or 0 for one in experiences)
         kept = verdicts.taken_from(self._staged)
-        encode = partial(verdicts.decision, kept, seen=self._reader.seen, calls=self._calls)
+        encode = partial(
+            verdicts.decision,
+            kept,
+            seen=self._reader.seen,
+            calls=self._calls,
+            after=None if all(map(_has_rows, units)) else self._reader.cursor,
+        )
         return await anyio.to_thread.run_sync(encode)
 
     async def _load_readable(
@@ -285,6 +300,10 @@ def _make(
             f"{strategy!r} is not an AddStrategy; known are {', '.join(ADD_STRATEGY.names())}"
         )
     return kind(writer, **args)
+
+
+def _has_rows(unit: ReadyUnit) -> bool:
+    return any(group.members for group in unit.groups)
 
 
 def _chunks(units: Sequence[ReadyUnit], most: int) -> list[list[ReadyUnit]]:

@@ -12,6 +12,7 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.grouping import Grouping, GroupingRules, GroupKey, ReadyUnit, Unit
 from trinity_buffer.store import log, queries
 from trinity_buffer.store import rows as store_rows
+from trinity_buffer.store.address import position_of
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, typed_rows_of_event
 from trinity_buffer.store.transaction import Transaction
@@ -27,6 +28,7 @@ class UnitReader:
 
     Attributes:
         seen: position up to which the log was read; goes into the strategy's next commit.
+        cursor: where the last commit that we know of has moved the cursor.
     """
 
     def __init__(self, experiment: Experiment, name: str, unit: Unit, rules: GroupingRules) -> None:
@@ -36,6 +38,7 @@ class UnitReader:
         self._rules = rules
         self._grouping = Grouping(unit, rules)
         self.seen = 0
+        self.cursor = 0
 
     @property
     def num_waiting(self) -> tuple[int, int]:
@@ -58,20 +61,27 @@ class UnitReader:
     async def load(self, row: ConsumerRow) -> None:
         """Take up where the last commit, whose state ``row`` holds, left off."""
         self._grouping = Grouping(self._unit, self._rules)
-        self.seen = row.cursor
+        self.seen = self.cursor = row.cursor
         database, key = self._experiment.database, self._experiment.key
         after = -1
         while True:
             async with database.reading() as tx:
                 page = await queries.waiting_rows(
-                    tx, key, self._name, after=after, limit=WAITING_PER_PAGE
+                    tx, key, self._name, after=after, up_to=self.seen, limit=WAITING_PER_PAGE
                 )
+                positions = {position_of(waiting.address) for waiting in page}
+                since = await log.recorded_at(tx, key, sorted(positions))
             if not page:
-                return
-            await self._learn(self._grouping.unknown(page), set(), seen=self.seen)
+                break
+            await self._learn(self._grouping.unknown(page), set())
             for waiting in page:
-                self._grouping.record(waiting, now_us())
+                self._grouping.record(waiting, since[position_of(waiting.address)])
             after = page[-1].address
+        self._grouping.know_settled(self._grouping.batches)
+
+    def committed(self) -> None:
+        """Note that what was read is in a commit of ours."""
+        self.cursor = max(self.cursor, self.seen)
 
     async def read(self) -> bool:
         """Feed the next events to the grouping; return whether there were any."""
@@ -104,7 +114,8 @@ class UnitReader:
             for stored, body in zip(page, bodies, strict=True)
             if stored.kind == "BatchSealed"
         }
-        await self._learn(self._grouping.unknown(row for row, _ in rows), sealed, seen=self.seen)
+        new = await self._learn(self._grouping.unknown(row for row, _ in rows), sealed)
+        self._grouping.know_settled(new)
         for row, at_us in rows:
             self._grouping.record(row, at_us)
         for stored, body in zip(page, bodies, strict=True):
@@ -127,13 +138,17 @@ class UnitReader:
         elif stored.kind == "BatchSealed":
             self._grouping.seal(str(body["batch"]))
 
-    async def _learn(self, groups: set[GroupKey], batches: set[str], *, seen: int) -> None:
-        """Tell the grouping what the database knows of what is not in its memory."""
-        names = sorted(
-            {batch for batch, _ in groups} | {b for b in batches if not self._grouping.knows(b)}
-        )
+    async def _learn(self, groups: set[GroupKey], batches: set[str]) -> set[str]:
+        """Tell the grouping what the database knows of what is not in its memory.
+
+        Returns:
+            The batches that were not.
+        """
+        named = {batch for batch, _ in groups} | batches
+        new = {batch for batch in named if not self._grouping.knows(batch)}
+        names = sorted({batch for batch, _ in groups} | new)
         if not names:
-            return
+            return new
         database, key = self._experiment.database, self._experiment.key
 
         async def work(
@@ -141,15 +156,17 @@ class UnitReader:
         ) -> tuple[dict[str, BatchRow], set[GroupKey], set[tuple[GroupKey, int]]]:
             known = await queries.batches(tx, key, names)
             planned = {(name, str(task)) for name, batch in known.items() for task in batch.tasks}
-            asked = sorted(groups | planned)
-            decided = await queries.decided_groups(tx, key, self._name, asked, cursor=seen)
-            return known, decided, await queries.refused_runs(tx, key, asked, cursor=seen)
+            # Of what is in memory, and beyond the cursor, the database knows less than we do.
+            asked = sorted(g for g in groups | planned if not self._grouping.knows_group(g))
+            decided = await queries.decided_groups(tx, key, self._name, asked, cursor=self.cursor)
+            return known, decided, await queries.refused_runs(tx, key, asked, cursor=self.seen)
 
         known, decided, refused = await database.read(work)
         for batch in known.values():
             self._grouping.know_batch(
-                batch, sealed=batch.sealed_at is not None and batch.sealed_at <= seen
+                batch, sealed=batch.sealed_at is not None and batch.sealed_at <= self.seen
             )
         self._grouping.know_decided(decided)
         for group, run in refused:
             self._grouping.know_run(group, run)
+        return new & set(self._grouping.batches)

@@ -10,7 +10,7 @@ from sqlalchemy import bindparam, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.store import bulk, projections
-from trinity_buffer.store.dialect import announce, lock_experiment, upsert
+from trinity_buffer.store.dialect import among, announce, lock_experiment, upsert
 from trinity_buffer.store.tables import event, experiment
 
 
@@ -100,10 +100,20 @@ async def read_at(
     """Return the events at ``positions``, in order of position."""
     query = (
         select(event.c.position, event.c.kind, event.c.actor, event.c.recorded_at, event.c.body)
-        .where(event.c.experiment == experiment_id, event.c.position.in_(positions))
+        .where(event.c.experiment == experiment_id, among(tx, event.c.position, positions))
         .order_by(event.c.position)
     )
     return [StoredEvent(*row) for row in (await tx.execute(query)).all()]
+
+
+async def recorded_at(
+    tx: AsyncConnection, experiment_id: int, positions: Sequence[int]
+) -> dict[int, int]:
+    """Return position -> when its event was recorded, in microseconds since 1970."""
+    query = select(event.c.position, event.c.recorded_at).where(
+        event.c.experiment == experiment_id, among(tx, event.c.position, positions)
+    )
+    return {int(position): int(at) for position, at in (await tx.execute(query)).all()}
 
 
 async def find_experiment(tx: AsyncConnection, name: str) -> int | None:

@@ -192,7 +192,13 @@ async def _see(tx: AsyncConnection, experiment: int, body: Body) -> None:
     """Move the cursor of a strategy to ``seen``; what lies between becomes waiting."""
     name, seen = body["consumer"], body["seen"]
     mine = (consumer.c.experiment == experiment, consumer.c.name == name)
-    cursor = int((await tx.execute(select(consumer.c.cursor).where(*mine))).scalar_one())
+    query = select(consumer.c.cursor, consumer.c.calls).where(*mine)
+    cursor, calls = (await tx.execute(query)).one()
+    if body.get("after", cursor) != cursor:
+        raise CursorConflictError(
+            f"strategy {name!r}: another process of the same name went on from position "
+            f"{body['after']} to {cursor}; this one goes on from there"
+        )
     if seen > cursor:
         unseen = select(experience.c.experiment, _literal(name), experience.c.address).where(
             experience.c.experiment == experiment,
@@ -202,7 +208,9 @@ async def _see(tx: AsyncConnection, experiment: int, body: Body) -> None:
         )
         await tx.execute(insert(waiting).from_select(["experiment", "consumer", "address"], unseen))
     await tx.execute(
-        update(consumer).where(*mine).values(cursor=max(seen, cursor), calls=body["calls"])
+        update(consumer)
+        .where(*mine)
+        .values(cursor=max(seen, cursor), calls=max(body["calls"], calls))
     )
 
 

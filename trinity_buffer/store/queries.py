@@ -162,7 +162,7 @@ async def consumer_row(tx: AsyncConnection, experiment: int, name: str) -> Consu
 
 
 async def waiting_rows(
-    tx: AsyncConnection, experiment: int, name: str, *, after: int, limit: int
+    tx: AsyncConnection, experiment: int, name: str, *, after: int, up_to: int, limit: int
 ) -> list[ExperienceRow]:
     """Return what strategy ``name`` has seen and not decided, above ``after``, by address."""
     query = (
@@ -178,6 +178,7 @@ async def waiting_rows(
             waiting.c.experiment == experiment,
             waiting.c.consumer == name,
             waiting.c.address > after,
+            waiting.c.address < first_address(up_to + 1),
         )
         .order_by(waiting.c.address)
         .limit(limit)
