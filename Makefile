@@ -31,6 +31,7 @@ check: setup     ## what CI runs: format, lint, types, floors, tests, a minute o
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(MAKE) --no-print-directory test
+	$(BIN)/python -m pytest -q -m long tests/plants
 	$(BIN)/python -m benchmarks.torture --minutes 0.7
 	$(BIN)/python -m pytest -q -m browser || test $$? -eq 5  # 5: there are none
 

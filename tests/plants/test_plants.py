@@ -11,6 +11,8 @@ import pytest
 
 from tests.plants import checks, plants, trainer_checks
 
+pytestmark = pytest.mark.long  # a minute; `make check` runs it beside the rest
+
 Check = Callable[[str, Path], Awaitable[None]]
 Plant = Callable[[pytest.MonkeyPatch], None]
 
