@@ -294,7 +294,7 @@ def _translate(error: Exception, name: str) -> Exception:
         return StoreBusyError(
             f"{name}: another process held the database for over "
             f"{sqlite.BUSY_TIMEOUT_MS // 1000} s; "
-            "`trinity-buffer leases` shows who is at work"
+            "`trinity-buffer stats` shows what is at work"
         )
     if "readonly database" in lowered or "read-only transaction" in lowered:
         return ReadOnlyStoreError(f"{name} cannot be written: {cause}")
