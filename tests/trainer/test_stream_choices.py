@@ -33,6 +33,23 @@ async def test_groups_that_are_too_old_are_rejected_whole(store_url: str) -> Non
     assert [reason for e in events for reason in e.body["reasons"]] == ["stale"] * RUNS
 
 
+async def test_a_group_rejected_before_its_turn_hides_no_older_one(store_url: str) -> None:
+    made = [*rollouts("new", version=9, tasks=8), *rollouts("old", version=0, tasks=1)]
+    served: list[tuple[int, ...]] = []
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", made)
+        await run_strategy(experiment, "grpo")
+        choice = {"sample_strategy": "staleness_control", "max_staleness": 0}
+        async with experiment.train_stream(strategy="grpo", **choice) as stream:
+            for _ in range(2):  # at the second step the old one behind all others is rejected
+                step = await anext(stream)
+                await stream.commit(step)
+                served.append(step.manifest.experiences)
+        async with experiment.train_stream(strategy="grpo", **choice) as stream:
+            served += [step.manifest.experiences async for step in stream]
+    assert len({row for rows in served for row in rows}) == 8 * RUNS
+
+
 async def test_a_set_without_advantages_is_refused_before_the_first_step(store_url: str) -> None:
     async with open_store(store_url) as store:
         experiment = await recorded(store, "run", "experience", rollouts())

@@ -39,9 +39,7 @@ class ReadyGroups:
     async def start(self) -> None:
         """Find the place behind everything that was handed out before."""
         async with self._database.reading() as tx:
-            self._start = await trainer_queries.first_undelivered(
-                tx, self._experiment, self._reader
-            )
+            self._start = await trainer_queries.first_undelivered(tx, self._reader)
 
     async def fill(self, number: int) -> int:
         """Read until ``number`` whole groups are here, or all; return how many are here."""

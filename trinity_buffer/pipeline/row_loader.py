@@ -40,10 +40,6 @@ class RowMeta(Protocol):
     """What is known of an experience without its segment: an `ExperienceRow`, a `ReadyRow`."""
 
     @property
-    def eid(self) -> EID:
-        """Its address."""
-
-    @property
     def reward(self) -> float | None:
         """Of the whole experience."""
 
@@ -180,6 +176,12 @@ class RowLoader:
             self._database, (key for key in annotated.values() if key), ("annotation",)
         )
         return [p for p in places if bad & {recorded[manifest.experiences[p]], annotated[p]}]
+
+    async def eid_of(self, address: int) -> EID:
+        """Return the name of an experience of this experiment."""
+        async with self._database.reading() as tx:
+            (row,) = await queries.experience_rows(tx, self._experiment, [address])
+        return row.eid
 
     async def _other(self, name: str) -> RowLoader:
         """Return the loader of another experiment of the store."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trinity_buffer.errors import CodecError, DamagedSegmentError
+from trinity_buffer.errors import CodecError, DamagedSegmentError, InvalidArgumentError
 from trinity_buffer.pipeline.collate import row_lengths
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.manifest import Manifest
@@ -13,7 +13,6 @@ from trinity_buffer.pipeline.step_source import (
     StepSource,
     TakenRow,
     planned_manifest,
-    require_advantages,
     rows_without,
 )
 from trinity_buffer.pipeline.stream_options import StreamOptions
@@ -62,7 +61,7 @@ class StepRows:
                     raise
                 taken = await self._left_of(taken, _named(manifest, places, "damaged"))
                 continue
-            unfit = self._unfit(manifest, rows)
+            unfit = await self._unfit(manifest, rows)
             if unfit:
                 taken = await self._left_of(taken, unfit)
             elif self._pairs:
@@ -71,11 +70,11 @@ class StepRows:
                 return manifest, rows
         return None, None
 
-    def _unfit(self, manifest: Manifest, rows: LoadedRows) -> Unfit:
+    async def _unfit(self, manifest: Manifest, rows: LoadedRows) -> Unfit:
         """Return the rows that lack a column, and the pairs that are too long."""
         needs, limit = self._options.needs, self._options.max_tokens
         if "advantages" in needs:
-            require_advantages(rows, manifest)
+            await self._require_advantages(rows, manifest)
         lacking = {p for field in needs for p in rows_without(rows, field, manifest.source)}
         unfit = dict(_named(manifest, sorted(lacking), "invalid"))
         if self._pairs and limit is not None:
@@ -87,6 +86,21 @@ class StepRows:
             ]
             unfit |= _named(manifest, large, "oversize")
         return unfit
+
+    async def _require_advantages(self, rows: LoadedRows, manifest: Manifest) -> None:
+        """Return if every row of the trainer's own experiment has advantages.
+
+        Raises:
+            InvalidArgumentError: names the set, a row, and what to do.
+        """
+        missing = rows_without(rows, "advantages", manifest.source)
+        if missing:
+            eid = await self._loader.eid_of(manifest.experiences[missing[0]])
+            raise InvalidArgumentError(
+                f"the annotation set {manifest.annotation_set!r} has no advantages (for one, of "
+                f"{eid.uid}), which this algorithm trains on: run a strategy that computes them, "
+                "such as 'grpo', and name its set with strategy="
+            )
 
     async def _of_pairs(
         self, step: int, manifest: Manifest, rows: LoadedRows, taken: Sequence[TakenRow]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.manifest import Manifest, plan_microbatches
@@ -202,19 +201,3 @@ def rows_without(rows: LoadedRows, field: str, sources: Sequence[int]) -> list[i
     """Return the places of the rows of the trainer's own experiment that lack a stored column."""
     missing = rows.field(field).missing(len(rows.meta))
     return [place for place in missing if not (sources and sources[place])]
-
-
-def require_advantages(rows: LoadedRows, manifest: Manifest) -> None:
-    """Return if every row of the trainer's own experiment has advantages.
-
-    Raises:
-        InvalidArgumentError: names the set, a row, and what to do.
-    """
-    missing = rows_without(rows, "advantages", manifest.source)
-    if missing:
-        eid = rows.meta[missing[0]].eid
-        raise InvalidArgumentError(
-            f"the annotation set {manifest.annotation_set!r} has no advantages (for one, of "
-            f"{eid.uid}), which this algorithm trains on: run a strategy that computes them, such "
-            "as 'grpo', and name its set with strategy="
-        )

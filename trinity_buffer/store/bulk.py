@@ -11,6 +11,8 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from trinity_buffer.store.inline import InlineConnection
+
 FEWEST_TO_COPY = 8
 """Rows from which on PostgreSQL's COPY is quicker than its prepared INSERT."""
 
@@ -21,12 +23,14 @@ async def add(tx: AsyncConnection, table: Table, rows: Sequence[tuple[Any, ...]]
     The columns must be of types that need no processing (numbers, texts, bytes, booleans).
 
     Raises:
-        IntegrityError: a key that is taken, or a check that fails.
+        IntegrityError: SQLAlchemy's or the driver's: a key that is taken, a check that fails.
     """
     if not rows:
         return
     if tx.dialect.name == "postgresql" and len(rows) >= FEWEST_TO_COPY:
         await _copy(tx, table, rows)
+    elif isinstance(tx, InlineConnection):
+        tx.many(_statement(table, tx.dialect), rows)
     else:
         await tx.exec_driver_sql(_statement(table, tx.dialect), list(rows))
 

@@ -279,8 +279,8 @@ class _foreign_errors:  # noqa: N801 - read as a statement: `with _foreign_error
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self.integrity and isinstance(error, IntegrityError):
-            raise TakenKeyError(str(error.orig)) from error
+        if self.integrity and isinstance(error, (IntegrityError, dbapi2.IntegrityError)):
+            raise TakenKeyError(str(getattr(error, "orig", error))) from error
         if isinstance(error, (DBAPIError, dbapi2.Error)):
             raise _translate(error, self.name) from error
         if isinstance(error, (ConnectionError, OSError)) and not isinstance(error, TimeoutError):

@@ -8,7 +8,7 @@ in that thread, to its end, and finds nothing to wait for.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
 
 from sqlalchemy import Connection
@@ -22,6 +22,7 @@ class InlineConnection:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.dialect = connection.dialect
+        self._driver: Any = connection.connection.dbapi_connection
 
     async def execute(self, statement: Any, parameters: Any = None) -> Any:
         """Execute a statement of SQLAlchemy Core."""
@@ -30,6 +31,15 @@ class InlineConnection:
     async def exec_driver_sql(self, statement: str, parameters: Any = None) -> Any:
         """Execute a statement as the driver takes it."""
         return self._connection.exec_driver_sql(statement, parameters)
+
+    def rows(self, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """Execute a statement as the driver takes it, past SQLAlchemy; return all of its rows."""
+        found: list[tuple[Any, ...]] = self._driver.execute(statement, values).fetchall()
+        return found
+
+    def many(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Execute a statement for each of ``rows``, past SQLAlchemy."""
+        self._driver.executemany(statement, rows)
 
 
 def to_its_end(work: Awaitable[T]) -> T:

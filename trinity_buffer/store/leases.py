@@ -7,21 +7,31 @@ expired lease that nobody took can still be renewed and committed.
 
 from __future__ import annotations
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import bindparam, delete, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.errors import LeaseHeldError, LeaseLostError
 from trinity_buffer.store.dialect import lock_experiment, upsert
+from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.tables import consumer, lease
 
 
 async def holder(tx: AsyncConnection, experiment: int, name: str) -> tuple[str, int, int] | None:
     """Return (owner, token, expires_at in µs) of the lease, or None."""
-    query = select(lease.c.owner, lease.c.token, lease.c.expires_at)
-    row = (
-        await tx.execute(query.where(lease.c.experiment == experiment, lease.c.consumer == name))
-    ).one_or_none()
-    return None if row is None else (row[0], int(row[1]), int(row[2]))
+    rows = await _HOLDER.rows(tx, of=experiment, by=name)
+    return None if not rows else (rows[0][0], int(rows[0][1]), int(rows[0][2]))
+
+
+_HOLDER = Prepared(
+    select(lease.c.owner, lease.c.token, lease.c.expires_at).where(
+        lease.c.experiment == bindparam("of"), lease.c.consumer == bindparam("by")
+    )
+)
+_RECORDED_TOKEN = Prepared(
+    select(consumer.c.token).where(
+        consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by")
+    )
+)
 
 
 async def acquire(
@@ -51,10 +61,7 @@ async def acquire(
             f"{(held[2] - now_us) / 1e6:.0f} s: wait for "
             "it, stop that process, or choose another consumer name"
         )
-    query = select(func.max(consumer.c.token)).where(
-        consumer.c.experiment == experiment, consumer.c.name == name
-    )
-    recorded = int((await tx.execute(query)).scalar() or 0)
+    recorded = int(await _RECORDED_TOKEN.value(tx, of=experiment, by=name) or 0)
     token = max(recorded, held[1] if held else 0) + 1
     row = {"owner": owner, "token": token, "expires_at": now_us + ttl_us}
     statement = upsert(tx, lease).values({"experiment": experiment, "consumer": name, **row})
@@ -87,10 +94,8 @@ async def require(tx: AsyncConnection, experiment: int, name: str, *, token: int
     """
     await lock_experiment(tx, experiment)
     held = await holder(tx, experiment, name)
-    query = select(func.max(consumer.c.token)).where(
-        consumer.c.experiment == experiment, consumer.c.name == name
-    )
-    newest = max(int((await tx.execute(query)).scalar() or 0), held[1] if held else 0)
+    recorded = int(await _RECORDED_TOKEN.value(tx, of=experiment, by=name) or 0)
+    newest = max(recorded, held[1] if held else 0)
     if newest > token:
         who = held[0] if held else "another process"
         raise LeaseLostError(

@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.store import bulk, projections
 from trinity_buffer.store.dialect import among, announce, lock_experiment, upsert
+from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.tables import event, experiment
 
 
@@ -65,10 +66,10 @@ async def append_of_actors(
 
 async def head(tx: AsyncConnection, experiment_id: int) -> int:
     """Return the last position of the experiment, 0 if it has none."""
-    return int((await tx.execute(_HEAD, {"of": experiment_id})).scalar() or 0)
+    return int(await _HEAD.value(tx, of=experiment_id) or 0)
 
 
-_HEAD = select(func.max(event.c.position)).where(event.c.experiment == bindparam("of"))
+_HEAD = Prepared(select(func.max(event.c.position)).where(event.c.experiment == bindparam("of")))
 
 
 async def read_after(

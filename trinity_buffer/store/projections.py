@@ -19,6 +19,7 @@ from trinity_buffer.identity import Key
 from trinity_buffer.store import bulk
 from trinity_buffer.store.address import address_of, first_address
 from trinity_buffer.store.dialect import among, upsert
+from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.tables import (
     PROJECTIONS,
     annotation,
@@ -268,34 +269,34 @@ async def _leased(
 ) -> None:
     name, number = body["consumer"], body["step"]
     addresses = body["annotations"]
-    mine = (step.c.experiment == experiment, step.c.consumer == name)
-    before = await tx.execute(
-        select(step.c.planned_groups_so_far).where(*mine, step.c.step == number - 1)
-    )
-    row = {
-        "experiment": experiment,
-        "consumer": name,
-        "step": number,
-        "leased_at": position,
-        "rows": len(addresses),
-        "groups": body["num_groups"],
-        "planned_groups_so_far": int(before.scalar() or 0) + body["planned_groups"],
-        "manifest_digest": body["digest"],
-    }
-    await tx.execute(insert(step), row)
+    before = await _GROUPS_SO_FAR.value(tx, of=experiment, by=name, at=number - 1)
+    so_far = int(before or 0) + body["planned_groups"]
+    size = (len(addresses), body["num_groups"], so_far)
+    row = (experiment, name, number, position, *size, body["digest"], None, None, None)
+    await bulk.add(tx, step, [row])
     names = ("", *body.get("sources", ()))
-    sources = [names[of] for of in body.get("source") or repeat(0, len(addresses))]
+    of = body.get("source")
+    sources = [names[at] for at in of] if of else repeat("", len(addresses))
     rows = [
         (experiment, name, source, address, number)
         for source, address in zip(sources, addresses, strict=True)
     ]
     await bulk.add(tx, delivery, rows)
-    handed_out = {"leased_step": number, "token": body["token"]}
-    await tx.execute(
-        update(consumer)
-        .where(consumer.c.experiment == experiment, consumer.c.name == name)
-        .values(handed_out)
+    await _HANDED_OUT.rows(tx, of=experiment, by=name, number=number, fence=body["token"])
+
+
+_GROUPS_SO_FAR = Prepared(
+    select(step.c.planned_groups_so_far).where(
+        step.c.experiment == bindparam("of"),
+        step.c.consumer == bindparam("by"),
+        step.c.step == bindparam("at"),
     )
+)
+_HANDED_OUT = Prepared(
+    update(consumer)
+    .where(consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by"))
+    .values(leased_step=bindparam("number"), token=bindparam("fence"))
+)
 
 
 async def _committed(

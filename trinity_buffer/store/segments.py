@@ -6,13 +6,15 @@ import os
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
+from sqlalchemy import bindparam, select
 from sqlalchemy import delete as sql_delete
-from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.store import bulk
+from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.tables import archived, segment
 
 PART_BYTES = 64 * 1024 * 1024
@@ -52,12 +54,25 @@ async def read(
     tx: AsyncConnection, keys: Sequence[bytes], families: Sequence[str]
 ) -> dict[tuple[bytes, str], list[tuple[int, int, bytes]]]:
     """Return (key, family) -> parts as (part, checksum, data), to be checked with `joined`."""
-    query = select(segment).where(segment.c.key.in_(keys), segment.c.family.in_(families))
-    query = query.order_by(segment.c.key, segment.c.family, segment.c.part)
+    if not keys or not families:
+        return {}
+    values: dict[str, object] = {f"key{number}": key for number, key in enumerate(keys)}
+    values |= {f"family{number}": family for number, family in enumerate(families)}
     found: dict[tuple[bytes, str], list[tuple[int, int, bytes]]] = {}
-    for key, family, part, checksum, data in (await tx.execute(query)).all():
-        found.setdefault((bytes(key), family), []).append((part, checksum, data))
+    rows = await _parts_of(len(keys), len(families)).rows(tx, **values)
+    for key, family, part, checksum, data in rows:
+        found.setdefault((key, family), []).append((part, checksum, data))
     return found
+
+
+@lru_cache(maxsize=128)
+def _parts_of(keys: int, families: int) -> Prepared:
+    """Return the statement for so many keys and families."""
+    query = select(segment).where(
+        segment.c.key.in_([bindparam(f"key{number}") for number in range(keys)]),
+        segment.c.family.in_([bindparam(f"family{number}") for number in range(families)]),
+    )
+    return Prepared(query.order_by(segment.c.key, segment.c.family, segment.c.part))
 
 
 async def delete(tx: AsyncConnection, keys: Sequence[bytes]) -> None:

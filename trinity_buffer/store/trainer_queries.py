@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, and_, exists, func, select
+from sqlalchemy import ColumnElement, and_, bindparam, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from trinity_buffer.identity import EID
+from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.queries import consumer_row, newest_policy
-from trinity_buffer.store.rows import (
-    StepRow,
-    eid_of,
-)
+from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.tables import (
     annotation,
     delivery,
@@ -37,17 +34,6 @@ class ReadyRow(NamedTuple):
     trained_tokens: int
     reward: float | None
     segment: bytes
-    batch: str
-    task: str
-    run: int
-    step: int
-    suffix: str
-    int_keys: int
-
-    @property
-    def eid(self) -> EID:
-        """The address of the experience."""
-        return eid_of(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +72,6 @@ _READY_COLUMNS = (
     experience.c.trained_tokens,
     experience.c.reward,
     experience.c.segment,
-    experience.c.batch,
-    experience.c.task,
-    experience.c.run,
-    experience.c.step,
-    experience.c.suffix,
-    experience.c.int_keys,
 )
 
 
@@ -105,32 +85,52 @@ async def ready_rows(
     limit: int,
 ) -> list[ReadyRow]:
     """Return annotation rows from ``start`` on that ``trainer`` neither holds nor rejected."""
-    held = exists().where(*trainer.held(), delivery.c.address == annotation.c.address)
-    left_out = exists().where(
-        rejection.c.experiment == experiment,
-        rejection.c.consumer == trainer.rejecting,
-        rejection.c.address == annotation.c.address,
+    rows = await _READY.rows(
+        tx,
+        of=experiment,
+        by=annotation_set,
+        start=start,
+        holder=trainer.experiment,
+        trainer=trainer.name,
+        source=trainer.source,
+        rejecting=trainer.rejecting,
+        most=limit,
     )
-    query = (
-        select(*_READY_COLUMNS)
-        .join(
-            experience,
-            and_(
-                experience.c.experiment == annotation.c.experiment,
-                experience.c.address == annotation.c.experience,
-            ),
-        )
-        .where(
-            annotation.c.experiment == experiment,
-            annotation.c.consumer == annotation_set,
-            annotation.c.address >= start,
-            ~held,
-            ~left_out,
-        )
-        .order_by(annotation.c.address)
-        .limit(limit)
+    return list(map(ReadyRow._make, rows))
+
+
+def _ready() -> Prepared:
+    """Return the statement of `ready_rows`.
+
+    What is held or rejected above ``start`` is looked up once and not for each row: it is little.
+    """
+    held = select(delivery.c.address).where(
+        delivery.c.experiment == bindparam("holder"),
+        delivery.c.consumer == bindparam("trainer"),
+        delivery.c.source == bindparam("source"),
+        delivery.c.address >= bindparam("start"),
     )
-    return list(map(ReadyRow._make, (await tx.execute(query)).all()))
+    left_out = select(rejection.c.address).where(
+        rejection.c.experiment == bindparam("of"),
+        rejection.c.consumer == bindparam("rejecting"),
+        rejection.c.address >= bindparam("start"),
+    )
+    same = and_(
+        experience.c.experiment == annotation.c.experiment,
+        experience.c.address == annotation.c.experience,
+    )
+    query = select(*_READY_COLUMNS).join(experience, same)
+    query = query.where(
+        annotation.c.experiment == bindparam("of"),
+        annotation.c.consumer == bindparam("by"),
+        annotation.c.address >= bindparam("start"),
+        annotation.c.address.not_in(held),
+        annotation.c.address.not_in(left_out),
+    )
+    return Prepared(query.order_by(annotation.c.address).limit(bindparam("most")))
+
+
+_READY = _ready()
 
 
 async def steps(
@@ -200,11 +200,11 @@ async def backlog(tx: AsyncConnection, experiment: int, trainer: str) -> Backlog
     )
 
 
-async def first_undelivered(tx: AsyncConnection, experiment: int, trainer: Reader) -> int:
-    """Return the lowest address above everything that ``trainer`` was handed or has rejected."""
+async def first_undelivered(tx: AsyncConnection, trainer: Reader) -> int:
+    """Return the lowest address above everything that ``trainer`` was handed.
+
+    Groups are handed out in the order of their addresses, but one that is too old is rejected
+    before its turn: what was rejected says nothing of what lies below it.
+    """
     handed = select(func.max(delivery.c.address)).where(*trainer.held())
-    refused = select(func.max(rejection.c.address)).where(
-        rejection.c.experiment == experiment, rejection.c.consumer == trainer.rejecting
-    )
-    found = [int((await tx.execute(query)).scalar() or 0) for query in (handed, refused)]
-    return max(found) + 1
+    return int((await tx.execute(handed)).scalar() or 0) + 1
