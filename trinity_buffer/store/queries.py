@@ -86,10 +86,11 @@ async def batches(tx: AsyncConnection, experiment: int, keys: Sequence[str]) -> 
     """Return those of the batches ``keys`` that were planned or sealed."""
     mine = (plan.c.experiment == experiment, among(tx, plan.c.batch, keys))
     tasks: dict[str, list[Key]] = {}
-    query: Select[Any] = (
-        select(plan.c.batch, plan.c.task, plan.c.task_is_int).where(*mine).order_by(plan.c.ordinal)
-    )
-    for key, task, is_int in (await tx.execute(query)).all():
+    # Sorted here: asked to, SQLite walks through all plans of the run in their order.
+    query: Select[Any] = select(
+        plan.c.ordinal, plan.c.batch, plan.c.task, plan.c.task_is_int
+    ).where(*mine)
+    for _, key, task, is_int in sorted(map(tuple, (await tx.execute(query)).all())):
         tasks.setdefault(key, []).append(typed(task, is_int=is_int))
     query = select(batch).where(batch.c.experiment == experiment, among(tx, batch.c.batch, keys))
     return {
@@ -136,12 +137,16 @@ async def runs_of(tx: AsyncConnection, experiment: int, key: Key) -> set[tuple[s
 
 async def count_in_batch(tx: AsyncConnection, experiment: int, key: Key) -> int:
     """Return how many experiences of a batch are stored and not refused as late."""
+    # In two: in one, SQLite takes the primary key and looks at every experience of the run.
+    of_batch = select(experience.c.address).where(
+        experience.c.experiment == experiment, experience.c.batch == str(key)
+    )
     query = (
         select(func.count())
         .select_from(experience)
         .where(
             experience.c.experiment == experiment,
-            experience.c.batch == str(key),
+            experience.c.address.in_(of_batch),
             experience.c.refused.is_distinct_from("late"),
         )
     )

@@ -1,0 +1,42 @@
+"""What is asked again and again must not cost more the longer a run is."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+from pysqlite3 import dbapi2
+from sqlalchemy import event as listen_to
+
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store import queries
+from trinity_buffer.store.transaction import Transaction
+
+ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Awaitable[Any]]] = {
+    "batch_row": lambda tx: queries.batch_row(tx, 1, "b"),
+    "count_in_batch": lambda tx: queries.count_in_batch(tx, 1, "b"),
+    "runs_of": lambda tx: queries.runs_of(tx, 1, "b"),
+    "sealed_among": lambda tx: queries.sealed_among(tx, 1, ["b"]),
+}
+
+
+@pytest.mark.parametrize("name", ASKED_FOR_EACH_BATCH)
+async def test_a_batch_is_found_without_a_walk_through_the_experiment(sqlite_url: str, name: str):
+    asked: list[tuple[str, Any]] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, given: Any, *_: Any) -> None:
+        asked.append((statement, given))
+
+    async with open_store(sqlite_url) as store:
+        await store.experiment("long", config={})
+        listen_to.listen(store.database._engine.sync_engine, "before_cursor_execute", note)
+        async with store.database.reading() as tx:
+            await ASKED_FOR_EACH_BATCH[name](tx)
+    assert asked
+    with closing(dbapi2.connect(sqlite_url.removeprefix("sqlite:///"))) as connection:
+        for statement, given in asked:
+            steps = connection.execute(f"EXPLAIN QUERY PLAN {statement}", given).fetchall()
+            walks = [step for *_, step in steps if step.endswith("(experiment=?)")]
+            assert not walks, statement
