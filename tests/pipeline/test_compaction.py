@@ -7,8 +7,10 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+from tests.pipeline.watching import Killed
 from trinity_buffer.errors import ArchivedSegmentError, InvalidArgumentError, StoreError
 from trinity_buffer.experience import EID, Experience
+from trinity_buffer.pipeline import compaction
 from trinity_buffer.pipeline.compaction import compact
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
@@ -80,3 +82,31 @@ async def test_a_segment_that_no_event_archived_cannot_be_deleted(store_url: str
         with pytest.raises(StoreError, match="archive it first"):
             async with store.database.writing() as tx:
                 await segments.delete(tx, [event.body["segment"]])
+
+
+@pytest.mark.parametrize("point", ["before-compact", "inside-compact", "after-compact"])
+async def test_what_a_crash_left_half_done_is_finished_by_the_next(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    def die(name: str) -> None:
+        if name == point:
+            raise Killed
+
+    archive = tmp_path / "archive"
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("a/b", config={})
+        await _trained(experiment, steps=3)
+        with monkeypatch.context() as patch:
+            patch.setattr(compaction, "reached", die)
+            with pytest.raises(Killed):
+                await compact(experiment, keep_steps=0, archive=archive)
+        assert (await verify(experiment)).problems == ()
+        left = 0 if point == "after-compact" else 3
+        assert (await compact(experiment, keep_steps=0, archive=archive)).segments == left
+        assert (await verify(experiment)).problems == ()
+        named = [e.body async for e in experiment.events(kinds=["SegmentsArchived"])]
+    files = [pyarrow.parquet.read_table(file) for file in archive.iterdir()]
+    assert {body["uri"] for body in named} == {str(file) for file in archive.iterdir()}
+    assert sorted(key for body in named for key in body["segments"]) == sorted(
+        {row["segment"] for file in files for row in file.to_pylist()}
+    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import anyio.to_thread
 
@@ -130,7 +131,7 @@ def _write_file(
     ]
     name = hashlib.blake2b(b"".join(sorted({key for key, _ in stored})), digest_size=8).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
-    path = (folder / f"{experiment}-{name}.parquet").absolute()
+    path = (folder / f"{quote(experiment, safe='')}-{name}.parquet").absolute()
     temporary = path.with_suffix(".writing")
     parquet.write_table(pyarrow.Table.from_pylist(rows), temporary, compression="zstd")
     with temporary.open("rb") as handle:

@@ -1,0 +1,113 @@
+"""What SQLite meets outside: other libraries, file systems of a cluster, many processes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
+
+import pysqlite3
+import pytest
+
+from tests.contract.making import contents, opened, rollout
+from tests.crash.forking import CONTEXT
+from trinity_buffer.errors import UnsafeStoreError
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verify import verify
+from trinity_buffer.store import sqlite
+
+PROCESSES = 16
+CALLS = 10
+
+
+def names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def library(version: str) -> ModuleType:
+    return cast("ModuleType", SimpleNamespace(sqlite_version=version))
+
+
+@pytest.mark.parametrize("version", ["3.7.0", "3.40.1", "3.44.5", "3.45.0", "3.50.6", "3.51.2"])
+def test_a_library_that_can_lose_commits_is_refused(version: str):
+    with pytest.raises(UnsafeStoreError, match=rf"SQLite {version} .*install pysqlite3 >="):
+        sqlite.require_safe_library(library(version))
+
+
+@pytest.mark.parametrize("version", ["3.6.23", "3.44.6", "3.50.7", "3.51.3", "3.52.0", "4.0.0"])
+def test_a_library_that_cannot_is_taken(version: str):
+    assert sqlite.require_safe_library(library(version)) == version
+
+
+async def test_no_store_is_opened_with_an_affected_library(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pysqlite3, "sqlite_version", "3.40.1")
+    with pytest.raises(UnsafeStoreError, match="WAL-reset bug"):
+        async with open_store(sqlite_url):
+            pass
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs", "cifs", "9p"])
+def test_a_network_file_system_is_refused_with_the_ways_out(tmp_path: Path, kind: str):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path} {kind} rw 0 0\n")
+    with pytest.raises(UnsafeStoreError, match=rf"{kind}.*local disk.*postgresql://"):
+        sqlite.check_path(tmp_path / "run.db", read_only=False, mounts=mounts)
+
+
+def test_a_local_disk_inside_a_network_file_system_is_local(tmp_path: Path):
+    mounts, local = tmp_path / "mounts", tmp_path / "with space"
+    local.mkdir()
+    escaped = str(local).replace(" ", "\\040")
+    mounts.write_text(f"server:/x {tmp_path} nfs4 rw 0 0\n/dev/vdb {escaped} xfs rw 0 0\n")
+    assert sqlite.file_system_of(local, mounts) == "xfs"
+    assert not sqlite.check_path(local / "run.db", read_only=False, mounts=mounts)
+    assert sqlite.file_system_of(tmp_path / "with", mounts) == "nfs4"
+
+
+async def test_no_store_is_opened_on_a_network_file_system(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sqlite, "file_system_of", lambda *_: "nfs4")
+    with pytest.raises(UnsafeStoreError, match="nfs4"):
+        async with open_store(sqlite_url):
+            pass
+    assert names_in(tmp_path) == []
+
+
+def _write(url: str, number: int) -> None:
+    """Write from a process of its own, call by call."""
+
+    async def work() -> None:
+        async with opened(url) as experiment:
+            writer = experiment.writer(f"e{number}")
+            for call in range(CALLS):
+                await writer.write([rollout(f"b{number}", call, run) for run in range(2)])
+
+    asyncio.run(work())
+
+
+def test_sixteen_processes_write_and_none_finds_it_locked(sqlite_url: str):
+    """Whoever had ended with "database is locked" would have another exit code than 0."""
+    asyncio.run(_create(sqlite_url))
+    writers = [CONTEXT.Process(target=_write, args=(sqlite_url, n)) for n in range(PROCESSES)]
+    for process in writers:
+        process.start()
+    for process in writers:
+        process.join()
+    assert [process.exitcode for process in writers] == [0] * PROCESSES
+    assert len(asyncio.run(contents(sqlite_url))["experience"]) == PROCESSES * CALLS * 2
+    assert asyncio.run(_problems(sqlite_url)) == ()
+
+
+async def _create(url: str) -> None:
+    async with opened(url):
+        pass
+
+
+async def _problems(url: str) -> tuple[object, ...]:
+    async with opened(url) as experiment:
+        return (await verify(experiment)).problems
