@@ -28,6 +28,7 @@ MAX_DEPTH = 64
 MAX_INT_BYTES = 1024
 """Of an int. Longer ones cannot even be printed: Python refuses over 4,300 digits."""
 
+_LEAST_INT, _GREATEST_INT = -(1 << 63), (1 << 64) - 1
 _TUPLE, _BIG_INT, _ARRAY, _SCALAR, _TENSOR = 1, 2, 3, 4, 5
 _NUMPY_KINDS = "biufc"
 _SCALARS = frozenset({type(None), bool, float, str, bytes})
@@ -94,6 +95,9 @@ class ObjectPacker:
 
     def _plain_list(self, value: list[object], place: Place, depth: int) -> list[object]:
         plain, scalars = self._plain, _SCALARS
+        kinds = set(map(type, value))
+        if kinds <= scalars or (kinds == {int} and _are_plain(value)):
+            return value  # most lists by far: columns of an event's body
         return [
             item if type(item) in scalars else plain(item, (place, index), depth)
             for index, item in enumerate(value)
@@ -139,8 +143,13 @@ def _packed(value: object) -> bytes:
     return msgpack.packb(value, strict_types=True, unicode_errors="surrogatepass")
 
 
+def _are_plain(values: list[Any]) -> bool:
+    """Return whether msgpack has all of some ints, none of which is a bool."""
+    return bool(min(values) >= _LEAST_INT and max(values) <= _GREATEST_INT)
+
+
 def _plain_int(value: int, place: Place) -> object:
-    if -(1 << 63) <= value < 1 << 64:
+    if _LEAST_INT <= value <= _GREATEST_INT:
         return value
     size = value.bit_length() // 8 + 1
     if size > MAX_INT_BYTES:

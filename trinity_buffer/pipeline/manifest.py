@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from trinity_buffer.errors import InvalidArgumentError
@@ -27,7 +28,7 @@ class MicroBatchPlan:
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """An ordered list of (experience, annotation, micro-batch slot), as `BatchLeased` records it.
 
@@ -67,7 +68,7 @@ class Manifest:
             return [] if source else list(range(len(self.experiences)))
         return [row for row, of in enumerate(self.source) if of == source]
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """blake2b-128 over everything that decides what the step computes."""
         content = [
@@ -207,12 +208,14 @@ def _fill(
     budget: int | None,
     size: int = 1,
 ) -> list[list[int]]:
+    if budget is None:
+        return [list(rows)] if rows else []
     chunks: list[list[int]] = []
     width = total = 0
     for row in rows:
         width, total = max(width, lengths[row]), total + lengths[row]
         computed = width * (len(chunks[-1]) + 1 if chunks else 1) if layout == "padded" else total
-        if not chunks or (budget is not None and size * computed > budget):
+        if not chunks or size * computed > budget:
             chunks.append([])
             width = total = lengths[row]
         chunks[-1].append(row)

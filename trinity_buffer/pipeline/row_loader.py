@@ -29,7 +29,7 @@ from trinity_buffer.store import log, queries
 from trinity_buffer.store.address import position_of, slot_of
 from trinity_buffer.store.database import Database
 
-CACHED_BYTES = 64 * 1024 * 1024
+CACHED_BYTES = 16 * 1024 * 1024
 """Segments that are kept beside those of the last step, which may have left rows to the next."""
 
 FAMILIES = ("light", "tokens", "heavy")

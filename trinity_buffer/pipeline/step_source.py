@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
@@ -13,14 +13,14 @@ from trinity_buffer.pipeline.row_loader import LoadedRows
 from trinity_buffer.pipeline.stream_options import StreamOptions
 from trinity_buffer.pipeline.trainer_lease import TrainerLease
 from trinity_buffer.store import leases, log
+from trinity_buffer.store.address import SLOT_BITS, position_of
 from trinity_buffer.store.trainer_queries import Reader, ReadyRow
 
 RECORDED = "recorded"
 """Name of the set that ``strategy=None`` reads: whole groups, nothing computed."""
 
 
-@dataclass(frozen=True, slots=True)
-class TakenRow:
+class TakenRow(NamedTuple):
     """A row on its way into a step; ``source`` 0 is the trainer's experiment, 1 the expert's."""
 
     row: ReadyRow
@@ -29,7 +29,7 @@ class TakenRow:
     @property
     def group(self) -> tuple[int, int, int]:
         """What the rows of one group share."""
-        return self.source, self.row.address >> 20, self.row.group_slot
+        return self.source, position_of(self.row.address), self.row.group_slot
 
 
 class StepSource:
@@ -167,33 +167,36 @@ def planned_manifest(
         lengths: of stored pairs, one per row, see `plan_microbatches`; None: rows are single.
     """
     numbers: dict[tuple[int, int, int], int] = {}
-    groups = [numbers.setdefault(one.group, len(numbers)) for one in taken]
+    planned: set[int] = set()
+    groups = []
+    for row, source in taken:
+        of = (source, row.address >> SLOT_BITS, row.group_slot)
+        number = numbers.setdefault(of, len(numbers))
+        groups.append(number)
+        if row.planned and source == 0:
+            planned.add(number)
     order, microbatches = plan_microbatches(
-        [one.row.length for one in taken] if lengths is None else lengths,
+        [row.length for row, _ in taken] if lengths is None else lengths,
         groups,
         layout=options.layout,
         tokens_per_microbatch=options.tokens_per_microbatch,
         world_size=options.world_size,
         pairs=lengths is not None,
     )
-    planned = {
-        group
-        for one, group in zip(taken, groups, strict=True)
-        if one.row.planned and one.source == 0
-    }
+    rows = [taken[place].row for place in order]
     mixes = options.expert_experiment is not None
     return Manifest(
         step=step,
         annotation_set=annotation_set,
-        annotations=tuple(taken[i].row.address for i in order),
-        experiences=tuple(taken[i].row.experience for i in order),
-        groups=tuple(groups[i] for i in order),
+        annotations=tuple([row.address for row in rows]),
+        experiences=tuple([row.experience for row in rows]),
+        groups=tuple([groups[place] for place in order]),
         num_planned_groups=len(planned),
         layout=options.layout,
         microbatches=tuple(microbatches),
         normalizer=None if options.max_tokens is None else float(options.max_tokens),
         sources=(options.expert_experiment,) if options.expert_experiment is not None else (),
-        source=tuple(taken[i].source for i in order) if mixes else (),
+        source=tuple([taken[place].source for place in order]) if mixes else (),
     )
 
 

@@ -11,26 +11,39 @@ from __future__ import annotations
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection
+from pysqlite3 import dbapi2
+from sqlalchemy import Connection, create_engine
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.pool import StaticPool
 
 T = TypeVar("T")
 
+_DIALECT = sqlite.dialect()
+
 
 class InlineConnection:
-    """The part of an `AsyncConnection` that `store` uses; nothing is ever awaited."""
+    """The part of an `AsyncConnection` that `store` uses; nothing is ever awaited.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.dialect = connection.dialect
-        self._driver: Any = connection.connection.dbapi_connection
+    Statements of SQLAlchemy Core run over a connection of SQLAlchemy's, which is made for the first
+    of them: that takes as long as a thousand plain statements.
+
+    Args:
+        driver: the connection, in autocommit.
+    """
+
+    dialect = _DIALECT
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._core: Connection | None = None
 
     async def execute(self, statement: Any, parameters: Any = None) -> Any:
         """Execute a statement of SQLAlchemy Core."""
-        return self._connection.execute(statement, parameters)
+        return self._sqlalchemy().execute(statement, parameters)
 
     async def exec_driver_sql(self, statement: str, parameters: Any = None) -> Any:
         """Execute a statement as the driver takes it."""
-        return self._connection.exec_driver_sql(statement, parameters)
+        return self._sqlalchemy().exec_driver_sql(statement, parameters)
 
     def rows(self, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         """Execute a statement as the driver takes it, past SQLAlchemy; return all of its rows."""
@@ -40,6 +53,40 @@ class InlineConnection:
     def many(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Execute a statement for each of ``rows``, past SQLAlchemy."""
         self._driver.executemany(statement, rows)
+
+    def begin(self, statement: str) -> None:
+        """Begin a transaction with ``statement``."""
+        self._driver.execute(statement)
+
+    def commit(self) -> None:
+        """Commit the transaction."""
+        if self._core is not None:
+            self._core.commit()
+        self._driver.commit()
+
+    def rollback(self) -> None:
+        """Roll the transaction back, if there still is one."""
+        if self._core is not None:
+            self._core.rollback()
+        self._driver.rollback()
+
+    def close(self) -> None:
+        """Close what looks at the connection, which stays open."""
+        if self._core is not None:
+            self._core.close()
+
+    def _sqlalchemy(self) -> Connection:
+        if self._core is None:
+            engine = create_engine(
+                "sqlite://",
+                module=dbapi2,
+                creator=lambda: self._driver,
+                poolclass=StaticPool,
+                pool_reset_on_return=None,
+                _initialize=False,  # which would end the transaction that is open
+            )
+            self._core = engine.connect()
+        return self._core
 
 
 def to_its_end(work: Awaitable[T]) -> T:

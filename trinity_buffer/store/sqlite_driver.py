@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import aiosqlite
 from pysqlite3 import dbapi2
-from sqlalchemy import Connection as SyncConnection
-from sqlalchemy import create_engine
 from sqlalchemy.dialects import registry
 from sqlalchemy.dialects.sqlite.aiosqlite import (
     AsyncAdapt_aiosqlite_connection,
@@ -23,7 +21,6 @@ from sqlalchemy.dialects.sqlite.aiosqlite import (
     SQLiteDialect_aiosqlite,
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
-from sqlalchemy.pool import StaticPool
 from sqlalchemy.util.concurrency import await_only
 
 from trinity_buffer.store.inline import InlineConnection, to_its_end
@@ -116,7 +113,7 @@ class Connection(AsyncAdapt_aiosqlite_connection):  # type: ignore[misc, unused-
     def __init__(self, dbapi: Any, connection: Any) -> None:
         super().__init__(dbapi, connection)
         self._begin: str | None = None
-        self._inline: SyncConnection | None = None
+        self._inline: InlineConnection | None = None
 
     def cursor(self, server_side: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002 - SQLAlchemy's signature
         """Return a cursor."""
@@ -144,18 +141,11 @@ class Connection(AsyncAdapt_aiosqlite_connection):  # type: ignore[misc, unused-
 
     def _transact(self, begin: str, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
         if self._inline is None:
-            engine = create_engine(
-                "sqlite://",
-                module=dbapi2,
-                creator=lambda: self._connection._conn,  # noqa: SLF001 - as above
-                poolclass=StaticPool,
-                pool_reset_on_return=None,
-            )
-            self._inline = engine.connect()
+            self._inline = InlineConnection(self._connection._conn)  # noqa: SLF001 - as above
         inline = self._inline
         try:
-            inline.exec_driver_sql(begin)
-            done = to_its_end(work(cast("AsyncConnection", InlineConnection(inline))))
+            inline.begin(begin)
+            done = to_its_end(work(cast("AsyncConnection", inline)))
             inline.commit()
         except BaseException:
             inline.rollback()
