@@ -1,0 +1,205 @@
+"""Commits, the checkpoints they name, and what is served after them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from tests.contract.making import group, kinds, opened
+from trinity_buffer.errors import (
+    CheckpointError,
+    ConflictingStrategyError,
+    InvalidArgumentError,
+    LeaseHeldError,
+)
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.train_stream import TrainStep, TrainStream
+from trinity_buffer.pipeline.verify import verify
+
+GROUPS = 4
+OPTIONS: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 1}
+
+
+@asynccontextmanager
+async def annotated(url: str) -> AsyncIterator[Experiment]:
+    """Open an experiment with four groups to train on."""
+    async with opened(url) as experiment:
+        for task in range(GROUPS):
+            await experiment.writer("e0").write(group(task=task))
+        await experiment.writer("e0").seal("b", GROUPS * 4)
+        await run_strategy(experiment, "grpo")
+        yield experiment
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """Write a checkpoint: a folder with two files, one of them in a folder of its own."""
+    path = folder / f"step-{step}"
+    (path / "optimizer").mkdir(parents=True)
+    (path / "weights").write_bytes(bytes([step]) * 1000)
+    (path / "optimizer" / "state").write_bytes(bytes([step]) * 10)
+    return path
+
+
+async def trained(experiment: Experiment, folder: Path, steps: int) -> list[TrainStep]:
+    """Train ``steps`` steps, each committed with a checkpoint; return them."""
+    async with experiment.train_stream(**OPTIONS) as stream:
+        done = [await anext(stream) for _ in range(steps)]
+        for step in done:
+            await stream.commit(step, checkpoint=checkpoint_of(folder, step.step))
+    return done
+
+
+async def resumed(experiment: Experiment, **options: Any) -> tuple[TrainStream, list[TrainStep]]:
+    """Open the stream again and take all that it serves."""
+    async with experiment.train_stream(**OPTIONS, **options) as stream:
+        return stream, [step async for step in stream]
+
+
+@pytest.mark.parametrize("harm", ["changed", "longer", "renamed", "another file", "gone"])
+async def test_a_checkpoint_that_is_another_is_refused(store_url: str, tmp_path: Path, harm: str):
+    async with annotated(store_url) as experiment:
+        await trained(experiment, tmp_path, 2)
+        weights = tmp_path / "step-2" / "weights"
+        if harm == "changed":
+            weights.write_bytes(bytes([2]) * 999 + b"!")
+        elif harm == "longer":
+            weights.write_bytes(bytes([2]) * 1001)
+        elif harm == "renamed":
+            weights.rename(weights.with_name("weight"))
+        elif harm == "another file":
+            weights.with_name("more").touch()
+        else:
+            (tmp_path / "step-2").rename(tmp_path / "elsewhere")
+        before = await kinds(experiment)
+        with pytest.raises(CheckpointError, match=r"step-2.*resume"):
+            await resumed(experiment)
+        assert await kinds(experiment) == before
+        stream, steps = await resumed(experiment, resume_from=1)
+        assert stream.resume is not None
+        assert (stream.resume.step, [step.step for step in steps]) == (1, [2, 3, 4])
+
+
+async def test_an_older_checkpoint_is_gone_on_from_and_later_steps_are_superseded(
+    store_url: str, tmp_path: Path
+):
+    async with annotated(store_url) as experiment:
+        first = await trained(experiment, tmp_path / "a", 3)
+        stream, again = await resumed(experiment, resume_from=1)
+        assert stream.resume is not None
+        assert stream.resume.checkpoint == tmp_path / "a" / "step-1"
+        assert stream.resume.chain == first[0].chain
+        served = {step.step: step.manifest.experiences for step in again}
+        assert served[2] == first[1].manifest.experiences
+        assert len({row for rows in served.values() for row in rows}) == (GROUPS - 1) * 4
+        assert not set(first[0].manifest.experiences) & {
+            r for rows in served.values() for r in rows
+        }
+        assert (await kinds(experiment)).count("StepsCommitted") == 3
+        assert (await kinds(experiment)).count("TrainerRewound") == 1
+        await trained(experiment, tmp_path / "b", 3)
+        assert (await verify(experiment)).problems == ()
+
+
+@pytest.mark.parametrize(("step", "committed"), [(3, True), (1, False)])
+async def test_one_can_only_go_on_from_where_there_is_a_checkpoint(
+    store_url: str, tmp_path: Path, step: int, *, committed: bool
+):
+    async with annotated(store_url) as experiment:
+        if committed:
+            await trained(experiment, tmp_path, 2)
+        else:
+            async with experiment.train_stream(**OPTIONS) as stream:
+                await stream.commit(await anext(stream))
+                await stream.commit(await anext(stream))
+        with pytest.raises(CheckpointError, match=rf"resume_from={step}.*last committed step is 2"):
+            await resumed(experiment, resume_from=step)
+        assert "TrainerRewound" not in await kinds(experiment)
+
+
+async def test_a_commit_takes_in_every_step_before_it_and_is_one_event(
+    store_url: str, tmp_path: Path
+):
+    async with annotated(store_url) as experiment, experiment.train_stream(**OPTIONS) as stream:
+        steps = [await anext(stream) for _ in range(3)]
+        weights = tmp_path / "weights"
+        weights.touch()
+        for _ in range(2):
+            await stream.commit(steps[2], policy=weights)
+            await stream.commit(steps[0])
+        (event,) = [e async for e in experiment.events(kinds=["StepsCommitted"])]
+        assert event.body["steps"] == [1, 2, 3]
+        assert event.body["manifests"] == [step.manifest.digest for step in steps]
+        published = [e async for e in experiment.events(kinds=["PolicyPublished"])]
+        assert [(e.body["version"], e.position) for e in published] == [(3, event.position + 1)]
+        policy = await experiment.newest_policy()
+        assert policy is not None
+        assert policy.version == 3
+
+
+async def test_what_cannot_be_committed_changes_nothing(store_url: str, tmp_path: Path):
+    async with annotated(store_url) as experiment, experiment.train_stream(**OPTIONS) as stream:
+        step = await anext(stream)
+        empty = tmp_path / "empty"
+        empty.mkdir()
+        for path in (tmp_path / "nothing", empty):
+            with pytest.raises(CheckpointError, match=rf"{path.name} is missing or empty"):
+                await stream.commit(step, checkpoint=path)
+            with pytest.raises(CheckpointError, match=path.name):
+                await stream.commit(step, policy=path)
+        step.step += 1
+        with pytest.raises(InvalidArgumentError, match="step 2 was not delivered"):
+            await stream.commit(step)
+        assert not {"StepsCommitted", "PolicyPublished"} & {*await kinds(experiment)}
+
+
+async def test_what_was_not_committed_is_served_as_recorded_whatever_is_asked_now(store_url: str):
+    async with annotated(store_url) as experiment:
+        async with experiment.train_stream(**OPTIONS) as stream:
+            first = [await anext(stream), await anext(stream)]
+        async with experiment.train_stream(
+            strategy="grpo", groups_per_step=3, layout="packed", tokens_per_microbatch=9
+        ) as stream:
+            again = [step async for step in stream]
+        assert [step.manifest for step in again[:2]] == [step.manifest for step in first]
+        assert [step.chain for step in again[:2]] == [step.chain for step in first]
+        for one, other in zip(first, again, strict=False):
+            assert other.recorded
+            for before, after in zip(one.microbatches, other.microbatches, strict=True):
+                assert before.keys() == after.keys()
+                assert all(before[name].equal(after[name]) for name in before)
+        assert again[-1].manifest.layout == "packed"
+
+
+async def test_two_trainers_of_one_name_train_one_after_the_other(store_url: str):
+    async with annotated(store_url) as experiment, opened(store_url) as other:
+        served: list[list[int]] = []
+
+        async def second() -> None:
+            async with other.train_stream(**OPTIONS) as stream:
+                served.append([step.step async for step in stream])
+
+        async with anyio.create_task_group() as tasks, experiment.train_stream(**OPTIONS) as stream:
+            with pytest.raises(LeaseHeldError, match="'trainer' is at work in"):
+                await resumed(other, wait_for_lease=False)
+            tasks.start_soon(second)
+            for _ in range(2):
+                await stream.commit(await anext(stream))
+            assert served == []
+        assert served == [[3, 4]]
+
+
+async def test_a_name_stands_for_one_set_and_one_kind_of_consumer(store_url: str):
+    async with annotated(store_url) as experiment:
+        await resumed(experiment)
+        with pytest.raises(ConflictingStrategyError, match="consumer="):
+            await resumed(experiment, consumer="grpo")
+        await run_strategy(experiment, "grpo", {"epsilon": 0.1}, name="other")
+        with pytest.raises(ConflictingStrategyError, match="'trainer' is a trainer on 'grpo'"):
+            async with experiment.train_stream(strategy="other"):
+                pass
