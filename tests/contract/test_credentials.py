@@ -1,0 +1,69 @@
+"""A password in a URL is in no error, no log, no event and no output."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import traceback
+
+import pytest
+from sqlalchemy import make_url
+
+from tests.contract.making import contents, group, opened
+from trinity_buffer.errors import TrinityBufferError
+from trinity_buffer.pipeline.store import open_store
+
+PASSWORD = "s3cret-hunter2"
+
+
+def with_password(url: str) -> str:
+    return make_url(url).set(password=PASSWORD).render_as_string(hide_password=False)
+
+
+async def test_what_is_stored_and_said_of_a_store_holds_no_password(
+    postgres_url: str, caplog: pytest.LogCaptureFixture
+):
+    url = with_password(postgres_url)
+    with caplog.at_level(logging.DEBUG):
+        async with opened(url, note="config") as experiment:
+            await experiment.writer("e0").write(group())
+            said = [experiment.database.name, repr(experiment), repr(experiment.database)]
+        async with open_store(url, read_only=True) as store:
+            said += [store.url, repr(store), str(store)]
+        said += [caplog.text, repr(await contents(url))]
+    assert "***" in said[0]
+    assert PASSWORD not in "".join(said)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"postgresql://me:{PASSWORD}@127.0.0.1:1/run",
+        f"postgresql://me:{PASSWORD}@no-such-host.invalid/run",
+        f"postgresql://me:{PASSWORD}@/run?host=/no/such/folder",
+        f"postgresql://me:{PASSWORD}@127.0.0.1:port/run",
+        f"mysql://me:{PASSWORD}@127.0.0.1/run",
+    ],
+)
+async def test_no_error_tells_the_password(url: str, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.DEBUG), pytest.raises(TrinityBufferError) as raised:
+        async with open_store(url):
+            pass
+    # the whole chain, as an uncaught error would be printed
+    assert PASSWORD not in "".join(traceback.format_exception(raised.value)) + caplog.text
+    assert "\n" not in str(raised.value)
+
+
+def test_the_command_line_does_not_tell_it_either():
+    done = subprocess.run(
+        [sys.executable, "-m", "trinity_buffer", "stats", "--json"],
+        env={**os.environ, "TRINITY_BUFFER_STORE": f"postgresql://me:{PASSWORD}@127.0.0.1:1/run"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert PASSWORD not in done.stdout + done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
