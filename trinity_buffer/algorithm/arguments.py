@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from trinity_buffer.errors import InvalidArgumentError
+
+Made = TypeVar("Made")
 
 REQUIRED = inspect.Parameter.empty
 """Stands for the default of an argument that has none."""
@@ -65,6 +67,20 @@ def refuse_unknown(owner: str, given: Mapping[str, Any], accepted: Iterable[str]
                 f"{owner} takes no argument {name!r}{did_you_mean(name, names)} "
                 f"(accepted: {', '.join(names) or 'none'})"
             )
+
+
+def made(cls: Callable[..., Made], *parts: Any, **arguments: Any) -> Made:
+    """Return ``cls(*parts, **arguments)``.
+
+    Raises:
+        InvalidArgumentError: an argument is of a type with which it cannot be made.
+    """
+    try:
+        return cls(*parts, **arguments)
+    except TypeError as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        name = getattr(cls, "__name__", str(cls))
+        raise InvalidArgumentError(f"{name}({given}): {error}") from error
 
 
 def one_of(name: str, value: Any, accepted: Iterable[Any]) -> None:

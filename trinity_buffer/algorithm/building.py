@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from trinity_buffer.algorithm.algorithm import AlgorithmType
-from trinity_buffer.algorithm.arguments import REQUIRED, declared_arguments, refuse_unknown
+from trinity_buffer.algorithm.arguments import REQUIRED, declared_arguments, made, refuse_unknown
 from trinity_buffer.algorithm.recipe import PARTS
 from trinity_buffer.algorithm.registry import (
     ADD_STRATEGY,
@@ -65,7 +65,7 @@ class Choice:
 
     def make(self, **run_time: Any) -> Any:
         """Return the object."""
-        return self.cls(**self.args, **run_time)
+        return made(self.cls, **self.args, **run_time)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

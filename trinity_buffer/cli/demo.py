@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from rich.console import Console
 from rich.live import Live
 
 from trinity_buffer.cli import run_view
-from trinity_buffer.cli.run_config import RunConfig
+from trinity_buffer.cli.options import made_folder
+from trinity_buffer.cli.run_config import RunConfig, of_experiment
 from trinity_buffer.cli.run_view import RunNumbers
 from trinity_buffer.cli.supervisor import Supervisor, command_of
-from trinity_buffer.errors import StoreError
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verify import VerifyReport, verify
@@ -75,8 +75,6 @@ class Demo:
 
     def run(self) -> int:
         """Run to the end; return the exit code."""
-        for folder in (self.paths.logs, self.paths.checkpoints, self.paths.acknowledgements):
-            folder.mkdir(parents=True, exist_ok=True)
         try:
             return anyio.run(self._run)
         except KeyboardInterrupt:
@@ -89,6 +87,8 @@ class Demo:
     async def _run(self) -> int:
         begin = time.monotonic()
         async with open_store(self.paths.store) as store:
+            for folder in (self.paths.logs, self.paths.checkpoints, self.paths.acknowledgements):
+                made_folder(folder)  # after the store was opened: it may be refused
             experiment = await self._experiment(store)
             numbers = RunNumbers()
             supervisor = self._supervisor = Supervisor(
@@ -111,8 +111,15 @@ class Demo:
 
     async def _experiment(self, store: Any) -> Experiment:
         if self.experiment in await store.experiments():
-            self.console.print(f"{self.paths.store} is there already: this resumes it")
-            return await store.experiment(self.experiment)  # type: ignore[no-any-return]
+            found: Experiment = await store.experiment(self.experiment)
+            asked, self.config = self.config, of_experiment(found.config)
+            kept = "" if asked == self.config else ", with the configuration that it began with"
+            self.console.print(
+                f"{self.paths.store} is there already: this resumes it{kept}",
+                highlight=False,
+                soft_wrap=True,
+            )
+            return found
         config = self.config.model_dump()
         self.console.print_json(data=config)
         return await store.experiment(self.experiment, config=config)  # type: ignore[no-any-return]
@@ -261,19 +268,16 @@ class Demo:
 
 
 def store_path(store: str | None, name: str) -> DemoPaths:
-    """Return where the demo ``name`` keeps its files."""
+    """Return where the demo ``name`` keeps its files.
+
+    Raises:
+        InvalidArgumentError: a name that no file can have.
+    """
+    if not name or "/" in name:
+        raise InvalidArgumentError(f"--name {name!r}: must be a text without '/'")
+    base = Path("runs") / name
     if store is None:
-        base = Path("runs") / name
-        base.parent.mkdir(parents=True, exist_ok=True)
+        made_folder(base.parent)
         return DemoPaths(f"sqlite:///{base}.db", base)
-    with suppress(StoreError):
-        plain = store.removeprefix("sqlite:///")
-        return DemoPaths(
-            store, Path(plain).with_suffix("") if "://" not in plain else Path("runs") / name
-        )
-    return DemoPaths(store, Path("runs") / name)
-
-
-def say_to_stderr(message: str) -> None:
-    """Print one line to standard error."""
-    sys.stderr.write(f"{message}\n")
+    plain = store.removeprefix("sqlite:///")
+    return DemoPaths(store, base if "://" in plain else Path(plain).with_suffix(""))

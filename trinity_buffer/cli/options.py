@@ -44,6 +44,19 @@ def chosen_store(store: str | None) -> str:
     return f"sqlite:///{files[-1]}"
 
 
+def made_folder(path: Path) -> Path:
+    """Return the folder ``path``, made where it is missing.
+
+    Raises:
+        InvalidArgumentError: it cannot be made, or is a file.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgumentError(f"folder {path}: {error.strerror}") from error
+    return path
+
+
 async def chosen_experiment(url: str, experiment: str | None) -> str:
     """Return the experiment to use.
 

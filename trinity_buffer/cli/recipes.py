@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.explorer.recipes import recipe_for
 from trinity_buffer.explorer.tasks import TASKS
 
@@ -12,7 +13,13 @@ BATCHES_PER_STEP = 2
 
 
 def config_for(task: str, digits: int) -> dict[str, Any]:
-    """Return the configuration with which a task is known to be learnt, as plain values."""
+    """Return the configuration with which a task is known to be learnt, as plain values.
+
+    Raises:
+        InvalidArgumentError: no such task, or digits that it cannot have.
+    """
+    if task not in TASKS:
+        raise InvalidArgumentError(f"no task {task!r} (there are: {', '.join(TASKS)})")
     options = {"digits": digits} if task == "sort" else {}
     recipe = recipe_for(TASKS[task](**options))
     return {

@@ -73,6 +73,7 @@ async def explore(
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
         config = of_experiment(opened.config)
+        say(f"explores {experiment} as {actor}")
         settings = ExplorerSettings(
             actor=actor,
             seed=config.seed,
@@ -188,8 +189,8 @@ def train(
         ),
     ) as stream:
         trainer = trainer_on(stream, config, algorithm, settings)
-        if stream.resume is not None:
-            say(f"resumes after step {stream.resume.step}")
+        begin = "begins" if stream.resume is None else f"resumes after step {stream.resume.step}"
+        say(f"trains {experiment} as {config.trainer}: {begin}")
         measured = _Evaluation(config, trainer)
 
         def tell(report: StepReport) -> bool:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio
 import typer
@@ -17,8 +17,12 @@ from trinity_buffer.cli.options import (
     StoreOption,
     chosen_experiment,
     chosen_store,
+    made_folder,
 )
 from trinity_buffer.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from trinity_buffer.cli.run_config import RunConfig
 
 SetOption = Annotated[
     list[str] | None,
@@ -42,12 +46,12 @@ def demo(
         str, typer.Option(help="sort (digits) or guess (a hidden number, several turns).")
     ] = "sort",
     digits: Annotated[int, typer.Option(help="sort: how many digits.")] = 3,
-    explorers: Annotated[int, typer.Option(help="How many explorer processes.")] = 2,
+    explorers: Annotated[int, typer.Option(min=1, help="How many explorer processes.")] = 2,
     chaos: Annotated[
         bool, typer.Option("--chaos", help="Kill a random process every few seconds.")
     ] = False,
     chaos_every: Annotated[
-        float, typer.Option(help="Seconds between two kills, on average.")
+        float, typer.Option(min=0.1, help="Seconds between two kills, on average.")
     ] = 4.0,
     limit: Annotated[float | None, typer.Option(help="Stop after so many seconds.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, problems and rollouts.")] = 0,
@@ -59,13 +63,8 @@ def demo(
     Example: trinity-buffer demo --digits 4 --chaos
     """
     from trinity_buffer.cli import demo as demos  # noqa: PLC0415 - keep the other commands light
-    from trinity_buffer.cli.recipes import config_for  # noqa: PLC0415
-    from trinity_buffer.cli.run_config import overridden, read_file, resolved  # noqa: PLC0415
 
-    base: dict[str, Any] = config_for(task, digits) | {"seed": seed}
-    if config is not None:
-        base |= read_file(config)
-    settings = resolved(overridden(base, overrides or []))
+    settings = _demo_settings(task, digits, seed, config, overrides)
     run = demos.Demo(
         demos.store_path(store, name),
         name,
@@ -75,6 +74,29 @@ def demo(
         limit_s=limit,
     )
     raise typer.Exit(run.run())
+
+
+def _demo_settings(
+    task: str, digits: int, seed: int, config: Path | None, overrides: list[str] | None
+) -> RunConfig:
+    """Return the recipe of the task, with what the user says in its place."""
+    from trinity_buffer.cli.recipes import config_for  # noqa: PLC0415
+    from trinity_buffer.cli.run_config import (  # noqa: PLC0415
+        merged,
+        overridden,
+        read_file,
+        resolved,
+    )
+
+    base: dict[str, Any] = config_for(task, digits) | {"seed": seed}
+    if config is not None:
+        base = merged(base, read_file(config))
+    settings = resolved(overridden(base, overrides or []))
+    if config is not None or overrides:
+        from trinity_buffer.cli.run_algorithm import algorithm_of  # noqa: PLC0415 - torch
+
+        algorithm_of(settings)  # refused here, and not by three processes and a store that has it
+    return settings
 
 
 def explore(
@@ -88,7 +110,7 @@ def explore(
     acknowledge: Annotated[
         Path | None, typer.Option(help="Folder for the proof of what was acknowledged: ACTOR.ack.")
     ] = None,
-    batches: Annotated[int | None, typer.Option(help="End after so many batches.")] = None,
+    batches: Annotated[int | None, typer.Option(min=1, help="End after so many batches.")] = None,
 ) -> None:
     """Generate rollouts with the newest published policy, until the experiment is finished.
 
@@ -98,6 +120,10 @@ def explore(
 
     async def main() -> None:
         url = chosen_store(store)
+        if not actor or "/" in actor:
+            raise InvalidArgumentError(f"--actor {actor!r}: must be a text without '/'")
+        if acknowledge is not None:
+            made_folder(acknowledge)
         name = await _prepared(url, experiment, config, overrides)
         path = None if acknowledge is None else acknowledge / f"{actor}.ack"
         await roles.explore(
@@ -136,6 +162,8 @@ def annotate(
         url = chosen_store(store)
         chosen = await chosen_experiment(url, experiment)
         args = overridden({}, overrides) if overrides else None
+        if follow and not as_json:
+            roles.plain(f"annotates {chosen}")
         report = await roles.annotate(
             url, chosen, strategy=strategy, name=name, args=args, follow=follow
         )
@@ -173,9 +201,11 @@ def train(
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
 
     url = chosen_store(store)
-    name = anyio.run(_prepared, url, experiment, config, overrides)
     folder = checkpoints or _beside(url)
-    folder.mkdir(parents=True, exist_ok=True)
+    if checkpoints is not None:  # before anything is recorded
+        made_folder(checkpoints)
+    name = anyio.run(_prepared, url, experiment, config, overrides)
+    made_folder(folder)
     _until_interrupted(
         partial(
             roles.train,
@@ -213,7 +243,14 @@ async def _prepared(
     """Return the experiment's name; with a configuration, create it or record what changed."""
     if config is None and not overrides:
         return await chosen_experiment(url, experiment)
-    from trinity_buffer.cli.run_config import of_experiment, overridden, read_file, resolved  # noqa: PLC0415
+    from trinity_buffer.cli.run_algorithm import algorithm_of  # noqa: PLC0415
+    from trinity_buffer.cli.run_config import (  # noqa: PLC0415
+        merged,
+        of_experiment,
+        overridden,
+        read_file,
+        resolved,
+    )
     from trinity_buffer.pipeline.store import open_store  # noqa: PLC0415
 
     async with open_store(url) as store:
@@ -221,8 +258,10 @@ async def _prepared(
         name = experiment or (names[0] if len(names) == 1 else "run")
         recorded = (await store.experiment(name)).config if name in names else {}
         known = of_experiment(recorded).model_dump()
-        values = {**known, **(read_file(config) if config is not None else {})}
-        changed = resolved(overridden(values, overrides or [])).model_dump()
+        values = merged(known, read_file(config) if config is not None else {})
+        settings = resolved(overridden(values, overrides or []))
+        algorithm_of(settings)  # a name that nobody knows must not be what everybody reads
+        changed = settings.model_dump()
         # What is recorded beside a run's own keys, such as the schema, stays.
         await store.experiment(name, config={**recorded, **changed})
         return name

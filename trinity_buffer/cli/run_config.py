@@ -6,8 +6,9 @@ reads from there.
 
 from __future__ import annotations
 
+import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,32 +121,73 @@ class RunConfig(_Section):
             )
 
 
+SECTIONS = frozenset({"task", "model", "optimizer", "evaluation"})
+"""Of independent keys; ``loss.args`` belong to ``loss.name`` and are replaced with it."""
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """Return the content of a TOML or YAML file.
 
     Raises:
-        InvalidArgumentError: it is not there, or cannot be read.
+        InvalidArgumentError: it is not there, cannot be read, or has a key that nothing reads.
     """
     try:
         text = path.read_text()
-        if path.suffix in (".yaml", ".yml"):
-            import yaml  # noqa: PLC0415 - only who has such a file needs it
-
-            found = yaml.safe_load(text)
-        else:
-            found = tomllib.loads(text)
-    except (OSError, ValueError) as error:
+        found = _yaml(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
+    except OSError as error:
+        raise InvalidArgumentError(f"configuration {path}: {error.strerror}") from error
+    except ValueError as error:
         raise InvalidArgumentError(f"configuration {path}: {error}") from error
     if not isinstance(found, dict):
         raise InvalidArgumentError(f"configuration {path}: it holds no table")
+    _refuse_unknown(found, RunConfig, f"configuration {path}: ")
     return found
+
+
+def _yaml(text: str) -> Any:
+    import yaml  # noqa: PLC0415 - only who has such a file needs it
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:  # several lines, which quote the file
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def _refuse_unknown(
+    values: Mapping[str, Any], section: type[BaseModel], where: str, prefix: str = ""
+) -> None:
+    """Return if every key of ``values``, and of the sections in it, is one of ``section``."""
+    fields = section.model_fields
+    for key, value in values.items():
+        if key not in fields:
+            close = difflib.get_close_matches(str(key), fields, n=1)
+            meant = (
+                f"did you mean {prefix + close[0]!r}?" if close else f"there are: {_all(fields)}"
+            )
+            raise InvalidArgumentError(f"{where}there is no key {prefix + str(key)!r}; {meant}")
+        inner = fields[key].annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel) and isinstance(value, Mapping):
+            _refuse_unknown(value, inner, where, f"{prefix}{key}.")
+
+
+def _all(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with ``changes``; a section keeps the keys that ``changes`` leaves out."""
+    result = {**base, **changes}
+    for key, value in changes.items():
+        if key in SECTIONS and isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
+            result[key] = {**base[key], **value}
+    return result
 
 
 def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return ``values`` with overrides like ``optimizer.learning_rate=3e-4`` applied.
 
     Raises:
-        InvalidArgumentError: an override without ``=``.
+        InvalidArgumentError: an override without ``=``, or of a key inside a plain value.
     """
     result = dict(values)
     for override in overrides:
@@ -155,7 +197,12 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
         *sections, last = key.split(".")
         table = result
         for section in sections:
-            table[section] = dict(table.get(section) or {})
+            inner = table.get(section) or {}
+            if not isinstance(inner, Mapping):
+                raise InvalidArgumentError(
+                    f"override {override!r}: {section!r} is {inner!r}, which has no keys"
+                )
+            table[section] = dict(inner)
             table = table[section]
         table[last] = _value_of(text)
     return result
@@ -174,11 +221,13 @@ def resolved(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         InvalidArgumentError: an unknown key or an impossible value.
     """
+    _refuse_unknown(values, RunConfig, "")
     try:
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:
         problems = [
-            f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}" for e in error.errors()
+            f"{'.'.join(map(str, e['loc'])) or 'configuration'}={e['input']!r}: {e['msg']}"
+            for e in error.errors()
         ]
         raise InvalidArgumentError("; ".join(problems)) from error
 

@@ -40,11 +40,17 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     kills: int = 0
+    _said_before: int = 0
 
     @property
     def alive(self) -> bool:
         """Whether it runs right now."""
         return self.process is not None and self.process.poll() is None
+
+    @property
+    def at_work(self) -> bool:
+        """Whether it has come further than its imports: it has said something since its start."""
+        return self.alive and self.log.stat().st_size > self._said_before
 
     def last_line(self) -> str:
         """Return what it said last."""
@@ -92,6 +98,7 @@ class Supervisor:
             ENDS_WITH_PARENT: "1",
         }
         with child.log.open("ab") as log:
+            child._said_before = log.tell()  # noqa: SLF001 - its own
             # A group of its own: Ctrl-C reaches the supervisor alone, which then asks the children
             # one by one.
             child.process = subprocess.Popen(
@@ -115,7 +122,9 @@ class Supervisor:
     def tend(self) -> Child | None:
         """Restart what died, kill what is due; return a process that cannot be kept alive."""
         if self.chaos_every_s is not None and time.monotonic() >= self._next_kill:
-            victims = [child for child in self.children if child.alive]
+            # Who is still starting has nothing to lose, and on a machine that takes longer to start
+            # a process than the time between two kills nobody would ever come to work.
+            victims = [child for child in self.children if child.at_work]
             if victims:
                 victim = self._random.choice(victims)
                 assert victim.process is not None

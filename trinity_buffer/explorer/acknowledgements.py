@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.writer import WriteReceipt
 
 
@@ -13,11 +14,17 @@ class Acknowledgements:
 
     ``trinity-buffer verify --acknowledged FOLDER`` compares such files with the log. A crash may
     leave the last line unfinished; it is read as never written.
+
+    Raises:
+        InvalidArgumentError: the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
-        torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise InvalidArgumentError(f"acknowledgements {path}: {error.strerror}") from error
         if torn:  # a kill may cut a write short; the next line must not grow out of what is left
             os.write(self._descriptor, b"\n")
 

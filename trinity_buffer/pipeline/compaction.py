@@ -130,7 +130,10 @@ def _write_file(
         for part, checksum, data in parts
     ]
     name = hashlib.blake2b(b"".join(sorted({key for key, _ in stored})), digest_size=8).hexdigest()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgumentError(f"archive folder {folder}: {error.strerror}") from error
     path = (folder / f"{quote(experiment, safe='')}-{name}.parquet").absolute()
     temporary = path.with_suffix(".writing")
     parquet.write_table(pyarrow.Table.from_pylist(rows), temporary, compression="zstd")

@@ -12,6 +12,7 @@ import anyio.to_thread
 
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.algorithm.add_strategy import AddStrategy, compose
+from trinity_buffer.algorithm.arguments import made
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import (
     CodecError,
@@ -299,7 +300,7 @@ def _make(
         raise UnknownNameError(
             f"{strategy!r} is not an AddStrategy; known are {', '.join(ADD_STRATEGY.names())}"
         )
-    return kind(writer, **args)
+    return made(kind, writer, **args)
 
 
 def _has_rows(unit: ReadyUnit) -> bool:
@@ -344,7 +345,7 @@ async def run_strategy(
 
     Raises:
         ConflictingStrategyError: the annotation set exists with another configuration.
-        UnknownNameError: no such strategy.
+        UnknownNameError: no such strategy, or no such scoring.
     """
     defaults = {
         field: experiment.config[field]
@@ -356,5 +357,13 @@ async def run_strategy(
     except TypeError as error:
         accepted = ", ".join(GroupingRules.__slots__)
         raise InvalidArgumentError(f"run_strategy: {error}; accepted are {accepted}") from error
+    if rewards is not None:
+        async with experiment.database.reading() as tx:
+            known = await reads.scorings(tx, experiment.key)
+        if rewards not in known:
+            raise UnknownNameError(
+                f"experiment {experiment.name!r} has no scoring {rewards!r} "
+                f"(there: {', '.join(known) or 'none'})"
+            )
     consumer = StrategyConsumer(experiment, strategy, args, name=name, rules=rules, rewards=rewards)
     return await consumer.run(follow=follow)

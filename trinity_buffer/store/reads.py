@@ -62,3 +62,9 @@ async def assigned_rewards(
         among(tx, assigned_reward.c.address, addresses),
     )
     return {int(address): float(reward) for address, reward in (await tx.execute(query)).all()}
+
+
+async def scorings(tx: Transaction, experiment: int) -> list[str]:
+    """Return the names of the scorings of an experiment, sorted."""
+    query = select(assigned_reward.c.scoring).where(assigned_reward.c.experiment == experiment)
+    return sorted((await tx.execute(query.distinct())).scalars().all())

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
 from trinity_buffer.algorithm.arguments import did_you_mean
+from trinity_buffer.algorithm.arguments import made as made_of
 from trinity_buffer.algorithm.copies import original_uid
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
@@ -89,7 +90,9 @@ def compose(
         )
     arguments_of = {name: dict(given.get(name, {})) for name in classes}
     staged = {name: StagedWriter() for name in classes}
-    stages = [(n, cls(staged[n], **arguments_of[n]), staged[n]) for n, cls in classes.items()]
+    stages = [
+        (n, made_of(cls, staged[n], **arguments_of[n]), staged[n]) for n, cls in classes.items()
+    ]
     units = {cls.unit_for(**arguments_of[n]) for n, cls in classes.items()}
     families = [f for n, cls in classes.items() for f in cls.families_for(**arguments_of[n])]
     attributes = {

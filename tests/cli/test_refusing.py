@@ -1,0 +1,123 @@
+"""Wrong words: one sentence that names what and where, exit code 2, and a store as it was."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from pysqlite3 import dbapi2
+
+from tests.cli.calling import Cli
+from tests.stories import Story, tell
+
+SECRET = "s3cret"
+CLOSED = f"postgresql://me:{SECRET}@127.0.0.1:1/db"
+
+# What is called, and what it says; a configuration file holds the last word of a call that has one.
+WRONG: dict[str, tuple[tuple[str, ...], str]] = {
+    "no such file": (("explore", "--config", "nowhere.toml"), "nowhere.toml: No such file"),
+    "a misspelt key": (
+        ("explore", "--config", "a.toml", "groups_per_stp = 3"),
+        "a.toml: there is no key 'groups_per_stp'; did you mean 'groups_per_step'?",
+    ),
+    "a misspelt key of a section": (
+        ("train", "--config", "a.toml", "[optimizer]\nlearning_rat = 3"),
+        "a.toml: there is no key 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?",
+    ),
+    "a key like no other": (("train", "--set", "q=1"), "there is no key 'q'; there are: algorithm"),
+    "a value of another kind": (
+        ("explore", "--config", "a.toml", "groups_per_step = 'x'"),
+        "groups_per_step='x': Input should be a valid integer",
+    ),
+    "no TOML": (("explore", "--config", "a.toml", "groups_per_step ="), "a.toml: Invalid value"),
+    "no YAML": (("explore", "--config", "a.yaml", "a: [1\nb: }"), "a.yaml: while parsing"),
+    "no table": (("explore", "--config", "a.yaml", "- 1"), "a.yaml: it holds no table"),
+    "no equals sign": (("train", "--set", "x"), "write it as section.key=value"),
+    "a key of a value": (("train", "--set", "algorithm.x=3"), "'grpo', which has no keys"),
+    "an unknown algorithm": (("train", "--set", "algorithm=grop"), "did you mean 'grpo'?"),
+    "an unknown loss": (("explore", "--set", "loss.name=pppo"), "no policy_loss_fn 'pppo'"),
+    "a name that is no file's": (("explore", "--actor", "a/b"), "--actor 'a/b'"),
+    "an unknown strategy": (("annotate", "--strategy", "grop"), "did you mean 'grpo'?"),
+    "an unknown argument": (
+        ("annotate", "--strategy", "grpo", "--set", "epsilonn=1"),
+        "did you mean 'epsilon'?",
+    ),
+    "an argument of another kind": (
+        ("annotate", "--strategy", "grpo", "--name", "x", "--set", "epsilon=abc"),
+        "GRPOAddStrategy(epsilon='abc')",
+    ),
+    "an unknown scoring": (
+        ("reannotate", "--strategy", "grpo", "--name", "x", "--rewards", "lenght"),
+        "has no scoring 'lenght' (there: length)",
+    ),
+    "a file for a folder": (
+        ("train", "--set", "seed=7", "--checkpoints", "a.toml", "seed = 7"),
+        "folder a.toml: File exists",
+    ),
+    "no step to go back to": (("train", "--resume-from", "99"), "resume_from=99"),
+    "no checkpoint": (("replay", "--from-checkpoint", "/nowhere"), "/nowhere holds no state.json"),
+    "no archive": (
+        ("compact", "--keep-steps", "0", "--archive", "/proc/nowhere"),
+        "archive folder /proc/nowhere: No such file",
+    ),
+    "an unknown task": (
+        ("demo", "--task", "sorting"),
+        "no task 'sorting' (there are: sort, guess)",
+    ),
+    "a run without a name": (("demo", "--name", "a/b"), "--name 'a/b'"),
+    "a demo without explorers": (("demo", "--explorers", "0"), "--explorers"),
+    "a demo of an unknown loss": (("demo", "--set", "loss.name=pppo"), "no policy_loss_fn 'pppo'"),
+}
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("story")
+    return anyio.run(tell, f"sqlite:///{folder / 'store.db'}", folder / "run")
+
+
+def content(story: Story) -> dict[str, list[Any]]:
+    """Return every row of the store but leases, which are promises."""
+    with closing(dbapi2.connect(story.url.removeprefix("sqlite:///"))) as connection:
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        names = [name for (name,) in tables if name != "lease"]
+        return {name: connection.execute(f'SELECT * FROM "{name}"').fetchall() for name in names}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_word_changes_nothing(
+    cli: Cli, story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+):
+    monkeypatch.chdir(tmp_path)
+    words, said = WRONG[case]
+    file = next((word for word in words if word.startswith("a.")), None)
+    if file is not None:
+        *words_left, text = words
+        Path(file).write_text(text)
+        words = tuple(words_left)
+    words += () if words[0] == "demo" else ("--store", story.url)
+    words += ("--actor", "e0") if words[0] == "explore" and "--actor" not in words else ()
+    before = content(story)
+    ended = cli(*words)
+    assert ended.code == 2
+    assert said in ended.err
+    assert len(ended.err.splitlines()) == 1 or "Usage:" in ended.err
+    assert content(story) == before
+    assert not list(tmp_path.glob("runs/*"))
+
+
+@pytest.mark.parametrize(
+    "command", [("stats",), ("annotate",), ("train", "--checkpoints", "c"), ("migrate",), ("demo",)]
+)
+def test_a_server_that_is_not_there_is_named_without_its_password(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+):
+    monkeypatch.chdir(tmp_path)
+    ended = cli(*command, "--store", CLOSED)
+    assert ended.code == 2
+    assert "127.0.0.1:1" in ended.err
+    assert len(ended.err.splitlines()) == 1
+    assert SECRET not in ended.out + ended.err
