@@ -100,7 +100,7 @@ def collate_step(
         tensors["old_logprob"] = tensors["rollout_logprob"]
         chosen = slice(plan.start, plan.stop)
         modal = [
-            {name: _moved(value, device) for name, value in inputs.items()}
+            {name: _moved(value, device) for name, value in inputs.items()} if inputs else {}
             for inputs in rows.multi_modal[chosen]
             for _ in range(size)
         ]
@@ -128,23 +128,23 @@ def _per_row(manifest: Manifest, plan: MicroBatchPlan, size: int) -> dict[str, T
 
 def _layout_of_step(manifest: Manifest, columns: _Columns, size: int, world: int) -> BatchLayout:
     """Return the denominators: over all rows, over the usual ones, over the expert's."""
-    tokens = columns.trained_tokens
-    groups = [group for group in manifest.groups for _ in range(size)]
-    expert = [of > 0 for of in manifest.source or [0] * len(manifest.groups) for _ in range(size)]
-    every = range(len(tokens))
+    tokens = np.array(columns.trained_tokens, np.int64)
+    groups = np.repeat(np.array(manifest.groups, np.int64), size)
+    expert = np.repeat(np.array(manifest.source or [0] * len(manifest.groups)) > 0, size)
 
-    def count(rows: Sequence[int]) -> Totals:
+    def count(rows: Array) -> Totals:
         return Totals(
-            tokens=sum(tokens[row] for row in rows),
-            sequences=len(rows),
-            groups=len({groups[row] for row in rows}),
-            active_sequences=sum(tokens[row] > 0 for row in rows),
+            tokens=int(tokens[rows].sum()),
+            sequences=int(rows.sum()),
+            groups=len(np.unique(groups[rows])),
+            active_sequences=int((tokens[rows] > 0).sum()),
         )
 
+    total = count(np.ones(len(tokens), np.bool_))
     return BatchLayout(
-        total=count(every),
-        usual=count([row for row in every if not expert[row]]),
-        expert=count([row for row in every if expert[row]]),
+        total=total,
+        usual=count(~expert) if expert.any() else total,
+        expert=count(expert),
         normalizer=manifest.normalizer,
         world_size=world,
     )
@@ -266,22 +266,29 @@ class _Arena:
 
     def __init__(self, memory: StepMemory, size: int, dtypes: Sequence[type[np.generic]]) -> None:
         widths = [np.dtype(dtype).itemsize for dtype in dtypes]
-        self._memory = memory.zeros(size * sum(widths) + 64 * len(widths))
+        self._memory = memory.take(size * sum(widths) + 64 * len(widths))
         self._size = size
         self._used = 0
 
-    def column(self, dtype: type[np.generic]) -> Array:
-        """Return a column of zeros."""
+    def column(self, dtype: type[np.generic], *, clear: bool = True) -> Array:
+        """Return a column of zeros; with ``clear=False`` of anything, to be written as a whole."""
         begin = self._used + -self._used % 64
         self._used = begin + self._size * np.dtype(dtype).itemsize
-        return self._memory[begin : self._used].view(dtype)
+        found = self._memory[begin : self._used]
+        if clear:
+            found.fill(0)
+        return found.view(dtype)
 
 
 def _filled(columns: _Columns, places: _Places, memory: StepMemory) -> dict[str, Array]:
     """Return the flat columns of all micro-batches."""
     kinds = (np.int64, np.bool_, np.bool_, *[np.float32] * len(columns.responses))
     arena = _Arena(memory, places.size, kinds)
-    out = {"input_ids": arena.column(np.int64), "attention_mask": arena.column(np.bool_)}
+    padding = places.size > int(columns.lengths[places.begins >= 0].sum())
+    out: dict[str, Array] = {
+        "input_ids": arena.column(np.int64, clear=padding),
+        "attention_mask": arena.column(np.bool_, clear=padding),
+    }
     mask = out["action_mask"] = arena.column(np.bool_)
     for block in columns.tokens.blocks:
         _copy(out["input_ids"], block, places.begins)
@@ -342,7 +349,10 @@ def _scale(column: Array, block: Block, begins: Array, weights: Array, sizes: Ar
     to, lengths = begins[block.rows], sizes[block.rows]
     target, mask = _rectangle(column, to, lengths), _rectangle(weights, to, lengths)
     if target is not None and mask is not None:
-        np.multiply(mask, block.data[:, None], out=target, casting="unsafe")
+        if mask.dtype == np.bool_ and mask.all():
+            target[...] = block.data[:, None]
+        else:
+            np.multiply(mask, block.data[:, None], out=target, casting="unsafe")
         return
     ends = (to + lengths).tolist()
     for begin, end, scalar in zip(to.tolist(), ends, block.data, strict=True):
@@ -363,10 +373,11 @@ def _fill(column: Array, begins: Array, sizes: Array) -> None:
 
 def _put_rewards(column: Array, columns: _Columns, begins: Array) -> None:
     """Give rows without a reward for each token that of the whole, at the last token."""
-    for row in columns.responses["token_level_rewards"].missing(len(begins)):
-        reward, begin = columns.rewards[row], begins[row]
-        if reward is not None and begin >= 0:
-            column[begin + columns.lengths[row] - 1] = reward
+    number = len(begins)
+    given = np.array([reward is not None for reward in columns.rewards], np.bool_)
+    put = given & (begins >= 0) & ~columns.responses["token_level_rewards"].present(number)
+    values = np.array([reward or 0.0 for reward in columns.rewards], np.float64)
+    column[(begins + columns.lengths - 1)[put]] = values[put]
 
 
 def _tensors(

@@ -16,11 +16,11 @@ _OUR_REFERENCES = 3
 
 
 class StepMemory:
-    """Hands out zeros, all columns of a step in a single piece.
+    """Hands out memory, all columns of a step in a single piece.
 
     The first touch of fresh memory costs more than what is then written to it: the kernel has to
     find, clear and map each page. So pieces are kept, and one that no array and no tensor refers to
-    is cleared and handed out again. Not to be shared by threads that run at the same time.
+    is handed out again. Not to be shared by threads that run at the same time.
     """
 
     def __init__(self, pieces: int = PIECES) -> None:
@@ -28,12 +28,16 @@ class StepMemory:
 
     def zeros(self, size: int) -> npt.NDArray[np.uint8]:
         """Return ``size`` bytes of zeros."""
+        found = self.take(size)
+        found.fill(0)
+        return found
+
+    def take(self, size: int) -> npt.NDArray[np.uint8]:
+        """Return ``size`` bytes that hold anything."""
         for piece in self._pieces:
             fits = size <= len(piece) <= 4 * size
             if fits and sys.getrefcount(piece) <= _OUR_REFERENCES:
-                found = piece[:size]
-                found.fill(0)
-                return found
-        new = np.zeros(size + size // 8, np.uint8)  # steps differ a little
+                return piece[:size]
+        new = np.empty(size + size // 8, np.uint8)  # steps differ a little
         self._pieces.append(new)
         return new[:size]
