@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
-from trinity_buffer.pipeline.background import running
+from trinity_buffer.pipeline.background import running, settle_imports
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.rank_stream import RankStream
 from trinity_buffer.pipeline.stream_options import StreamOptions
@@ -37,6 +37,8 @@ async def open_async_train_stream(
     except TypeError as error:
         accepted = ", ".join(StreamOptions.__slots__)
         raise InvalidArgumentError(f"train stream: {error}; accepted are {accepted}") from error
+    if chosen.follow:
+        settle_imports()
     if chosen.rank:
         lease = TrainerLease(
             experiment.database, experiment.key, chosen.consumer, chosen.lease_ttl_s

@@ -23,6 +23,7 @@ from trinity_buffer.errors import (
     UnknownNameError,
 )
 from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.decision import Decision, Verdicts
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
@@ -121,6 +122,8 @@ class StrategyConsumer:
             ConflictingStrategyError: the set ``name`` has another configuration.
         """
         changes = self.experiment.database.changes
+        if follow:
+            settle_imports()
         await self._register()
         await self._start_over()
         ending = not follow

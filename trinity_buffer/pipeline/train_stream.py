@@ -195,10 +195,14 @@ class TrainStream:
     async def _next(self) -> TrainStep | None:
         while True:
             state = await self._database.changes.state()
-            ending = not self._recorders and (
-                not self.options.follow or await self.experiment.is_finished()
-            )
+            ending = not self._recorders and not self.options.follow
             taken = await self._source.take(self._next_step, partial_ok=ending)
+            if taken is None and not self._recorders and not ending:
+                # Asked only now: it would cost each step a transaction. What came before the end
+                # is read once more.
+                ending = await self.experiment.is_finished()
+                if ending:
+                    taken = await self._source.take(self._next_step, partial_ok=True)
             if taken is not None:
                 step = await self._lease_step(taken)
                 if step is not None:

@@ -1,0 +1,140 @@
+"""Who waits for a commit of another process hears of it at once, and otherwise does nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from pysqlite3 import dbapi2
+
+from trinity_buffer.store import changes as module
+from trinity_buffer.store import file_watch, sqlite
+from trinity_buffer.store.changes import SQLiteChanges
+
+LONG_S = 60.0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """An SQLite file with a table, as a store makes it."""
+    path = tmp_path / "a.db"
+    sqlite.prepare_file(path)
+    return path
+
+
+@pytest.fixture
+def other(path: Path) -> Iterator[Any]:
+    """A connection that stands for another process: it says nothing to `Changes`."""
+    with closing(
+        dbapi2.connect(str(path), isolation_level=None, check_same_thread=False)
+    ) as connection:
+        connection.execute("CREATE TABLE t (data BLOB)")
+        yield connection
+
+
+def put(other: Any, number_of_bytes: int = 100) -> None:
+    other.execute("INSERT INTO t VALUES (zeroblob(?))", (number_of_bytes,))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of writes")
+async def test_a_write_wakes_all_who_wait_and_nobody_polls(
+    path: Path, other: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "FIRST_POLL_S", LONG_S)
+    monkeypatch.setattr(module, "SLOWEST_WATCHED_POLL_S", LONG_S)
+    changes = SQLiteChanges(path)
+    state = await changes.state()
+    with anyio.fail_after(LONG_S / 2):
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(changes.changed, state)
+            await anyio.sleep(0.02)
+            put(other)
+    assert await changes.state() != state
+    await changes.close()
+
+
+@pytest.mark.parametrize("watched", [True, False])
+async def test_no_commit_is_missed(
+    path: Path, other: Any, watched: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not watched:
+        monkeypatch.setattr(file_watch, "watch", lambda _: None)
+    changes = SQLiteChanges(path)
+    with anyio.fail_after(LONG_S):
+        for size in (1, 100_000, 3_000_000):
+            state = await changes.state()
+            put(other, size)  # between the look and the wait
+            await changes.changed(state)
+            state = await changes.state()
+            async with anyio.create_task_group() as group:
+                group.start_soon(changes.changed, state)
+                await anyio.sleep(0.02)
+                await anyio.to_thread.run_sync(put, other, size)
+    await changes.close()
+
+
+@pytest.mark.parametrize("watched", [True, False])
+async def test_a_wait_ends_in_time_and_can_be_cancelled(
+    path: Path, other: Any, watched: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not watched:
+        monkeypatch.setattr(file_watch, "watch", lambda _: None)
+    changes = SQLiteChanges(path)
+    state = await changes.state()
+    began = time.monotonic()
+    await changes.changed(state, timeout_s=0.05)
+    with anyio.move_on_after(0.05) as scope:
+        await changes.changed(state)
+    assert scope.cancelled_caught
+    assert time.monotonic() - began < LONG_S / 2
+    assert await changes.state() == state
+    put(other)
+    with anyio.fail_after(LONG_S):
+        await changes.changed(state)  # a wait that was cancelled leaves the next one whole
+    await changes.close()
+
+
+async def test_who_waits_for_nothing_hears_nothing(
+    path: Path, other: Any, monkeypatch: pytest.MonkeyPatch
+):
+    heard = 0
+
+    def count(descriptor: int) -> None:
+        nonlocal heard
+        heard += 1
+        os.read(descriptor, 4_096)
+
+    changes = SQLiteChanges(path)
+    await changes.changed(await changes.state(), timeout_s=0.01)
+    monkeypatch.setattr(file_watch, "drain", count)
+    for _ in range(10):
+        put(other)
+        await anyio.lowlevel.checkpoint()
+    assert heard == 0
+    await changes.close()
+
+
+async def test_an_idle_wait_costs_next_to_nothing(path: Path, other: Any):
+    changes = SQLiteChanges(path)
+    state = await changes.state()
+    used, began = time.process_time(), time.monotonic()
+    await changes.changed(state, timeout_s=1.5)
+    share = (time.process_time() - used) / (time.monotonic() - began)
+    assert share < 0.05, f"{share:.1%} of a core"
+    await changes.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of writes")
+def test_a_file_that_is_not_there_has_no_news(tmp_path: Path):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert file_watch.watch(tmp_path / "none") is None
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
