@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -57,6 +58,28 @@ def test_a_short_log_is_left_alone(tmp_path: Path):
         beside._checkpoint(connection)
         assert beside.checkpoints == 0
         assert log_of(connection)[1] == 0
+
+
+def test_it_ends_when_it_is_closed_just_before_it_forgets_the_news(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "a.db"
+    sqlite.prepare_file(path)
+    monkeypatch.setattr(checkpoint, "PAUSE_S", 0.001)
+    beside = Checkpointer(path)
+
+    class ClosedMeanwhile(threading.Event):
+        def clear(self) -> None:
+            beside._closing.set()
+            self.set()
+            super().clear()
+
+    beside._committed = ClosedMeanwhile()
+    beside.notify()
+    thread = beside._thread
+    assert thread is not None
+    thread.join(timeout=30)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("read_only", [False, True])

@@ -65,9 +65,12 @@ class Checkpointer:
     def _run(self) -> None:
         connection = dbapi2.connect(str(self._path), isolation_level=None)
         try:
-            while self._committed.wait() and not self._closing.wait(PAUSE_S):
-                self._committed.clear()
-                self._checkpoint(connection)
+            # Asked before each wait too: `close` may come just before its news is cleared.
+            while not self._closing.is_set():
+                self._committed.wait()
+                if not self._closing.wait(PAUSE_S):
+                    self._committed.clear()
+                    self._checkpoint(connection)
         finally:
             connection.close()
 
