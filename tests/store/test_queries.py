@@ -10,6 +10,7 @@ import pytest
 from pysqlite3 import dbapi2
 from sqlalchemy import event as listen_to
 
+from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import queries
 from trinity_buffer.store.transaction import Transaction
@@ -19,7 +20,12 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Awaitable[Any]]] = {
     "count_in_batch": lambda tx: queries.count_in_batch(tx, 1, "b"),
     "runs_of": lambda tx: queries.runs_of(tx, 1, "b"),
     "sealed_among": lambda tx: queries.sealed_among(tx, 1, ["b"]),
+    "stored": lambda tx: queries.stored(tx, 1, [EID("b", "t", 0)]),
+    "decided_groups": lambda tx: queries.decided_groups(tx, 1, "s", [("b", "t")], cursor=9),
+    "refused_runs": lambda tx: queries.refused_runs(tx, 1, [("b", "t")], cursor=9),
 }
+
+WALKS = ("(experiment=?)", "(experiment=? AND address<?)")
 
 
 @pytest.mark.parametrize("name", ASKED_FOR_EACH_BATCH)
@@ -38,5 +44,5 @@ async def test_a_batch_is_found_without_a_walk_through_the_experiment(sqlite_url
     with closing(dbapi2.connect(sqlite_url.removeprefix("sqlite:///"))) as connection:
         for statement, given in asked:
             steps = connection.execute(f"EXPLAIN QUERY PLAN {statement}", given).fetchall()
-            walks = [step for *_, step in steps if step.endswith("(experiment=?)")]
+            walks = [step for *_, step in steps if step.endswith(WALKS)]
             assert not walks, statement

@@ -33,9 +33,9 @@ async def in_thread(compute: Callable[..., T], *args: object) -> T:
 def settle_imports() -> None:
     """Collect garbage now, once in the life of the process: for who is about to wait for work.
 
-    The first full collection walks all that was imported, with torch for 0.1 to 0.3 s. It comes by
-    itself after some tens of units of work, in the midst of one; the next one comes when a quarter
-    as much was added.
+    The first full collection walks all that was imported, with torch for 0.1 to 0.3 s. It would
+    come by itself in the midst of work, after some tens of calls; the next comes when a quarter as
+    much was added.
     """
     gc.collect()
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
 from trinity_buffer.pipeline.group_commit import GroupCommit
 from trinity_buffer.store import log, queries, reads, trainer_queries
@@ -82,6 +83,7 @@ class Experiment:
         """
         from trinity_buffer.pipeline.sql_writer import SQLWriter  # noqa: PLC0415 - torch, which readers do not need
 
+        settle_imports()
         return SQLWriter(
             self.database,
             self._group_commit,

@@ -21,7 +21,7 @@ from trinity_buffer.store.sqlite import uri_of
 CHANNEL = "trinity_buffer"
 FIRST_POLL_S = 0.001
 SLOWEST_POLL_S = 0.008
-SLOWEST_WATCHED_POLL_S = 0.025
+SLOWEST_WATCHED_POLL_S = 0.05
 """Where the kernel tells of writes: a net below it, no more."""
 
 
@@ -84,7 +84,7 @@ class SQLiteChanges(Changes):
         return self._own, self._version()
 
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
-        """Look after each write, and every 1 to 8 (with a watch: 25) ms, until the version moves.
+        """Look after each write, and every 1 to 8 (with a watch: 50) ms, until the version moves.
 
         A write is heard before the commit that it belongs to is to be seen: then looks follow each
         other quickly.

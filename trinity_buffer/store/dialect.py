@@ -6,7 +6,18 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Table, Text, cast, func, literal, select, text
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Table,
+    Text,
+    bindparam,
+    cast,
+    func,
+    literal,
+    select,
+    text,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -22,6 +33,21 @@ def among(
         return column.in_(select(func.json_each(json.dumps(listed)).table_valued("value").c.value))
     kind = Text() if listed and isinstance(listed[0], str) else BigInteger()
     return column == func.any(cast(literal(listed, postgresql.ARRAY(kind)), postgresql.ARRAY(kind)))
+
+
+def among_given(dialect: str, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+    """Return `among` for a statement that is kept: ``name`` is bound to what `given` returns."""
+    if dialect == "sqlite":
+        each = func.json_each(bindparam(name, type_=Text())).table_valued("value")
+        return column.in_(select(each.c.value))
+    kind = postgresql.ARRAY(Text() if isinstance(column.type, Text) else BigInteger())
+    return column == func.any(cast(bindparam(name, type_=kind), kind))
+
+
+def given(tx: AsyncConnection, values: Iterable[int | str]) -> Any:
+    """Return what a statement made with `among_given` takes for ``values``."""
+    listed = list(values)
+    return json.dumps(listed) if tx.dialect.name == "sqlite" else listed
 
 
 def upsert(tx: AsyncConnection, table: Table) -> Any:

@@ -11,7 +11,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.identity import EID
 from trinity_buffer.store.dialect import among
-from trinity_buffer.store.queries import EID_CHUNK
 from trinity_buffer.store.rows import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
 from trinity_buffer.store.tables import (
     annotation,
@@ -25,6 +24,9 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
+
+GROUPS_PER_STATEMENT = 4_000
+"""Two variables each, below the 30,000 that one statement may bind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +181,8 @@ async def members(
 ) -> list[ExperienceRow]:
     """Return the experiences of (batch, task) groups, by address."""
     found: list[ExperienceRow] = []
-    for start in range(0, len(groups), EID_CHUNK):
-        some = groups[start : start + EID_CHUNK]
+    for start in range(0, len(groups), GROUPS_PER_STATEMENT):
+        some = groups[start : start + GROUPS_PER_STATEMENT]
         query: Select[Any] = select(*EXPERIENCE_COLUMNS).where(
             experience.c.experiment == experiment,
             tuple_(experience.c.batch, experience.c.task).in_(some),

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from sqlalchemy import bindparam, func, select
+from sqlalchemy import bindparam, false, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.store import bulk, projections
-from trinity_buffer.store.dialect import among, announce, lock_experiment, upsert
+from trinity_buffer.store.dialect import (
+    among,
+    among_given,
+    announce,
+    given,
+    lock_experiment,
+    upsert,
+)
 from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.tables import event, experiment
 
@@ -82,29 +90,35 @@ async def read_after(
     up_to: int | None = None,
 ) -> list[StoredEvent]:
     """Return up to ``limit`` events above ``after`` (and at most at ``up_to``), in order."""
-    query = (
-        select(event.c.position, event.c.kind, event.c.actor, event.c.recorded_at, event.c.body)
-        .where(event.c.experiment == experiment_id, event.c.position > after)
-        .order_by(event.c.position)
-        .limit(limit)
-    )
+    query = _after(None if kinds is None else tuple(kinds), bounded=up_to is not None)
+    rows = await query.rows(tx, of=experiment_id, after=after, most=limit, last=up_to)
+    return [StoredEvent(*row) for row in rows]
+
+
+_STORED = select(event.c.position, event.c.kind, event.c.actor, event.c.recorded_at, event.c.body)
+_STORED = _STORED.where(event.c.experiment == bindparam("of")).order_by(event.c.position)
+
+
+@cache
+def _after(kinds: tuple[str, ...] | None, *, bounded: bool) -> Prepared:
+    query = _STORED.where(event.c.position > bindparam("after")).limit(bindparam("most"))
     if kinds is not None:
-        query = query.where(event.c.kind.in_(kinds))
-    if up_to is not None:
-        query = query.where(event.c.position <= up_to)
-    return [StoredEvent(*row) for row in (await tx.execute(query)).all()]
+        query = query.where(or_(false(), *(event.c.kind == kind for kind in kinds)))
+    return Prepared(query.where(event.c.position <= bindparam("last")) if bounded else query)
 
 
 async def read_at(
     tx: AsyncConnection, experiment_id: int, positions: Sequence[int]
 ) -> list[StoredEvent]:
     """Return the events at ``positions``, in order of position."""
-    query = (
-        select(event.c.position, event.c.kind, event.c.actor, event.c.recorded_at, event.c.body)
-        .where(event.c.experiment == experiment_id, among(tx, event.c.position, positions))
-        .order_by(event.c.position)
-    )
-    return [StoredEvent(*row) for row in (await tx.execute(query)).all()]
+    query = _at(tx.dialect.name)
+    rows = await query.rows(tx, of=experiment_id, positions=given(tx, positions))
+    return [StoredEvent(*row) for row in rows]
+
+
+@cache
+def _at(dialect: str) -> Prepared:
+    return Prepared(_STORED.where(among_given(dialect, event.c.position, "positions")))
 
 
 async def recorded_at(

@@ -8,6 +8,7 @@ and opens no segment.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cache
 from itertools import groupby, repeat
 from typing import Any
 
@@ -18,7 +19,7 @@ from trinity_buffer.errors import CursorConflictError
 from trinity_buffer.identity import Key
 from trinity_buffer.store import bulk
 from trinity_buffer.store.address import address_of, first_address
-from trinity_buffer.store.dialect import among, upsert
+from trinity_buffer.store.dialect import among_given, given, upsert
 from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.tables import (
     PROJECTIONS,
@@ -192,42 +193,55 @@ async def _registered(
 async def _see(tx: AsyncConnection, experiment: int, body: Body) -> None:
     """Move the cursor of a strategy to ``seen``; what lies between becomes waiting."""
     name, seen = body["consumer"], body["seen"]
-    mine = (consumer.c.experiment == experiment, consumer.c.name == name)
-    query = select(consumer.c.cursor, consumer.c.calls).where(*mine)
-    cursor, calls = (await tx.execute(query)).one()
+    mine = {"of": experiment, "by": name}
+    ((cursor, calls),) = await _CURSOR.rows(tx, **mine)
     if body.get("after", cursor) != cursor:
         raise CursorConflictError(
             f"strategy {name!r}: another process of the same name went on from position "
             f"{body['after']} to {cursor}; this one goes on from there"
         )
     if seen > cursor:
-        unseen = select(experience.c.experiment, _literal(name), experience.c.address).where(
-            experience.c.experiment == experiment,
-            experience.c.address >= first_address(cursor + 1),
-            experience.c.address < first_address(seen + 1),
+        end = first_address(seen + 1)
+        await _UNSEEN.rows(tx, **mine, start=first_address(cursor + 1), end=end)
+    await _SEE.rows(tx, **mine, to=max(seen, cursor), called=max(body["calls"], calls))
+
+
+_OF_CONSUMER = (consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by"))
+_CURSOR = Prepared(select(consumer.c.cursor, consumer.c.calls).where(*_OF_CONSUMER))
+_SEE = Prepared(
+    update(consumer).where(*_OF_CONSUMER).values(cursor=bindparam("to"), calls=bindparam("called"))
+)
+_MORE = consumer.c.rejected_groups + bindparam("more")
+_LEFT_OUT = Prepared(update(consumer).where(*_OF_CONSUMER).values(rejected_groups=_MORE))
+_UNSEEN = Prepared(
+    insert(waiting).from_select(
+        ["experiment", "consumer", "address"],
+        select(experience.c.experiment, bindparam("by", type_=Text()), experience.c.address).where(
+            experience.c.experiment == bindparam("of"),
+            experience.c.address >= bindparam("start"),
+            experience.c.address < bindparam("end"),
             experience.c.refused.is_(None),
-        )
-        await tx.execute(insert(waiting).from_select(["experiment", "consumer", "address"], unseen))
-    await tx.execute(
-        update(consumer)
-        .where(*mine)
-        .values(cursor=max(seen, cursor), calls=max(body["calls"], calls))
+        ),
     )
+)
 
 
-def _literal(value: str) -> Any:
-    return bindparam(None, value, type_=Text())
+@cache
+def _taken(dialect: str) -> Prepared:
+    mine = (waiting.c.experiment == bindparam("of"), waiting.c.consumer == bindparam("by"))
+    some = among_given(dialect, waiting.c.address, "addresses")
+    return Prepared(delete(waiting).where(*mine, some).returning(waiting.c.address))
 
 
 async def _decide(tx: AsyncConnection, experiment: int, name: str, addresses: list[int]) -> None:
     """Take ``addresses`` out of waiting. Each can be taken once: who comes second fails here."""
     if not addresses:
         return
-    mine = (waiting.c.experiment == experiment, waiting.c.consumer == name)
-    gone = await tx.execute(delete(waiting).where(*mine, among(tx, waiting.c.address, addresses)))
-    if gone.rowcount != len(addresses):
+    mine = {"of": experiment, "by": name}
+    gone = await _taken(tx.dialect.name).rows(tx, **mine, addresses=given(tx, addresses))
+    if len(gone) != len(addresses):
         raise CursorConflictError(
-            f"strategy {name!r}: {len(addresses) - gone.rowcount} of {len(addresses)} experiences "
+            f"strategy {name!r}: {len(addresses) - len(gone)} of {len(addresses)} experiences "
             "were decided by another process of the same name; it goes on from what that one left"
         )
 
@@ -259,9 +273,7 @@ async def _rejected(
     ]
     await bulk.add(tx, rejection, rows)
     if body["planned_groups"]:
-        mine = (consumer.c.experiment == experiment, consumer.c.name == name)
-        more = consumer.c.rejected_groups + body["planned_groups"]
-        await tx.execute(update(consumer).where(*mine).values(rejected_groups=more))
+        await _LEFT_OUT.rows(tx, of=experiment, by=name, more=body["planned_groups"])
 
 
 async def _leased(
@@ -285,16 +297,13 @@ async def _leased(
     await _HANDED_OUT.rows(tx, of=experiment, by=name, number=number, fence=body["token"])
 
 
+_OF_STEP = (step.c.experiment == bindparam("of"), step.c.consumer == bindparam("by"))
 _GROUPS_SO_FAR = Prepared(
-    select(step.c.planned_groups_so_far).where(
-        step.c.experiment == bindparam("of"),
-        step.c.consumer == bindparam("by"),
-        step.c.step == bindparam("at"),
-    )
+    select(step.c.planned_groups_so_far).where(*_OF_STEP, step.c.step == bindparam("at"))
 )
 _HANDED_OUT = Prepared(
     update(consumer)
-    .where(consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by"))
+    .where(*_OF_CONSUMER)
     .values(leased_step=bindparam("number"), token=bindparam("fence"))
 )
 
@@ -312,12 +321,9 @@ async def _committed(
     await tx.execute(new)
     checkpoint = {"checkpoint": body["checkpoint"], "checkpoint_digest": body["checkpoint_digest"]}
     await tx.execute(update(step).where(*mine, step.c.step == last).values(checkpoint))
+    mine = (consumer.c.experiment == experiment, consumer.c.name == name)
     done = {"committed_step": last, "token": body["token"]}
-    await tx.execute(
-        update(consumer)
-        .where(consumer.c.experiment == experiment, consumer.c.name == name)
-        .values(done)
-    )
+    await tx.execute(update(consumer).where(*mine).values(done))
 
 
 async def _rewound(

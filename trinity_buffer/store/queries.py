@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, Literal
 
-from sqlalchemy import Select, and_, exists, func, select, tuple_
+from sqlalchemy import and_, bindparam, exists, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.store.address import first_address
-from trinity_buffer.store.dialect import among
+from trinity_buffer.store.dialect import among, among_given, given
+from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.rows import (
     EXPERIENCE_COLUMNS,
     BatchRow,
@@ -29,41 +31,76 @@ from trinity_buffer.store.tables import (
     waiting,
 )
 
-EID_CHUNK = 4_000
-"""EIDs per statement: 6 variables each, below the 30,000 that one statement may bind."""
-
 
 async def config_of(tx: AsyncConnection, experiment: int) -> tuple[dict[str, Any], bool] | None:
     """Return (configuration, whether it is finished), or None before the first event."""
-    query = select(configuration.c.config, configuration.c.finished).where(
-        configuration.c.experiment == experiment
-    )
-    row = (await tx.execute(query)).one_or_none()
+    row = (await tx.execute(_CONFIG, {"of": experiment})).one_or_none()
     return None if row is None else (dict(row.config), bool(row.finished))
+
+
+_CONFIG = select(configuration.c.config, configuration.c.finished).where(
+    configuration.c.experiment == bindparam("of")
+)
 
 
 async def stored(
     tx: AsyncConnection, experiment: int, eids: Sequence[EID]
 ) -> dict[EID, tuple[int, bytes]]:
     """Return (address, content digest) of those of ``eids`` that are stored."""
-    columns = (
-        experience.c.batch,
-        experience.c.task,
-        experience.c.run,
-        experience.c.step,
-        experience.c.suffix,
-    )
     wanted = {(str(e.batch), str(e.task), e.run, e.step, e.suffix): e for e in eids}
     found: dict[EID, tuple[int, bytes]] = {}
-    keys = list(wanted)
-    for start in range(0, len(keys), EID_CHUNK):
-        query = select(experience.c.address, experience.c.digest, *columns).where(
-            experience.c.experiment == experiment,
-            tuple_(*columns).in_(keys[start : start + EID_CHUNK]),
-        )
-        for address, digest, *key in (await tx.execute(query)).all():
-            found[wanted[tuple(key)]] = (int(address), bytes(digest))
+    statement = _of_tasks(tx.dialect.name, "stored")
+    for some, tasks in _by_batch(key[:2] for key in wanted):
+        rows = await statement.rows(tx, of=experiment, batch=some, tasks=given(tx, tasks))
+        for address, digest, *key in rows:
+            eid = wanted.get((some, *key))
+            if eid is not None:
+                found[eid] = (int(address), bytes(digest))
     return found
+
+
+def _by_batch(groups: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str]]]:
+    """Return each batch with its tasks."""
+    tasks: dict[str, dict[str, None]] = {}
+    for batch_key, task in groups:
+        tasks.setdefault(batch_key, {})[task] = None
+    return [(batch_key, list(some)) for batch_key, some in tasks.items()]
+
+
+@cache
+def _of_tasks(dialect: str, what: Literal["stored", "decided", "refused"]) -> Prepared:
+    """Return what is asked of the experiences of some tasks of a batch.
+
+    One batch at a time, and in two steps: asked at once, SQLite, which has no statistics, looks at
+    every experience of the run.
+    """
+    columns = {
+        "stored": (experience.c.address, experience.c.digest, *_WITHIN_BATCH),
+        "decided": (experience.c.task,),
+        "refused": (experience.c.task, experience.c.run),
+    }
+    addresses = select(experience.c.address).where(
+        experience.c.experiment == bindparam("of"),
+        experience.c.batch == bindparam("batch"),
+        among_given(dialect, experience.c.task, "tasks"),
+    )
+    query = select(*columns[what]).where(
+        experience.c.experiment == bindparam("of"), experience.c.address.in_(addresses)
+    )
+    if what == "stored":
+        return Prepared(query)
+    query = query.where(experience.c.address < bindparam("end"))
+    if what == "refused":
+        return Prepared(query.where(experience.c.refused.is_not(None)))
+    still = exists().where(
+        waiting.c.experiment == bindparam("of"),
+        waiting.c.consumer == bindparam("by"),
+        waiting.c.address == experience.c.address,
+    )
+    return Prepared(query.where(experience.c.refused.is_(None), ~still))
+
+
+_WITHIN_BATCH = (experience.c.task, experience.c.run, experience.c.step, experience.c.suffix)
 
 
 async def sealed_among(tx: AsyncConnection, experiment: int, batches: Sequence[str]) -> set[str]:
@@ -84,27 +121,45 @@ async def batch_row(tx: AsyncConnection, experiment: int, key: Key) -> BatchRow 
 
 async def batches(tx: AsyncConnection, experiment: int, keys: Sequence[str]) -> dict[str, BatchRow]:
     """Return those of the batches ``keys`` that were planned or sealed."""
-    mine = (plan.c.experiment == experiment, among(tx, plan.c.batch, keys))
+    some, dialect = given(tx, keys), tx.dialect.name
+    found = await _batches(dialect).rows(tx, of=experiment, batches=some)
     tasks: dict[str, list[Key]] = {}
-    # Sorted here: asked to, SQLite walks through all plans of the run in their order.
-    query: Select[Any] = select(
-        plan.c.ordinal, plan.c.batch, plan.c.task, plan.c.task_is_int
-    ).where(*mine)
-    for _, key, task, is_int in sorted(map(tuple, (await tx.execute(query)).all())):
-        tasks.setdefault(key, []).append(typed(task, is_int=is_int))
-    query = select(batch).where(batch.c.experiment == experiment, among(tx, batch.c.batch, keys))
+    if found:
+        # Sorted here: asked to, SQLite walks through all plans of the run in their order.
+        plans = await _tasks(dialect).rows(tx, of=experiment, batches=some)
+        for _, key, task, is_int in sorted(plans):
+            tasks.setdefault(key, []).append(typed(task, is_int=is_int))
     return {
-        row.batch: BatchRow(
-            typed(row.batch, is_int=row.batch_is_int),
-            row.actor,
-            row.rollouts_per_group,
-            row.planned_at,
-            row.sealed_at,
-            row.expected,
-            tuple(tasks.get(row.batch, ())),
+        key: BatchRow(
+            typed(key, is_int=is_int), actor, size, planned, sealed, told, tuple(tasks.get(key, ()))
         )
-        for row in (await tx.execute(query)).all()
+        for key, is_int, actor, size, planned, sealed, told in found
     }
+
+
+@cache
+def _batches(dialect: str) -> Prepared:
+    wanted = among_given(dialect, batch.c.batch, "batches")
+    columns = (batch.c[name] for name in _BATCH_COLUMNS)
+    return Prepared(select(*columns).where(batch.c.experiment == bindparam("of"), wanted))
+
+
+_BATCH_COLUMNS = (
+    "batch",
+    "batch_is_int",
+    "actor",
+    "rollouts_per_group",
+    "planned_at",
+    "sealed_at",
+    "expected",
+)
+
+
+@cache
+def _tasks(dialect: str) -> Prepared:
+    wanted = among_given(dialect, plan.c.batch, "batches")
+    query = select(plan.c.ordinal, plan.c.batch, plan.c.task, plan.c.task_is_int)
+    return Prepared(query.where(plan.c.experiment == bindparam("of"), wanted))
 
 
 async def batches_of_actor(
@@ -209,27 +264,12 @@ async def decided_groups(
     cursor: int,
 ) -> set[tuple[str, str]]:
     """Return which groups have experiences up to ``cursor`` that the strategy has decided."""
+    statement, end = _of_tasks(tx.dialect.name, "decided"), first_address(cursor + 1)
     decided: set[tuple[str, str]] = set()
-    still = exists().where(
-        waiting.c.experiment == experiment,
-        waiting.c.consumer == name,
-        waiting.c.address == experience.c.address,
-    )
-    for start in range(0, len(groups), EID_CHUNK):
-        query = (
-            select(experience.c.batch, experience.c.task)
-            .where(
-                experience.c.experiment == experiment,
-                tuple_(experience.c.batch, experience.c.task).in_(
-                    groups[start : start + EID_CHUNK]
-                ),
-                experience.c.address < first_address(cursor + 1),
-                experience.c.refused.is_(None),
-                ~still,
-            )
-            .distinct()
-        )
-        decided.update((row.batch, row.task) for row in (await tx.execute(query)).all())
+    for key, tasks in _by_batch(groups):
+        some = given(tx, tasks)
+        rows = await statement.rows(tx, of=experiment, by=name, batch=key, tasks=some, end=end)
+        decided.update((key, task) for (task,) in rows)
     return decided
 
 
@@ -247,15 +287,9 @@ async def refused_runs(
     tx: AsyncConnection, experiment: int, groups: Sequence[tuple[str, str]], *, cursor: int
 ) -> set[tuple[tuple[str, str], int]]:
     """Return (group, run) of the experiences up to ``cursor`` that were refused at the door."""
+    statement, end = _of_tasks(tx.dialect.name, "refused"), first_address(cursor + 1)
     found: set[tuple[tuple[str, str], int]] = set()
-    for start in range(0, len(groups), EID_CHUNK):
-        query = select(experience.c.batch, experience.c.task, experience.c.run).where(
-            experience.c.experiment == experiment,
-            tuple_(experience.c.batch, experience.c.task).in_(groups[start : start + EID_CHUNK]),
-            experience.c.address < first_address(cursor + 1),
-            experience.c.refused.is_not(None),
-        )
-        found.update(
-            ((row.batch, row.task), int(row.run)) for row in (await tx.execute(query)).all()
-        )
+    for key, tasks in _by_batch(groups):
+        rows = await statement.rows(tx, of=experiment, batch=key, tasks=given(tx, tasks), end=end)
+        found.update(((key, task), int(run)) for task, run in rows)
     return found
