@@ -32,29 +32,26 @@ async def rebuilt(url: str, **options: Any) -> RebuildReport:
         return await rebuild(store.database, 1, **options)
 
 
-async def test_what_was_dropped_comes_out_equal(store_url: str, tmp_path: Path):
-    await tell(store_url, tmp_path / "run")
-    before = await everything(store_url)
+async def test_what_was_dropped_comes_out_equal(story: Story):
+    before = await everything(story.url)
     assert all(before.values()), "the story leaves a projection empty"
-    async with unguarded(store_url) as tx:
+    async with unguarded(story.url) as tx:
         for table in PROJECTIONS:
             await tx.execute(delete(table))
-    report = await rebuilt(store_url)
-    assert await everything(store_url) == before
+    report = await rebuilt(story.url)
+    assert await everything(story.url) == before
     assert report.mended == {name: len(rows) for name, rows in sorted(before.items())}
 
 
-async def test_what_was_right_is_not_touched(store_url: str, tmp_path: Path):
-    await tell(store_url, tmp_path / "run")
-    before = await everything(store_url)
-    assert (await rebuilt(store_url)).mended == {}
-    assert await everything(store_url) == before
+async def test_what_was_right_is_not_touched(story: Story):
+    before = await everything(story.url)
+    assert (await rebuilt(story.url)).mended == {}
+    assert await everything(story.url) == before
 
 
-async def test_changed_missing_and_invented_rows_are_mended(store_url: str, tmp_path: Path):
-    await tell(store_url, tmp_path / "run")
-    before = await everything(store_url)
-    async with unguarded(store_url) as tx:
+async def test_changed_missing_and_invented_rows_are_mended(story: Story):
+    before = await everything(story.url)
+    async with unguarded(story.url) as tx:
         await tx.execute(update(experience).values(reward=0.25))
         await tx.execute(update(consumer).values(cursor=1))
         await tx.execute(delete(annotation).where(annotation.c.consumer == "varied"))
@@ -62,7 +59,7 @@ async def test_changed_missing_and_invented_rows_are_mended(store_url: str, tmp_
         row = await first_row(tx, rejection)
         await tx.execute(insert(rejection), {**row, "address": 77})
         await tx.execute(insert(waiting), {"experiment": 1, "consumer": "ghost", "address": 77})
-    assert set((await rebuilt(store_url)).mended) == {
+    assert set((await rebuilt(story.url)).mended) == {
         "annotation",
         "consumer",
         "experience",
@@ -70,43 +67,38 @@ async def test_changed_missing_and_invented_rows_are_mended(store_url: str, tmp_
         "rejection",
         "waiting",
     }
-    assert await everything(store_url) == before
+    assert await everything(story.url) == before
 
 
-async def test_differences_name_table_row_and_column(store_url: str, tmp_path: Path):
-    await tell(store_url, tmp_path / "run")
-    async with unguarded(store_url) as tx:
+async def test_differences_name_table_row_and_column(story: Story):
+    async with unguarded(story.url) as tx:
         address = (await first_row(tx, experience))["address"]
         mine = experience.c.address == address
         await tx.execute(update(experience).where(mine).values(finish_reason="bored"))
-    async with open_store(store_url, read_only=True) as store:
+    async with open_store(story.url, read_only=True) as store:
         (found,) = await diff_projections(store.database, 1)
     wanted = f"experience(address={address}): finish_reason is 'bored', the log says None"
     assert str(found) == wanted
 
 
-async def test_spans_of_any_size_find_the_same(
-    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_spans_of_any_size_find_the_same(story: Story, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(comparison, "ROWS_PER_SPAN", 2)
-    await tell(store_url, tmp_path / "run")
-    before = await everything(store_url)
-    async with unguarded(store_url) as tx:
+    before = await everything(story.url)
+    async with unguarded(story.url) as tx:
         await tx.execute(update(experience).where(experience.c.run == 2).values(length=1))
         await tx.execute(delete(annotation).where(annotation.c.group_slot == 1))
         await tx.execute(update(plan).values(ordinal=7))
-    assert set((await rebuilt(store_url)).mended) == {"annotation", "experience", "plan"}
-    assert await everything(store_url) == before
+    assert set((await rebuilt(story.url)).mended) == {"annotation", "experience", "plan"}
+    assert await everything(story.url) == before
 
 
-async def test_a_log_that_contradicts_itself_changes_nothing(store_url: str, tmp_path: Path):
-    await tell(store_url, tmp_path / "run")
-    body = dict((await events_of(store_url, "ExperiencesRecorded"))[0].body)
-    position = await append_unfolded(store_url, "ExperiencesRecorded", body)
-    before = await everything(store_url)
+async def test_a_log_that_contradicts_itself_changes_nothing(story: Story):
+    body = dict((await events_of(story.url, "ExperiencesRecorded"))[0].body)
+    position = await append_unfolded(story.url, "ExperiencesRecorded", body)
+    before = await everything(story.url)
     with pytest.raises(StoreError, match=rf"event {position} \(ExperiencesRecorded\) cannot"):
-        await rebuilt(store_url)
-    assert await everything(store_url) == before
+        await rebuilt(story.url)
+    assert await everything(story.url) == before
 
 
 async def test_other_experiments_stay_as_they_are(store_url: str, tmp_path: Path):
@@ -120,16 +112,15 @@ async def test_other_experiments_stay_as_they_are(store_url: str, tmp_path: Path
         assert await diff_projections(store.database, 1) == []
 
 
-async def test_others_see_all_of_the_change_or_none(sqlite_url: str, tmp_path: Path):
+async def test_others_see_all_of_the_change_or_none(sqlite_story: Story):
     """The projections are empty until they are whole, and writers go on meanwhile."""
-    story = await tell(sqlite_url, tmp_path / "run")
-    whole = {name: len(rows) for name, rows in (await everything(sqlite_url)).items()}
-    async with unguarded(sqlite_url) as tx:
+    whole = {name: len(rows) for name, rows in (await everything(sqlite_story.url)).items()}
+    async with unguarded(sqlite_story.url) as tx:
         for table in PROJECTIONS:
             if table.name != "configuration":
                 await tx.execute(delete(table))
     seen: list[dict[str, int]] = []
-    async with open_store(sqlite_url) as store, anyio.create_task_group() as tasks:
+    async with open_store(sqlite_story.url) as store, anyio.create_task_group() as tasks:
 
         async def watch() -> None:
             with anyio.move_on_after(30):
@@ -138,19 +129,18 @@ async def test_others_see_all_of_the_change_or_none(sqlite_url: str, tmp_path: P
                         seen.append(await comparison.counts(tx, 1))
 
         tasks.start_soon(watch)
-        async with open_store(sqlite_url) as other:
+        async with open_store(sqlite_story.url) as other:
             await rebuild(other.database, 1)
     assert {counts["experience"] for counts in seen} == {0, whole["experience"]}
     assert seen[-1] == whole
-    assert story.name == "sort"
+    assert sqlite_story.name == "sort"
 
 
-async def test_writers_go_on_while_projections_are_rebuilt(store_url: str, tmp_path: Path):
-    story = await tell(store_url, tmp_path / "run")
-    async with unguarded(store_url) as tx:
+async def test_writers_go_on_while_projections_are_rebuilt(story: Story):
+    async with unguarded(story.url) as tx:
         await tx.execute(update(experience).values(reward=0.25))
     stages: Counter[str] = Counter()
-    async with open_store(store_url) as store, open_store(store_url) as other:
+    async with open_store(story.url) as store, open_store(story.url) as other:
         await _write_and_rebuild(store, other, story, stages)
         assert await diff_projections(store.database, 1) == []
         async with store.database.reading() as tx:

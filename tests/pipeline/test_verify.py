@@ -41,8 +41,8 @@ def told(report: VerifyReport) -> str:
 
 
 @pytest.mark.parametrize("quick", [False, True])
-async def test_a_store_that_nobody_harmed_holds(store_url: str, tmp_path: Path, quick: bool):
-    report = await verified(await tell(store_url, tmp_path / "run"), quick=quick)
+async def test_a_store_that_nobody_harmed_holds(story: Story, quick: bool):
+    report = await verified(story, quick=quick)
     assert report.ok, report
     assert (report.lost, report.duplicated) == (0, 0)
     assert (report.acknowledged, report.chain) == (18, 2)
@@ -58,29 +58,24 @@ async def test_a_store_that_nobody_harmed_holds(store_url: str, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("quick", [False, True])
-async def test_a_lost_experience_is_lost_once_and_named(
-    store_url: str, tmp_path: Path, quick: bool
-):
-    story = await tell(store_url, tmp_path / "run")
-    last = (await events_of(store_url, "ExperiencesRecorded"))[-1]
-    await delete_event(store_url, last.position)
+async def test_a_lost_experience_is_lost_once_and_named(story: Story, quick: bool):
+    last = (await events_of(story.url, "ExperiencesRecorded"))[-1]
+    await delete_event(story.url, last.position)
     report = await verified(story, quick=quick)
     assert (report.lost, report.duplicated, report.ok) == (1, 0, False)
     assert report.lost_items == ("experience b1/0/1/0/",)
     assert f"position {last.position}: there is no event" in told(report)
 
 
-async def test_a_deleted_event_loses_everything_that_it_held(store_url: str, tmp_path: Path):
-    story = await tell(store_url, tmp_path / "run")
-    await delete_event(store_url, (await events_of(store_url, "ExperiencesRecorded"))[0].position)
+async def test_a_deleted_event_loses_everything_that_it_held(story: Story):
+    await delete_event(story.url, (await events_of(story.url, "ExperiencesRecorded"))[0].position)
     report = await verified(story, quick=True)
     assert report.lost_items == tuple(f"experience b0/0/{run}/0/" for run in range(RUNS))
 
 
-async def test_a_lost_manifest_is_lost_once(store_url: str, tmp_path: Path):
-    story = await tell(store_url, tmp_path / "run")
-    leased = (await events_of(store_url, "BatchLeased"))[1]
-    await delete_event(store_url, leased.position)
+async def test_a_lost_manifest_is_lost_once(story: Story):
+    leased = (await events_of(story.url, "BatchLeased"))[1]
+    await delete_event(story.url, leased.position)
     report = await verified(story)
     assert (report.lost, report.duplicated, report.ok) == (1, 0, False)
     assert report.lost_items == (f"manifest {story.manifests[1].hex()}",)
@@ -90,6 +85,7 @@ async def test_a_lost_manifest_is_lost_once(store_url: str, tmp_path: Path):
 async def test_a_committed_step_that_the_weights_did_not_go_through_is_lost(
     store_url: str, tmp_path: Path
 ):
+    # told anew: the log names the folder of the checkpoint, which changes here
     story = await tell(store_url, tmp_path / "run")
     story.say_chain(story.manifests[1:])
     report = await verified(story, quick=True)
@@ -102,10 +98,9 @@ async def test_a_committed_step_that_the_weights_did_not_go_through_is_lost(
     assert "its sha256 is" in told(report)
 
 
-async def test_a_manifest_that_was_committed_twice_is_there_twice(store_url: str, tmp_path: Path):
-    story = await tell(store_url, tmp_path / "run")
-    body = dict((await events_of(store_url, "StepsCommitted"))[1].body)
-    async with open_store(store_url) as store:
+async def test_a_manifest_that_was_committed_twice_is_there_twice(story: Story):
+    body = dict((await events_of(story.url, "StepsCommitted"))[1].body)
+    async with open_store(story.url) as store:
         key = (await store.experiment(story.name)).key
         async with store.database.writing() as tx:
             again = [new_event("StepsCommitted", body)]
@@ -119,21 +114,17 @@ async def test_a_manifest_that_was_committed_twice_is_there_twice(store_url: str
         )
 
 
-async def test_a_batch_that_was_trained_twice_is_there_twice(store_url: str, tmp_path: Path):
-    story = await tell(store_url, tmp_path / "run")
+async def test_a_batch_that_was_trained_twice_is_there_twice(story: Story):
     story.say_chain([*story.manifests, story.manifests[1]])
     report = await verified(story)
     assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
     assert story.manifests[1].hex() in report.duplicated_items[0]
 
 
-async def test_two_manifests_with_one_row_are_an_experience_trained_twice(
-    store_url: str, tmp_path: Path
-):
-    story = await tell(store_url, tmp_path / "run")
-    leased = (await events_of(store_url, "BatchLeased"))[1]
+async def test_two_manifests_with_one_row_are_an_experience_trained_twice(story: Story):
+    leased = (await events_of(story.url, "BatchLeased"))[1]
     again = Manifest.from_body({**leased.body, "step": 4})
-    position = await append_unfolded(store_url, "BatchLeased", again.body("trainer", 1))
+    position = await append_unfolded(story.url, "BatchLeased", again.body("trainer", 1))
     story.say_chain([*story.manifests, again.digest])
     report = await verified(story)
     assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
@@ -142,12 +133,9 @@ async def test_two_manifests_with_one_row_are_an_experience_trained_twice(
     assert f"was given out at position {leased.position} before" in told(report)
 
 
-async def test_an_experience_that_two_events_recorded_is_there_twice(
-    store_url: str, tmp_path: Path
-):
-    story = await tell(store_url, tmp_path / "run")
-    last = (await events_of(store_url, "ExperiencesRecorded"))[-1]
-    position = await append_unfolded(store_url, "ExperiencesRecorded", dict(last.body))
+async def test_an_experience_that_two_events_recorded_is_there_twice(story: Story):
+    last = (await events_of(story.url, "ExperiencesRecorded"))[-1]
+    position = await append_unfolded(story.url, "ExperiencesRecorded", dict(last.body))
     report = await verified(story, quick=True)
     assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
     where = f"({last.position}:0, {position}:0)"
@@ -155,12 +143,13 @@ async def test_an_experience_that_two_events_recorded_is_there_twice(
 
 
 async def test_rewinding_is_no_loss_and_no_repetition(store_url: str, tmp_path: Path):
+    # told anew: the log names the folder of the checkpoint, which changes here
     story = await tell(store_url, tmp_path / "run")
-    async with open_store(store_url) as store:
+    async with open_store(story.url) as store:
         experiment = await store.experiment(story.name)
         options = {"strategy": "grpo", "groups_per_step": 1, "resume_from": 1}
         story.say_chain(story.manifests[:1])
-        await commit_anew(store_url, story)
+        await commit_anew(story.url, story)
         async with experiment.train_stream(**options) as stream:
             second = await anext(stream)
             story.say_chain([*story.manifests[:1], second.manifest.digest])
@@ -184,11 +173,10 @@ async def commit_anew(url: str, story: Story) -> None:
         )
 
 
-async def test_a_flipped_bit_is_found_where_it_is(store_url: str, tmp_path: Path):
-    story = await tell(store_url, tmp_path / "run")
-    recorded = (await events_of(store_url, "ExperiencesRecorded"))[2]
+async def test_a_flipped_bit_is_found_where_it_is(story: Story):
+    recorded = (await events_of(story.url, "ExperiencesRecorded"))[2]
     key = bytes(recorded.body["segment"])
-    await change_segment(store_url, key, keep_checksum=True)
+    await change_segment(story.url, key, keep_checksum=True)
     report = await verified(story)
     assert len(report.problems) == 1
     assert report.problems[0].check == "segments"
@@ -198,10 +186,9 @@ async def test_a_flipped_bit_is_found_where_it_is(store_url: str, tmp_path: Path
     assert (await verified(story, quick=True)).ok
 
 
-async def test_content_that_is_another_is_found_by_its_digest(store_url: str, tmp_path: Path):
-    story = await tell(store_url, tmp_path / "run")
-    recorded = (await events_of(store_url, "ExperiencesRecorded"))[2]
-    await change_segment(store_url, bytes(recorded.body["segment"]), keep_checksum=False)
+async def test_content_that_is_another_is_found_by_its_digest(story: Story):
+    recorded = (await events_of(story.url, "ExperiencesRecorded"))[2]
+    await change_segment(story.url, bytes(recorded.body["segment"]), keep_checksum=False)
     report = await verified(story)
     assert len(report.problems) == 1
     assert report.problems[0].check == "digests"
@@ -220,10 +207,9 @@ async def change_segment(url: str, key: bytes, *, keep_checksum: bool) -> None:
         await tx.execute(update(segment).where(*mine).values(values))
 
 
-async def test_a_missing_segment_is_named(store_url: str, tmp_path: Path):
-    story = await tell(store_url, tmp_path / "run")
-    key = bytes((await events_of(store_url, "ExperiencesAnnotated"))[0].body["segment"])
-    async with unguarded(store_url) as tx:
+async def test_a_missing_segment_is_named(story: Story):
+    key = bytes((await events_of(story.url, "ExperiencesAnnotated"))[0].body["segment"])
+    async with unguarded(story.url) as tx:
         await tx.execute(segment.delete().where(segment.c.key == key))
     report = await verified(story)
     assert len(report.problems) == 1
@@ -231,10 +217,9 @@ async def test_a_missing_segment_is_named(store_url: str, tmp_path: Path):
     assert "is missing" in report.problems[0].what
 
 
-async def test_a_damaged_body_is_named(store_url: str, tmp_path: Path):
-    story = await tell(store_url, tmp_path / "run")
-    position = (await events_of(store_url, "PolicyPublished"))[0].position
-    async with unguarded(store_url) as tx:
+async def test_a_damaged_body_is_named(story: Story):
+    position = (await events_of(story.url, "PolicyPublished"))[0].position
+    async with unguarded(story.url) as tx:
         mine = event.c.position == position
         await tx.execute(update(event).where(mine).values(body=b"\xc1nonsense"))
     report = await verified(story)
@@ -242,11 +227,10 @@ async def test_a_damaged_body_is_named(store_url: str, tmp_path: Path):
     assert "its body cannot be read" in report.problems[0].what
 
 
-async def test_a_manifest_that_is_not_its_digest_is_named(store_url: str, tmp_path: Path):
-    story = await tell(store_url, tmp_path / "run")
-    leased = (await events_of(store_url, "BatchLeased"))[2]
+async def test_a_manifest_that_is_not_its_digest_is_named(story: Story):
+    leased = (await events_of(story.url, "BatchLeased"))[2]
     body = {**leased.body, "normalizer": 7.0}
-    async with unguarded(store_url) as tx:
+    async with unguarded(story.url) as tx:
         changed = new_event("BatchLeased", body).encoded
         mine = event.c.position == leased.position
         await tx.execute(update(event).where(mine).values(body=changed))
@@ -278,9 +262,8 @@ def test_every_projection_is_changed_once():
 
 
 @pytest.mark.parametrize("table", PROJECTIONS, ids=lambda table: table.name)
-async def test_a_changed_row_is_named(store_url: str, tmp_path: Path, table: Any):
-    story = await tell(store_url, tmp_path / "run")
-    async with unguarded(store_url) as tx:
+async def test_a_changed_row_is_named(story: Story, table: Any):
+    async with unguarded(story.url) as tx:
         row = await first_row(tx, table)
         key = [column == row[column.name] for column in table.primary_key]
         await tx.execute(update(table).where(*key).values(OTHER_VALUES[table.name]))
@@ -300,9 +283,8 @@ async def test_a_changed_row_is_named(store_url: str, tmp_path: Path, table: Any
 @pytest.mark.parametrize(
     "table", [t for t in PROJECTIONS if t.name != "configuration"], ids=lambda table: table.name
 )
-async def test_a_quick_look_counts_rows(store_url: str, tmp_path: Path, table: Any):
-    story = await tell(store_url, tmp_path / "run")
-    async with unguarded(store_url) as tx:
+async def test_a_quick_look_counts_rows(story: Story, table: Any):
+    async with unguarded(story.url) as tx:
         row = await first_row(tx, table)
         key = [column == row[column.name] for column in table.primary_key]
         await tx.execute(table.delete().where(*key))
@@ -310,11 +292,8 @@ async def test_a_quick_look_counts_rows(store_url: str, tmp_path: Path, table: A
     assert f"projections: {table.name}: it has" in told(report)
 
 
-async def test_a_row_that_is_handed_out_and_not_there_breaks_the_equation(
-    store_url: str, tmp_path: Path
-):
-    story = await tell(store_url, tmp_path / "run")
-    async with unguarded(store_url) as tx:
+async def test_a_row_that_is_handed_out_and_not_there_breaks_the_equation(story: Story):
+    async with unguarded(story.url) as tx:
         row = await first_row(tx, delivery)
         await tx.execute(delivery.insert().values({**row, "address": row["address"] + 999}))
     report = await verified(story)
@@ -322,30 +301,25 @@ async def test_a_row_that_is_handed_out_and_not_there_breaks_the_equation(
     assert "conservation: trainer: the terms do not add up" in told(report)
 
 
-async def test_the_last_line_of_a_killed_explorer_counts_if_it_is_whole(
-    sqlite_url: str, tmp_path: Path
-):
-    story = await tell(sqlite_url, tmp_path / "run")
+async def test_the_last_line_of_a_killed_explorer_counts_if_it_is_whole(sqlite_story: Story):
     for last, lost in (("b9/0/0", 0), ("b9/0/0/0/", 1), ("b9/0/0\n", 1)):
-        (story.acknowledged / "e1.ack").write_text(f"b0/0/0/0/\n\n{last}")
-        assert (await verified(story, quick=True)).lost == lost
+        (sqlite_story.acknowledged / "e1.ack").write_text(f"b0/0/0/0/\n\n{last}")
+        assert (await verified(sqlite_story, quick=True)).lost == lost
 
 
-async def test_evidence_that_cannot_be_read_is_refused(sqlite_url: str, tmp_path: Path):
-    story = await tell(sqlite_url, tmp_path / "run")
-    async with open_store(sqlite_url, read_only=True) as store:
-        experiment = await store.experiment(story.name)
+async def test_evidence_that_cannot_be_read_is_refused(sqlite_story: Story, tmp_path: Path):
+    async with open_store(sqlite_story.url, read_only=True) as store:
+        experiment = await store.experiment(sqlite_story.name)
         with pytest.raises(InvalidArgumentError, match="no such file or folder"):
             await verify(experiment, tmp_path / "nowhere")
         with pytest.raises(CheckpointError, match=r"manifests\.json"):
             await verify(experiment, checkpoint=tmp_path)
         with pytest.raises(InvalidArgumentError, match="is no trainer here"):
-            await verify(experiment, checkpoint=story.checkpoint, consumer="nobody")
+            await verify(experiment, checkpoint=sqlite_story.checkpoint, consumer="nobody")
 
 
-async def test_verifying_goes_on_while_others_write(store_url: str, tmp_path: Path):
-    story = await tell(store_url, tmp_path / "run")
-    async with open_store(store_url) as writing, open_store(store_url, read_only=True) as reading:
+async def test_verifying_goes_on_while_others_write(story: Story):
+    async with open_store(story.url) as writing, open_store(story.url, read_only=True) as reading:
         writer = (await writing.experiment(story.name)).writer("e1")
         experiment = await reading.experiment(story.name)
         stages: list[str] = []
