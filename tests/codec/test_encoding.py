@@ -245,9 +245,9 @@ def test_what_cannot_be_stored_is_refused_by_its_name(changed, sentence):
 
 
 GOLDEN = {
-    "single_turn": "629e6a1e1ec1371f3432d37ab81dd194",
-    "multi_turn": "168b2ac885e716bc8e2d7b7927c2efc2",
-    "dpo": "446c65a3c7b11d2493ff065ef61dc421",
+    "single_turn": "99e38809bbc4573965e4f096025f3e2a",
+    "multi_turn": "53d2c3b761db9846f33c61e85ecd881d",
+    "dpo": "20a42735c13a13fc98bbcce1d55ae34b",
 }
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from trinity_buffer.codec.columns import Column, Segment
 from trinity_buffer.codec.digests import content_digest
-from trinity_buffer.codec.objects import FromTensor, ObjectPacker
+from trinity_buffer.codec.objects import Buffer, FromTensor, ObjectPacker
 
 _DIGEST_VERSION = 1
 _NOT_CONTENT = "metrics"
@@ -29,40 +30,48 @@ class Contents:
             if from_tensor
             else ObjectPacker(canonical=True)
         )
-        self._heads: list[list[bytes]] = [
-            [packer.pack([_DIGEST_VERSION, *head], "reward")] for head in heads
+        self._rows = len(heads)
+        # One list per field, with a piece for each row: the rows are joined at the end, in C.
+        self._heads: list[Sequence[bytes]] = [
+            [packer.pack([_DIGEST_VERSION, *head], "reward") for head in heads]
         ]
-        self._buffers: list[list[memoryview]] = [[] for _ in heads]
+        self._buffers: list[Sequence[Buffer]] = []
 
     def add_objects(self, field: str, values: Sequence[Any], pieces: Sequence[bytes]) -> None:
         """Add one field of objects, packed as ``pieces``; an empty piece is no object."""
         if field == _NOT_CONTENT:
             return
-        name, canonical = self._packer.pack(field, field), self._packer.pack
-        for head, value, piece in zip(self._heads, values, pieces, strict=True):
-            if piece:
-                head += (name, piece if type(value) is str else canonical(value, field))
+        name = self._packer.pack(field, field)
+        self._heads.append([name if piece else b"" for piece in pieces])
+        self._heads.append(self._packer.pack_again(values, field, pieces))
 
     def add_column(self, column: Column) -> None:
         """Add the tensors of one column."""
-        width, known = column.elements.itemsize, {}
-        ends, shapes = (column.offsets * width).tolist(), column.shapes.tolist()
-        view = column.data.data
-        rows = range(len(self._heads)) if column.rows is None else column.rows.tolist()
-        for index, row in enumerate(rows):
-            shape = tuple(shapes[index])
-            if shape not in known:
-                form = [column.field, column.dtype, shapes[index]]
-                known[shape] = self._packer.pack(form, column.field)
-            self._heads[row].append(known[shape])
-            self._buffers[row].append(view[ends[index] : ends[index + 1]])
+        view, width = column.data.data, column.elements.itemsize
+        ends = (column.offsets * width).tolist()
+        shapes = list(map(tuple, column.shapes.tolist()))
+        form = [column.field, column.dtype]
+        known = {shape: self._packer.pack([*form, list(shape)], "a shape") for shape in set(shapes)}
+        heads = [known[shape] for shape in shapes]
+        buffers: list[Buffer] = [view[start:stop] for start, stop in pairwise(ends)]
+        if column.rows is not None:
+            rows = column.rows.tolist()
+            heads = _spread(heads, rows, self._rows)
+            buffers = _spread(buffers, rows, self._rows)
+        self._heads.append(heads)
+        self._buffers.append(buffers)
 
     def digests(self) -> list[bytes]:
         """Return the content digest of each row."""
-        return [
-            content_digest(b"".join(head), buffers)
-            for head, buffers in zip(self._heads, self._buffers, strict=True)
-        ]
+        return [content_digest(row) for row in zip(*self._heads, *self._buffers, strict=True)]
+
+
+def _spread(pieces: Sequence[Buffer], rows: Sequence[int], number: int) -> list[Any]:
+    """Return one piece for each of ``number`` rows: empty for those that are not in ``rows``."""
+    found: list[Buffer] = [b""] * number
+    for row, piece in zip(rows, pieces, strict=True):
+        found[row] = piece
+    return found
 
 
 def digests_of_segments(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from hashlib import blake2b
+from hashlib import sha256
 
 from trinity_buffer.codec.objects import Buffer
 
 DIGEST_SIZE = 16
 
 
-def content_digest(head: bytes, buffers: Iterable[Buffer]) -> bytes:
-    """Return BLAKE2b-128 of a canonical ``head`` and the raw buffers whose lengths it states."""
-    digest = blake2b(head, digest_size=DIGEST_SIZE)
-    for buffer in buffers:
-        digest.update(buffer)
-    return digest.digest()
+def content_digest(pieces: Iterable[Buffer]) -> bytes:
+    """Return the first 16 bytes of SHA-256 of a canonical head and the buffers that it describes.
+
+    Processors have instructions for it: it takes two thirds of the time of BLAKE2b, and is the
+    longest part of a write all the same.
+    """
+    # Joined first: one call instead of one for each piece, at the price of a copy in the cache.
+    return sha256(b"".join(pieces)).digest()[:DIGEST_SIZE]

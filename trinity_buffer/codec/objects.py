@@ -8,7 +8,7 @@ the class itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -32,6 +32,10 @@ _LEAST_INT, _GREATEST_INT = -(1 << 63), (1 << 64) - 1
 _TUPLE, _BIG_INT, _ARRAY, _SCALAR, _TENSOR = 1, 2, 3, 4, 5
 _NUMPY_KINDS = "biufc"
 _SCALARS = frozenset({type(None), bool, float, str, bytes})
+_DIRECT = _SCALARS | {int}
+_TEXT = frozenset({str})
+_KEYS = _TEXT | {int}
+_DIRECT_LEVELS = 6  # deeper values are rare, and go the longer way
 _BASES: tuple[type, ...] = (int, float, str, bytes, list, tuple, dict)
 
 # msgpack allocates a list as soon as its length is claimed, and claims may be nested a thousand
@@ -76,7 +80,30 @@ class ObjectPacker:
         Raises:
             InvalidArgumentError: a type that does not come back as it is.
         """
-        return self._pack(value if type(value) is str else self._plain(value, place, MAX_DEPTH))
+        if _is_direct(value, _DIRECT_LEVELS, in_order=self._canonical):
+            try:
+                return self._pack(value)
+            except OverflowError:  # an int beyond 64 bits
+                pass
+        return self._pack(self._plain(value, place, MAX_DEPTH))
+
+    def pack_all(self, values: Sequence[object], place: str) -> list[bytes]:
+        """Return each of ``values`` as `pack` does, and nothing (``b""``) for None."""
+        if _TEXT.issuperset(map(type, values)):
+            return list(map(self._pack, values))
+        return [b"" if value is None else self.pack(value, place) for value in values]
+
+    def pack_again(
+        self, values: Sequence[object], place: str, pieces: Sequence[bytes]
+    ) -> list[bytes]:
+        """Return what `pack_all` does, having the ``pieces`` that a packer like this one made.
+
+        For a canonical packer, beside one that is not: what is in order already stays as it is.
+        """
+        return [
+            piece if _is_direct(value, _DIRECT_LEVELS, in_order=True) else self.pack(value, place)
+            for value, piece in zip(values, pieces, strict=True)
+        ]
 
     def _plain(self, value: object, place: Place, depth: int) -> object:
         """Return ``value`` in the types that msgpack knows, extensions included."""
@@ -137,6 +164,32 @@ class ObjectPacker:
             f"{_name(place)} is a {type(value).__module__}.{type(value).__qualname__}: it may hold "
             "None, bool, int, float, str, bytes, list, tuple, dict, NumPy numbers and tensors"
         )
+
+
+def _is_direct(value: object, levels: int, *, in_order: bool) -> bool:
+    """Return whether msgpack packs ``value`` as `ObjectPacker` would; long ints apart.
+
+    Looks at whole lists and dicts at once: most of what is packed is one of plain values.
+    """
+    kind = type(value)
+    if kind in _DIRECT:
+        return True
+    items: Any = value
+    if kind is dict:
+        kinds = set(map(type, items))
+        if not kinds <= _KEYS or (in_order and not (kinds <= _TEXT and _is_sorted(items))):
+            return False
+        items = items.values()
+    elif kind is not list:
+        return False
+    if _DIRECT.issuperset(map(type, items)):
+        return True
+    return levels > 0 and all(_is_direct(item, levels - 1, in_order=in_order) for item in items)
+
+
+def _is_sorted(texts: Iterable[str]) -> bool:
+    given = list(texts)
+    return given == sorted(given)
 
 
 def _packed(value: object) -> bytes:

@@ -38,13 +38,12 @@ class _Body:
     """The parts of a body under construction, each at a multiple of 64 bytes."""
 
     def __init__(self) -> None:
-        self.parts: list[Any] = []
+        self.parts: list[Buffer] = []
         self.size = 0
 
-    def add(self, *parts: Any) -> tuple[int, int]:
-        """Append ``parts``, one after another; return where they begin and how long they are."""
+    def add(self, parts: Sequence[Buffer], size: int) -> tuple[int, int]:
+        """Append ``parts`` of ``size`` bytes together; return where they begin and their size."""
         pad = -self.size % ALIGNMENT
-        size = sum(memoryview(part).nbytes for part in parts)
         self.parts += [bytes(pad), *parts]
         begin, self.size = self.size + pad, self.size + pad + size
         return begin, size
@@ -73,7 +72,7 @@ def encode_segment(
         InvalidArgumentError: columns or objects that do not fit ``rows``, or a blob over 4 GiB.
     """
     packer = ObjectPacker(from_tensor) if from_tensor else ObjectPacker()
-    texts = {name: _packed(packer, name, values) for name, values in objects.items()}
+    texts = {name: packer.pack_all(values, name) for name, values in objects.items()}
     body = _Body()
     header = {
         "v": SEGMENT_VERSION,
@@ -86,10 +85,6 @@ def encode_segment(
         "aliases": dict(aliases or {}),
     }
     return _assembled(packer.pack(header, "the header of a segment"), body)
-
-
-def _packed(packer: ObjectPacker, name: str, values: Sequence[Any]) -> list[bytes]:
-    return [b"" if value is None else packer.pack(value, name) for value in values]
 
 
 def _assembled(header: bytes, body: _Body) -> bytes:
@@ -122,7 +117,7 @@ def _column_entry(column: Column, rows: int, body: _Body) -> list[Any]:
         raise InvalidArgumentError(f"column {column.field}: a tensor of {ndim} dimensions or 2^32")
     present = None if column.rows is None else column.rows.astype(_U32).tobytes()
     shapes = column.shapes.astype(_U32).tobytes()
-    place = body.add(column.data)
+    place = body.add([column.data.data], column.data.nbytes)
     return [column.field, column.dtype, column.encoding, present, ndim, shapes, *place]
 
 
@@ -130,10 +125,11 @@ def _add_objects(name: str, pieces: Sequence[bytes], rows: int, body: _Body) -> 
     if len(pieces) != rows:
         raise InvalidArgumentError(f"objects {name}: {len(pieces)} values for {rows} rows")
     offsets = np.zeros(rows + 1, np.int64)
-    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    np.cumsum(list(map(len, pieces)), out=offsets[1:])
     if offsets[-1] > _MAX_BYTES:
         raise InvalidArgumentError(f"objects {name}: {offsets[-1]} bytes, the limit is 4 GiB")
-    return body.add(offsets.astype(_U32), *pieces)
+    ends = offsets.astype(_U32).tobytes()
+    return body.add([ends, *pieces], len(ends) + int(offsets[-1]))
 
 
 def decode_segment(blob: Buffer) -> Segment:

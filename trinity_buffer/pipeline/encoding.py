@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, get_args
 
@@ -67,8 +68,11 @@ META: dict[str, frozenset[type]] = {
 }
 """What the event's own body says of every experience, so that projections open no segment."""
 
-_OF_EID = tuple(META)[:5]
-_OF_EXPERIENCE = tuple(META)[5:10]
+_OF_EID = tuple(map(attrgetter, tuple(META)[:5]))
+_OF_EXPERIENCE = tuple(map(attrgetter, tuple(META)[5:8]))
+_GETTERS = {
+    family: {field: attrgetter(field) for field in fields} for family, fields in FAMILIES.items()
+}
 _OBJECTS: dict[str, type] = {
     "info": dict,
     "metrics": dict,
@@ -94,10 +98,12 @@ class EncodedWrite:
             ``response_length`` the action mask, ``trained_tokens`` what it selects. Of a ``dpo``
             experience ``length`` is the prompt, ``response_length`` the longer of the two
             responses and ``trained_tokens`` their sum.
+        columns: field -> the columns that went into the segments, for whoever checks the numbers.
     """
 
     families: dict[str, bytes]
     meta: dict[str, list[Any]]
+    columns: dict[str, list[Column]]
 
 
 def encode_experiences(experiences: Sequence[Experience]) -> EncodedWrite:
@@ -110,26 +116,26 @@ def encode_experiences(experiences: Sequence[Experience]) -> EncodedWrite:
     """
     packer = ObjectPacker(raw_tensor)
     heads = [(e.experience_type, e.prompt_length, e.reward) for e in experiences]
-    contents, families, masks = Contents(heads, raw_tensor), {}, list[Column]()
-    for family, fields in FAMILIES.items():
+    contents, families, every = Contents(heads, raw_tensor), {}, dict[str, list[Column]]()
+    for family, getters in _GETTERS.items():
         columns: list[Column] = []
         packed: dict[str, list[bytes]] = {}
-        for field in fields:
-            values = list(map(attrgetter(field), experiences))
+        for field, getter in getters.items():
+            values = list(map(getter, experiences))
+            if _NONE.issuperset(map(type, values)):
+                continue
             if field == "multi_modal_inputs":
                 columns += _modal_columns(values)
-            if field not in _OBJECTS:
-                columns += columns_of(field, values)
-                continue
-            stored = [_stored(field, value) for value in values]
-            if any(value is not None for value in stored):
-                packed[field] = _add_objects(contents, packer, field, stored)
+            if field in _OBJECTS:
+                packed |= _packed(contents, packer, field, values)
+            else:
+                every[field] = columns_of(field, values)
+                columns += every[field]
         for column in columns:
             contents.add_column(column)
-        masks += [column for column in columns if column.field == "action_mask"]
         if columns or packed:
             families[family] = encode_segment(columns, {}, len(experiences), packed=packed)
-    return EncodedWrite(families, _meta(experiences, masks, contents.digests()))
+    return EncodedWrite(families, _meta(experiences, every, contents.digests()), every)
 
 
 def content_digest_of(experience: Experience) -> bytes:
@@ -138,24 +144,31 @@ def content_digest_of(experience: Experience) -> bytes:
     return digest
 
 
-def _add_objects(
+def _packed(
     contents: Contents, packer: ObjectPacker, field: str, values: Sequence[Any]
-) -> list[bytes]:
-    pieces = [b"" if value is None else packer.pack(value, field) for value in values]
-    contents.add_objects(field, values, pieces)
-    return pieces
+) -> dict[str, list[bytes]]:
+    """Return the objects of one field as bytes, under its name; nothing where there are none."""
+    stored = _stored(field, values)
+    if _NONE.issuperset(map(type, stored)):
+        return {}
+    pieces = packer.pack_all(stored, field)
+    contents.add_objects(field, stored, pieces)
+    return {field: pieces}
 
 
-def _stored(field: str, value: Any) -> Any:
-    """Return what stands on disk for ``value``; None for what a reader fills in by itself."""
+def _stored(field: str, values: Sequence[Any]) -> Sequence[Any]:
+    """Return what stands on disk for ``values``; None for what a reader fills in by itself."""
     if field in ("info", "metrics"):
-        return value or None
+        return [value or None for value in values]
     if field == "custom_fields":
-        return [
-            [custom.source_field, custom.destination_field, DTYPE_NAMES[custom.data_type]]
-            for custom in value
-        ] or None
-    return list(value) if field == "multi_modal_inputs" and value is not None else value
+        return [list(map(_as_texts, value)) or None for value in values]
+    if field == "multi_modal_inputs":
+        return [None if value is None else list(value) for value in values]
+    return values
+
+
+def _as_texts(custom: CustomField) -> list[str]:
+    return [custom.source_field, custom.destination_field, DTYPE_NAMES[custom.data_type]]
 
 
 def _modal_columns(values: Sequence[dict[str, Tensor] | None]) -> list[Column]:
@@ -172,19 +185,35 @@ def _modal_columns(values: Sequence[dict[str, Tensor] | None]) -> list[Column]:
 
 
 def _meta(
-    experiences: Sequence[Experience], masks: Sequence[Column], digests: list[bytes]
+    experiences: Sequence[Experience], columns: Mapping[str, Sequence[Column]], digests: list[bytes]
 ) -> dict[str, list[Any]]:
     eids = [experience.eid for experience in experiences]
-    trained = _trained_tokens(experiences, masks)
-    columns: Iterable[list[Any]] = (
-        *(list(map(attrgetter(name), eids)) for name in _OF_EID),
-        *(list(map(attrgetter(name), experiences)) for name in _OF_EXPERIENCE),
-        trained,
+    found: Iterable[list[Any]] = (
+        *(list(map(getter, eids)) for getter in _OF_EID),
+        *(list(map(getter, experiences)) for getter in _OF_EXPERIENCE),
+        _sizes(experiences, columns, "tokens", "length"),
+        _sizes(experiences, columns, "action_mask", "response_length"),
+        _trained_tokens(experiences, columns.get("action_mask", ())),
         [experience.experience_type for experience in experiences],
         [experience.finish_reason for experience in experiences],
         digests,
     )
-    return dict(zip(META, columns, strict=True))
+    return dict(zip(META, found, strict=True))
+
+
+def _sizes(
+    experiences: Sequence[Experience],
+    columns: Mapping[str, Sequence[Column]],
+    field: str,
+    attribute: str,
+) -> list[int]:
+    """Return the ``attribute`` of each experience, from the sizes of ``field`` if all have it."""
+    found = columns.get(field, ())
+    pairs = any(experience.experience_type == "dpo" for experience in experiences)
+    if len(found) == 1 and found[0].rows is None and not pairs:
+        sizes: list[int] = found[0].sizes.tolist()
+        return sizes
+    return list(map(attrgetter(attribute), experiences))
 
 
 def _trained_tokens(experiences: Sequence[Experience], masks: Sequence[Column]) -> list[int]:
@@ -192,8 +221,12 @@ def _trained_tokens(experiences: Sequence[Experience], masks: Sequence[Column]) 
     for column in masks:
         elements, ends = column.elements, column.offsets.tolist()
         rows = range(len(counts)) if column.rows is None else column.rows.tolist()
-        for index, row in enumerate(rows):
-            counts[row] = int(np.count_nonzero(elements[ends[index] : ends[index + 1]]))
+        if np.count_nonzero(elements) == len(elements):  # single turns
+            found = [stop - start for start, stop in pairwise(ends)]
+        else:
+            found = [int(np.count_nonzero(elements[a:b])) for a, b in pairwise(ends)]
+        for row, count in zip(rows, found, strict=True):
+            counts[row] = count
     for row, experience in enumerate(experiences):
         if experience.experience_type == "dpo":
             pair = (experience.chosen, experience.rejected)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trinity_buffer.codec import DTYPES, Column, RawTensor
+from trinity_buffer.codec.columns import Integers
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -24,7 +26,8 @@ _JOINED = frozenset({torch.bool, torch.uint8, torch.int32, torch.int64, torch.bf
     *(torch.float16, torch.float32, torch.float64)
 }
 
-_Kind: TypeAlias = "tuple[torch.dtype, int, torch.device]"
+_Kind: TypeAlias = "tuple[torch.dtype, int, torch.device, torch.layout]"
+_kind_of: Callable[[Tensor], _Kind] = attrgetter("dtype", "ndim", "device", "layout")
 
 
 def columns_of(field: str, tensors: Sequence[Tensor | None]) -> list[Column]:
@@ -36,34 +39,38 @@ def columns_of(field: str, tensors: Sequence[Tensor | None]) -> list[Column]:
         InvalidArgumentError: a tensor that has no bytes of its own (sparse, meta), or of a dtype
             that is not an element type.
     """
-    rows_of: dict[_Kind, list[int]] = {}
-    for row, tensor in enumerate(tensors):
-        if tensor is not None:
-            kind = (tensor.dtype, tensor.ndim, tensor.device)
-            rows_of.setdefault(kind, []).append(row)
-    return [_column(field, tensors, rows) for rows in rows_of.values()]
+    rows = [row for row, tensor in enumerate(tensors) if tensor is not None]
+    given: list[Any] = [tensors[row] for row in rows]
+    kinds = list(map(_kind_of, given))
+    if len(set(kinds)) == 1:
+        present = None if len(rows) == len(tensors) else np.array(rows, np.int64)
+        return [_column(field, given, kinds[0], present)]
+    found = []
+    for kind in dict.fromkeys(kinds):
+        mine = [index for index, other in enumerate(kinds) if other == kind]
+        some, places = [given[index] for index in mine], [rows[index] for index in mine]
+        found.append(_column(field, some, kind, np.array(places, np.int64)))
+    return found
 
 
-def _column(field: str, tensors: Sequence[Tensor | None], rows: list[int]) -> Column:
-    given = [tensor for tensor in tensors if tensor is not None]
-    if len(given) != len(rows):
-        given = [tensor for row in rows if (tensor := tensors[row]) is not None]
-    first = given[0]
-    if first.dtype not in DTYPE_NAMES or any(t.layout != torch.strided or t.is_meta for t in given):
+def _column(field: str, given: list[Tensor], kind: _Kind, rows: Integers | None) -> Column:
+    dtype, ndim, device, layout = kind
+    if dtype not in DTYPE_NAMES or layout != torch.strided or device.type == "meta":
         raise InvalidArgumentError(
-            f"{field} is {first.dtype}, {first.layout} on {first.device}: make it a dense tensor "
+            f"{field} is {dtype}, {layout} on {device}: make it a dense tensor "
             f"of one of {', '.join(TORCH_DTYPES)}"
         )
-    if first.ndim == 1:
+    if ndim == 1:
         shapes = np.array([tensor.numel() for tensor in given], np.int64)
     else:
         shapes = np.array([tuple(tensor.shape) for tensor in given], np.int64)
+        given = [tensor.reshape(-1) for tensor in given]
     return Column(
         field,
-        DTYPE_NAMES[first.dtype],
-        shapes.reshape(len(given), first.ndim),
-        bytes_of(given if first.ndim == 1 else [tensor.reshape(-1) for tensor in given]),
-        None if len(rows) == len(tensors) else np.array(rows, np.int64),
+        DTYPE_NAMES[dtype],
+        shapes.reshape(len(given), ndim),
+        bytes_of(given),
+        rows,
     )
 
 
@@ -115,7 +122,7 @@ def raw_tensor(value: object) -> RawTensor | None:
     """Return a tensor as bytes for the codec; None for anything else."""
     if not isinstance(value, Tensor):
         return None
-    column = _column("a tensor", [value], [0])
+    (column,) = columns_of("a tensor", [value])
     return RawTensor(column.dtype, tuple(value.shape), column.data.tobytes())
 
 

@@ -17,16 +17,16 @@ from trinity_buffer.pipeline.tensor_columns import DTYPE_NAMES
 MAX_BYTES = 64 << 20
 """Of the tensors and texts of one experience: more would not fit one part of a segment."""
 
-_MAX_INT32, _MAX_INT64 = (1 << 31) - 1, (1 << 63) - 1
-_INTEGERS = frozenset(
+MAX_INT32, MAX_INT64 = (1 << 31) - 1, (1 << 63) - 1
+INTEGERS = frozenset(
     {
         *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
         *(torch.int8, torch.int16, torch.int32, torch.int64),
     }
 )
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_MASKS = _FLOATS | _INTEGERS | {torch.bool}
-_PER_TOKEN = ("logprobs", "token_level_reward", "teacher_logprobs", "advantages", "returns")
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+MASKS = FLOATS | INTEGERS | {torch.bool}
+PER_TOKEN = ("logprobs", "token_level_reward", "teacher_logprobs", "advantages", "returns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def _refuse(experience: Experience, field: str, what: str) -> InvalidExperienceE
 def _check_eid(experience: Experience) -> None:
     eid = experience.eid
     for field, number in (("eid.run", eid.run), ("eid.step", eid.step)):
-        if type(number) is not int or not 0 <= number <= _MAX_INT32:
+        if type(number) is not int or not 0 <= number <= MAX_INT32:
             raise _refuse(experience, field, f"is {number!r}, it must be an int, 0 or more")
     for field, key in (("eid.batch", eid.batch), ("eid.task", eid.task)):
         problem = problem_of_key(key)
@@ -126,7 +126,7 @@ def _check_kind(experience: Experience, schema: str, rules: Schema) -> None:
 
 def _check_tokens(experience: Experience, field: str) -> None:
     tokens = getattr(experience, field)
-    _check_vector(experience, field, tokens, _INTEGERS, "integer token ids")
+    _check_vector(experience, field, tokens, INTEGERS, "integer token ids")
     if not tokens.numel():
         raise _refuse(experience, field, "has no elements, it needs at least one token")
     # NumPy: twice as fast as torch on a thousand elements.
@@ -172,7 +172,7 @@ def _check_response(experience: Experience) -> int:
         )
     mask: Any = experience.action_mask
     response = size - prompt
-    _check_vector(experience, "action_mask", mask, _MASKS, "bool, integers or floats")
+    _check_vector(experience, "action_mask", mask, MASKS, "bool, integers or floats")
     if mask.numel() != response:
         raise _refuse(
             experience,
@@ -186,11 +186,11 @@ def _check_response(experience: Experience) -> int:
 
 
 def _check_per_token(experience: Experience, response: int | None) -> None:
-    for field in _PER_TOKEN:
+    for field in PER_TOKEN:
         value = getattr(experience, field)
         if value is None:
             continue
-        _check_vector(experience, field, value, _FLOATS, "floats")
+        _check_vector(experience, field, value, FLOATS, "floats")
         if response is not None and value.numel() != response:
             raise _refuse(
                 experience,
@@ -209,7 +209,7 @@ def _check_reward(experience: Experience) -> None:
         raise _refuse(
             experience, "reward", f"is a {type(reward).__name__}, it must be a number or None"
         )
-    if not (abs(reward) <= _MAX_INT64 if isinstance(reward, int) else math.isfinite(reward)):
+    if not (abs(reward) <= MAX_INT64 if isinstance(reward, int) else math.isfinite(reward)):
         raise _refuse(experience, "reward", f"is {reward!r:.40}, it must be finite")
 
 
@@ -217,7 +217,7 @@ def _check_experts(experience: Experience) -> None:
     routed: Any = experience.routed_experts
     size = experience.tokens.numel()
     if routed is not None:
-        if not isinstance(routed, Tensor) or routed.dtype not in _INTEGERS:
+        if not isinstance(routed, Tensor) or routed.dtype not in INTEGERS:
             raise _refuse(experience, "routed_experts", "must be a tensor of integers")
         if routed.ndim == 0 or routed.shape[0] not in (size - 1, size):
             raise _refuse(
@@ -239,7 +239,7 @@ def _check_info(experience: Experience) -> None:
         if not isinstance(getattr(experience, field), dict):
             raise _refuse(experience, field, "must be a dict")
     version = experience.info.get("model_version")
-    if version is not None and (type(version) is not int or abs(version) > _MAX_INT64):
+    if version is not None and (type(version) is not int or abs(version) > MAX_INT64):
         raise _refuse(experience, "info['model_version']", f"is {version!r:.40}, it must be an int")
     reason = experience.info.get("finish_reason") or experience.truncate_status
     if reason is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from trinity_buffer.errors import ConflictingExperienceError, InvalidExperienceError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
+from trinity_buffer.pipeline.column_checks import forms_pass, numbers_pass
 from trinity_buffer.pipeline.encoding import EncodedWrite, content_digest_of, encode_experiences
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.group_commit import Outcome, PreparedWrite
@@ -31,6 +32,10 @@ class _Part:
     encoded: EncodedWrite
     key: bytes
     segment_rows: Sequence[Mapping[str, object]]
+
+    def numbers_pass(self) -> bool:
+        """Return whether the numbers are right in all of the experiences."""
+        return numbers_pass(self.encoded.columns, map(len, self.encoded.families.values()))
 
 
 class WriteCall:
@@ -62,8 +67,7 @@ class WriteCall:
             InvalidArgumentError: a value that cannot be stored.
         """
         if self._pending is None:
-            self._invalid = self._check()
-            self._pending = _distinct(self._given)
+            self._admit()
         if not self._pending:
             return None
         if self._parts is None:
@@ -94,6 +98,16 @@ class WriteCall:
         rejected = sum(self._refusal(experience.eid) is not None for experience in written)
         uids = tuple(experience.eid.uid for experience in self._given)
         return WriteReceipt(position, len(written), len(uids) - len(written), rejected, uids)
+
+    def _admit(self) -> None:
+        """Check what was given, as a whole and then, if there is a doubt, one by one."""
+        if forms_pass(self._given, self._schema):
+            self._pending = _distinct(self._given)
+            self._parts = _encode(self._pending)
+            if all(part.numbers_pass() for part in self._parts):
+                return
+        self._invalid = self._check()
+        self._pending = _distinct(self._given)
 
     def _check(self) -> dict[EID, str]:
         """Return what is invalid, and why it will be refused."""
@@ -135,21 +149,20 @@ def _encode(experiences: Sequence[Experience]) -> list[_Part]:
 
 def _distinct(experiences: Sequence[Experience]) -> list[Experience]:
     """Return ``experiences`` without repetitions within the call."""
-    by_eid: dict[EID, Experience] = {}
-    repeated = [e for e in experiences if by_eid.setdefault(_as_text(e.eid), e) is not e]
-    for experience in repeated:
-        first = by_eid[_as_text(experience.eid)]
-        if content_digest_of(first) != content_digest_of(experience):
+    by_key: dict[tuple[Any, ...], Experience] = {}
+    for experience in experiences:
+        first = by_key.setdefault(_as_stored(experience.eid), experience)
+        if first is not experience and content_digest_of(first) != content_digest_of(experience):
             raise ConflictingExperienceError(
                 f"experience {experience.eid.uid} comes twice in one write, with two contents; "
                 "give a deliberate second attempt another suffix, such as 'a1'"
             )
-    return list(by_eid.values())
+    return list(by_key.values())
 
 
-def _as_text(eid: EID) -> EID:
+def _as_stored(eid: EID) -> tuple[Any, ...]:
     """Return ``eid`` as the store compares it: ``7`` and ``"7"`` are one key."""
-    return replace(eid, batch=str(eid.batch), task=str(eid.task))
+    return str(eid.batch), str(eid.task), eid.run, eid.step, eid.suffix
 
 
 def _without_known(
