@@ -105,12 +105,19 @@ _WITHIN_BATCH = (experience.c.task, experience.c.run, experience.c.step, experie
 
 async def sealed_among(tx: AsyncConnection, experiment: int, batches: Sequence[str]) -> set[str]:
     """Return which of ``batches`` are sealed."""
-    query = select(batch.c.batch).where(
-        batch.c.experiment == experiment,
-        batch.c.sealed_at.is_not(None),
-        among(tx, batch.c.batch, batches),
+    query = _sealed_among(tx.dialect.name)
+    return {key for (key,) in await query.rows(tx, of=experiment, batches=given(tx, batches))}
+
+
+@cache
+def _sealed_among(dialect: str) -> Prepared:
+    return Prepared(
+        select(batch.c.batch).where(
+            batch.c.experiment == bindparam("of"),
+            among_given(dialect, batch.c.batch, "batches"),
+            batch.c.sealed_at.is_not(None),
+        )
     )
-    return set((await tx.execute(query)).scalars())
 
 
 async def batch_row(tx: AsyncConnection, experiment: int, key: Key) -> BatchRow | None:
