@@ -7,6 +7,8 @@ import torch
 
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import EID, Experience
+from trinity_buffer.pipeline.column_checks import forms_pass, numbers_pass
+from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.pipeline.validation import SCHEMAS, validate
 
 NAN, INF = float("nan"), float("inf")
@@ -54,6 +56,21 @@ GOOD = {
 }
 
 
+def passes_as_a_column(experience, schema="experience"):
+    """What is checked of a whole write at once, where the one stands between two that are right."""
+    three = [rollout(), experience, rollout(eid=EID("e0-8", "x"))]
+    if not forms_pass(three, schema):
+        return False
+    write = encode_experiences(three)
+    return numbers_pass(write.columns, map(len, write.families.values()))
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_most_of_what_is_right_passes_as_a_column(name):
+    one_by_one = ("truncated", "bfloat16", "float16", "overflow", "experts")
+    assert passes_as_a_column(GOOD[name]) == (not any(word in name for word in one_by_one))
+
+
 @pytest.mark.parametrize("name", GOOD)
 @pytest.mark.parametrize("schema", ["experience", "sft", "cpt"])
 def test_what_is_right_passes(name, schema):
@@ -94,6 +111,7 @@ def test_an_address_that_cannot_be_is_refused(name):
     eid, sentence = EIDS[name]
     with pytest.raises(InvalidExperienceError, match=sentence):
         validate(rollout(eid=eid))
+    assert not passes_as_a_column(rollout(eid=eid))
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -154,6 +172,7 @@ def test_what_is_wrong_is_refused_by_its_field(name):
     with pytest.raises(InvalidExperienceError, match=sentence) as caught:
         validate(rollout(**changed))
     assert str(caught.value).startswith("experience e0-7/3/1/0/: ")
+    assert not passes_as_a_column(rollout(**changed))
 
 
 ASSIGNED = {
@@ -175,6 +194,7 @@ def test_what_was_assigned_later_is_checked_too(name):
     setattr(experience, field, value)
     with pytest.raises(InvalidExperienceError, match=sentence):
         validate(experience)
+    assert not passes_as_a_column(experience)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +224,7 @@ def test_an_experience_that_is_too_large_is_refused():
 
 
 def test_an_unknown_schema_says_which_there_are():
+    assert not passes_as_a_column(rollout(), "ppo")
     with pytest.raises(InvalidArgumentError, match="schema='ppo': accepted are experience, sft"):
         validate(rollout(), "ppo")
 

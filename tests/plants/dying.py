@@ -30,7 +30,7 @@ def write_and_die(url: str, noted: str, plant: str) -> None:
     anyio.run(main)
 
 
-async def _acknowledge_first(self: GroupCommit, write: Any) -> Outcome:
+async def _acknowledge_first(self: GroupCommit, call: Any) -> Outcome:
     """Say that it is durable, as the commit would surely come."""
-    self._waiting.append(write)
+    self._waiting.append(call)
     return Outcome(position=1)

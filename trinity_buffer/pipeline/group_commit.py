@@ -1,17 +1,22 @@
-"""Group commit: calls that wait together share a transaction; each hears of its own rows."""
+"""Group commit: calls that wait together share a transaction; each hears of its own rows.
+
+Those of one writer share an event too, as long as nothing is wrong with any of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
+from typing import Any, Protocol
 
 import anyio
 
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import StoreError
 from trinity_buffer.identity import EID
+from trinity_buffer.pipeline.background import in_thread
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.store import log, queries, segments
 from trinity_buffer.store.database import Database
@@ -22,10 +27,17 @@ from trinity_buffer.store.transaction import TakenKeyError, Transaction
 ROWS_PER_TRANSACTION = 4096
 """A group stops growing here, so that no transaction holds the database for long."""
 
+ROWS_PER_EVENT = 1024
+"""A larger write becomes several events of one transaction: who needs one row decodes no more."""
+
+ROWS_PER_TRIP = 256
+"""Up to here a group is encoded where it is committed, which saves a change of threads; this
+process's other writers wait for the few milliseconds that it takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedWrite:
-    """One call, encoded: everything that computes has happened.
+    """One call, or several as one, encoded: everything that computes has happened.
 
     Attributes:
         open_batches: whose experiences are not marked as refused already; a seal of one of them
@@ -54,12 +66,72 @@ class Outcome:
     sealed: frozenset[str] = frozenset()
 
 
+class Call(Protocol):
+    """What wants to be written. `prepare` and `join` compute: they run in a thread."""
+
+    @property
+    def rows(self) -> int:
+        """How many experiences it brings."""
+
+    @property
+    def joins(self) -> Hashable:
+        """Calls for which this is equal may be one event; None: this one stays alone."""
+
+    def prepare(self) -> PreparedWrite:
+        """Return what is to be committed; whatever it raises is told to the caller."""
+
+    def join(self, others: Sequence[Any]) -> PreparedWrite | None:
+        """Return this call and ``others`` as one event, or None if each is to be looked at."""
+
+
 @dataclass(eq=False, slots=True)
 class _Entry:
-    write: PreparedWrite
+    call: Call
     answered: anyio.Event = field(default_factory=anyio.Event)
     outcome: Outcome | None = None
     error: Exception | None = None
+
+
+class _Group:
+    """Calls that share a transaction."""
+
+    def __init__(self, entries: Sequence[_Entry]) -> None:
+        self.entries = entries
+        self.rows = sum(entry.call.rows for entry in entries)
+        self.writes: list[tuple[PreparedWrite, Sequence[_Entry]]] = []
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """Find out what is to be committed, and for whom. Computes: not on the event loop."""
+        if self._prepared:
+            return
+        self._prepared = True
+        for some in _partners(self.entries):
+            first, *others = [entry.call for entry in some]
+            joined = first.join(others) if others else None
+            if joined is not None:
+                self.writes.append((joined, some))
+                continue
+            for entry in some:
+                try:
+                    self.writes.append((entry.call.prepare(), [entry]))
+                except Exception as error:  # noqa: BLE001 - handed to the caller it belongs to
+                    entry.error = error
+
+
+def _partners(entries: Sequence[_Entry]) -> list[list[_Entry]]:
+    """Return ``entries`` in lists of those that may be one event."""
+    found: list[list[_Entry]] = []
+    open_lists: dict[Hashable, tuple[list[_Entry], int]] = {}
+    for entry in entries:
+        key = entry.call.joins
+        some, rows = open_lists.get(key, ([], 0))
+        if key is None or not some or rows + entry.call.rows > ROWS_PER_EVENT:
+            some, rows = [], 0
+            found.append(some)
+        some.append(entry)
+        open_lists[key] = some, rows + entry.call.rows
+    return found
 
 
 class GroupCommit:
@@ -74,12 +146,12 @@ class GroupCommit:
         self._waiting: list[_Entry] = []
         self._committer: asyncio.Task[None] | None = None
 
-    async def submit(self, write: PreparedWrite) -> Outcome:
-        """Return once the rows of ``write`` are durable, or say why none of them was written.
+    async def submit(self, call: Call) -> Outcome:
+        """Return once the rows of ``call`` are durable, or say why none of them was written.
 
         A call that is cancelled before its turn is forgotten; later, it is written or not.
         """
-        entry = _Entry(write)
+        entry = _Entry(call)
         self._waiting.append(entry)
         if self._committer is None:
             self._committer = asyncio.create_task(self._commit_waiting())
@@ -120,42 +192,41 @@ class GroupCommit:
         rows = 0
         while self._waiting and rows < ROWS_PER_TRANSACTION:
             group.append(self._waiting.pop(0))
-            rows += len(group[-1].write.eids)
+            rows += group[-1].call.rows
         return group
 
-    async def _commit(self, group: list[_Entry]) -> None:
+    async def _commit(self, entries: list[_Entry]) -> None:
+        group = _Group(entries)
         try:
-            outcomes = await self._write([entry.write for entry in group])
+            if group.rows > ROWS_PER_TRIP:
+                await in_thread(group.prepare)
+            await self._write(group)
         except Exception:  # noqa: BLE001 - whoever it belongs to is told, below
             # Something is stored already, or cannot be stored: find out what, call by call. A call
             # that was committed after all, over a connection that broke, is found as stored.
-            await self._commit_singly(group)
-        else:
-            for entry, outcome in zip(group, outcomes, strict=True):
-                entry.outcome = outcome
+            await self._commit_singly([entry for entry in entries if entry.error is None])
 
-    async def _commit_singly(self, group: list[_Entry]) -> None:
-        for entry in group:
+    async def _commit_singly(self, entries: list[_Entry]) -> None:
+        for entry in entries:
             try:
-                entry.outcome = await self._try_alone(entry.write)
+                await self._try_alone(entry)
             except Exception as error:  # noqa: BLE001 - handed to the caller it belongs to
                 entry.error = error
 
-    async def _write(self, writes: Sequence[PreparedWrite]) -> list[Outcome]:
-        """Commit all of ``writes`` in one transaction.
+    async def _write(self, group: _Group) -> None:
+        """Commit all of ``group`` in one transaction, having prepared it.
 
         Raises:
             TakenKeyError: something is stored already, or a batch is sealed; nothing was written.
         """
-        rows = [row for write in writes for row in write.segments]
-        by_experiment: dict[int, list[PreparedWrite]] = {}
-        for write in sorted(writes, key=lambda one: one.experiment):  # locks, always in one order
-            by_experiment.setdefault(write.experiment, []).append(write)
 
         async def work(tx: Transaction) -> dict[int, int]:
             places: dict[int, int] = {}
-            await segments.write(tx, rows)
-            for experiment, some in by_experiment.items():
+            writes = [write for write, _ in group.writes]
+            await segments.write(tx, [row for write in writes for row in write.segments])
+            writes.sort(key=lambda one: one.experiment)  # locks, always in one order
+            for experiment, same in groupby(writes, key=lambda one: one.experiment):
+                some = list(same)
                 await lock_experiment(tx, experiment)
                 if await self._sealed(tx, experiment, some):
                     raise _SomebodyIsLateError
@@ -165,19 +236,24 @@ class GroupCommit:
                 places |= {id(write): max(islice(positions, len(write.events))) for write in some}
             return places
 
-        places = await self._database.write(work, integrity_errors=True)
-        return [Outcome(position=places[id(write)]) for write in writes]
+        places = await self._database.write(work, before=group.prepare, integrity_errors=True)
+        for write, entries in group.writes:
+            for entry in entries:
+                entry.outcome = Outcome(position=places[id(write)])
 
-    async def _try_alone(self, write: PreparedWrite) -> Outcome:
-        outcome = await self._known(write)
-        if outcome is None:
+    async def _try_alone(self, entry: _Entry) -> None:
+        group = _Group([entry])
+        await in_thread(group.prepare)
+        for write, _ in group.writes:  # none, if there is something wrong with it
+            entry.outcome = await self._known(write)
+            if entry.outcome is not None:
+                return
             try:
-                return (await self._write([write]))[0]
+                await self._write(group)
             except TakenKeyError as error:  # another process was quicker: look again
-                outcome = await self._known(write)
-                if outcome is None:
+                entry.outcome = await self._known(write)
+                if entry.outcome is None:
                     raise StoreError(f"{self._database.name}: a key is taken: {error}") from error
-        return outcome
 
     async def _known(self, write: PreparedWrite) -> Outcome | None:
         """Return what is in the way of ``write``, or None."""

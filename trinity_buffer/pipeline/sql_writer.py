@@ -9,7 +9,6 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import Key
 from trinity_buffer.pipeline import planning
-from trinity_buffer.pipeline.background import in_thread
 from trinity_buffer.pipeline.group_commit import GroupCommit
 from trinity_buffer.pipeline.write_call import OnInvalid, WriteCall
 from trinity_buffer.store import queries
@@ -54,17 +53,15 @@ class SQLWriter(BufferWriter):
                 it is recorded as rejected instead).
             ConflictingExperienceError: an EID is stored with other content.
         """
-        call = WriteCall(experiences, self._schema, self._on_invalid)
-        while True:
-            prepared = await in_thread(call.prepare, self._experiment, self.actor)
-            if prepared is None:
-                return call.receipt(0)
+        call = WriteCall(experiences, self._experiment, self.actor, self._schema, self._on_invalid)
+        while call.rows:
             reached("before-append")
-            outcome = await self._group_commit.submit(prepared)
+            outcome = await self._group_commit.submit(call)
             if outcome.position:
                 reached("after-append")
                 return call.receipt(outcome.position)
             call.learn(outcome)
+        return call.receipt(0)
 
     async def plan(
         self,

@@ -6,20 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trinity_buffer.errors import ConflictingExperienceError, InvalidExperienceError
+from trinity_buffer.errors import (
+    ConflictingExperienceError,
+    InvalidArgumentError,
+    InvalidExperienceError,
+)
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.column_checks import forms_pass, numbers_pass
 from trinity_buffer.pipeline.encoding import EncodedWrite, content_digest_of, encode_experiences
 from trinity_buffer.pipeline.events import new_event
-from trinity_buffer.pipeline.group_commit import Outcome, PreparedWrite
+from trinity_buffer.pipeline.group_commit import ROWS_PER_EVENT, Outcome, PreparedWrite
 from trinity_buffer.pipeline.validation import validate
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.segments import new_key, rows_of
 from trinity_buffer.writer import WriteReceipt
-
-ROWS_PER_EVENT = 1024
-"""A larger write becomes several events of one transaction: who needs one row decodes no more."""
 
 OnInvalid = Literal["raise", "quarantine"]
 
@@ -43,14 +44,23 @@ class WriteCall:
 
     Args:
         experiences: as the caller gave them.
+        experiment: key of the experiment they belong to.
+        actor: who writes.
         schema: what they must have.
         on_invalid: ``"raise"``, or ``"quarantine"``: record what is invalid as rejected.
     """
 
     def __init__(
-        self, experiences: Sequence[Experience], schema: str, on_invalid: OnInvalid
+        self,
+        experiences: Sequence[Experience],
+        experiment: int,
+        actor: str,
+        schema: str,
+        on_invalid: OnInvalid,
     ) -> None:
-        self._given = list(experiences)
+        self.given = list(experiences)
+        self._experiment = experiment
+        self._actor = actor
         self._schema = schema
         self._on_invalid = on_invalid
         self._late: frozenset[str] = frozenset()
@@ -58,8 +68,18 @@ class WriteCall:
         self._invalid: dict[EID, str] = {}
         self._parts: list[_Part] | None = None
 
-    def prepare(self, experiment: int, actor: str) -> PreparedWrite | None:
-        """Return what is to be committed, or None if nothing is left. Computes: not on the loop.
+    @property
+    def rows(self) -> int:
+        """How many experiences are left to be written."""
+        return len(self.given if self._pending is None else self._pending)
+
+    @property
+    def joins(self) -> tuple[int, str, str] | None:
+        """Which calls may be one event with this: the first tries of the same writer."""
+        return (self._experiment, self._actor, self._schema) if self._pending is None else None
+
+    def prepare(self) -> PreparedWrite:
+        """Return what is to be committed. Computes: not on the loop.
 
         Raises:
             InvalidExperienceError: a field that cannot be right.
@@ -67,19 +87,30 @@ class WriteCall:
             InvalidArgumentError: a value that cannot be stored.
         """
         if self._pending is None:
-            self._admit()
-        if not self._pending:
-            return None
+            self._parts = _sound_parts(self.given, self._schema)
+            self._invalid = self._check() if self._parts is None else {}
+            self._pending = _distinct(self.given)
         if self._parts is None:
             self._parts = _encode(self._pending)
-        return PreparedWrite(
-            experiment,
-            actor,
-            [experience.eid for experience in self._pending],
-            [self._event(part) for part in self._parts],
-            [row for part in self._parts for row in part.segment_rows],
-            frozenset(str(experience.eid.batch) for experience in self._pending) - self._late,
-        )
+        return self._as_write(self._pending, self._parts)
+
+    def join(self, others: Sequence[WriteCall]) -> PreparedWrite | None:
+        """Return all of this call and ``others`` as one event; None if something is wrong.
+
+        Or may be wrong: then each is to be prepared by itself, which finds out. Computes.
+        """
+        calls = [self, *others]
+        together = [experience for call in calls for experience in call.given]
+        parts = _sound_parts(together, self._schema)
+        if parts is None:
+            return None
+        for call in calls:
+            call.found_sound()
+        return self._as_write(together, parts)
+
+    def found_sound(self) -> None:
+        """Take note that all of it is valid, and there once."""
+        self._pending = self.given
 
     def learn(self, outcome: Outcome) -> None:
         """Take in why nothing was written: what is stored already, which batches are sealed.
@@ -96,23 +127,23 @@ class WriteCall:
         """Return what the caller is told; ``position`` is 0 if nothing was written."""
         written = self._pending or []
         rejected = sum(self._refusal(experience.eid) is not None for experience in written)
-        uids = tuple(experience.eid.uid for experience in self._given)
+        uids = tuple(experience.eid.uid for experience in self.given)
         return WriteReceipt(position, len(written), len(uids) - len(written), rejected, uids)
 
-    def _admit(self) -> None:
-        """Check what was given, as a whole and then, if there is a doubt, one by one."""
-        if forms_pass(self._given, self._schema):
-            self._pending = _distinct(self._given)
-            self._parts = _encode(self._pending)
-            if all(part.numbers_pass() for part in self._parts):
-                return
-        self._invalid = self._check()
-        self._pending = _distinct(self._given)
+    def _as_write(self, experiences: Sequence[Experience], parts: Sequence[_Part]) -> PreparedWrite:
+        return PreparedWrite(
+            self._experiment,
+            self._actor,
+            [experience.eid for experience in experiences],
+            [self._event(part) for part in parts],
+            [row for part in parts for row in part.segment_rows],
+            frozenset(str(experience.eid.batch) for experience in experiences) - self._late,
+        )
 
     def _check(self) -> dict[EID, str]:
         """Return what is invalid, and why it will be refused."""
         found: dict[EID, str] = {}
-        for experience in self._given:
+        for experience in self.given:
             try:
                 validate(experience, self._schema)
             except InvalidExperienceError:
@@ -136,6 +167,18 @@ class WriteCall:
             "refused": refused,
         }
         return new_event("ExperiencesRecorded", body)
+
+
+def _sound_parts(experiences: Sequence[Experience], schema: str) -> list[_Part] | None:
+    """Return ``experiences`` encoded, or None if one may be invalid, or is there twice."""
+    keys = {_as_stored(experience.eid) for experience in experiences}
+    if len(keys) < len(experiences) or not forms_pass(experiences, schema):
+        return None
+    try:
+        parts = _encode(experiences)
+    except InvalidArgumentError:  # somebody's object: whose, the next look will tell
+        return None
+    return parts if all(part.numbers_pass() for part in parts) else None
 
 
 def _encode(experiences: Sequence[Experience]) -> list[_Part]:

@@ -78,10 +78,10 @@ class Database:
         self.read_only = read_only
         self.durability = durability
         self.version = ""
-        self._write_lock = anyio.Lock()
+        self._write_lock = anyio.Lock(fast_acquire=True)
         # Of SQLite's connections, those for whole transactions are kept out of the pool, whose
         # ways in and out take longer than many a transaction.
-        self._seats = anyio.Semaphore(READERS + 1)
+        self._seats = anyio.Semaphore(READERS + 1, fast_acquire=True)
         self._idle: list[PoolProxiedConnection] = []
         self._checkpointer = None if read_only else self._new_checkpointer()
         self._engine: AsyncEngine
@@ -137,17 +137,28 @@ class Database:
                 yield connection
 
     async def write(
-        self, work: Callable[[AsyncConnection], Awaitable[T]], *, integrity_errors: bool = False
+        self,
+        work: Callable[[AsyncConnection], Awaitable[T]],
+        *,
+        before: Callable[[], None] | None = None,
+        integrity_errors: bool = False,
     ) -> T:
         """Return what ``work(tx)`` returns, in a writing transaction; it waits for ``tx`` alone.
 
         The same as `writing`, in one trip to SQLite's thread instead of one for each statement.
+
+        Args:
+            before: computes something for ``work``, in a thread, before the transaction begins; on
+                SQLite that is the same trip.
         """
         if self.dialect != "sqlite" or self.read_only:
+            self.require_writable()
+            if before is not None:
+                await anyio.to_thread.run_sync(before)
             async with self.writing(integrity_errors=integrity_errors) as tx:
                 return await work(tx)
         async with self._write_lock:
-            done = await self._transact("BEGIN IMMEDIATE", work, integrity_errors=integrity_errors)
+            done = await self._transact("BEGIN IMMEDIATE", work, before, integrity=integrity_errors)
         self._noticed()
         return done
 
@@ -162,16 +173,17 @@ class Database:
         self,
         begin: str,
         work: Callable[[AsyncConnection], Awaitable[T]],
+        before: Callable[[], None] | None = None,
         *,
-        integrity_errors: bool = False,
+        integrity: bool = False,
     ) -> T:
-        errors = _foreign_errors(self.name, integrity=integrity_errors)
+        errors = _foreign_errors(self.name, integrity=integrity)
         with anyio.CancelScope(shield=True), errors:
             async with self._seats:
                 connection = self._idle.pop() if self._idle else await self._engine.raw_connection()
                 try:
                     adapted: Any = connection.dbapi_connection
-                    done: T = await adapted.transact(begin, work)
+                    done: T = await adapted.transact(begin, work, before)
                 finally:
                     self._idle.append(connection)
         return done

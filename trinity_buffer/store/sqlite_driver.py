@@ -133,13 +133,28 @@ class Connection(AsyncAdapt_aiosqlite_connection):  # type: ignore[misc, unused-
             self._handle_exception(error)
         return done
 
-    async def transact(self, begin: str, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
-        """Return what ``work`` returns, in a transaction that takes one trip as a whole."""
+    async def transact(
+        self,
+        begin: str,
+        work: Callable[[AsyncConnection], Awaitable[T]],
+        before: Callable[[], None] | None = None,
+    ) -> T:
+        """Return what ``work`` returns, in a transaction that takes one trip as a whole.
+
+        ``before`` runs on the same trip, ahead of the transaction.
+        """
         driver = self._connection
-        done: T = await driver._execute(self._transact, begin, work)  # noqa: SLF001 - it has no public way in
+        done: T = await driver._execute(self._transact, begin, work, before)  # noqa: SLF001 - it has no public way in
         return done
 
-    def _transact(self, begin: str, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+    def _transact(
+        self,
+        begin: str,
+        work: Callable[[AsyncConnection], Awaitable[T]],
+        before: Callable[[], None] | None,
+    ) -> T:
+        if before is not None:
+            before()
         if self._inline is None:
             self._inline = InlineConnection(self._connection._conn)  # noqa: SLF001 - as above
         inline = self._inline
