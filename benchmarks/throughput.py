@@ -53,13 +53,18 @@ def _write_once(site: Site, given: Sequence[Sequence[Experience]], callers: int)
 
 
 def write(site: Site, tasks: int, repetitions: int) -> Iterator[Figure]:
-    """Measure durable writes; encode, digest and transaction are inside the clock."""
+    """Measure durable writes; encode, digest and transaction are inside the clock.
+
+    The limit writes the rows that the store had written for as many callers, in as many
+    transactions as if all of these had always shared one.
+    """
     every = experiences(tasks)
     for per_call, callers in WRITES:
         some = every if per_call * callers >= 64 else every[: len(every) * per_call // 16]
         given = calls(some, per_call)
-        with _store(site, given) as url:
-            transactions = merged(site.written(url, "ExperiencesRecorded", "experience"), callers)
+        with _store(site, given, callers=callers) as url:
+            events = site.written(url, "ExperiencesRecorded", "experience")
+            transactions = merged(events, max(1, callers * len(events) // len(given)))
             seconds = interleaved(
                 partial(_write_once, site, given, callers),
                 partial(site.time_writes, url, transactions),
@@ -72,12 +77,12 @@ def write(site: Site, tasks: int, repetitions: int) -> Iterator[Figure]:
 
 @contextmanager
 def _store(
-    site: Site, given: Sequence[Sequence[Experience]], *, grpo: bool = False
+    site: Site, given: Sequence[Sequence[Experience]], *, grpo: bool = False, callers: int = 1
 ) -> Iterator[str]:
     """Have a store with what ``given`` says."""
     url = site.new_url()
     try:
-        asyncio.run(_filled(url, given, 1))
+        asyncio.run(_filled(url, given, callers))
         if grpo:
             asyncio.run(_annotate(url, "grpo"))
         yield url
