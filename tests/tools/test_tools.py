@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 import pytest
@@ -21,16 +23,39 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return anyio.run(tell, f"sqlite:///{folder / 'store.db'}", folder / "run")
 
 
-def run(tool: str, *args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOLS / tool), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a tool as a file, in this process, which has imported everything already."""
+
+    def as_file(tool: str, *args: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", [tool, *map(str, args)])
+        code: object = 0
+        try:
+            runpy.run_path(str(TOOLS / tool), run_name="__main__")
+        except SystemExit as end:  # with a text: Python prints it, and ends with 1
+            code = end.code
+        said = capsys.readouterr()
+        if isinstance(code, str):
+            return Ended(1, said.out, said.err + code)
+        return Ended(int(str(code or 0)), said.out, said.err)
+
+    return as_file
 
 
 def digest_of(story: Story) -> str:
     return hashlib.sha256(Path(story.url.removeprefix("sqlite:///")).read_bytes()).hexdigest()
 
 
-def test_inspect_store_says_what_is_in_here(story: Story):
+def test_inspect_store_says_what_is_in_here(run: Run, story: Story):
     before = digest_of(story)
     done = run("inspect_store.py", story.url, "--rollouts", 2)
     assert done.returncode == 0, done.stderr
@@ -41,7 +66,7 @@ def test_inspect_store_says_what_is_in_here(story: Story):
     assert digest_of(story) == before
 
 
-def test_plot_run_draws_the_three_curves(story: Story, tmp_path: Path):
+def test_plot_run_draws_the_three_curves(run: Run, story: Story, tmp_path: Path):
     picture = tmp_path / "run.png"
     done = run("plot_run.py", story.url, picture)
     assert done.returncode == 0, done.stderr
@@ -52,7 +77,7 @@ def test_plot_run_draws_the_three_curves(story: Story, tmp_path: Path):
     assert "no gradient step of 'nobody'" in nobody.stderr
 
 
-def test_replay_run_gives_the_recorded_batches_to_another_loss(story: Story):
+def test_replay_run_gives_the_recorded_batches_to_another_loss(run: Run, story: Story):
     before = digest_of(story)
     done = run("replay_run.py", story.url, "--experiment", "sort")
     assert done.returncode == 0, done.stderr
