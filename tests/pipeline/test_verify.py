@@ -338,4 +338,4 @@ async def test_verifying_goes_on_while_others_write(story: Story):
                     progress=lambda stage, done, total: stages.append(stage),
                 )
                 assert report.ok, report
-    assert {"log", "compare"} <= set(stages)
+    assert set(stages) == {"log"}, "nobody was suspected"

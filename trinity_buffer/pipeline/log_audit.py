@@ -54,12 +54,7 @@ class Names:
 
     def lacking(self, wanted: Integers) -> npt.NDArray[np.bool_]:
         """Return for each of ``wanted`` whether it was never added."""
-        hashes = self.hashes
-        if not len(hashes):
-            return np.ones(len(wanted), np.bool_)
-        place = np.minimum(np.searchsorted(hashes, wanted), len(hashes) - 1)
-        found: npt.NDArray[np.bool_] = hashes[place] != wanted
-        return found
+        return _lacking(self.hashes, wanted)
 
 
 @dataclass(slots=True)
@@ -247,7 +242,7 @@ class LogAudit:
             for address in decided[1:][decided[1:] == decided[:-1]].tolist():
                 self._decided_wrongly(name, address, "was decided twice")
             known = recorded[recorded < first_address(strategy.seen + 1)]
-            for address in np.setdiff1d(decided, known).tolist():
+            for address in decided[_lacking(known, decided)].tolist():
                 self._decided_wrongly(name, address, "was decided, and was not there to be seen")
 
     def _decided_wrongly(self, name: str, address: int, what: str) -> None:
@@ -273,10 +268,20 @@ class LogAudit:
             **{name: counts[name] for name in names},
         }
 
+    def undecided(self) -> dict[str, Integers]:
+        """Return the addresses that each strategy has seen and not decided, in order."""
+        recorded, found = _joined(self._recorded), {}
+        for name, strategy in self._strategies.items():
+            seen = recorded[recorded < first_address(strategy.seen + 1)]
+            found[name] = seen[_lacking(np.sort(_joined(strategy.decided)), seen)]
+        return found
+
     def stored_runs(self) -> int:
         """Return how many planned (batch, task, run) the log has experiences of."""
-        planned = np.unique(_joined(self._planned_runs))
-        return int(np.count_nonzero(~self._runs.lacking(planned)))
+        planned = np.sort(_joined(self._planned_runs))
+        again = np.zeros(len(planned), np.bool_)
+        again[1:] = planned[1:] == planned[:-1]
+        return int(np.count_nonzero(~self._runs.lacking(planned) & ~again))
 
 
 _READERS: Mapping[str, Callable[[LogAudit, int, Mapping[str, Any]], None]] = {
@@ -297,3 +302,12 @@ _READERS: Mapping[str, Callable[[LogAudit, int, Mapping[str, Any]], None]] = {
 
 def _joined(parts: Sequence[Integers]) -> Integers:
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _lacking(known: Integers, wanted: Integers) -> npt.NDArray[np.bool_]:
+    """Return for each of ``wanted`` whether it is not in ``known``, which is in order."""
+    if not len(known):
+        return np.ones(len(wanted), np.bool_)
+    place = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    found: npt.NDArray[np.bool_] = known[place] != wanted
+    return found

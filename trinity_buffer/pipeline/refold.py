@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,8 @@ from trinity_buffer.store.transaction import Transaction
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
+
+Decode = Callable[[Sequence[StoredEvent]], list[DecodedEvent]]
 
 EVENTS_PER_PAGE = 256
 SHORT_TAIL = 64
@@ -60,13 +62,25 @@ def decoded_events(page: Sequence[StoredEvent]) -> list[DecodedEvent]:
     return found
 
 
+def readable_events(page: Sequence[StoredEvent]) -> list[DecodedEvent]:
+    """Return a page with its bodies, without the events whose body is damaged."""
+    found = []
+    for event in page:
+        with suppress(CodecError):
+            found += decoded_events([event])
+    return found
+
+
 def scratch_for(database: Database, experiment: int) -> AbstractAsyncContextManager[Scratch]:
     """Open a scratch for one experiment of ``database``, to compare the two."""
     return open_scratch(experiment, database.path if database.dialect == "sqlite" else None)
 
 
 async def catch_up(
-    database: Database, scratch: Scratch, progress: Progress = no_progress
+    database: Database,
+    scratch: Scratch,
+    progress: Progress = no_progress,
+    decode: Decode = decoded_events,
 ) -> Unfoldable | None:
     """Fold what is in the log, and go on while many more come; return what cannot be folded.
 
@@ -78,7 +92,7 @@ async def catch_up(
         async with database.reading() as tx:
             head = await log.head(tx, scratch.experiment)
         async for page in pages(database, scratch.experiment, after=scratch.position, up_to=head):
-            events = await anyio.to_thread.run_sync(decoded_events, page)
+            events = await anyio.to_thread.run_sync(decode, page)
             if (wrong := await scratch.fold(events)) is not None:
                 return wrong
             progress("fold", page[-1].position, head)
@@ -87,14 +101,16 @@ async def catch_up(
     return None
 
 
-async def fold_tail(tx: Transaction, scratch: Scratch) -> Unfoldable | None:
+async def fold_tail(
+    tx: Transaction, scratch: Scratch, decode: Decode = decoded_events
+) -> Unfoldable | None:
     """Fold what ``tx`` sees beyond the scratch. `catch_up` first: this is to be short.
 
     Raises:
         CodecError: a body is damaged.
     """
     tail = await log.read_after(tx, scratch.experiment, scratch.position, limit=1 << 31)
-    return await scratch.fold(decoded_events(tail))
+    return await scratch.fold(decode(tail))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +200,30 @@ def unfoldable_error(name: str, wrong: Unfoldable) -> StoreError:
     )
 
 
+async def differences_or_contradiction(
+    database: Database,
+    experiment: int,
+    progress: Progress = no_progress,
+    decode: Decode = decoded_events,
+) -> list[Difference] | Unfoldable:
+    """Return every row of the projections that is not what the log says, if it can be folded.
+
+    Raises:
+        CodecError: a body is damaged.
+    """
+    async with scratch_for(database, experiment) as scratch:
+        wrong = await catch_up(database, scratch, progress, decode)
+        if wrong is not None:
+            return wrong
+        found = await suspects(database, scratch, progress)
+        wrong = await catch_up(database, scratch, progress, decode)
+        async with database.reading() as tx:
+            wrong = wrong or await fold_tail(tx, scratch, decode)
+            if wrong is not None:
+                return wrong
+            return await confirmed(tx, scratch, await found.to_confirm(tx, scratch))
+
+
 async def diff_projections(
     database: Database, experiment: int, progress: Progress = no_progress
 ) -> list[Difference]:
@@ -193,14 +233,7 @@ async def diff_projections(
         StoreError: an event that cannot be folded.
         CodecError: a body is damaged.
     """
-    async with scratch_for(database, experiment) as scratch:
-        wrong = await catch_up(database, scratch, progress)
-        if wrong is not None:
-            raise unfoldable_error(database.name, wrong)
-        found = await suspects(database, scratch, progress)
-        wrong = await catch_up(database, scratch, progress)
-        async with database.reading() as tx:
-            wrong = wrong or await fold_tail(tx, scratch)
-            if wrong is not None:
-                raise unfoldable_error(database.name, wrong)
-            return await confirmed(tx, scratch, await found.to_confirm(tx, scratch))
+    found = await differences_or_contradiction(database, experiment, progress)
+    if isinstance(found, Unfoldable):
+        raise unfoldable_error(database.name, found)
+    return found

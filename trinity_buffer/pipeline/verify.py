@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+import anyio
 import anyio.to_thread
 
-from trinity_buffer.errors import CodecError
 from trinity_buffer.pipeline import outside
+from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.findings import Problem, VerifyReport
 from trinity_buffer.pipeline.log_audit import LogAudit, uids_of
 from trinity_buffer.pipeline.refold import (
-    SHORT_TAIL,
     Progress,
-    Suspects,
-    confirmed,
     decoded_events,
+    differences_or_contradiction,
     no_progress,
     pages,
-    scratch_for,
-    suspects,
+    readable_events,
 )
 from trinity_buffer.pipeline.segment_audit import check_segments
 from trinity_buffer.store import comparison, conservation, log, queries
 from trinity_buffer.store.address import address_of, written_as
+from trinity_buffer.store.expectation import Expectation, Part, changing_rows, holds_for
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.scratch import Scratch, Unfoldable
+from trinity_buffer.store.scratch import DecodedEvent, Unfoldable
 from trinity_buffer.store.transaction import Transaction
 
 __all__ = ["Problem", "VerifyReport", "verify"]
@@ -55,7 +54,8 @@ async def verify(
     Args:
         acknowledged: a file of uids, one a line, or a folder of such files.
         checkpoint: folder of a checkpoint with its ``manifests.json``.
-        quick: open no segment, and count the rows of projections instead of comparing them.
+        quick: open no segment, and count the rows of projections instead of comparing them: a
+            changed value in a projection and damage in a segment stay unseen.
         consumer: which trainer wrote the checkpoint, where several could have.
         progress: called with what is being done, how much of it is done, and how much there is.
 
@@ -70,121 +70,170 @@ async def verify(
     chain = None
     if checkpoint is not None:
         chain = await anyio.to_thread.run_sync(outside.read_chain, Path(checkpoint))
-    async with AsyncExitStack() as stack:
-        scratch = None
-        if not quick:
-            opening = scratch_for(experiment.database, experiment.key)
-            scratch = await stack.enter_async_context(opening)
-        run = _Verification(experiment, scratch, progress or no_progress)
-        await run.look()
+    run = _Verification(experiment, progress or no_progress, quick=quick)
+    await run.look()
     return await run.report(uids, chain, consumer, begin)
 
 
 Counts: TypeAlias = conservation.StrategyCounts | conservation.TrainerCounts
 
 
-class _Verification:
-    """One run of `verify`; with a scratch it is not a quick one."""
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What the projections said in one transaction."""
 
-    def __init__(self, experiment: Experiment, scratch: Scratch | None, progress: Progress) -> None:
+    rows: dict[str, int]
+    changing: dict[str, list[comparison.Row]]
+    strategies: tuple[conservation.StrategyCounts, ...]
+    trainers: tuple[conservation.TrainerCounts, ...]
+    plans: conservation.PlanCounts
+
+
+class _Verification:
+    """One run of `verify`, on the log as it is when it begins."""
+
+    def __init__(self, experiment: Experiment, progress: Progress, *, quick: bool) -> None:
         self._experiment = experiment
         self._database = experiment.database
         self._key = experiment.key
-        self._scratch = scratch
+        self._quick = quick
         self._progress = progress
         self._audit = LogAudit()
+        self._expected = Expectation(self._key)
+        self._differs = False
         self._problems: list[Problem] = []
         self._segments = 0
         self._in_segments: list[tuple[bytes, Problem]] = []
-        self._unfoldable: Unfoldable | None = None
-        self._strategies: list[conservation.StrategyCounts] = []
-        self._trainers: list[conservation.TrainerCounts] = []
-        self._plans = conservation.PlanCounts(0, 0)
+        self._head = 0
+        self._counting, self._counted = anyio.Event(), anyio.Event()
+        self._seen: _Snapshot
 
     async def look(self) -> None:
         """Read the log and compare everything with it."""
-        await self._read_log()
-        found = None
-        if self._scratch is not None and self._unfoldable is None:
-            found = await suspects(self._database, self._scratch, self._progress)
-            await self._read_log()
-        async with self._database.reading() as tx:
-            tail = await log.read_after(tx, self._key, self._audit.position, limit=1 << 31)
-            await self._take(tail)
-            await self._compare(tx, found)
-        await self._look_into_segments(tail)
-        await anyio.to_thread.run_sync(self._audit.finish)
-        archived = self._audit.archived
-        self._problems += [problem for key, problem in self._in_segments if key not in archived]
-        self._problems[:0] = self._audit.problems
-
-    async def _read_log(self) -> None:
-        """Read what is in the log, and go on while many more events come."""
-        behind = 1 + SHORT_TAIL
-        while behind > SHORT_TAIL:
-            async with self._database.reading() as tx:
-                head = await log.head(tx, self._key)
-            after = self._audit.position
-            async for page in pages(self._database, self._key, after=after, up_to=head):
+        async with running(self._count):
+            await self._counting.wait()
+            async for page in pages(self._database, self._key, after=0, up_to=self._head):
                 await self._take(page)
-                await self._look_into_segments(page)
-                self._progress("log", page[-1].position, head)
-            async with self._database.reading() as tx:
-                behind = await log.head(tx, self._key) - head
+                self._progress("log", page[-1].position, self._head)
+            await self._counted.wait()
+        await anyio.to_thread.run_sync(self._audit.finish)
+        self._problems += self._audit.problems
+        await self._compare_projections()
+        self._add_up()
+        await self._tell_of_segments()
+
+    async def _count(self) -> None:
+        """See the projections in one state, and count in them beside those who read the log."""
+        async with self._database.reading() as tx:
+            self._head = await log.head(tx, self._key)
+            self._counting.set()
+            self._seen = await self._snapshot(tx)
+        self._counted.set()
+
+    async def _snapshot(self, tx: Transaction) -> _Snapshot:
+        consumers = (await queries.consumers(tx, self._key)).values()
+        return _Snapshot(
+            await comparison.counts(tx, self._key),
+            {} if self._quick else await changing_rows(tx, self._key),
+            tuple(
+                [
+                    await conservation.of_strategy(tx, self._key, row)
+                    for row in consumers
+                    if row.kind == "strategy"
+                ]
+            ),
+            tuple(
+                [
+                    await conservation.of_trainer(tx, self._key, row)
+                    for row in consumers
+                    if row.kind == "trainer"
+                ]
+            ),
+            await conservation.of_plans(tx, self._key),
+        )
 
     async def _take(self, page: Sequence[StoredEvent]) -> None:
-        events = await anyio.to_thread.run_sync(self._audit.add, page)
-        if self._scratch is None or self._unfoldable is not None:
+        events = await anyio.to_thread.run_sync(self._audited, page)
+        if self._quick:
             return
-        self._unfoldable = wrong = await self._scratch.fold(events)
-        if wrong is not None:
-            what = f"{wrong.kind} contradicts the events before it: {wrong.cause}"
-            self._problems.append(Problem("fold", f"position {wrong.position}", what))
-
-    async def _look_into_segments(self, page: Sequence[StoredEvent]) -> None:
-        if self._scratch is None:
-            return
-        try:
-            events = await anyio.to_thread.run_sync(decoded_events, page)
-        except CodecError:
-            return  # the audit has said so
+        await self._compare(self._expected.parts())
         count, problems = await check_segments(self._database, events)
         self._segments += count
         self._in_segments += problems
 
-    async def _compare(self, tx: Transaction, found: Suspects | None) -> None:
-        """Compare the projections with the log, both as they are in this transaction."""
-        if self._scratch is not None and found is not None and self._unfoldable is None:
-            spans = await found.to_confirm(tx, self._scratch)
-            for difference in await confirmed(tx, self._scratch, spans):
-                self._problems.append(Problem("projections", difference.table, str(difference)))
-        else:
-            self._compare_counts(await comparison.counts(tx, self._key))
-        consumers = (await queries.consumers(tx, self._key)).values()
-        for row in consumers:
-            if row.kind == "strategy":
-                self._strategies.append(await conservation.of_strategy(tx, self._key, row))
-            else:
-                self._trainers.append(await conservation.of_trainer(tx, self._key, row))
-        self._plans = await conservation.of_plans(tx, self._key)
-        self._add_up()
+    def _audited(self, page: Sequence[StoredEvent]) -> list[DecodedEvent]:
+        events = self._audit.add(page)
+        if not self._quick:
+            self._expected.take(events)
+        return events
 
-    def _compare_counts(self, live: dict[str, int]) -> None:
+    async def _compare(self, parts: Sequence[Part]) -> None:
+        if parts and not self._differs:
+            holds = await self._database.read(partial(holds_for, experiment=self._key, parts=parts))
+            self._differs = not holds
+
+    async def _compare_projections(self) -> None:
+        """Compare the projections with the log; only where they differ it is asked in which row."""
+        if self._quick:
+            self._compare_counts()
+            return
+        await self._compare(self._expected.parts(all_of_them=True))
+        holds = (
+            not self._differs
+            and not self._problems
+            and not self._expected.contradicted
+            and self._seen.rows == self._audit.rows()
+            and not self._audit.uids.repeated()
+            and await anyio.to_thread.run_sync(self._changing_holds)
+        )
+        if not holds:
+            await self._name_differences()
+
+    def _changing_holds(self) -> bool:
+        undecided = {name: rows.tolist() for name, rows in self._audit.undecided().items()}
+        return self._expected.holds_for_changing(self._seen.changing, undecided)
+
+    async def _name_differences(self) -> None:
+        """Fold the log again with what recorded it, and compare row by row."""
+        found = await differences_or_contradiction(
+            self._database, self._key, self._progress, readable_events
+        )
+        if isinstance(found, Unfoldable):
+            what = f"{found.kind} contradicts the events before it: {found.cause}"
+            self._problems.append(Problem("fold", f"position {found.position}", what))
+            self._compare_counts()
+            return
+        for difference in found:
+            self._problems.append(Problem("projections", difference.table, str(difference)))
+
+    def _compare_counts(self) -> None:
         for table, expected in self._audit.rows().items():
-            if live[table] != expected:
-                what = f"it has {live[table]} rows, the log says {expected}"
+            if self._seen.rows[table] != expected:
+                what = f"it has {self._seen.rows[table]} rows, the log says {expected}"
                 self._problems.append(Problem("projections", table, what))
 
     def _add_up(self) -> None:
-        everything: list[Counts] = [*self._strategies, *self._trainers]
+        everything: list[Counts] = [*self._seen.strategies, *self._seen.trainers]
         for counts in everything:
             if not counts.holds:
                 what = f"the terms do not add up: {counts}"
                 self._problems.append(Problem("conservation", counts.consumer, what))
-        stored = self._audit.stored_runs()
-        if self._plans.stored != stored:
-            what = f"{self._plans.stored} planned runs are stored, by the log {stored}"
+        plans, stored = self._seen.plans, self._audit.stored_runs()
+        if plans.stored != stored:
+            what = f"{plans.stored} planned runs are stored, by the log {stored}"
             self._problems.append(Problem("conservation", "plan", what))
+
+    async def _tell_of_segments(self) -> None:
+        """Tell what is wrong with segments, but for those that were archived, maybe just now."""
+        archived = self._audit.archived
+        if any(key not in archived for key, _ in self._in_segments):
+            async with self._database.reading() as tx:
+                later = await log.read_after(
+                    tx, self._key, self._head, limit=1 << 31, kinds=["SegmentsArchived"]
+                )
+            for event in readable_events(later):
+                archived.update(map(bytes, event.body["segments"]))
+        self._problems += [problem for key, problem in self._in_segments if key not in archived]
 
     async def report(
         self,
@@ -211,7 +260,7 @@ class _Verification:
             experiment=self._experiment.name,
             store=self._database.name,
             version=f"{self._database.dialect} {self._database.version}",
-            quick=self._scratch is None,
+            quick=self._quick,
             events=audit.events,
             experiences=audit.experiences,
             manifests=sum(len(trainer.steps) for trainer in audit.trainers.values()),
@@ -221,9 +270,9 @@ class _Verification:
             lost_items=lost,
             duplicated_items=(*duplicated, *sorted(trained_twice)),
             problems=tuple(self._problems),
-            strategies=tuple(self._strategies),
-            trainers=tuple(self._trainers),
-            plans=self._plans,
+            strategies=self._seen.strategies,
+            trainers=self._seen.trainers,
+            plans=self._seen.plans,
             seconds=time.perf_counter() - begin,
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from sqlalchemy import (
     Boolean,
+    Column,
     FromClause,
     MetaData,
     Table,
@@ -129,6 +130,11 @@ def _is_nothing(value: Any) -> bool:
     return value is None or value != value  # noqa: PLR0124 - NaN is the one value that differs from itself
 
 
+def owner_of(table: Table) -> Column[Any] | None:
+    """Return the column that tells apart whose rows they are, if rows of ``table`` have owners."""
+    return table.c[_OWNER[table.name]] if table.name in _OWNER else None
+
+
 async def spans(tx: AsyncConnection, experiment: int) -> list[Span]:
     """Return the unlimited spans that together are all projections."""
     found = []
@@ -218,11 +224,12 @@ def differences(span: Span, live: Sequence[Row], folded: Sequence[Row]) -> list[
     return [
         _difference(table, here.get(key), there.get(key))
         for key in dict.fromkeys((*there, *here))
-        if not _same_row(here.get(key), there.get(key))
+        if not same_row(here.get(key), there.get(key))
     ]
 
 
-def _same_row(one: Row | None, other: Row | None) -> bool:
+def same_row(one: Row | None, other: Row | None) -> bool:
+    """Return whether two rows hold the same, or neither is there."""
     if one is None or other is None:
         return one is other
     return all(map(_same, one, other))

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
-from itertools import groupby, repeat
+from itertools import groupby
 from typing import Any
 
 from sqlalchemy import Text, bindparam, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.errors import CursorConflictError
-from trinity_buffer.identity import Key
-from trinity_buffer.store import bulk
-from trinity_buffer.store.address import address_of, first_address
+from trinity_buffer.store import bulk, event_rows
+from trinity_buffer.store.address import first_address
 from trinity_buffer.store.dialect import among_given, given, upsert
 from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.tables import (
@@ -60,7 +59,11 @@ async def fold_all(
     for kind, group in groupby(facts, key=lambda fact: fact[1]):
         some = list(group)
         if kind == "ExperiencesRecorded":
-            rows = [row for at, _, body, _ in some for row in _experiences(experiment, at, body)]
+            rows = [
+                row
+                for at, _, body, _ in some
+                for row in event_rows.experience_rows(experiment, at, body)
+            ]
             await bulk.add(tx, experience, rows)
             continue
         for position, _, body, actor in some:
@@ -112,11 +115,7 @@ async def _planned(
     await tx.execute(insert(batch), row)
     last = select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == experiment)
     first = int((await tx.execute(last)).scalar_one()) + 1
-    tasks = [
-        (experiment, str(key), str(task), isinstance(task, int), ordinal)
-        for ordinal, task in enumerate(body["tasks"], first)
-    ]
-    await bulk.add(tx, plan, tasks)
+    await bulk.add(tx, plan, event_rows.plan_rows(experiment, body, first))
 
 
 async def _sealed(
@@ -136,43 +135,10 @@ async def _sealed(
     )
 
 
-def _experiences(experiment: int, position: int, body: Body) -> list[tuple[Any, ...]]:
-    """Return the rows of one ``ExperiencesRecorded`` event, in the order of the table's columns."""
-    meta, refused, key = body["meta"], body["refused"], body["segment"]
-    batches, tasks = meta["batch"], meta["task"]
-    number, base = len(batches), first_address(position)
-    return list(
-        zip(
-            repeat(experiment, number),
-            range(base, base + number),
-            map(str, batches),
-            map(str, tasks),
-            meta["run"],
-            meta["step"],
-            meta["suffix"],
-            map(_int_keys, batches, tasks),
-            meta["reward"],
-            meta["policy_version"],
-            meta["prompt_length"],
-            meta["length"],
-            meta["trained_tokens"],
-            meta["finish_reason"],
-            map(refused.get, range(number)),
-            repeat(key, number),
-            meta["digest"],
-            strict=True,
-        )
-    )
-
-
-def _int_keys(batch_key: Key, task: Key) -> int:
-    return isinstance(batch_key, int) + 2 * isinstance(task, int)
-
-
 async def _recorded(
     tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
 ) -> None:
-    await bulk.add(tx, experience, _experiences(experiment, position, body))
+    await bulk.add(tx, experience, event_rows.experience_rows(experiment, position, body))
 
 
 async def _registered(
@@ -250,14 +216,8 @@ async def _annotated(
     tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
 ) -> None:
     await _see(tx, experiment, body)
-    name, addresses = body["consumer"], body["experiences"]
-    await _decide(tx, experiment, name, sorted(set(addresses)))
-    planned = body["planned"]
-    rows = [
-        (experiment, name, address_of(position, slot), address, group, planned[group])
-        for slot, (address, group) in enumerate(zip(addresses, body["groups"], strict=True))
-    ]
-    await bulk.add(tx, annotation, rows)
+    await _decide(tx, experiment, body["consumer"], sorted(set(body["experiences"])))
+    await bulk.add(tx, annotation, event_rows.annotation_rows(experiment, position, body))
 
 
 async def _rejected(
@@ -267,11 +227,7 @@ async def _rejected(
     if body["by"] == "strategy":
         await _see(tx, experiment, body)
         await _decide(tx, experiment, name, addresses)
-    rows = [
-        (experiment, name, address, reason, position)
-        for address, reason in zip(addresses, body["reasons"], strict=True)
-    ]
-    await bulk.add(tx, rejection, rows)
+    await bulk.add(tx, rejection, event_rows.rejection_rows(experiment, position, body))
     if body["planned_groups"]:
         await _LEFT_OUT.rows(tx, of=experiment, by=name, more=body["planned_groups"])
 
@@ -286,14 +242,7 @@ async def _leased(
     size = (len(addresses), body["num_groups"], so_far)
     row = (experiment, name, number, position, *size, body["digest"], None, None, None)
     await bulk.add(tx, step, [row])
-    names = ("", *body.get("sources", ()))
-    of = body.get("source")
-    sources = [names[at] for at in of] if of else repeat("", len(addresses))
-    rows = [
-        (experiment, name, source, address, number)
-        for source, address in zip(sources, addresses, strict=True)
-    ]
-    await bulk.add(tx, delivery, rows)
+    await bulk.add(tx, delivery, event_rows.delivery_rows(experiment, body))
     await _HANDED_OUT.rows(tx, of=experiment, by=name, number=number, fence=body["token"])
 
 

@@ -1,0 +1,164 @@
+"""Fill a store as the demo fills its own, and measure how long `verify` takes: a line a look.
+
+python -m benchmarks.verify                       # a million experiences; again: goes on, or looks
+python -m benchmarks.verify --experiences 100000 --store /tmp/verify.db
+
+Each look is a whole process, as a user starts it, so that its imports count. Beside it stands what
+no look can be quicker than: the bytes of the file, read and put through BLAKE2b, in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measuring import machine
+from trinity_buffer.experience import EID, Experience
+from trinity_buffer.explorer.acknowledgements import Acknowledgements
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.strategy_consumer import run_strategy
+from trinity_buffer.writer import BufferWriter
+
+EXPERIMENT = "verified"
+TASKS, RUNS, TOKENS, PROMPT = 8, 8, 8, 4
+"""Of the demo: 64 experiences a batch and a call."""
+GROUPS_PER_STEP = 16
+BATCHES_AT_ONCE = 512
+"""Batches that are explored before a strategy and a trainer take their turn."""
+
+
+async def fill(path: Path, wanted: int) -> None:
+    """Explore, annotate and train until there are ``wanted`` experiences; some may be there."""
+    folder = path.with_suffix(".acks")
+    folder.mkdir(parents=True, exist_ok=True)
+    acknowledged = Acknowledgements(folder / "e0.ack")
+    async with open_store(str(path)) as store:
+        config = {"rollouts_per_group": RUNS}
+        experiment = await store.experiment(EXPERIMENT, config=config)
+        writer = experiment.writer(actor="e0")
+        first = await _batches_done(writer)
+        while first * TASKS * RUNS < wanted:
+            last = min(first + BATCHES_AT_ONCE, -(-wanted // (TASKS * RUNS)))
+            for batch in range(first, last):
+                await _explore(writer, f"e0-{batch}", batch, acknowledged)
+            await run_strategy(experiment, "grpo")
+            await _train(experiment)
+            print(f"{last * TASKS * RUNS} experiences", file=sys.stderr, flush=True)
+            first = last
+    acknowledged.close()
+
+
+async def _batches_done(writer: Any) -> int:
+    planned, unsealed = await writer.unsealed()
+    return int(planned) - len(unsealed)
+
+
+async def _explore(
+    writer: BufferWriter, batch: str, seed: int, acknowledged: Acknowledgements
+) -> None:
+    made = _rollouts(batch, seed)
+    await writer.plan(batch, list(range(TASKS)), RUNS)  # type: ignore[attr-defined]  # an SQLWriter
+    acknowledged.note(await writer.write(made))
+    await writer.seal(batch, len(made))
+
+
+def _rollouts(batch: str, seed: int) -> list[Experience]:
+    generator = torch.Generator().manual_seed(seed)
+    size = (TASKS * RUNS, TOKENS)
+    tokens = torch.randint(0, 12, size, dtype=torch.int64, generator=generator)
+    logprobs = -torch.rand(size, generator=generator)
+    rewards = torch.randint(0, 2, size[:1], generator=generator).tolist()
+    return [
+        Experience(
+            eid=EID(batch, row // RUNS, row % RUNS),
+            tokens=tokens[row],
+            prompt_length=PROMPT,
+            logprobs=logprobs[row, PROMPT:],
+            reward=float(rewards[row]),
+            info={"model_version": seed // BATCHES_AT_ONCE, "solved": bool(rewards[row])},
+            prompt_text="sort 3 1 2",
+            response_text="1 2 3",
+        )
+        for row in range(len(tokens))
+    ]
+
+
+async def _train(experiment: Experiment) -> None:
+    options = {"strategy": "grpo", "groups_per_step": GROUPS_PER_STEP}
+    async with experiment.train_stream(**options) as stream:
+        async for step in stream:
+            await stream.commit(step)
+
+
+def look(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the seconds of one ``trinity-buffer verify``, of clock and of processor."""
+    command = (sys.executable, "-m", "trinity_buffer", "verify", "--json", "--store", str(path))
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run((*command, *arguments), stdout=subprocess.PIPE, check=False)
+    seconds = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = json.loads(done.stdout)
+    if not found["ok"]:
+        raise SystemExit(f"verify found {found['problems'][:3]}")
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {
+        "experiences": found["experiences"],
+        "events": found["events"],
+        "segments": found["segments"],
+        "wall_s": round(seconds, 2),
+        "cpu_s": round(cpu, 2),
+        "experiences_per_s": round(found["experiences"] / seconds),
+        "largest_mb": after.ru_maxrss // 1024,
+    }
+
+
+def bare(path: Path) -> dict[str, Any]:
+    """Return the seconds in which the file is read and hashed."""
+    began, cpu, digest = time.perf_counter(), time.process_time(), hashlib.blake2b()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return {
+        "bytes": path.stat().st_size,
+        "wall_s": round(time.perf_counter() - began, 2),
+        "cpu_s": round(time.process_time() - cpu, 2),
+    }
+
+
+def main() -> None:
+    """Do what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--experiences", type=int, default=1_000_000)
+    parser.add_argument(
+        "--store", type=Path, default=Path(tempfile.gettempdir()) / "trinity-buffer-verify.db"
+    )
+    parser.add_argument("--repetitions", type=int, default=3)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    asyncio.run(fill(asked.store, asked.experiences))
+    acknowledged = ("--acknowledged", str(asked.store.with_suffix(".acks")))
+    looks = {"full": (), "full, acknowledged": acknowledged, "quick": ("--quick",)}
+    for _ in range(asked.repetitions):
+        print(json.dumps({"op": "bare", **bare(asked.store), **machine()}), flush=True)
+        for name, arguments in looks.items():
+            line = {"op": "verify", "case": name, **look(asked.store, arguments), **machine()}
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

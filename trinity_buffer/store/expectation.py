@@ -1,0 +1,364 @@
+"""What the log says that the projections hold, computed in memory: a second opinion on the fold.
+
+Rows that never change are compared in parts while the log is read; what later events change is
+kept, and compared when all of the log is known. Equal is all that is asked here, and a million
+experiences are asked in seconds: who differs, and how, `comparison` says after another fold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from operator import itemgetter
+from typing import Any
+
+from sqlalchemy import Table, bindparam, select, type_coerce
+from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.types import NULLTYPE
+
+from trinity_buffer.store import event_rows
+from trinity_buffer.store.address import first_address
+from trinity_buffer.store.comparison import ROWS_PER_SPAN, Row, owner_of, same_row
+from trinity_buffer.store.event_rows import Body
+from trinity_buffer.store.prepared import Prepared
+from trinity_buffer.store.scratch import DecodedEvent
+from trinity_buffer.store.tables import (
+    PROJECTIONS,
+    annotation,
+    archived,
+    assigned_reward,
+    batch,
+    configuration,
+    consumer,
+    delivery,
+    experience,
+    plan,
+    policy,
+    rejection,
+    step,
+    waiting,
+)
+
+_TABLES: Mapping[str, Table] = {table.name: table for table in PROJECTIONS}
+
+# Table -> the number that only grows as its rows are added.
+_GROWS: Mapping[str, str] = {
+    plan.name: "ordinal",
+    experience.name: "address",
+    policy.name: "position",
+    annotation.name: "address",
+    rejection.name: "position",
+    delivery.name: "step",
+    archived.name: "position",
+}
+
+_CONTRADICTIONS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+
+
+@dataclass(slots=True)
+class Part:
+    """Rows of one projection, all those with ``after`` < number <= ``up_to`` (of ``owner``)."""
+
+    table: str
+    owner: str | None
+    after: int
+    up_to: int
+    rows: list[Row] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Consumer:
+    """One row of `consumer`, and the steps of it that are not committed on the live line."""
+
+    row: dict[str, Any]
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    uncommitted: set[int] = field(default_factory=set)
+
+
+class Expectation:
+    """Takes in the log, event by event, and says of which rows the projections must be made.
+
+    Args:
+        experiment: key of the experiment.
+
+    Attributes:
+        contradicted: an event does not follow from those before it; the rest says nothing.
+    """
+
+    def __init__(self, experiment: int) -> None:
+        self.experiment = experiment
+        self.contradicted = False
+        self._full: list[Part] = []
+        self._parts: dict[tuple[str, str | None], Part] = {}
+        self._configuration: dict[str, Any] | None = None
+        self._batches: dict[str, dict[str, Any]] = {}
+        self._consumers: dict[str, _Consumer] = {}
+        self._rewards: dict[tuple[str, int], float] = {}
+        self._planned = 0
+
+    def take(self, events: Iterable[DecodedEvent]) -> None:
+        """Take in the next events."""
+        for event in events:
+            reader = _READERS.get(event.kind)
+            if reader is None or self.contradicted:
+                continue
+            try:
+                reader(self, event.position, event.body, event.actor)
+            except _CONTRADICTIONS:
+                self.contradicted = True
+
+    def parts(self, *, all_of_them: bool = False) -> list[Part]:
+        """Hand out the parts that are full, or what is left too."""
+        found, self._full = self._full, []
+        if all_of_them:
+            found += self._parts.values()
+            self._parts = {}
+        return found
+
+    def _add(self, table: Table, rows: list[Row], up_to: int, owner: str | None = None) -> None:
+        key = (table.name, owner)
+        part = self._parts.get(key)
+        if part is None:
+            part = self._parts[key] = Part(*key, 0, 0)
+        part.rows += rows
+        part.up_to = max(part.up_to, up_to)
+        if len(part.rows) >= ROWS_PER_SPAN:
+            self._full.append(part)
+            self._parts[key] = Part(*key, part.up_to, part.up_to)
+
+    # -- one event --------------------------------------------------------------------------------
+
+    def _configured(self, position: int, body: Body, _actor: str) -> None:
+        self._configuration = {"position": position, "config": body["config"], "finished": False}
+
+    def _finished(self, _position: int, _body: Body, _actor: str) -> None:
+        if self._configuration is not None:
+            self._configuration["finished"] = True
+
+    def _plan(self, position: int, body: Body, actor: str) -> None:
+        if str(body["batch"]) in self._batches:
+            raise ValueError("a batch is planned twice")
+        found = self._batch(body, actor)
+        found |= {"rollouts_per_group": body["rollouts_per_group"], "planned_at": position}
+        rows = event_rows.plan_rows(self.experiment, body, self._planned + 1)
+        self._planned += len(rows)
+        self._add(plan, rows, self._planned)
+
+    def _batch(self, body: Body, actor: str) -> dict[str, Any]:
+        key = body["batch"]
+        unknown = dict.fromkeys(("rollouts_per_group", "planned_at", "sealed_at", "expected"))
+        new = {"batch": str(key), "batch_is_int": isinstance(key, int), "actor": actor, **unknown}
+        return self._batches.setdefault(str(key), new)
+
+    def _sealed(self, position: int, body: Body, actor: str) -> None:
+        self._batch(body, actor).update(sealed_at=position, expected=body["expected"])
+
+    def _recorded(self, position: int, body: Body, _actor: str) -> None:
+        rows = event_rows.experience_rows(self.experiment, position, body)
+        self._add(experience, rows, _last_address(position))
+
+    def _registered(self, _position: int, body: Body, _actor: str) -> None:
+        name = body["consumer"]
+        if name in self._consumers:
+            raise ValueError("a consumer is registered twice")
+        row = {"name": name, "kind": body["kind"], "config": body["config"]}
+        self._consumers[name] = _Consumer(row | dict.fromkeys(_NUMBERS, 0))
+
+    def _seen(self, body: Body) -> None:
+        row = self._consumers[body["consumer"]].row
+        if body.get("after", row["cursor"]) != row["cursor"]:
+            raise ValueError("a strategy did not go on from where it was")
+        row["cursor"] = max(row["cursor"], body["seen"])
+        row["calls"] = max(row["calls"], body["calls"])
+        if max(body["experiences"], default=0) > _last_address(row["cursor"]):
+            raise ValueError("a strategy decided what it has not seen")
+
+    def _annotated(self, position: int, body: Body, _actor: str) -> None:
+        self._seen(body)
+        rows = event_rows.annotation_rows(self.experiment, position, body)
+        self._add(annotation, rows, _last_address(position), body["consumer"])
+
+    def _rejected(self, position: int, body: Body, _actor: str) -> None:
+        if body["by"] == "strategy":
+            self._seen(body)
+        rows = event_rows.rejection_rows(self.experiment, position, body)
+        self._add(rejection, rows, position, body["consumer"])
+        if body["planned_groups"]:
+            row = self._consumers[body["consumer"]].row
+            row["rejected_groups"] += body["planned_groups"]
+
+    def _leased(self, position: int, body: Body, _actor: str) -> None:
+        name, number = body["consumer"], body["step"]
+        found = self._consumers[name]
+        if number in found.steps:
+            raise ValueError("a step is leased twice")
+        before = found.steps.get(number - 1, {}).get("planned_groups_so_far", 0)
+        found.steps[number] = {
+            "consumer": name,
+            "step": number,
+            "leased_at": position,
+            "rows": len(body["annotations"]),
+            "groups": body["num_groups"],
+            "planned_groups_so_far": before + body["planned_groups"],
+            "manifest_digest": body["digest"],
+            **_NOT_COMMITTED,
+        }
+        found.uncommitted.add(number)
+        found.row.update(leased_step=number, token=body["token"])
+        self._add(delivery, event_rows.delivery_rows(self.experiment, body), number, name)
+
+    def _committed(self, position: int, body: Body, _actor: str) -> None:
+        found, last = self._consumers[body["consumer"]], body["steps"][-1]
+        done = {number for number in found.uncommitted if number <= last}
+        for number in done:
+            found.steps[number]["committed_at"] = position
+        found.uncommitted -= done
+        found.steps[last].update(
+            checkpoint=body["checkpoint"], checkpoint_digest=body["checkpoint_digest"]
+        )
+        found.row.update(committed_step=last, token=body["token"])
+
+    def _rewound(self, _position: int, body: Body, _actor: str) -> None:
+        found, kept = self._consumers[body["consumer"]], body["step"]
+        for number, row in found.steps.items():
+            if number > kept:
+                row.update(_NOT_COMMITTED)
+                found.uncommitted.add(number)
+        found.row["committed_step"] = kept
+
+    def _published(self, position: int, body: Body, _actor: str) -> None:
+        row = (self.experiment, position, body["version"], body["uri"], body["digest"])
+        self._add(policy, [row], position)
+
+    def _scored(self, _position: int, body: Body, _actor: str) -> None:
+        name = body["scoring"]
+        for address, reward in zip(body["experiences"], body["rewards"], strict=True):
+            self._rewards[name, address] = reward
+
+    def _archived(self, position: int, body: Body, _actor: str) -> None:
+        rows: list[Row] = [
+            (self.experiment, bytes(key), position, body["uri"]) for key in body["segments"]
+        ]
+        self._add(archived, rows, position)
+
+    # -- all of it --------------------------------------------------------------------------------
+
+    def _changing(self) -> dict[str, list[Row]]:
+        """Return the rows of the tables whose rows later events change, all but `waiting`."""
+        single = [self._configuration] if self._configuration is not None else []
+        consumers = self._consumers.values()
+        kept: dict[Table, Iterable[Mapping[str, Any]]] = {
+            configuration: [{**row, "config": _text_of(row["config"])} for row in single],
+            batch: self._batches.values(),
+            consumer: [{**c.row, "config": _text_of(c.row["config"])} for c in consumers],
+            step: [row for one in consumers for row in one.steps.values()],
+            assigned_reward: [
+                {"scoring": scoring, "address": address, "reward": reward}
+                for (scoring, address), reward in self._rewards.items()
+            ],
+        }
+        return {table.name: [self._row(table, row) for row in rows] for table, rows in kept.items()}
+
+    def _row(self, table: Table, row: Mapping[str, Any]) -> Row:
+        names = [column.name for column in table.c][1:]
+        return (self.experiment, *(row[name] for name in names))
+
+    def holds_for_changing(
+        self, live: Mapping[str, list[Row]], undecided: Mapping[str, Sequence[int]]
+    ) -> bool:
+        """Return whether rows that events change were as the log left them.
+
+        Args:
+            live: what `changing_rows` read when the log ended where this was taken in up to.
+            undecided: strategy -> addresses that it has seen and not decided.
+        """
+        expected = self._changing()
+        expected[waiting.name] = [
+            (self.experiment, name, address)
+            for name, addresses in undecided.items()
+            for address in addresses
+        ]
+        return all(_equal(_TABLES[name], live[name], rows) for name, rows in expected.items())
+
+
+async def changing_rows(tx: AsyncConnection, experiment: int) -> dict[str, list[Row]]:
+    """Return the live rows that `Expectation.holds_for_changing` compares."""
+    found = {}
+    for table in (configuration, batch, consumer, step, assigned_reward, waiting):
+        query = select(*_raw(table)).where(table.c.experiment == experiment)
+        found[table.name] = [tuple(row) for row in (await tx.execute(query)).all()]
+    return found
+
+
+async def holds_for(tx: AsyncConnection, experiment: int, parts: Sequence[Part]) -> bool:
+    """Return whether the live rows are those of ``parts``, and no others lie between them."""
+    for part in parts:
+        table = _TABLES[part.table]
+        given = {"of": experiment, "after": part.after, "up_to": part.up_to}
+        owned = {} if part.owner is None else {"owner": part.owner}
+        live = await _query(table).rows(tx, **given, **owned)
+        if not _equal(table, live, part.rows):
+            return False
+    return True
+
+
+@cache
+def _query(table: Table) -> Prepared:
+    number, owner = table.c[_GROWS[table.name]], owner_of(table)
+    query = select(*_raw(table)).where(
+        table.c.experiment == bindparam("of"),
+        number > bindparam("after"),
+        number <= bindparam("up_to"),
+    )
+    if owner is not None:
+        query = query.where(owner == bindparam("owner"))
+    return Prepared(query.order_by(number))
+
+
+def _raw(table: Table) -> list[Any]:
+    """Return the columns as the driver gives them, past SQLAlchemy's types."""
+    return [type_coerce(column, NULLTYPE) for column in table.c]
+
+
+def _equal(table: Table, live: list[Row], expected: list[Row]) -> bool:
+    """Return whether both hold the same rows, in whatever order; no two of ``live`` are equal."""
+    if live == expected:
+        return True
+    if len(live) != len(expected):
+        return False
+    if set(live) == set(expected):
+        return True
+    key = itemgetter(*(place for place, column in enumerate(table.c) if column.primary_key))
+    return all(map(same_row, sorted(live, key=key), sorted(expected, key=key)))
+
+
+def _last_address(position: int) -> int:
+    return first_address(position + 1) - 1
+
+
+def _text_of(config: Any) -> str:
+    return json.dumps(config, sort_keys=True, separators=(",", ":"))
+
+
+_NUMBERS = ("cursor", "calls", "rejected_groups", "token", "leased_step", "committed_step")
+_NOT_COMMITTED = dict.fromkeys(("committed_at", "checkpoint", "checkpoint_digest"))
+
+_READERS: Mapping[str, Callable[[Expectation, int, Body, str], None]] = {
+    "ExperimentCreated": Expectation._configured,  # noqa: SLF001 - the class's own table
+    "ConfigurationChanged": Expectation._configured,  # noqa: SLF001
+    "ExperimentFinished": Expectation._finished,  # noqa: SLF001
+    "BatchPlanned": Expectation._plan,  # noqa: SLF001
+    "BatchSealed": Expectation._sealed,  # noqa: SLF001
+    "ExperiencesRecorded": Expectation._recorded,  # noqa: SLF001
+    "ConsumerRegistered": Expectation._registered,  # noqa: SLF001
+    "ExperiencesAnnotated": Expectation._annotated,  # noqa: SLF001
+    "ExperiencesRejected": Expectation._rejected,  # noqa: SLF001
+    "BatchLeased": Expectation._leased,  # noqa: SLF001
+    "StepsCommitted": Expectation._committed,  # noqa: SLF001
+    "TrainerRewound": Expectation._rewound,  # noqa: SLF001
+    "PolicyPublished": Expectation._published,  # noqa: SLF001
+    "RewardsAssigned": Expectation._scored,  # noqa: SLF001
+    "SegmentsArchived": Expectation._archived,  # noqa: SLF001
+}
