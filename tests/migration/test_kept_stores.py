@@ -1,0 +1,95 @@
+"""A store that any released version wrote is migrated, holds, and goes on."""
+
+from __future__ import annotations
+
+import gzip
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pysqlite3 import dbapi2
+from sqlalchemy import Connection, MetaData, insert
+
+from tests.migration.kept import kept
+from tests.stories import rollout
+from trinity_buffer.pipeline.migrate import migrate
+from trinity_buffer.pipeline.rebuild import diff_projections
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.verify import verify
+from trinity_buffer.store import migrations
+from trinity_buffer.store.database import open_for_migration
+from trinity_buffer.store.tables import SCHEMA_REVISION
+
+
+def laid_down(revision: str, folder: Path) -> Path:
+    """Return the kept SQLite store of a revision, as a file."""
+    path = folder / f"{revision}.db"
+    path.write_bytes(gzip.decompress(kept(revision).read_bytes()))
+    return path
+
+
+async def copied_to_postgresql(source: Path, revision: str, url: str) -> None:
+    """Make the schema that PostgreSQL had at a revision, and fill it with the same rows."""
+    with closing(dbapi2.connect(str(source))) as connection:
+        connection.row_factory = dbapi2.Row
+        found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        names = {row[0] for row in found if not row[0].startswith("sqlite_")}
+        rows = {
+            name: [dict(row) for row in connection.execute(f'SELECT * FROM "{name}"')]
+            for name in names - {"alembic_version"}
+        }
+    async with open_for_migration(url) as database, database.writing() as tx:
+        await migrations.upgrade(tx, revision)
+        await tx.run_sync(_fill, rows)
+
+
+def _fill(connection: Connection, rows: dict[str, list[dict[str, Any]]]) -> None:
+    metadata = MetaData()
+    metadata.reflect(connection)
+    for name, some in rows.items():
+        table = metadata.tables[name]
+        kinds = {column.name: column.type.python_type for column in table.columns}
+        typed = [
+            {key: bool(value) if kinds[key] is bool else value for key, value in row.items()}
+            for row in some
+        ]
+        if typed:
+            connection.execute(insert(table), typed)
+
+
+def test_every_revision_has_a_store_that_was_kept():
+    """If this fails: python -m tests.migration.kept, before the release of the new revision."""
+    assert [revision for revision in migrations.revisions() if not kept(revision).exists()] == []
+
+
+@pytest.mark.parametrize("revision", migrations.revisions())
+async def test_a_kept_store_is_migrated_holds_and_goes_on(
+    store_url: str, tmp_path: Path, revision: str
+):
+    source = laid_down(revision, tmp_path)
+    url = f"sqlite:///{source}"
+    if store_url.startswith("postgresql"):
+        url = store_url
+        await copied_to_postgresql(source, revision, url)
+    assert await migrate(url) == (revision, SCHEMA_REVISION)
+    async with open_store(url) as store:
+        experiment = await store.experiment("sort")
+        assert await diff_projections(store.database, experiment.key) == []
+        assert (await verify(experiment)).problems == ()
+        stored = {e.eid.uid: e async for e in experiment.read(include_refused=True)}
+        told = rollout("b0", 2, 3, 1.0)
+        assert stored[told.eid.uid].tokens.equal(told.tokens)
+        assert stored[told.eid.uid].logprobs is not None
+        receipt = await experiment.writer("e0").write([told])
+        assert (receipt.written, receipt.duplicates) == (0, 1)
+        missing = [(0, run) for run in (0, 2, 3)]
+        assert await experiment.writer("e0").missing("b1") == missing
+        await experiment.writer("e0").write([rollout("b1", *pair, 0.5) for pair in missing])
+        report = await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+        assert (report.annotated, report.waiting) == (4, 0)
+        stream = experiment.train_stream(strategy="grpo", groups_per_step=1, consumer="another")
+        async with stream as steps:
+            assert [len(step.manifest.experiences) async for step in steps] == [4] * 5
+        assert (await verify(experiment)).problems == ()
