@@ -121,3 +121,10 @@ def test_a_server_that_is_not_there_is_named_without_its_password(
     assert "127.0.0.1:1" in ended.err
     assert len(ended.err.splitlines()) == 1
     assert SECRET not in ended.out + ended.err
+
+
+def test_a_password_that_breaks_the_url_is_not_shown_as_its_host(cli: Cli):
+    ended = cli("stats", "--store", "postgresql://me:un@told@127.0.0.1:1/db")
+    assert ended.code == 2
+    assert "in a password @ is %40" in ended.err
+    assert "told" not in ended.err

@@ -55,6 +55,8 @@ def parse_url(url: str) -> URL:
             )
         return parsed.set(drivername=f"sqlite+{sqlite_driver.NAME}")
     if backend == "postgresql":
+        if "@" in (parsed.host or ""):  # else the rest of the password would be shown as the host
+            raise InvalidArgumentError("the store's URL cannot be read; in a password @ is %40")
         return parsed.set(drivername="postgresql+asyncpg")
     raise InvalidArgumentError(f"a store cannot live in {backend!r}; {_ACCEPTED}")
 
