@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.manifest import Manifest
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verify import VerifyReport, verify
-from trinity_buffer.store import log
+from trinity_buffer.store import log, segments
 from trinity_buffer.store.tables import PROJECTIONS, delivery, event, segment, step
 
 
@@ -203,7 +202,7 @@ async def change_segment(url: str, key: bytes, *, keep_checksum: bool) -> None:
         data[-1] ^= 1
         values: dict[str, Any] = {"data": bytes(data)}
         if not keep_checksum:
-            values["checksum"] = zlib.crc32(data)
+            values["checksum"] = segments.checksum(bytes(data))
         await tx.execute(update(segment).where(*mine).values(values))
 
 
