@@ -38,6 +38,7 @@ BROAD_EXCEPTS = {
     f"{PACKAGE}/pipeline/sync_stream.py:open_train_stream": "raised again, bare of the group",
     f"{PACKAGE}/pipeline/background.py:running": "raised again, bare of the task group",
     f"{PACKAGE}/pipeline/group_commit.py:prepare": "handed to the caller it belongs to",
+    f"{PACKAGE}/pipeline/background.py:run": "raised at the end of the body",
     f"{PACKAGE}/pipeline/group_commit.py:_commit": "handed to every caller of the group",
     f"{PACKAGE}/pipeline/group_commit.py:_commit_singly": "handed to the caller it belongs to",
     f"{PACKAGE}/pipeline/train_stream.py:run": "handed to whoever reads the stream",

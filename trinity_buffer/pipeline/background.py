@@ -63,6 +63,32 @@ async def running(*tasks: Callable[[], Coroutine[Any, Any, None]]) -> AsyncItera
         raise failure
 
 
+@asynccontextmanager
+async def made_ahead(
+    make: Callable[[], Coroutine[Any, Any, T | None]],
+) -> AsyncIterator[AsyncIterator[T]]:
+    """Yield what ``make`` returns until it returns None: one is made while another is worked on.
+
+    What ``make`` raises comes out at the end of the body, after all that was made before.
+    """
+    send, receive = anyio.create_memory_object_stream[T](0)
+    failure: list[Exception] = []
+
+    async def run() -> None:
+        async with send:
+            try:
+                while (made := await make()) is not None:
+                    await send.send(made)
+            except Exception as error:  # noqa: BLE001 - re-raised below
+                failure.append(error)
+
+    async with running(run):
+        with receive:
+            yield receive
+        if failure:
+            raise failure[0]
+
+
 def _first_of(errors: ExceptionGroup[Exception]) -> Exception:
     """Return the first error of a group; what else went wrong is most often its consequence."""
     first = errors.exceptions[0]

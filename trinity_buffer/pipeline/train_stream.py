@@ -19,7 +19,7 @@ from trinity_buffer.errors import (
     StoreError,
 )
 from trinity_buffer.pipeline import checkpoint as checkpoints
-from trinity_buffer.pipeline.background import running
+from trinity_buffer.pipeline.background import made_ahead, running
 from trinity_buffer.pipeline.collate import collate_step
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
@@ -31,7 +31,7 @@ from trinity_buffer.pipeline.recorded_strategy import RecordedStrategy
 from trinity_buffer.pipeline.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.step_memory import StepMemory
 from trinity_buffer.pipeline.step_rows import StepRows
-from trinity_buffer.pipeline.step_source import RECORDED, StepSource, TakenRow
+from trinity_buffer.pipeline.step_source import RECORDED, StepSource
 from trinity_buffer.pipeline.strategy_consumer import StrategyConsumer
 from trinity_buffer.pipeline.stream_options import Resume, StreamOptions, TrainStep
 from trinity_buffer.pipeline.trainer_lease import TrainerLease
@@ -183,8 +183,10 @@ class TrainStream:
     async def _feed(self) -> None:
         while self._recorded:
             await self._send.send(await self._serve_again(self._recorded.popleft()))
-        while (step := await self._next()) is not None:
-            await self._send.send(step)
+        # The rows of a step are read while the step before is collated and leased.
+        async with made_ahead(self._next) as taken:
+            async for manifest, rows in taken:
+                await self._send.send(await self._lease_step(manifest, rows))
 
     async def _serve_again(self, row: StepRow) -> TrainStep:
         async with self._database.reading() as tx:
@@ -192,7 +194,8 @@ class TrainStream:
         manifest = Manifest.from_body(decoded("", stored).body)
         return await self._load(manifest, recorded=True)
 
-    async def _next(self) -> TrainStep | None:
+    async def _next(self) -> tuple[Manifest, LoadedRows] | None:
+        """Return what the next step is made of; None: there is no more."""
         while True:
             state = await self._database.changes.state()
             ending = not self._recorders and not self.options.follow
@@ -204,19 +207,17 @@ class TrainStream:
                 if ending:
                     taken = await self._source.take(self._next_step, partial_ok=True)
             if taken is not None:
-                step = await self._lease_step(taken)
-                if step is not None:
-                    return step
+                manifest, rows = await self._rows.prepare(self._next_step, taken)
+                if manifest is not None and rows is not None:
+                    self._next_step += 1
+                    return manifest, rows
             elif ending:
                 return None
             else:
                 await self._database.changes.changed(state)
 
-    async def _lease_step(self, taken: list[TakenRow]) -> TrainStep | None:
-        """Return the step of these rows, leased; None if none of them can be trained."""
-        manifest, rows = await self._rows.prepare(self._next_step, taken)
-        if manifest is None or rows is None:
-            return None
+    async def _lease_step(self, manifest: Manifest, rows: LoadedRows) -> TrainStep:
+        """Return the step of these rows, leased."""
         step = await self._step(manifest, rows, recorded=False)
         event = new_event("BatchLeased", manifest.body(self.options.consumer, self._lease.token))
         reached("before-lease")
@@ -229,7 +230,6 @@ class TrainStream:
 
         await self._database.write(work)
         reached("after-lease")
-        self._next_step += 1
         return step
 
     async def _load(self, manifest: Manifest, *, recorded: bool) -> TrainStep:
