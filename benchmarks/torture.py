@@ -89,12 +89,14 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
 
 
 def _site(store: str, folder: Path, stack: ExitStack) -> sites.Site:
-    """Return where stores are made: SQLite's on a disk that can be filled, if we may mount one."""
-    if store == "postgresql":
-        return stack.enter_context(sites.postgresql())
+    """Return where stores are made: on a disk that can be filled, if we may mount one."""
     try:
+        if store == "postgresql":
+            return stack.enter_context(sites.small_tablespace())
         return stack.enter_context(sites.small_disk())
     except CalledProcessError:
+        if store == "postgresql":
+            return stack.enter_context(sites.postgresql())
         (folder / "stores").mkdir()
         return sites.SQLiteSite(folder / "stores")
 

@@ -136,10 +136,18 @@ class PostgresServer:
         self.stop()
         shutil.rmtree(self._home, ignore_errors=True)
 
-    def create_database(self, name: str, *, template: str = "template0") -> str:
+    def create_database(
+        self, name: str, *, template: str = "template0", tablespace: str = "pg_default"
+    ) -> str:
         """Create an empty database (or a copy of ``template``) and return its URL."""
-        self.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
+        how = f'TEMPLATE "{template}" TABLESPACE "{tablespace}"'
+        self.execute(f'CREATE DATABASE "{name}" {how}')
         return self.url(name)
+
+    def create_tablespace(self, name: str, folder: Path) -> None:
+        """Let databases lie in ``folder``, which is given to the server's user."""
+        self._give(folder)
+        self.execute(f"CREATE TABLESPACE \"{name}\" LOCATION '{folder}'")
 
     def drop_database(self, name: str) -> None:
         """Drop a database; connections to it are cut."""

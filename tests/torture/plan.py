@@ -21,15 +21,12 @@ _POINTS = {
 
 # How often, relative to each other. Kills at crash points are not here: lives bring their own.
 _EVERYWHERE = {"kill": 8, "pause": 3}
+_SERVER = {**_EVERYWHERE, "backend terminated": 2, "backend killed": 1, "server killed": 1}
 _WEIGHTS = {
     "sqlite": _EVERYWHERE,
     "sqlite on a small disk": {**_EVERYWHERE, "disk full": 2},
-    "postgresql": {
-        **_EVERYWHERE,
-        "backend terminated": 2,
-        "backend killed": 1,
-        "server killed": 1,
-    },
+    "postgresql": _SERVER,
+    "postgresql on a small disk": {**_SERVER, "disk full": 2},
 }
 
 

@@ -18,6 +18,10 @@ from pysqlite3 import dbapi2
 from tests.postgres import PostgresServer
 
 DISK_BYTES = 64 << 20
+TABLESPACE_BYTES = 192 << 20
+"""An empty database of PostgreSQL has 8 MiB, and the proof makes a copy."""
+
+TABLESPACE = "small"
 RECOVERY_S = 60.0
 
 
@@ -114,6 +118,38 @@ def _path_of(url: str) -> Path:
     return Path(url.removeprefix("sqlite:///"))
 
 
+class _Ballast:
+    """What fills a file system, and gives the space back."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "ballast"
+
+    def fill(self) -> None:
+        with suppress(OSError), self._file.open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 12))
+
+    def empty(self) -> None:
+        self._file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _mounted(size_bytes: int) -> Iterator[Path]:
+    """Mount a small file system, for root only; unmount it at the end.
+
+    Raises:
+        CalledProcessError: it cannot be mounted.
+    """
+    folder = tempfile.mkdtemp(prefix="trinity-disk-")
+    mount = ("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", folder)
+    subprocess.run(mount, check=True, capture_output=True)
+    try:
+        yield Path(folder)
+    finally:
+        subprocess.run(("umount", "-l", folder), check=True)
+        Path(folder).rmdir()
+
+
 class SmallDiskSite(SQLiteSite):
     """Files on a file system of 64 MiB, which can be filled: `small_disk` mounts it."""
 
@@ -121,32 +157,24 @@ class SmallDiskSite(SQLiteSite):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._ballast = folder / "ballast"
+        self._ballast = _Ballast(folder)
 
     def fill(self) -> None:
-        with suppress(OSError), self._ballast.open("ab", buffering=0) as file:
-            while True:
-                file.write(bytes(1 << 12))
+        self._ballast.fill()
 
     def empty(self) -> None:
-        self._ballast.unlink(missing_ok=True)
+        self._ballast.empty()
 
 
 @contextmanager
 def small_disk() -> Iterator[SmallDiskSite]:
-    """Mount a small file system, for root only; unmount it at the end.
+    """Have a place for SQLite that can be filled.
 
     Raises:
         CalledProcessError: it cannot be mounted.
     """
-    folder = tempfile.mkdtemp(prefix="trinity-disk-")
-    mount = ("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder)
-    subprocess.run(mount, check=True, capture_output=True)
-    try:
-        yield SmallDiskSite(Path(folder))
-    finally:
-        subprocess.run(("umount", "-l", folder), check=True)
-        Path(folder).rmdir()
+    with _mounted(DISK_BYTES) as folder:
+        yield SmallDiskSite(folder)
 
 
 class PostgresSite(Site):
@@ -154,12 +182,14 @@ class PostgresSite(Site):
 
     kind = "postgresql"
 
+    tablespace = "pg_default"
+
     def __init__(self, server: PostgresServer) -> None:
         self._server = server
         self._copies = 0
 
     def fresh(self, name: str) -> str:
-        return self._server.create_database(name)
+        return self._server.create_database(name, tablespace=self.tablespace)
 
     def copy(self, url: str) -> str:
         self._copies += 1
@@ -168,7 +198,8 @@ class PostgresSite(Site):
             f"SELECT pg_terminate_backend(pid, 9000) FROM pg_stat_activity WHERE datname='{name}'"
         )
         self._server.execute(gone)
-        return self._server.create_database(f"{name}_copy_{self._copies}", template=name)
+        copy = f"{name}_copy_{self._copies}"
+        return self._server.create_database(copy, template=name, tablespace=self.tablespace)
 
     def remove(self, url: str) -> None:
         self._server.drop_database(_database_of(url))
@@ -238,3 +269,39 @@ def postgresql() -> Iterator[PostgresSite]:
     """Start a durable server, and remove it at the end."""
     with PostgresServer(durable=True) as server:
         yield PostgresSite(server)
+
+
+class SmallTablespaceSite(PostgresSite):
+    """The same, its tables on a file system that can be filled: `small_tablespace` mounts it.
+
+    The server's own log lies elsewhere: where that is full, the server stops as if it was killed,
+    which is a fault of its own.
+    """
+
+    kind = "postgresql on a small disk"
+    tablespace = TABLESPACE
+
+    def __init__(self, server: PostgresServer, folder: Path) -> None:
+        super().__init__(server)
+        tables = folder / "tables"
+        tables.mkdir()
+        folder.chmod(0o755)
+        server.create_tablespace(self.tablespace, tables)
+        self._ballast = _Ballast(folder)
+
+    def fill(self) -> None:
+        self._ballast.fill()
+
+    def empty(self) -> None:
+        self._ballast.empty()
+
+
+@contextmanager
+def small_tablespace() -> Iterator[SmallTablespaceSite]:
+    """Start a durable server whose tables can be left without space, and remove it at the end.
+
+    Raises:
+        CalledProcessError: the file system cannot be mounted.
+    """
+    with _mounted(TABLESPACE_BYTES) as folder, PostgresServer(durable=True) as server:
+        yield SmallTablespaceSite(server, folder)

@@ -314,7 +314,7 @@ def _translate(error: Exception, name: str) -> Exception:
         return ReadOnlyStoreError(f"{name} cannot be written: {cause}")
     if "not a database" in lowered or "file is encrypted" in lowered:
         return UnknownStoreError(f"{name} is not a Trinity Buffer store, nor a SQLite database")
-    if "full" in lowered and "disk" in lowered:
+    if "no space left" in lowered or ("full" in lowered and "disk" in lowered):
         return StoreError(f"{name}: the disk is full; nothing of this transaction was written")
     return StoreError(f"{name}: {cause}")
 
