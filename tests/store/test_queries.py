@@ -12,7 +12,7 @@ from sqlalchemy import event as listen_to
 
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import queries
+from trinity_buffer.store import inspection, queries
 from trinity_buffer.store.transaction import Transaction
 
 ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Awaitable[Any]]] = {
@@ -22,6 +22,7 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Awaitable[Any]]] = {
     "sealed_among": lambda tx: queries.sealed_among(tx, 1, ["b"]),
     "stored": lambda tx: queries.stored(tx, 1, [EID("b", "t", 0)]),
     "decided_groups": lambda tx: queries.decided_groups(tx, 1, "s", [("b", "t")], cursor=9),
+    "members": lambda tx: inspection.members(tx, 1, [("b", "t"), ("c", "t")]),
     "refused_runs": lambda tx: queries.refused_runs(tx, 1, [("b", "t")], cursor=9),
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, and_, func, select, text, tuple_
+from sqlalchemy import Select, and_, func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.identity import EID
@@ -24,9 +24,6 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
-
-GROUPS_PER_STATEMENT = 4_000
-"""Two variables each, below the 30,000 that one statement may bind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +177,19 @@ async def members(
     tx: AsyncConnection, experiment: int, groups: Sequence[tuple[str, str]]
 ) -> list[ExperienceRow]:
     """Return the experiences of (batch, task) groups, by address."""
+    # A batch at a time, and in two steps: asked at once, SQLite looks at every experience.
+    tasks_of: dict[str, list[str]] = {}
+    for batch_key, task in groups:
+        tasks_of.setdefault(batch_key, []).append(task)
     found: list[ExperienceRow] = []
-    for start in range(0, len(groups), GROUPS_PER_STATEMENT):
-        some = groups[start : start + GROUPS_PER_STATEMENT]
-        query: Select[Any] = select(*EXPERIENCE_COLUMNS).where(
+    for batch_key, tasks in tasks_of.items():
+        addresses = select(experience.c.address).where(
             experience.c.experiment == experiment,
-            tuple_(experience.c.batch, experience.c.task).in_(some),
+            experience.c.batch == batch_key,
+            among(tx, experience.c.task, tasks),
+        )
+        query: Select[Any] = select(*EXPERIENCE_COLUMNS).where(
+            experience.c.experiment == experiment, experience.c.address.in_(addresses)
         )
         found += [experience_row(row) for row in (await tx.execute(query)).all()]
     return sorted(found, key=lambda row: row.address)
