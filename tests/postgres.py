@@ -112,6 +112,11 @@ class PostgresServer:
                 )
             time.sleep(0.01)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the server has not ended, by itself or otherwise."""
+        return self._process is not None and self._process.poll() is None
+
     def stop(self) -> None:
         """Shut the server down cleanly; open connections are cut."""
         if self._process is not None:

@@ -243,6 +243,8 @@ class PostgresSite(Site):
         deadline = time.monotonic() + RECOVERY_S
         while True:
             try:
+                if not self._server.is_running:
+                    self._server.start()
                 self._server.execute("SELECT 1")
             except RuntimeError:
                 if time.monotonic() > deadline:
@@ -293,7 +295,9 @@ class SmallTablespaceSite(PostgresSite):
         self._ballast.fill()
 
     def empty(self) -> None:
+        """Give the space back; a server that could not recover without it is started again."""
         self._ballast.empty()
+        self.settle()
 
 
 @contextmanager
