@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ def no_progress(_what: str, _done: int, _total: int) -> None:
 
 async def pages(
     database: Database, experiment: int, *, after: int, up_to: int
-) -> AsyncIterator[list[StoredEvent]]:
+) -> AsyncGenerator[list[StoredEvent]]:
     """Yield the events of ``after`` < position <= ``up_to`` in pages, each read for itself."""
     while True:
         async with database.reading() as tx:

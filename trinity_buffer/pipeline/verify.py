@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import anyio
 import anyio.to_thread
 
 from trinity_buffer.pipeline import outside
-from trinity_buffer.pipeline.background import running
+from trinity_buffer.pipeline.background import made_ahead, running
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.findings import Problem, VerifyReport
 from trinity_buffer.pipeline.log_audit import LogAudit, uids_of
@@ -75,6 +76,7 @@ async def verify(
     return await run.report(uids, chain, consumer, begin)
 
 
+T = TypeVar("T")
 Counts: TypeAlias = conservation.StrategyCounts | conservation.TrainerCounts
 
 
@@ -87,6 +89,10 @@ class _Snapshot:
     strategies: tuple[conservation.StrategyCounts, ...]
     trainers: tuple[conservation.TrainerCounts, ...]
     plans: conservation.PlanCounts
+
+
+async def _next_of(found: AsyncIterator[T]) -> T | None:
+    return await anext(found, None)
 
 
 class _Verification:
@@ -112,15 +118,24 @@ class _Verification:
         """Read the log and compare everything with it."""
         async with running(self._count):
             await self._counting.wait()
-            async for page in pages(self._database, self._key, after=0, up_to=self._head):
-                await self._take(page)
-                self._progress("log", page[-1].position, self._head)
+            await self._read_log()
             await self._counted.wait()
         await anyio.to_thread.run_sync(self._audit.finish)
         self._problems += self._audit.problems
         await self._compare_projections()
         self._add_up()
         await self._tell_of_segments()
+
+    async def _read_log(self) -> None:
+        """Take in the log; a page is read while the one before is looked at."""
+        log_pages = pages(self._database, self._key, after=0, up_to=self._head)
+        async with (
+            aclosing(log_pages),
+            made_ahead(partial(_next_of, log_pages)) as read,
+        ):
+            async for page in read:
+                await self._take(page)
+                self._progress("log", page[-1].position, self._head)
 
     async def _count(self) -> None:
         """See the projections in one state, and count in them beside those who read the log."""
