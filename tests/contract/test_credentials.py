@@ -44,6 +44,7 @@ async def test_what_is_stored_and_said_of_a_store_holds_no_password(
         f"postgresql://me:{PASSWORD}@no-such-host.invalid/run",
         f"postgresql://me:{PASSWORD}@/run?host=/no/such/folder",
         f"postgresql://me:{PASSWORD}@127.0.0.1:port/run",
+        f"postgresql://me:{PASSWORD}@127.0.0.1/run?sslmod=require",
         f"mysql://me:{PASSWORD}@127.0.0.1/run",
     ],
 )
@@ -67,3 +68,12 @@ def test_the_command_line_does_not_tell_it_either():
     assert done.returncode == 2, done.stderr
     assert PASSWORD not in done.stdout + done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize("name", ["sslmode", "ssl"])
+async def test_what_libpq_calls_sslmode_is_taken(postgres_url: str, name: str):
+    async with opened(f"{postgres_url}&{name}=disable") as experiment:
+        state = await experiment.database.changes.state()  # a connection of another kind
+        await experiment.writer("e0").write(group())
+        await experiment.database.changes.changed(state, timeout_s=20)
+        assert await experiment.database.changes.state() != state

@@ -315,6 +315,8 @@ async def test_evidence_that_cannot_be_read_is_refused(sqlite_story: Story, tmp_
             await verify(experiment, checkpoint=tmp_path)
         with pytest.raises(InvalidArgumentError, match="is no trainer here"):
             await verify(experiment, checkpoint=sqlite_story.checkpoint, consumer="nobody")
+        with pytest.raises(InvalidArgumentError, match="is no trainer here"):
+            await verify(experiment, consumer="grpo")
 
 
 async def test_verifying_goes_on_while_others_write(story: Story):

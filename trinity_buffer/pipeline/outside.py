@@ -157,13 +157,22 @@ def _contradictions(
     return found
 
 
+def require_trainer(trainers: Mapping[str, TrainerAudit], consumer: str) -> None:
+    """Do nothing if ``consumer`` is one of the trainers.
+
+    Raises:
+        InvalidArgumentError: it is not.
+    """
+    if consumer not in trainers:
+        known = ", ".join(trainers) or "none"
+        raise InvalidArgumentError(f"consumer={consumer!r} is no trainer here (there: {known})")
+
+
 def _trainer_of(
     chain: Chain, trainers: Mapping[str, TrainerAudit], consumer: str | None
 ) -> TrainerAudit:
-    known = ", ".join(trainers) or "none"
     if consumer is not None:
-        if consumer not in trainers:
-            raise InvalidArgumentError(f"consumer={consumer!r} is no trainer here (there: {known})")
+        require_trainer(trainers, consumer)
         return trainers[consumer]
     candidates = [t for t in trainers.values() if _commit_of(chain, t) is not None]
     candidates = candidates or [
@@ -174,7 +183,7 @@ def _trainer_of(
     candidates = candidates or list(trainers.values())
     if len(candidates) > 1:
         raise InvalidArgumentError(
-            f"the checkpoint {chain.checkpoint} may be of several trainers ({known}): say which "
-            "with consumer="
+            f"the checkpoint {chain.checkpoint} may be of several trainers "
+            f"({', '.join(trainers)}): say which with consumer="
         )
     return candidates[0] if candidates else TrainerAudit("")

@@ -259,6 +259,8 @@ class _Verification:
     ) -> VerifyReport:
         """Return everything that was found, with the proof from outside."""
         audit = self._audit
+        if consumer is not None:
+            outside.require_trainer(audit.trainers, consumer)
         lost = outside.lost_experiences(uids or (), audit.uids)
         duplicated = await self._recorded_twice()
         trained_twice = {

@@ -57,10 +57,17 @@ def parse_url(url: str) -> URL:
     if backend == "postgresql":
         if "@" in (parsed.host or ""):  # else the rest of the password would be shown as the host
             raise InvalidArgumentError("the store's URL cannot be read; in a password @ is %40")
-        return parsed.set(drivername="postgresql+asyncpg")
+        query = {"sslmode" if key == "ssl" else key: value for key, value in parsed.query.items()}
+        for key in query.keys() - _POSTGRESQL_QUERY:
+            raise InvalidArgumentError(
+                f"the store's URL has {key}=: accepted behind the ? are "
+                f"{', '.join(sorted(_POSTGRESQL_QUERY))}"
+            )
+        return parsed.set(drivername="postgresql+asyncpg", query=query)
     raise InvalidArgumentError(f"a store cannot live in {backend!r}; {_ACCEPTED}")
 
 
+_POSTGRESQL_QUERY = frozenset({"host", "port", "sslmode"})
 _ACCEPTED = "accepted are sqlite:///path/to/file.db and postgresql://user@host/database"
 
 
@@ -243,7 +250,11 @@ class Database:
 
     def _create_engine(self) -> AsyncEngine:
         if self.dialect == "postgresql":
-            engine = create_async_engine(self.url, pool_size=READERS + 2, max_overflow=8)
+            # What libpq and asyncpg's own URLs call sslmode is an argument ssl of its connections.
+            query = {"ssl" if k == "sslmode" else k: v for k, v in self.url.query.items()}
+            engine = create_async_engine(
+                self.url.set(query=query), pool_size=READERS + 2, max_overflow=8
+            )
             listen_to.listen(engine.sync_engine, "begin", _begin_postgresql)
             return engine
         url = self.url
