@@ -302,9 +302,6 @@ def _create_delivery_and_step() -> None:
         sa.PrimaryKeyConstraint("experiment", "consumer", "step", name=op.f("pk_step")),
         sqlite_with_rowid=False,
     )
-    op.create_index(
-        "ix_delivery_step", "delivery", ["experiment", "consumer", "step"], unique=False
-    )
 
 
 def _create_policy_and_assigned_reward() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
+from statistics import fmean
 
+from trinity_buffer.pipeline.events import decoded
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.store import conservation, inspection, queries, trainer_queries
+from trinity_buffer.store import conservation, inspection, log, queries, trainer_queries
 from trinity_buffer.store.conservation import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
@@ -135,13 +138,29 @@ async def _of_experiment(tx: Transaction, key: int, name: str) -> ExperimentOver
 
 async def _of_trainer(tx: Transaction, key: int, row: ConsumerRow) -> TrainerProgress:
     backlog = await trainer_queries.backlog(tx, key, row.name)
-    after = row.leased_step - STEPS_OF_STALENESS
     return TrainerProgress(
         row.name,
         row.leased_step,
         row.committed_step,
-        await inspection.staleness(tx, key, row.name, after=after),
+        await _staleness(tx, key, row),
         backlog.undelivered,
         backlog.uncommitted,
         await conservation.of_trainer(tx, key, row),
     )
+
+
+async def _staleness(tx: Transaction, key: int, row: ConsumerRow) -> float | None:
+    after = row.leased_step - STEPS_OF_STALENESS
+    recent = await trainer_queries.steps(tx, key, row.name, after=after)
+    own: list[tuple[int, int]] = []
+    for stored in await log.read_at(tx, key, [step.leased_at for step in recent]):
+        body = decoded("", stored).body
+        sources = body.get("source") or repeat(0)
+        own += [
+            (body["step"], address)
+            for address, source in zip(body["experiences"], sources, strict=False)
+            if source == 0
+        ]
+    versions = await inspection.known_policy_versions(tx, key, [address for _, address in own])
+    lags = [step - 1 - versions[address] for step, address in own if address in versions]
+    return fmean(lags) if lags else None

@@ -96,7 +96,7 @@ class Field:
         """Return it without the rows that are ``dropped`` (``[rows]`` bool)."""
         return Field([part for block in self.blocks for part in block.without(dropped)])
 
-    def moved(self, places: Sequence[int]) -> Field:
+    def moved(self, places: Array | Sequence[int]) -> Field:
         """Return it with row ``i`` as row ``places[i]``."""
         new = np.asarray(places)
         return Field([replace(block, rows=new[block.rows]) for block in self.blocks])

@@ -10,11 +10,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
@@ -23,6 +22,8 @@ from trinity_buffer.pipeline.blocks import Array, Block, Field, field_of_values
 from trinity_buffer.pipeline.manifest import Manifest, MicroBatchPlan
 from trinity_buffer.pipeline.row_loader import LoadedRows
 from trinity_buffer.pipeline.step_memory import StepMemory
+
+T = TypeVar("T")
 
 OPTIONAL = {"teacher_logprobs": "teacher_logprob"}
 """Response-aligned columns that a step has only if all of its rows do: stored -> batch."""
@@ -101,50 +102,52 @@ def collate_step(
         chosen = slice(plan.start, plan.stop)
         modal = [
             {name: _moved(value, device) for name, value in inputs.items()} if inputs else {}
-            for inputs in rows.multi_modal[chosen]
-            for _ in range(size)
+            for inputs in _each(rows.multi_modal[chosen], size)
         ]
-        versions = [row.policy_version for row in rows.meta[chosen] for _ in range(size)]
+        versions = [row.policy_version for row in _each(rows.meta[chosen], size)]
         mine = replace(layout, cu_seqlens=tensors.get("cu_seqlens"))
         batches.append(MicroBatch(tensors, mine, modal, versions))
     return batches
 
 
+def _each(items: Sequence[T], size: int) -> Sequence[T]:
+    """Return every item ``size`` times."""
+    return items if size == 1 else [item for item in items for _ in range(size)]
+
+
 def _per_row(manifest: Manifest, plan: MicroBatchPlan, size: int) -> dict[str, Tensor]:
     """Return the tensors ``[N]`` that say of each row what it is."""
     chosen = slice(plan.start, plan.stop)
-    slots = torch.arange(plan.start, plan.stop, dtype=torch.int32).repeat_interleave(size)
-    groups = torch.tensor(manifest.groups[chosen], dtype=torch.int32).repeat_interleave(size)
+    slots = _each(range(plan.start, plan.stop), size)
     found = {
-        "sample_index": slots,
-        "group_index": groups,
+        "sample_index": torch.tensor(slots, dtype=torch.int32),
+        "group_index": torch.tensor(_each(manifest.groups[chosen], size), dtype=torch.int32),
         "step": torch.full((len(slots),), manifest.step, dtype=torch.int32),
     }
     if manifest.sources:
-        of = torch.tensor(manifest.source[chosen], dtype=torch.int32)
-        found["expert_mask"] = (of > 0).repeat_interleave(size)
+        found["expert_mask"] = torch.tensor(_each(manifest.source[chosen], size)) > 0
     return found
 
 
 def _layout_of_step(manifest: Manifest, columns: _Columns, size: int, world: int) -> BatchLayout:
     """Return the denominators: over all rows, over the usual ones, over the expert's."""
-    tokens = np.array(columns.trained_tokens, np.int64)
-    groups = np.repeat(np.array(manifest.groups, np.int64), size)
-    expert = np.repeat(np.array(manifest.source or [0] * len(manifest.groups)) > 0, size)
+    counted = list(zip(_each(manifest.groups, size), columns.trained_tokens, strict=True))
 
-    def count(rows: Array) -> Totals:
+    def count(rows: Sequence[tuple[int, int]]) -> Totals:
         return Totals(
-            tokens=int(tokens[rows].sum()),
-            sequences=int(rows.sum()),
-            groups=len(np.unique(groups[rows])),
-            active_sequences=int((tokens[rows] > 0).sum()),
+            tokens=sum(tokens for _, tokens in rows),
+            sequences=len(rows),
+            groups=len({group for group, _ in rows}),
+            active_sequences=sum(tokens > 0 for _, tokens in rows),
         )
 
-    total = count(np.ones(len(tokens), np.bool_))
+    total, of = count(counted), _each(manifest.source, size)
     return BatchLayout(
         total=total,
-        usual=count(~expert) if expert.any() else total,
-        expert=count(expert),
+        usual=count([row for row, source in zip(counted, of, strict=True) if not source])
+        if any(of)
+        else total,
+        expert=count([row for row, source in zip(counted, of, strict=False) if source]),
         normalizer=manifest.normalizer,
         world_size=world,
     )
@@ -236,11 +239,13 @@ class _Places:
         size: elements of a column.
         begins: ``[rows]``, where each row of the step begins; below 0: on another rank.
         parts: of each micro-batch, its elements and its shape.
+        padded: whether the micro-batches are.
     """
 
     size: int
     begins: Array
     parts: list[tuple[slice, tuple[int, ...]]]
+    padded: bool
 
 
 def _places(columns: _Columns, plans: Sequence[MicroBatchPlan], *, padded: bool) -> _Places:
@@ -258,47 +263,62 @@ def _places(columns: _Columns, plans: Sequence[MicroBatchPlan], *, padded: bool)
         part = slice(size, size + math.prod(shape))
         parts.append((part, shape))
         size = part.stop
-    return _Places(size, begins, parts)
+    return _Places(size, begins, parts, padded)
 
 
 class _Arena:
-    """The memory of all columns of a step."""
+    """The memory of all columns of a step, one after another.
 
-    def __init__(self, memory: StepMemory, size: int, dtypes: Sequence[type[np.generic]]) -> None:
-        widths = [np.dtype(dtype).itemsize for dtype in dtypes]
-        self._memory = memory.take(size * sum(widths) + 64 * len(widths))
+    Args:
+        memory: of earlier steps.
+        size: elements of a column.
+        dtypes: of the columns, in the order in which they are asked for.
+        written: how many of them, the first ones, will be written as a whole; the others are zeros.
+    """
+
+    def __init__(
+        self, memory: StepMemory, size: int, dtypes: Sequence[type[np.generic]], written: int
+    ) -> None:
+        self._dtypes = iter(dtypes)
         self._size = size
+        widths = [_aligned(size * np.dtype(dtype).itemsize) for dtype in dtypes]
+        self._memory = memory.take(sum(widths))
+        self._memory[sum(widths[:written]) :].fill(0)
         self._used = 0
 
-    def column(self, dtype: type[np.generic], *, clear: bool = True) -> Array:
-        """Return a column of zeros; with ``clear=False`` of anything, to be written as a whole."""
-        begin = self._used + -self._used % 64
-        self._used = begin + self._size * np.dtype(dtype).itemsize
-        found = self._memory[begin : self._used]
-        if clear:
-            found.fill(0)
-        return found.view(dtype)
+    def column(self) -> Array:
+        """Return the next column."""
+        dtype = next(self._dtypes)
+        begin, end = self._used, self._used + self._size * np.dtype(dtype).itemsize
+        self._used = _aligned(end)
+        return self._memory[begin:end].view(dtype)
+
+
+def _aligned(size: int) -> int:
+    return size + -size % 64
 
 
 def _filled(columns: _Columns, places: _Places, memory: StepMemory) -> dict[str, Array]:
     """Return the flat columns of all micro-batches."""
-    kinds = (np.int64, np.bool_, np.bool_, *[np.float32] * len(columns.responses))
-    arena = _Arena(memory, places.size, kinds)
+    tokens = ["input_ids"] if places.padded else ["input_ids", "position_ids"]
+    whole = [*tokens, "attention_mask"]
+    kinds = [np.int64] * len(tokens) + [np.bool_] * 2 + [np.float32] * len(columns.responses)
     padding = places.size > int(columns.lengths[places.begins >= 0].sum())
-    out: dict[str, Array] = {
-        "input_ids": arena.column(np.int64, clear=padding),
-        "attention_mask": arena.column(np.bool_, clear=padding),
-    }
-    mask = out["action_mask"] = arena.column(np.bool_)
+    arena = _Arena(memory, places.size, kinds, written=0 if padding else len(whole))
+    out: dict[str, Array] = {name: arena.column() for name in whole}
+    mask = out["action_mask"] = arena.column()
     for block in columns.tokens.blocks:
         _copy(out["input_ids"], block, places.begins)
-    _fill(out["attention_mask"], places.begins, columns.lengths)
+    longest = columns.lengths.max()
+    _fill(out["attention_mask"], places.begins, columns.lengths, np.ones(longest, np.bool_))
+    if not places.padded:
+        _fill(out["position_ids"], places.begins, columns.lengths, np.arange(longest))
     begins = np.where(places.begins < 0, -1, places.begins + columns.prompt_lengths)
     for block in columns.masks.blocks:
         _copy(mask, block, begins)
     weights = _weights(columns, mask, begins)
     for name, some in columns.responses.items():
-        column = out[name] = arena.column(np.float32)
+        column = out[name] = arena.column()
         for block in some.blocks:
             if block.scaled:
                 _scale(column, block, begins, weights, columns.lengths - columns.prompt_lengths)
@@ -323,13 +343,12 @@ def _rectangle(column: Array, begins: Array, sizes: Array) -> Array | None:
     first, stride = int(begins[0]), int(sizes[0])
     if len(begins) > 1:
         stride = int(begins[1]) - first
-        if first < 0 or stride < sizes[0] or (np.diff(begins) != stride).any():
+        if first < 0 or stride < sizes[0] or (begins[1:] - begins[:-1] != stride).any():
             return None
     if first < 0 or (sizes != sizes[0]).any():
         return None
-    shape = (len(begins), int(sizes[0]))
-    width = column.itemsize
-    return as_strided(column[first:], shape, (stride * width, width))
+    shape, width = (len(begins), int(sizes[0])), column.itemsize
+    return np.ndarray(shape, column.dtype, column, first * width, (stride * width, width))
 
 
 def _copy(column: Array, block: Block, begins: Array) -> None:
@@ -360,15 +379,15 @@ def _scale(column: Array, block: Block, begins: Array, weights: Array, sizes: Ar
             np.multiply(weights[begin:end], scalar, out=column[begin:end], casting="unsafe")
 
 
-def _fill(column: Array, begins: Array, sizes: Array) -> None:
-    """Set the elements of all rows to True."""
+def _fill(column: Array, begins: Array, sizes: Array, values: Array) -> None:
+    """Put the first of ``values``, as many as it has elements, into every row."""
     target = _rectangle(column, begins, sizes)
     if target is not None:
-        target[...] = True
+        target[...] = values[: sizes[0]]
         return
     for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True):
         if begin >= 0:
-            column[begin : begin + size] = True
+            column[begin : begin + size] = values[:size]
 
 
 def _put_rewards(column: Array, columns: _Columns, begins: Array) -> None:
@@ -393,8 +412,6 @@ def _tensors(
         return found
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
-    positions = np.arange(shape[0]) - np.repeat(ends[:-1], lengths)
-    found["position_ids"] = torch.from_numpy(positions)
     found["cu_seqlens"] = torch.from_numpy(ends.astype(np.int32))
     found["max_seqlen"] = int(lengths.max())
     return found

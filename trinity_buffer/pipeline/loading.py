@@ -92,8 +92,7 @@ async def _refuse_archived(database: Database, empty: Sequence[bytes]) -> None:
     """Say where the tensors of a segment are that is not in the database."""
     if not empty:
         return
-    async with database.reading() as tx:
-        gone = await segments.archived_at(tx, empty)
+    gone = await database.read(partial(segments.archived_at, keys=empty))
     for key, (position, uri) in gone.items():
         where = f"archived to {uri}" if uri else "deleted for good"
         raise ArchivedSegmentError(

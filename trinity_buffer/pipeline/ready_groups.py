@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 
 from trinity_buffer.store import trainer_queries
 from trinity_buffer.store.address import position_of
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.trainer_queries import Reader, ReadyRow
 
-ROWS_PER_PAGE = 4096
+ROWS_PER_PAGE = 1024
 
 
 class ReadyGroups:
@@ -81,13 +82,10 @@ class ReadyGroups:
         if not rows:
             return False
         self._start = rows[-1].address + 1
-        last = self._groups[-1][-1] if self._groups else None
-        for row in rows:
-            if last is not None and _group_of(last) == _group_of(row):
-                self._groups[-1].append(row)
-            else:
-                self._groups.append([row])
-            last = row
+        groups = [list(group) for _, group in groupby(rows, _group_of)]
+        if self._groups and _group_of(self._groups[-1][-1]) == _group_of(rows[0]):
+            self._groups[-1] += groups.pop(0)
+        self._groups += groups
         return self._last_may_grow
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -28,9 +28,10 @@ from trinity_buffer.pipeline.tensor_columns import tensors_of
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.address import position_of, slot_of
 from trinity_buffer.store.database import Database
+from trinity_buffer.store.rows import ExperienceRow
 
 CACHED_BYTES = 16 * 1024 * 1024
-"""Segments that are kept beside those of the last step, which may have left rows to the next."""
+"""Segments that are kept because rows of theirs were not asked for yet, beside those in use."""
 
 FAMILIES = ("light", "tokens", "heavy")
 _MODAL = "multi_modal_inputs."
@@ -74,6 +75,14 @@ class LoadedRows:
     fields: Mapping[str, Field]
     multi_modal: Sequence[Mapping[str, Tensor]]
 
+    def reordered(self, order: Sequence[int]) -> LoadedRows:
+        """Return them with row ``order[i]`` as row ``i``."""
+        places = np.empty(len(order), np.int64)
+        places[list(order)] = np.arange(len(order))
+        fields = {name: field.moved(places) for name, field in self.fields.items()}
+        modal = [self.multi_modal[row] for row in order]
+        return LoadedRows([self.meta[row] for row in order], fields, modal)
+
     def field(self, name: str) -> Field:
         """Return the column ``name``, which may be empty."""
         return self.fields.get(name) or Field()
@@ -86,33 +95,50 @@ class LoadedRows:
 _Columns = dict[str, list[Column]]
 
 
+@dataclass(slots=True)
+class _Kept:
+    """A decoded segment, and how many of its rows nobody asked for yet."""
+
+    columns: _Columns
+    num_bytes: int
+    left: int
+
+
 class _Segments:
     """Decoded segments by key, the least recently used forgotten first."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, tuple[int, _Columns]] = OrderedDict()
-        self._bytes = 0
+        self._known: OrderedDict[bytes, _Kept] = OrderedDict()
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._known
 
-    def __getitem__(self, key: bytes) -> _Columns:
+    def use(self, key: bytes, rows: int) -> _Columns:
+        """Return the columns of a segment of which so many ``rows`` are taken now."""
         self._known.move_to_end(key)
-        return self._known[key][1]
+        kept = self._known[key]
+        kept.left -= rows
+        return kept.columns
 
     def add(self, key: bytes, families: Mapping[str, bytes]) -> None:
-        size = sum(map(len, families.values()))
         columns: _Columns = {}
+        rows = 0
         for blob in families.values():
-            columns |= decode_segment(blob).columns
-        self._known[key] = (size, columns)
-        self._bytes += size
+            segment = decode_segment(blob)
+            columns |= segment.columns
+            rows = segment.rows
+        self._known[key] = _Kept(columns, sum(map(len, families.values())), rows)
 
-    def shrink(self, used: int) -> None:
-        """Forget down to the budget, but not the ``used`` segments that were asked for last."""
-        while self._bytes > CACHED_BYTES and len(self._known) > used:
-            _, (size, _) = self._known.popitem(last=False)
-            self._bytes -= size
+    def shrink(self) -> None:
+        """Forget what is wholly served, and the least recently used beyond the budget.
+
+        Their memory is what the next ones are read into: fresh memory costs more than reading.
+        """
+        kept = 0
+        for key in reversed(list(self._known)):
+            kept += self._known[key].num_bytes
+            if self._known[key].left <= 0 or kept > CACHED_BYTES:
+                kept -= self._known.pop(key).num_bytes
 
 
 class RowLoader:
@@ -166,8 +192,7 @@ class RowLoader:
     async def damaged_rows(self, manifest: Manifest, places: Sequence[int]) -> list[int]:
         """Return which of ``places``, all of this experiment, cannot be read; see `damaged`."""
         experiences = {manifest.experiences[place] for place in places}
-        async with self._database.reading() as tx:
-            stored = await queries.experience_rows(tx, self._experiment, sorted(experiences))
+        stored = await self._rows_at(experiences)
         recorded = {row.address: row.segment for row in stored}
         keys = await self._keys_of({position_of(manifest.annotations[p]) for p in places})
         annotated = {p: keys[position_of(manifest.annotations[p])] for p in places}
@@ -179,15 +204,19 @@ class RowLoader:
 
     async def eid_of(self, address: int) -> EID:
         """Return the name of an experience of this experiment."""
-        async with self._database.reading() as tx:
-            (row,) = await queries.experience_rows(tx, self._experiment, [address])
+        (row,) = await self._rows_at({address})
         return row.eid
+
+    async def _rows_at(self, addresses: Collection[int]) -> list[ExperienceRow]:
+        ask = partial(
+            queries.experience_rows, experiment=self._experiment, addresses=sorted(addresses)
+        )
+        return await self._database.read(ask)
 
     async def _other(self, name: str) -> RowLoader:
         """Return the loader of another experiment of the store."""
         if name not in self._others:
-            async with self._database.reading() as tx:
-                key = await log.find_experiment(tx, name)
+            key = await self._database.read(partial(log.find_experiment, name=name))
             if key is None:
                 raise UnknownExperimentError(
                     f"a step trains on rows of experiment {name!r}, which is not in this store"
@@ -212,9 +241,7 @@ class RowLoader:
         )
 
     async def _meta(self, experiences: Sequence[int]) -> list[RowMeta]:
-        async with self._database.reading() as tx:
-            stored = await queries.experience_rows(tx, self._experiment, sorted(set(experiences)))
-        by_address = {row.address: row for row in stored}
+        by_address = {row.address: row for row in await self._rows_at(set(experiences))}
         return [by_address[address] for address in experiences]
 
     async def _keys_of(self, positions: set[int]) -> dict[int, bytes | None]:
@@ -253,7 +280,7 @@ class RowLoader:
         self._add(computed, modal, annotated, annotations)
         for name, field in computed.items():
             fields[name] = Field(_left(fields, name, field, len(meta)) + field.blocks)
-        self._segments.shrink(len(set(keys.values())) + len(set(annotations.values())))
+        self._segments.shrink()
         if not meta or fields.get("tokens", Field()).missing(len(meta)):
             raise DamagedSegmentError("an experience of the step has no tokens: run `verify`")
         return LoadedRows(meta, fields, modal)
@@ -274,7 +301,7 @@ class RowLoader:
             first = int(ordered[a])
             key = keys[position_of(first)]
             slots = range(slot_of(first), slot_of(first) + z - a)
-            segment = {} if key is None else self._segments[key]
+            segment = {} if key is None else self._segments.use(key, z - a)
             for name, column in ((n, c) for n, columns in segment.items() for c in columns):
                 if name.startswith(_MODAL):
                     _add_modal(modal, name.removeprefix(_MODAL), column, order[a:z], slots)

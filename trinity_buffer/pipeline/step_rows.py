@@ -65,7 +65,7 @@ class StepRows:
             if unfit:
                 taken = await self._left_of(taken, unfit)
             elif self._pairs:
-                return await self._of_pairs(step, manifest, rows, taken)
+                return self._of_pairs(step, manifest, rows, taken)
             else:
                 return manifest, rows
         return None, None
@@ -102,14 +102,15 @@ class StepRows:
                 "such as 'grpo', and name its set with strategy="
             )
 
-    async def _of_pairs(
+    def _of_pairs(
         self, step: int, manifest: Manifest, rows: LoadedRows, taken: Sequence[TakenRow]
     ) -> tuple[Manifest, LoadedRows]:
         """Plan the micro-batches with the lengths of the pairs, which only the tensors tell."""
         lengths = dict(zip(manifest.annotations, row_lengths(manifest, rows), strict=True))
         exact = [lengths[one.row.address] for one in taken]
-        manifest = planned_manifest(step, self._set, taken, self._options, lengths=exact)
-        return manifest, await self._loader.load(manifest, _known(taken))
+        final = planned_manifest(step, self._set, taken, self._options, lengths=exact)
+        place_of = {address: place for place, address in enumerate(manifest.annotations)}
+        return final, rows.reordered([place_of[address] for address in final.annotations])
 
     async def _left_of(self, taken: list[TakenRow], unfit: Unfit) -> list[TakenRow]:
         """Reject the ``unfit`` rows; return the others."""

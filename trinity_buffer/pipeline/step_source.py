@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from trinity_buffer.pipeline.events import new_event, now_us
@@ -14,7 +15,9 @@ from trinity_buffer.pipeline.stream_options import StreamOptions
 from trinity_buffer.pipeline.trainer_lease import TrainerLease
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.address import SLOT_BITS, position_of
+from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.trainer_queries import Reader, ReadyRow
+from trinity_buffer.store.transaction import Transaction
 
 RECORDED = "recorded"
 """Name of the set that ``strategy=None`` reads: whole groups, nothing computed."""
@@ -118,11 +121,14 @@ class StepSource:
                 "planned_groups": len(gone),
             }
             event = new_event("ExperiencesRejected", body)
-            key, name = self._experiments[0].key, self._options.consumer
-            async with self._database.writing() as tx:
-                await leases.require(tx, key, name, token=self._lease.token)
-                of = self._experiments[source].key
-                await log.append(tx, of, [event], actor=name, now_us=now_us())
+            await self._database.write(
+                partial(self._append, experiment=self._experiments[source].key, event=event)
+            )
+
+    async def _append(self, tx: Transaction, *, experiment: int, event: NewEvent) -> None:
+        key, name = self._experiments[0].key, self._options.consumer
+        await leases.require(tx, key, name, token=self._lease.token)
+        await log.append(tx, experiment, [event], actor=name, now_us=now_us())
 
     async def _fill(self, source: int, number: int, min_version: int) -> int:
         """Have ``number`` groups of a source ready, none too old; return how many there are."""

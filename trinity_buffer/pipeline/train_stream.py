@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from trinity_buffer.errors import (
     StoreError,
 )
 from trinity_buffer.pipeline import checkpoint as checkpoints
-from trinity_buffer.pipeline.background import made_ahead, running
-from trinity_buffer.pipeline.collate import collate_step
+from trinity_buffer.pipeline.background import in_thread, running
+from trinity_buffer.pipeline.collate import MicroBatch, collate_step
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
@@ -183,10 +182,8 @@ class TrainStream:
     async def _feed(self) -> None:
         while self._recorded:
             await self._send.send(await self._serve_again(self._recorded.popleft()))
-        # The rows of a step are read while the step before is collated and leased.
-        async with made_ahead(self._next) as taken:
-            async for manifest, rows in taken:
-                await self._send.send(await self._lease_step(manifest, rows))
+        while (step := await self._next()) is not None:
+            await self._send.send(step)
 
     async def _serve_again(self, row: StepRow) -> TrainStep:
         async with self._database.reading() as tx:
@@ -194,50 +191,67 @@ class TrainStream:
         manifest = Manifest.from_body(decoded("", stored).body)
         return await self._load(manifest, recorded=True)
 
-    async def _next(self) -> tuple[Manifest, LoadedRows] | None:
-        """Return what the next step is made of; None: there is no more."""
+    async def _next(self) -> TrainStep | None:
+        """Return the next step, leased; None: there is no more."""
         while True:
             state = await self._database.changes.state()
             ending = not self._recorders and not self.options.follow
-            taken = await self._source.take(self._next_step, partial_ok=ending)
-            if taken is None and not self._recorders and not ending:
+            step = await self._make(partial_ok=ending)
+            if step is None and not self._recorders and not ending:
                 # Asked only now: it would cost each step a transaction. What came before the end
                 # is read once more.
                 ending = await self.experiment.is_finished()
                 if ending:
-                    taken = await self._source.take(self._next_step, partial_ok=True)
-            if taken is not None:
+                    step = await self._make(partial_ok=True)
+            if step is not None or ending:
+                return step
+            await self._database.changes.changed(state)
+
+    async def _make(self, *, partial_ok: bool) -> TrainStep | None:
+        """Return the next step, leased, if there are rows for it.
+
+        What it was read from is let go of on return: the next step is read into the same memory,
+        and a trainer's step does not hold the bytes of the one after it.
+        """
+
+        async def work() -> TrainStep | None:
+            while (
+                taken := await self._source.take(self._next_step, partial_ok=partial_ok)
+            ) is not None:
                 manifest, rows = await self._rows.prepare(self._next_step, taken)
                 if manifest is not None and rows is not None:
                     self._next_step += 1
-                    return manifest, rows
-            elif ending:
-                return None
-            else:
-                await self._database.changes.changed(state)
+                    return await self._lease_step(manifest, rows)
+            return None
+
+        return await self._database.together(work)
 
     async def _lease_step(self, manifest: Manifest, rows: LoadedRows) -> TrainStep:
         """Return the step of these rows, leased."""
-        step = await self._step(manifest, rows, recorded=False)
-        event = new_event("BatchLeased", manifest.body(self.options.consumer, self._lease.token))
-        reached("before-lease")
-        key, name = self.experiment.key, self.options.consumer
+        key, name, token = self.experiment.key, self.options.consumer, self._lease.token
+        made: list[tuple[list[MicroBatch], NewEvent]] = []
+
+        def collate() -> None:
+            microbatches = self._collate(manifest, rows)
+            made.append((microbatches, new_event("BatchLeased", manifest.body(name, token))))
+            reached("before-lease")
 
         async def work(tx: Transaction) -> None:
-            await leases.require(tx, key, name, token=self._lease.token)
-            await log.append(tx, key, [event], actor=name, now_us=now_us())
+            await leases.require(tx, key, name, token=token)
+            await log.append(tx, key, [made[0][1]], actor=name, now_us=now_us())
             reached("inside-lease")
 
-        await self._database.write(work)
+        await self._database.write(work, before=collate)
         reached("after-lease")
-        return step
+        return self._step(manifest, rows, made[0][0], recorded=False)
 
     async def _load(self, manifest: Manifest, *, recorded: bool) -> TrainStep:
-        return await self._step(manifest, await self._loader.load(manifest), recorded=recorded)
+        rows = await self._loader.load(manifest)
+        microbatches = await in_thread(self._collate, manifest, rows)
+        return self._step(manifest, rows, microbatches, recorded=recorded)
 
-    async def _step(self, manifest: Manifest, rows: LoadedRows, *, recorded: bool) -> TrainStep:
-        work = partial(
-            collate_step,
+    def _collate(self, manifest: Manifest, rows: LoadedRows) -> list[MicroBatch]:
+        return collate_step(
             manifest,
             rows,
             rank=self.options.rank,
@@ -245,7 +259,15 @@ class TrainStream:
             device=self.options.device,
             memory=self._memory,
         )
-        microbatches = await anyio.to_thread.run_sync(work)
+
+    def _step(
+        self,
+        manifest: Manifest,
+        rows: LoadedRows,
+        microbatches: list[MicroBatch],
+        *,
+        recorded: bool,
+    ) -> TrainStep:
         if self.options.recompute_old_logprob:
             for microbatch in microbatches:
                 del microbatch.tensors["old_logprob"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from sqlalchemy import Table, insert
@@ -15,6 +16,10 @@ from trinity_buffer.store.inline import InlineConnection
 
 FEWEST_TO_COPY = 8
 """Rows from which on PostgreSQL's COPY is quicker than its prepared INSERT."""
+
+TOGETHER = 64
+"""Rows of one statement on SQLite: each lets go of the interpreter's lock and has to get it back,
+which takes longer than the insert when another thread computes."""
 
 
 async def add(tx: AsyncConnection, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -30,7 +35,11 @@ async def add(tx: AsyncConnection, table: Table, rows: Sequence[tuple[Any, ...]]
     if tx.dialect.name == "postgresql" and len(rows) >= FEWEST_TO_COPY:
         await _copy(tx, table, rows)
     elif isinstance(tx, InlineConnection):
-        tx.many(_statement(table, tx.dialect), rows)
+        whole = len(rows) - len(rows) % TOGETHER
+        for start in range(0, whole, TOGETHER):
+            some = chain.from_iterable(rows[start : start + TOGETHER])
+            tx.rows(_statement_of_many(table, tx.dialect), tuple(some))
+        tx.many(_statement(table, tx.dialect), rows[whole:])
     else:
         await tx.exec_driver_sql(_statement(table, tx.dialect), list(rows))
 
@@ -38,6 +47,13 @@ async def add(tx: AsyncConnection, table: Table, rows: Sequence[tuple[Any, ...]]
 @cache
 def _statement(table: Table, dialect: Dialect) -> str:
     return str(insert(table).compile(dialect=dialect))
+
+
+@cache
+def _statement_of_many(table: Table, dialect: Dialect) -> str:
+    """Return the statement for `TOGETHER` rows, whose places are all positional."""
+    head, values, row = _statement(table, dialect).partition("VALUES ")
+    return head + values + ", ".join([row] * TOGETHER)
 
 
 async def _copy(tx: AsyncConnection, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:

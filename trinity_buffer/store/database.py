@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from trinity_buffer.errors import (
 from trinity_buffer.store import schema, sqlite, sqlite_driver
 from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
 from trinity_buffer.store.checkpoint import Checkpointer
+from trinity_buffer.store.inline import InlineConnection, to_its_end
 from trinity_buffer.store.transaction import TakenKeyError
 
 T = TypeVar("T")
@@ -71,6 +73,18 @@ _POSTGRESQL_QUERY = frozenset({"host", "port", "sslmode"})
 _ACCEPTED = "accepted are sqlite:///path/to/file.db and postgresql://user@host/database"
 
 
+class _Trip(threading.local):
+    """What a thread works with while it runs something `Database.together`.
+
+    Attributes:
+        connection: None: this thread is not on a trip.
+        wrote: whether there was a writing transaction.
+    """
+
+    connection: InlineConnection | None = None
+    wrote: bool = False
+
+
 class Database:
     """Connections to one database. Opened with `open_database`, closed by leaving its context.
 
@@ -92,6 +106,7 @@ class Database:
         # ways in and out take longer than many a transaction.
         self._seats = anyio.Semaphore(READERS + 1, fast_acquire=True)
         self._idle: list[PoolProxiedConnection] = []
+        self._trip = _Trip()
         self._checkpointer = None if read_only else self._new_checkpointer()
         self._engine: AsyncEngine
         self._writer: AsyncEngine  # the same connections, for transactions that write
@@ -166,8 +181,18 @@ class Database:
                 await anyio.to_thread.run_sync(before)
             async with self.writing(integrity_errors=integrity_errors) as tx:
                 return await work(tx)
+
+        def run(connection: InlineConnection) -> T:
+            if before is not None:
+                before()
+            return connection.transact("BEGIN IMMEDIATE", work)
+
+        if self._trip.connection is not None:
+            self._trip.wrote = True
+            with _foreign_errors(self.name, integrity=integrity_errors):
+                return run(self._trip.connection)
         async with self._write_lock:
-            done = await self._transact("BEGIN IMMEDIATE", work, before, integrity=integrity_errors)
+            done = await self._inline(run, integrity=integrity_errors)
         self._noticed()
         return done
 
@@ -176,23 +201,43 @@ class Database:
         if self.dialect != "sqlite":
             async with self.reading() as tx:
                 return await work(tx)
-        return await self._transact("BEGIN", work)
+        if self._trip.connection is not None:
+            with self._errors():
+                return self._trip.connection.transact("BEGIN", work)
+        return await self._inline(lambda connection: connection.transact("BEGIN", work))
 
-    async def _transact(
-        self,
-        begin: str,
-        work: Callable[[AsyncConnection], Awaitable[T]],
-        before: Callable[[], None] | None = None,
-        *,
-        integrity: bool = False,
-    ) -> T:
+    async def together(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Return what ``work()`` returns: transactions, and what is computed between them.
+
+        On SQLite it runs as a whole in the thread of a connection: in it, `read` and `write` are
+        plain calls, and nothing else may be waited for. Going there and back once costs less than
+        doing so for each transaction. As long as it runs, no other task of this process writes.
+        """
+        if self.dialect != "sqlite" or self.read_only:
+            return await work()
+
+        def run(connection: InlineConnection) -> tuple[T, bool]:
+            self._trip.connection, self._trip.wrote = connection, False
+            try:
+                return to_its_end(work()), self._trip.wrote
+            finally:
+                self._trip.connection = None
+
+        async with self._write_lock:
+            done, wrote = await self._inline(run)
+        if wrote:
+            self._noticed()
+        return done
+
+    async def _inline(self, run: Callable[[InlineConnection], T], *, integrity: bool = False) -> T:
+        """Return what ``run`` returns, on one trip to the thread of a connection."""
         errors = _foreign_errors(self.name, integrity=integrity)
         with anyio.CancelScope(shield=True), errors:
             async with self._seats:
                 connection = self._idle.pop() if self._idle else await self._engine.raw_connection()
                 try:
                     adapted: Any = connection.dbapi_connection
-                    done: T = await adapted.transact(begin, work, before)
+                    done: T = await adapted.trip_inline(run)
                 finally:
                     self._idle.append(connection)
         return done

@@ -8,12 +8,13 @@ in that thread, to its end, and finds nothing to wait for.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
 
 from pysqlite3 import dbapi2
 from sqlalchemy import Connection, create_engine
 from sqlalchemy.dialects import sqlite
+from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.pool import StaticPool
 
 T = TypeVar("T")
@@ -54,17 +55,23 @@ class InlineConnection:
         """Execute a statement for each of ``rows``, past SQLAlchemy."""
         self._driver.executemany(statement, rows)
 
-    def begin(self, statement: str) -> None:
-        """Begin a transaction with ``statement``."""
-        self._driver.execute(statement)
+    def transact(self, begin: str, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+        """Return what ``work`` returns, in a transaction that begins with ``begin``."""
+        try:
+            self._driver.execute(begin)
+            done = to_its_end(work(cast("AsyncConnection", self)))
+            self._commit()
+        except BaseException:
+            self._rollback()
+            raise
+        return done
 
-    def commit(self) -> None:
-        """Commit the transaction."""
+    def _commit(self) -> None:
         if self._core is not None:
             self._core.commit()
         self._driver.commit()
 
-    def rollback(self) -> None:
+    def _rollback(self) -> None:
         """Roll the transaction back, if there still is one."""
         if self._core is not None:
             self._core.rollback()

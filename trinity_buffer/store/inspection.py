@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, and_, func, select, text
+from sqlalchemy import Select, func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.identity import EID
@@ -105,30 +105,16 @@ async def published_versions(tx: AsyncConnection, experiment: int) -> int:
     return int((await tx.execute(query)).scalar_one())
 
 
-async def staleness(
-    tx: AsyncConnection, experiment: int, trainer: str, *, after: int
-) -> float | None:
-    """Return the mean of (step - 1 - policy version) over the rows of the steps above ``after``."""
-    of_delivery = and_(
-        annotation.c.experiment == delivery.c.experiment, annotation.c.address == delivery.c.address
+async def known_policy_versions(
+    tx: AsyncConnection, experiment: int, addresses: Sequence[int]
+) -> dict[int, int]:
+    """Return address -> policy version of those of the experiences of which it is known."""
+    query = select(experience.c.address, experience.c.policy_version).where(
+        experience.c.experiment == experiment,
+        experience.c.policy_version.is_not(None),
+        among(tx, experience.c.address, addresses),
     )
-    of_annotation = and_(
-        experience.c.experiment == annotation.c.experiment,
-        experience.c.address == annotation.c.experience,
-    )
-    query = (
-        select(func.avg(delivery.c.step - 1 - experience.c.policy_version))
-        .select_from(delivery.join(annotation, of_delivery).join(experience, of_annotation))
-        .where(
-            delivery.c.experiment == experiment,
-            delivery.c.consumer == trainer,
-            delivery.c.source == "",
-            delivery.c.step > after,
-            experience.c.policy_version.is_not(None),
-        )
-    )
-    found = (await tx.execute(query)).scalar()
-    return None if found is None else float(found)
+    return {int(address): int(version) for address, version in (await tx.execute(query)).all()}
 
 
 async def size_bytes(tx: AsyncConnection) -> int:

@@ -173,7 +173,7 @@ async def open_scratch(experiment: int, live: Path | None = None) -> AsyncIterat
 
 
 # What no fold asks for, and every fold would keep up to date.
-_NEEDLESS = ("ix_annotation_experience", "ix_delivery_step", "ix_archived_segment")
+_NEEDLESS = ("ix_annotation_experience", "ix_archived_segment")
 
 
 def _connected(live: Path | None, connection: Any, _record: Any) -> None:

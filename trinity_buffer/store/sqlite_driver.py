@@ -2,15 +2,15 @@
 
 The adapter that SQLAlchemy brings makes four: open a cursor, execute, fetch, close. Each costs more
 than most of our statements do, so here they are one, and the ``BEGIN`` of a transaction rides with
-its first statement. A transaction that is known as a whole takes a single trip (`transact`).
+its first statement. A transaction that is known as a whole takes a single trip (`trip_inline`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import aiosqlite
 from pysqlite3 import dbapi2
@@ -20,10 +20,9 @@ from sqlalchemy.dialects.sqlite.aiosqlite import (
     AsyncAdapt_aiosqlite_dbapi,
     SQLiteDialect_aiosqlite,
 )
-from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.util.concurrency import await_only
 
-from trinity_buffer.store.inline import InlineConnection, to_its_end
+from trinity_buffer.store.inline import InlineConnection
 
 T = TypeVar("T")
 
@@ -133,39 +132,16 @@ class Connection(AsyncAdapt_aiosqlite_connection):  # type: ignore[misc, unused-
             self._handle_exception(error)
         return done
 
-    async def transact(
-        self,
-        begin: str,
-        work: Callable[[AsyncConnection], Awaitable[T]],
-        before: Callable[[], None] | None = None,
-    ) -> T:
-        """Return what ``work`` returns, in a transaction that takes one trip as a whole.
-
-        ``before`` runs on the same trip, ahead of the transaction.
-        """
+    async def trip_inline(self, run: Callable[[InlineConnection], T]) -> T:
+        """Return what ``run`` returns, which works with the connection in the latter's thread."""
         driver = self._connection
-        done: T = await driver._execute(self._transact, begin, work, before)  # noqa: SLF001 - it has no public way in
+        done: T = await driver._execute(self._run_inline, run)  # noqa: SLF001 - it has no public way in
         return done
 
-    def _transact(
-        self,
-        begin: str,
-        work: Callable[[AsyncConnection], Awaitable[T]],
-        before: Callable[[], None] | None,
-    ) -> T:
-        if before is not None:
-            before()
+    def _run_inline(self, run: Callable[[InlineConnection], T]) -> T:
         if self._inline is None:
             self._inline = InlineConnection(self._connection._conn)  # noqa: SLF001 - as above
-        inline = self._inline
-        try:
-            inline.begin(begin)
-            done = to_its_end(work(cast("AsyncConnection", inline)))
-            inline.commit()
-        except BaseException:
-            inline.rollback()
-            raise
-        return done
+        return run(self._inline)
 
     def close(self) -> None:
         """Close the connection, and what looks at it."""
