@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.blocks import Array, Block, Field, field_of_values
+from trinity_buffer.pipeline.blocks import Array, Field, field_of_values
+from trinity_buffer.pipeline.filling import Arena, copy_rows, fill_rows, scale_mask
 from trinity_buffer.pipeline.manifest import Manifest, MicroBatchPlan
 from trinity_buffer.pipeline.row_loader import LoadedRows
 from trinity_buffer.pipeline.step_memory import StepMemory
@@ -266,64 +266,32 @@ def _places(columns: _Columns, plans: Sequence[MicroBatchPlan], *, padded: bool)
     return _Places(size, begins, parts, padded)
 
 
-class _Arena:
-    """The memory of all columns of a step, one after another.
-
-    Args:
-        memory: of earlier steps.
-        size: elements of a column.
-        dtypes: of the columns, in the order in which they are asked for.
-        written: how many of them, the first ones, will be written as a whole; the others are zeros.
-    """
-
-    def __init__(
-        self, memory: StepMemory, size: int, dtypes: Sequence[type[np.generic]], written: int
-    ) -> None:
-        self._dtypes = iter(dtypes)
-        self._size = size
-        widths = [_aligned(size * np.dtype(dtype).itemsize) for dtype in dtypes]
-        self._memory = memory.take(sum(widths))
-        self._memory[sum(widths[:written]) :].fill(0)
-        self._used = 0
-
-    def column(self) -> Array:
-        """Return the next column."""
-        dtype = next(self._dtypes)
-        begin, end = self._used, self._used + self._size * np.dtype(dtype).itemsize
-        self._used = _aligned(end)
-        return self._memory[begin:end].view(dtype)
-
-
-def _aligned(size: int) -> int:
-    return size + -size % 64
-
-
 def _filled(columns: _Columns, places: _Places, memory: StepMemory) -> dict[str, Array]:
     """Return the flat columns of all micro-batches."""
     tokens = ["input_ids"] if places.padded else ["input_ids", "position_ids"]
     whole = [*tokens, "attention_mask"]
     kinds = [np.int64] * len(tokens) + [np.bool_] * 2 + [np.float32] * len(columns.responses)
     padding = places.size > int(columns.lengths[places.begins >= 0].sum())
-    arena = _Arena(memory, places.size, kinds, written=0 if padding else len(whole))
+    arena = Arena(memory, places.size, kinds, written=0 if padding else len(whole))
     out: dict[str, Array] = {name: arena.column() for name in whole}
     mask = out["action_mask"] = arena.column()
     for block in columns.tokens.blocks:
-        _copy(out["input_ids"], block, places.begins)
+        copy_rows(out["input_ids"], block, places.begins)
     longest = columns.lengths.max()
-    _fill(out["attention_mask"], places.begins, columns.lengths, np.ones(longest, np.bool_))
+    fill_rows(out["attention_mask"], places.begins, columns.lengths, np.ones(longest, np.bool_))
     if not places.padded:
-        _fill(out["position_ids"], places.begins, columns.lengths, np.arange(longest))
+        fill_rows(out["position_ids"], places.begins, columns.lengths, np.arange(longest))
     begins = np.where(places.begins < 0, -1, places.begins + columns.prompt_lengths)
     for block in columns.masks.blocks:
-        _copy(mask, block, begins)
+        copy_rows(mask, block, begins)
     weights = _weights(columns, mask, begins)
     for name, some in columns.responses.items():
         column = out[name] = arena.column()
         for block in some.blocks:
             if block.scaled:
-                _scale(column, block, begins, weights, columns.lengths - columns.prompt_lengths)
+                scale_mask(column, block, begins, weights, columns.lengths - columns.prompt_lengths)
             else:
-                _copy(column, block, begins)
+                copy_rows(column, block, begins)
     _put_rewards(out["token_level_rewards"], columns, places.begins)
     return out
 
@@ -334,60 +302,8 @@ def _weights(columns: _Columns, mask: Array, begins: Array) -> Array:
         return mask
     weights = np.zeros(len(mask), np.float32)
     for block in columns.masks.blocks:
-        _copy(weights, block, begins)
+        copy_rows(weights, block, begins)
     return weights
-
-
-def _rectangle(column: Array, begins: Array, sizes: Array) -> Array | None:
-    """Return rows of one size at equal distances as one view of ``column``; None if they differ."""
-    first, stride = int(begins[0]), int(sizes[0])
-    if len(begins) > 1:
-        stride = int(begins[1]) - first
-        if first < 0 or stride < sizes[0] or (begins[1:] - begins[:-1] != stride).any():
-            return None
-    if first < 0 or (sizes != sizes[0]).any():
-        return None
-    shape, width = (len(begins), int(sizes[0])), column.itemsize
-    return np.ndarray(shape, column.dtype, column, first * width, (stride * width, width))
-
-
-def _copy(column: Array, block: Block, begins: Array) -> None:
-    """Copy the rows of a block to where they begin in ``column``."""
-    to = begins[block.rows]
-    target = _rectangle(column, to, np.diff(block.ends))
-    if target is not None:
-        target[...] = block.data.reshape(target.shape)
-        return
-    for begin, (a, z) in zip(to.tolist(), pairwise(block.ends.tolist()), strict=True):
-        if begin >= 0:
-            column[begin : begin + z - a] = block.data[a:z]
-
-
-def _scale(column: Array, block: Block, begins: Array, weights: Array, sizes: Array) -> None:
-    """Put the multiples of the mask that a block stands for to where its rows begin."""
-    to, lengths = begins[block.rows], sizes[block.rows]
-    target, mask = _rectangle(column, to, lengths), _rectangle(weights, to, lengths)
-    if target is not None and mask is not None:
-        if mask.dtype == np.bool_ and mask.all():
-            target[...] = block.data[:, None]
-        else:
-            np.multiply(mask, block.data[:, None], out=target, casting="unsafe")
-        return
-    ends = (to + lengths).tolist()
-    for begin, end, scalar in zip(to.tolist(), ends, block.data, strict=True):
-        if begin >= 0:
-            np.multiply(weights[begin:end], scalar, out=column[begin:end], casting="unsafe")
-
-
-def _fill(column: Array, begins: Array, sizes: Array, values: Array) -> None:
-    """Put the first of ``values``, as many as it has elements, into every row."""
-    target = _rectangle(column, begins, sizes)
-    if target is not None:
-        target[...] = values[: sizes[0]]
-        return
-    for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True):
-        if begin >= 0:
-            column[begin : begin + size] = values[:size]
 
 
 def _put_rewards(column: Array, columns: _Columns, begins: Array) -> None:

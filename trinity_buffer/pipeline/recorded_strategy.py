@@ -6,6 +6,10 @@ from typing import Any, ClassVar
 
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.grouping import GroupingRules
+from trinity_buffer.pipeline.step_source import RECORDED
+from trinity_buffer.pipeline.strategy_consumer import StrategyConsumer
 
 
 class RecordedStrategy(AddStrategy):
@@ -19,3 +23,15 @@ class RecordedStrategy(AddStrategy):
         """Write everything."""
         await self.writer.write(experiences)
         return len(experiences), {}
+
+
+def recorder(experiment: Experiment) -> StrategyConsumer:
+    """Return the consumer that makes the groups of what was recorded."""
+    config = experiment.config
+    alone = 1 if config.get("schema") in ("sft", "dpo", "cpt") else None
+    rules = GroupingRules(
+        rollouts_per_group=config.get("rollouts_per_group", alone),
+        deadline_s=config.get("deadline_s"),
+        incomplete=config.get("incomplete", "keep"),
+    )
+    return StrategyConsumer(experiment, RecordedStrategy, name=RECORDED, rules=rules)

@@ -23,15 +23,13 @@ from trinity_buffer.pipeline.collate import MicroBatch, collate_step
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.grouping import GroupingRules
 from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.ranks import RankSession
-from trinity_buffer.pipeline.recorded_strategy import RecordedStrategy
+from trinity_buffer.pipeline.recorded_strategy import recorder
 from trinity_buffer.pipeline.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.step_memory import StepMemory
 from trinity_buffer.pipeline.step_rows import StepRows
 from trinity_buffer.pipeline.step_source import RECORDED, StepSource
-from trinity_buffer.pipeline.strategy_consumer import StrategyConsumer
 from trinity_buffer.pipeline.stream_options import Resume, StreamOptions, TrainStep
 from trinity_buffer.pipeline.trainer_lease import TrainerLease
 from trinity_buffer.store import leases, log, queries, trainer_queries
@@ -173,7 +171,7 @@ class TrainStream:
         while self._recorders:
             experiment = self._recorders[-1]
             own = experiment is self.experiment
-            report = await _recorder(experiment).run(follow=self.options.follow and own)
+            report = await recorder(experiment).run(follow=self.options.follow and own)
             if own:
                 self.incomplete_groups = report.waiting_groups
             self._recorders.pop()
@@ -393,15 +391,3 @@ class TrainStream:
 
 def _absolute(path: str | Path) -> Path:
     return Path(path).absolute()
-
-
-def _recorder(experiment: Experiment) -> StrategyConsumer:
-    """Return the consumer that makes the groups of what was recorded."""
-    config = experiment.config
-    alone = 1 if config.get("schema") in ("sft", "dpo", "cpt") else None
-    rules = GroupingRules(
-        rollouts_per_group=config.get("rollouts_per_group", alone),
-        deadline_s=config.get("deadline_s"),
-        incomplete=config.get("incomplete", "keep"),
-    )
-    return StrategyConsumer(experiment, RecordedStrategy, name=RECORDED, rules=rules)

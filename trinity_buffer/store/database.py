@@ -10,11 +10,10 @@ from typing import Any, Literal, Self, TypeVar
 
 import anyio
 import anyio.to_thread
-from pysqlite3 import dbapi2
 from sqlalchemy import event as listen_to
 from sqlalchemy import make_url, text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
+from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import PoolProxiedConnection
 from sqlalchemy.util import greenlet_spawn
@@ -22,15 +21,13 @@ from sqlalchemy.util import greenlet_spawn
 from trinity_buffer.errors import (
     InvalidArgumentError,
     ReadOnlyStoreError,
-    StoreBusyError,
-    StoreError,
     UnknownStoreError,
 )
 from trinity_buffer.store import schema, sqlite, sqlite_driver
 from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
 from trinity_buffer.store.checkpoint import Checkpointer
+from trinity_buffer.store.foreign_errors import foreign_errors
 from trinity_buffer.store.inline import InlineConnection, to_its_end
-from trinity_buffer.store.transaction import TakenKeyError
 
 T = TypeVar("T")
 
@@ -147,7 +144,7 @@ class Database:
                 await stack.enter_async_context(self._write_lock)
             with (
                 anyio.CancelScope(shield=True),
-                _foreign_errors(self.name, integrity=integrity_errors),
+                foreign_errors(self.name, integrity=integrity_errors),
             ):
                 async with self._writer.connect() as connection, connection.begin():
                     yield connection
@@ -189,7 +186,7 @@ class Database:
 
         if self._trip.connection is not None:
             self._trip.wrote = True
-            with _foreign_errors(self.name, integrity=integrity_errors):
+            with foreign_errors(self.name, integrity=integrity_errors):
                 return run(self._trip.connection)
         async with self._write_lock:
             done = await self._inline(run, integrity=integrity_errors)
@@ -231,7 +228,7 @@ class Database:
 
     async def _inline(self, run: Callable[[InlineConnection], T], *, integrity: bool = False) -> T:
         """Return what ``run`` returns, on one trip to the thread of a connection."""
-        errors = _foreign_errors(self.name, integrity=integrity)
+        errors = foreign_errors(self.name, integrity=integrity)
         with anyio.CancelScope(shield=True), errors:
             async with self._seats:
                 connection = self._idle.pop() if self._idle else await self._engine.raw_connection()
@@ -249,7 +246,7 @@ class Database:
             self._checkpointer.notify()
 
     def _errors(self) -> Any:
-        return _foreign_errors(self.name)
+        return foreign_errors(self.name)
 
     async def open(self, stack: AsyncExitStack, *, any_revision: bool = False) -> Self:
         """Check, connect, create what is missing; whatever is opened is closed by ``stack``.
@@ -336,43 +333,6 @@ def _begin_sqlite(connection: Any) -> None:
 def _begin_postgresql(connection: Any) -> None:
     if not connection.get_execution_options().get("trinity_buffer_writes", False):
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-
-
-class _foreign_errors:  # noqa: N801 - read as a statement: `with _foreign_errors(name)`
-    """Turn the database's errors into ours, the most specific first."""
-
-    def __init__(self, name: str, *, integrity: bool = False) -> None:
-        self.name = name
-        self.integrity = integrity
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self.integrity and isinstance(error, (IntegrityError, dbapi2.IntegrityError)):
-            raise TakenKeyError(str(getattr(error, "orig", error))) from error
-        if isinstance(error, (DBAPIError, dbapi2.Error)):
-            raise _translate(error, self.name) from error
-        if isinstance(error, (ConnectionError, OSError)) and not isinstance(error, TimeoutError):
-            raise StoreError(f"{self.name}: cannot reach the database: {error}") from error
-
-
-def _translate(error: Exception, name: str) -> Exception:
-    cause = " ".join(str(getattr(error, "orig", error)).split())
-    lowered = cause.lower()
-    if "database is locked" in lowered or "database is busy" in lowered:
-        return StoreBusyError(
-            f"{name}: another process held the database for over "
-            f"{sqlite.BUSY_TIMEOUT_MS // 1000} s; "
-            "`trinity-buffer stats` shows what is at work"
-        )
-    if "readonly database" in lowered or "read-only transaction" in lowered:
-        return ReadOnlyStoreError(f"{name} cannot be written: {cause}")
-    if "not a database" in lowered or "file is encrypted" in lowered:
-        return UnknownStoreError(f"{name} is not a Trinity Buffer store, nor a SQLite database")
-    if "no space left" in lowered or ("full" in lowered and "disk" in lowered):
-        return StoreError(f"{name}: the disk is full; nothing of this transaction was written")
-    return StoreError(f"{name}: {cause}")
 
 
 @asynccontextmanager

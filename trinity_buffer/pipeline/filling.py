@@ -1,0 +1,95 @@
+"""Blocks into the flat columns of a step: as one rectangle where rows are of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from trinity_buffer.pipeline.blocks import Array, Block
+from trinity_buffer.pipeline.step_memory import StepMemory
+
+
+class Arena:
+    """The memory of all columns of a step, one after another.
+
+    Args:
+        memory: of earlier steps.
+        size: elements of a column.
+        dtypes: of the columns, in the order in which they are asked for.
+        written: how many of them, the first ones, will be written as a whole; the others are zeros.
+    """
+
+    def __init__(
+        self, memory: StepMemory, size: int, dtypes: Sequence[type[np.generic]], written: int
+    ) -> None:
+        self._dtypes = iter(dtypes)
+        self._size = size
+        widths = [_aligned(size * np.dtype(dtype).itemsize) for dtype in dtypes]
+        self._memory = memory.take(sum(widths))
+        self._memory[sum(widths[:written]) :].fill(0)
+        self._used = 0
+
+    def column(self) -> Array:
+        """Return the next column."""
+        dtype = next(self._dtypes)
+        begin, end = self._used, self._used + self._size * np.dtype(dtype).itemsize
+        self._used = _aligned(end)
+        return self._memory[begin:end].view(dtype)
+
+
+def _aligned(size: int) -> int:
+    return size + -size % 64
+
+
+def rectangle(column: Array, begins: Array, sizes: Array) -> Array | None:
+    """Return rows of one size at equal distances as one view of ``column``; None if they differ."""
+    first, stride = int(begins[0]), int(sizes[0])
+    if len(begins) > 1:
+        stride = int(begins[1]) - first
+        if first < 0 or stride < sizes[0] or (begins[1:] - begins[:-1] != stride).any():
+            return None
+    if first < 0 or (sizes != sizes[0]).any():
+        return None
+    shape, width = (len(begins), int(sizes[0])), column.itemsize
+    return np.ndarray(shape, column.dtype, column, first * width, (stride * width, width))
+
+
+def copy_rows(column: Array, block: Block, begins: Array) -> None:
+    """Copy the rows of a block to where they begin in ``column``."""
+    to = begins[block.rows]
+    target = rectangle(column, to, np.diff(block.ends))
+    if target is not None:
+        target[...] = block.data.reshape(target.shape)
+        return
+    for begin, (a, z) in zip(to.tolist(), pairwise(block.ends.tolist()), strict=True):
+        if begin >= 0:
+            column[begin : begin + z - a] = block.data[a:z]
+
+
+def scale_mask(column: Array, block: Block, begins: Array, weights: Array, sizes: Array) -> None:
+    """Put the multiples of the mask that a block stands for to where its rows begin."""
+    to, lengths = begins[block.rows], sizes[block.rows]
+    target, mask = rectangle(column, to, lengths), rectangle(weights, to, lengths)
+    if target is not None and mask is not None:
+        if mask.dtype == np.bool_ and mask.all():
+            target[...] = block.data[:, None]
+        else:
+            np.multiply(mask, block.data[:, None], out=target, casting="unsafe")
+        return
+    ends = (to + lengths).tolist()
+    for begin, end, scalar in zip(to.tolist(), ends, block.data, strict=True):
+        if begin >= 0:
+            np.multiply(weights[begin:end], scalar, out=column[begin:end], casting="unsafe")
+
+
+def fill_rows(column: Array, begins: Array, sizes: Array, values: Array) -> None:
+    """Put the first of ``values``, as many as it has elements, into every row."""
+    target = rectangle(column, begins, sizes)
+    if target is not None:
+        target[...] = values[: sizes[0]]
+        return
+    for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True):
+        if begin >= 0:
+            column[begin : begin + size] = values[:size]
