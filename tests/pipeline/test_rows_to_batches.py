@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from trinity_buffer.experience import EID, Experience
+from trinity_buffer.pipeline import loading, row_loader
 from trinity_buffer.pipeline.collate import MicroBatch
 from trinity_buffer.pipeline.step_memory import StepMemory
 from trinity_buffer.pipeline.store import open_store
@@ -144,6 +146,28 @@ def check_pixels(inputs: dict[str, torch.Tensor], wrote: Experience) -> None:
     for name, pixels in expected.items():
         assert inputs[name].dtype == pixels.dtype
         assert torch.equal(inputs[name], pixels)
+
+
+@pytest.mark.parametrize(("cached_bytes", "times"), [(row_loader.CACHED_BYTES, 1), (0, 3)])
+async def test_a_segment_is_read_once_for_all_the_steps_that_its_rows_go_to(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, cached_bytes: int, times: int
+) -> None:
+    read: Counter[bytes] = Counter()
+
+    async def counted(database: Any, keys: Sequence[bytes], families: Sequence[str]) -> Any:
+        read.update(keys)
+        return await loading.read_segments(database, keys, families)
+
+    monkeypatch.setattr(row_loader, "read_segments", counted)
+    monkeypatch.setattr(row_loader, "CACHED_BYTES", cached_bytes)
+    await written(sqlite_url)
+    with open_train_stream(
+        sqlite_url, experiment="e", strategy="grpo", groups_per_step=1
+    ) as stream:
+        steps = sum(1 for _ in stream)
+    assert steps > 3
+    assert max(read.values()) >= times
+    assert times > 1 or set(read.values()) == {1}
 
 
 def test_memory_is_used_again_only_when_no_tensor_looks_at_it() -> None:
