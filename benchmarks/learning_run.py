@@ -22,10 +22,10 @@ from trinity_buffer.experience import EID, Experience
 from trinity_buffer.explorer.explorer import Explorer, ExplorerSettings
 from trinity_buffer.explorer.rollout import evaluate
 from trinity_buffer.explorer.tasks import Problem, Task
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.stream_options import TrainStep
-from trinity_buffer.pipeline.sync_stream import SyncTrainStream
+from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream
 from trinity_buffer.policy import PolicyConfig, TransformerPolicy, load_policy, save_policy
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings

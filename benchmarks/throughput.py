@@ -13,9 +13,9 @@ from benchmarks.measuring import Figure, figure_of_rates, interleaved
 from benchmarks.sites import Site
 from benchmarks.workload import BATCH, ROWS_PER_STEP, RUNS, calls, experiences
 from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.sync_stream import open_train_stream
+from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
 
 EXPERIMENT = "bench"
 GRPO = {"epsilon": 1e-6}

@@ -27,9 +27,9 @@ import torch
 from benchmarks.measuring import machine
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.explorer.acknowledgements import Acknowledgements
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.strategy_consumer import run_strategy
 from trinity_buffer.writer import BufferWriter
 
 EXPERIMENT = "verified"

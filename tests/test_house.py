@@ -32,20 +32,20 @@ LONG_FILES: dict[str, str] = {
 }
 LONG_FUNCTIONS: dict[str, str] = {}
 BROAD_EXCEPTS = {
-    f"{PACKAGE}/pipeline/rank_stream.py:run": "handed to whoever reads the stream",
+    f"{PACKAGE}/pipeline/streaming/rank_stream.py:run": "handed to whoever reads the stream",
     f"{PACKAGE}/store/sqlite_driver.py:trip": "turned into an error of the driver",
-    f"{PACKAGE}/pipeline/replay.py:open_replay_stream": "raised again, bare of the portal's group",
-    f"{PACKAGE}/pipeline/sync_stream.py:open_train_stream": "raised again, bare of the group",
+    f"{PACKAGE}/pipeline/history/replay.py:open_replay_stream": "raised again, bare of a group",
+    f"{PACKAGE}/pipeline/streaming/sync_stream.py:open_train_stream": "raised bare of its group",
     f"{PACKAGE}/pipeline/background.py:running": "raised again, bare of the task group",
-    f"{PACKAGE}/pipeline/group_commit.py:prepare": "handed to the caller it belongs to",
+    f"{PACKAGE}/pipeline/writing/group_commit.py:prepare": "handed to its caller",
     f"{PACKAGE}/pipeline/background.py:run": "raised at the end of the body",
-    f"{PACKAGE}/pipeline/group_commit.py:_commit": "handed to every caller of the group",
-    f"{PACKAGE}/pipeline/group_commit.py:_commit_singly": "handed to the caller it belongs to",
-    f"{PACKAGE}/pipeline/train_stream.py:run": "handed to whoever reads the stream",
+    f"{PACKAGE}/pipeline/writing/group_commit.py:_commit": "handed to every caller of the group",
+    f"{PACKAGE}/pipeline/writing/group_commit.py:_commit_singly": "handed to its caller",
+    f"{PACKAGE}/pipeline/streaming/train_stream.py:run": "handed to whoever reads the stream",
 }
 LAZY_IMPORTS = {
-    f"{PACKAGE}/pipeline/compaction.py:_parquet": "pyarrow is an extra",
-    f"{PACKAGE}/pipeline/compaction.py:_write_file": "pyarrow is an extra",
+    f"{PACKAGE}/pipeline/history/compaction.py:_parquet": "pyarrow is an extra",
+    f"{PACKAGE}/pipeline/history/compaction.py:_write_file": "pyarrow is an extra",
     f"{PACKAGE}/store/bulk.py:_copy": "asyncpg is an extra that users of SQLite do not have",
     "benchmarks/learning_report.py:_plot": "matplotlib is an extra, and slow to import",
     f"{PACKAGE}/cli/demo.py:_accuracy": "torch, which would take a core from the run it watches",

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from trinity_buffer.experience import Experience, group_by
     from trinity_buffer.identity import EID
     from trinity_buffer.metrics import gather_metrics
-    from trinity_buffer.pipeline.compaction import compact
-    from trinity_buffer.pipeline.replay import open_replay_stream
-    from trinity_buffer.pipeline.scoring import assign_rewards
+    from trinity_buffer.pipeline.annotating.scoring import assign_rewards
+    from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer, run_strategy
+    from trinity_buffer.pipeline.history.compaction import compact
+    from trinity_buffer.pipeline.history.replay import open_replay_stream
     from trinity_buffer.pipeline.store import open_store
-    from trinity_buffer.pipeline.strategy_consumer import StrategyConsumer, run_strategy
-    from trinity_buffer.pipeline.sync_stream import open_train_stream
-    from trinity_buffer.pipeline.verify import verify
+    from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
+    from trinity_buffer.pipeline.verifying.verify import verify
     from trinity_buffer.writer import BufferWriter, StagedWriter, WriteReceipt
 
 __version__ = "0.1.0"
@@ -47,22 +47,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "verify": "trinity_buffer.pipeline.verify",
-    "compact": "trinity_buffer.pipeline.compaction",
-    "assign_rewards": "trinity_buffer.pipeline.scoring",
-    "open_replay_stream": "trinity_buffer.pipeline.replay",
+    "verify": "trinity_buffer.pipeline.verifying.verify",
+    "compact": "trinity_buffer.pipeline.history.compaction",
+    "assign_rewards": "trinity_buffer.pipeline.annotating.scoring",
+    "open_replay_stream": "trinity_buffer.pipeline.history.replay",
     "EID": "trinity_buffer.identity",
     "BufferWriter": "trinity_buffer.writer",
     "Experience": "trinity_buffer.experience",
     "StagedWriter": "trinity_buffer.writer",
-    "StrategyConsumer": "trinity_buffer.pipeline.strategy_consumer",
+    "StrategyConsumer": "trinity_buffer.pipeline.annotating.strategy_consumer",
     "TrinityBufferError": "trinity_buffer.errors",
     "WriteReceipt": "trinity_buffer.writer",
     "gather_metrics": "trinity_buffer.metrics",
     "group_by": "trinity_buffer.experience",
     "open_store": "trinity_buffer.pipeline.store",
-    "open_train_stream": "trinity_buffer.pipeline.sync_stream",
-    "run_strategy": "trinity_buffer.pipeline.strategy_consumer",
+    "open_train_stream": "trinity_buffer.pipeline.streaming.sync_stream",
+    "run_strategy": "trinity_buffer.pipeline.annotating.strategy_consumer",
 }
 
 

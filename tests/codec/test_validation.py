@@ -7,9 +7,9 @@ import torch
 
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.column_checks import forms_pass, numbers_pass
 from trinity_buffer.pipeline.encoding import encode_experiences
-from trinity_buffer.pipeline.validation import SCHEMAS, validate
+from trinity_buffer.pipeline.writing.column_checks import forms_pass, numbers_pass
+from trinity_buffer.pipeline.writing.validation import SCHEMAS, validate
 
 NAN, INF = float("nan"), float("inf")
 

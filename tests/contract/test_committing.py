@@ -17,10 +17,10 @@ from trinity_buffer.errors import (
     InvalidArgumentError,
     LeaseHeldError,
 )
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.train_stream import TrainStep, TrainStream
-from trinity_buffer.pipeline.verify import verify
+from trinity_buffer.pipeline.streaming.train_stream import TrainStep, TrainStream
+from trinity_buffer.pipeline.verifying.verify import verify
 
 GROUPS = 4
 OPTIONS: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 1}

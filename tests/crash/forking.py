@@ -18,9 +18,9 @@ CONTEXT.set_forkserver_preload(
         "tests.crash.roles",
         "tests.torture.roles",
         # what the package imports only when it is needed
-        "trinity_buffer.pipeline.sql_writer",
+        "trinity_buffer.pipeline.writing.sql_writer",
         "trinity_buffer.pipeline.loading",
-        "trinity_buffer.pipeline.open_stream",
+        "trinity_buffer.pipeline.streaming.open_stream",
     ]
 )
 

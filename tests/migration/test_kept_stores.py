@@ -13,11 +13,11 @@ from sqlalchemy import Connection, MetaData, insert
 
 from tests.migration.kept import kept
 from tests.stories import rollout
-from trinity_buffer.pipeline.migrate import migrate
-from trinity_buffer.pipeline.rebuild import diff_projections
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.history.migrate import migrate
+from trinity_buffer.pipeline.history.rebuild import diff_projections
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.verify import verify
+from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import migrations
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.tables import SCHEMA_REVISION

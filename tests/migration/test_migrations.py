@@ -16,7 +16,7 @@ from trinity_buffer.errors import (
     StoreError,
     UnknownStoreError,
 )
-from trinity_buffer.pipeline.migrate import migrate
+from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import migrations, schema, sqlite, tables
 from trinity_buffer.store.database import open_database, open_for_migration

@@ -29,14 +29,14 @@ from trinity_buffer.errors import (
     LeaseHeldError,
     LeaseLostError,
 )
-from trinity_buffer.pipeline.compaction import compact
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.rebuild import diff_projections, rebuild
+from trinity_buffer.pipeline.history.compaction import compact
+from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
 from trinity_buffer.pipeline.store import Store, open_store
-from trinity_buffer.pipeline.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.stream_options import TrainStep
-from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
-from trinity_buffer.pipeline.verify import verify
+from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream, open_train_stream
+from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import tables
 
 T = TypeVar("T")

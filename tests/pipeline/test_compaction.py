@@ -10,12 +10,12 @@ import pytest
 from tests.pipeline.watching import Killed
 from trinity_buffer.errors import ArchivedSegmentError, InvalidArgumentError, StoreError
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline import compaction
-from trinity_buffer.pipeline.compaction import compact
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.history import compaction
+from trinity_buffer.pipeline.history.compaction import compact
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.verify import verify
+from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import segments
 
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import EID, Key
-from trinity_buffer.pipeline.grouping import Group, Grouping, GroupingRules, ReadyUnit
+from trinity_buffer.pipeline.annotating.grouping import Group, Grouping, GroupingRules, ReadyUnit
 from trinity_buffer.store.rows import BatchRow, ExperienceRow
 
 S = 1_000_000

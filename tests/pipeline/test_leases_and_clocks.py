@@ -7,9 +7,10 @@ import pytest
 
 from tests.postgres import PostgresServer
 from trinity_buffer.errors import LeaseHeldError
-from trinity_buffer.pipeline import events, trainer_lease
+from trinity_buffer.pipeline import events
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.trainer_lease import TrainerLease, hold_lease
+from trinity_buffer.pipeline.streaming import trainer_lease
+from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease, hold_lease
 
 HOUR_US = 3_600_000_000
 HOURS_AHEAD, HOURS_BEHIND = 5 * HOUR_US, -5 * HOUR_US

@@ -13,7 +13,7 @@ from sqlalchemy import delete, insert, select, update
 from tests.pipeline.planting import append_unfolded, events_of, everything, first_row, unguarded
 from tests.stories import Story, rollout, tell
 from trinity_buffer.errors import StoreError
-from trinity_buffer.pipeline.rebuild import RebuildReport, diff_projections, rebuild
+from trinity_buffer.pipeline.history.rebuild import RebuildReport, diff_projections, rebuild
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.store import comparison
 from trinity_buffer.store.tables import (

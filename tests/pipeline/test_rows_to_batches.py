@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline import loading, row_loader
-from trinity_buffer.pipeline.collate import MicroBatch
-from trinity_buffer.pipeline.step_memory import StepMemory
+from trinity_buffer.pipeline import loading
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.sync_stream import open_train_stream
+from trinity_buffer.pipeline.streaming import row_loader
+from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.streaming.step_memory import StepMemory
+from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
 
 TASKS, RUNS = 16, 4
 LAYOUTS = [("padded", None), ("padded", 4096), ("packed", None), ("packed", 4096)]

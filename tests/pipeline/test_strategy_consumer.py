@@ -31,7 +31,7 @@ from trinity_buffer.errors import (
     UnknownNameError,
 )
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.strategy_consumer import (
+from trinity_buffer.pipeline.annotating.strategy_consumer import (
     ConsumerReport,
     StrategyConsumer,
     run_strategy,

@@ -22,8 +22,8 @@ from tests.pipeline.watching import (
     rejected_groups,
 )
 from trinity_buffer.algorithm.add_strategy import AddStrategy
-from trinity_buffer.pipeline import strategy_consumer
-from trinity_buffer.pipeline.strategy_consumer import (
+from trinity_buffer.pipeline.annotating import strategy_consumer
+from trinity_buffer.pipeline.annotating.strategy_consumer import (
     ConsumerReport,
     StrategyConsumer,
     run_strategy,
@@ -112,7 +112,7 @@ async def test_a_restart_does_not_put_off_a_deadline(
             event.recorded_at async for event in experiment.events(kinds=["ExperiencesRecorded"])
         }
         # Another process, whose clock says that the deadline was a moment ago.
-        clock = "trinity_buffer.pipeline.unit_reader.now_us"
+        clock = "trinity_buffer.pipeline.annotating.unit_reader.now_us"
         monkeypatch.setattr(clock, lambda: int((since + 1000.0) * 1e6) + 1)
         assert (await run_strategy(experiment, Watcher, name="all")).annotated == 1
 

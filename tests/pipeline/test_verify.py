@@ -22,9 +22,9 @@ from trinity_buffer import codec
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.pipeline.checkpoint import digest_of
 from trinity_buffer.pipeline.events import new_event, now_us
-from trinity_buffer.pipeline.manifest import Manifest
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify import VerifyReport, verify
+from trinity_buffer.pipeline.streaming.manifest import Manifest
+from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 from trinity_buffer.store import log, segments
 from trinity_buffer.store.tables import PROJECTIONS, delivery, event, segment, step
 

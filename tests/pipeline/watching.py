@@ -13,10 +13,10 @@ from tests.contract.making import (
 )
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline import strategy_consumer
+from trinity_buffer.pipeline.annotating import strategy_consumer
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify import verify
+from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import tables
 
 

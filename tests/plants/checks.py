@@ -23,10 +23,10 @@ from trinity_buffer.errors import (
     CursorConflictError,
     InvalidExperienceError,
 )
-from trinity_buffer.pipeline import strategy_consumer
+from trinity_buffer.pipeline.annotating import strategy_consumer
+from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer, run_strategy
 from trinity_buffer.pipeline.events import new_event, now_us
-from trinity_buffer.pipeline.strategy_consumer import StrategyConsumer, run_strategy
-from trinity_buffer.pipeline.verify import verify
+from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import log
 from trinity_buffer.store.tables import segment
 

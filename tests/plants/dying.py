@@ -11,8 +11,8 @@ import anyio
 
 from tests.stories import rollout
 from trinity_buffer.explorer.acknowledgements import Acknowledgements
-from trinity_buffer.pipeline.group_commit import GroupCommit, Outcome
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.writing.group_commit import GroupCommit, Outcome
 
 
 def write_and_die(url: str, noted: str, plant: str) -> None:

@@ -14,14 +14,15 @@ from tests.pipeline.planting import delete_event
 from tests.plants import checks
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.pipeline import checkpoint as checkpoints
-from trinity_buffer.pipeline import decision, planning, write_call
+from trinity_buffer.pipeline.annotating import decision
+from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.manifest import Manifest
-from trinity_buffer.pipeline.row_loader import RowLoader
-from trinity_buffer.pipeline.strategy_consumer import StrategyConsumer
-from trinity_buffer.pipeline.train_stream import TrainStep, TrainStream
-from trinity_buffer.pipeline.verify import verify
+from trinity_buffer.pipeline.streaming.manifest import Manifest
+from trinity_buffer.pipeline.streaming.row_loader import RowLoader
+from trinity_buffer.pipeline.streaming.train_stream import TrainStep, TrainStream
+from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.writing import planning, write_call
 from trinity_buffer.store import bulk, leases, log, projections, segments, tables
 from trinity_buffer.store.dialect import announce
 

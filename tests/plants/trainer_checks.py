@@ -16,12 +16,12 @@ from tests.plants.scenes import BLOCKED_S, nothing_is_wrong, opened, write_group
 from trinity_buffer.errors import (
     LeaseLostError,
 )
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.replay import replayed_steps
-from trinity_buffer.pipeline.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.train_stream import TrainStep, TrainStream
-from trinity_buffer.pipeline.verify import verify
+from trinity_buffer.pipeline.history.replay import replayed_steps
+from trinity_buffer.pipeline.streaming.train_stream import TrainStep, TrainStream
+from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import leases
 
 # 4 -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from tests.contract.making import contents, opened, rollout
 from tests.crash.forking import CONTEXT
 from trinity_buffer.errors import UnsafeStoreError
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify import verify
+from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import sqlite
 
 PROCESSES = 16

@@ -13,9 +13,9 @@ import anyio
 from tests.crash.forking import CONTEXT
 from tests.torture.roles import Life, live
 from tests.torture.sites import Site
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 from trinity_buffer.store.conservation import PlanCounts, StrategyCounts, TrainerCounts
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from tests.trainer.data import recorded, rollouts
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.stream_options import TrainStep
-from trinity_buffer.pipeline.train_stream import TrainStream
+from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 
 OPTIONS = {"strategy": None, "groups_per_step": 2, "world_size": 2}
 Life = Callable[[TrainStream, int], Coroutine[Any, Any, None]]

@@ -8,9 +8,9 @@ import torch
 from tests.trainer.data import RUNS, pairs, recorded, rollouts, solutions
 from trinity_buffer.algorithm import ADVANTAGE_FN, build
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.stream_options import StreamOptions
+from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 
 
 async def test_groups_that_are_too_old_are_rejected_whole(store_url: str) -> None:

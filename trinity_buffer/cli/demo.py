@@ -20,7 +20,7 @@ from trinity_buffer.cli.supervisor import Supervisor, command_of
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 
 FRAMES_PER_S = 4
 PLAIN_LINE_EVERY_S = 2.0

@@ -18,8 +18,8 @@ from trinity_buffer.cli.options import (
 )
 from trinity_buffer.cli.printing import console, print_json
 from trinity_buffer.cli.run_commands import SetOption
-from trinity_buffer.pipeline.compaction import CompactionReport
-from trinity_buffer.pipeline.compaction import compact as compact_experiment
+from trinity_buffer.pipeline.history.compaction import CompactionReport
+from trinity_buffer.pipeline.history.compaction import compact as compact_experiment
 from trinity_buffer.pipeline.store import open_store
 
 VERDICTS = {True: "bit-identical", False: "DIFFERENT", None: "not compared"}
@@ -87,7 +87,7 @@ def reannotate(
     Example: trinity-buffer reannotate --strategy grpo --set epsilon=1e-4 --name grpo-4
     """
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
-    from trinity_buffer.pipeline.strategy_consumer import (  # noqa: PLC0415 - torch
+    from trinity_buffer.pipeline.annotating.strategy_consumer import (  # noqa: PLC0415 - torch
         ConsumerReport,
         run_strategy,
     )

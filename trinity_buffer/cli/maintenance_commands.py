@@ -17,11 +17,11 @@ from trinity_buffer.cli.options import (
     chosen_store,
 )
 from trinity_buffer.cli.printing import console, print_json, progress, shown, table
-from trinity_buffer.pipeline.rebuild import RebuildReport
-from trinity_buffer.pipeline.rebuild import rebuild as rebuild_projections
+from trinity_buffer.pipeline.history.rebuild import RebuildReport
+from trinity_buffer.pipeline.history.rebuild import rebuild as rebuild_projections
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify import VerifyReport
-from trinity_buffer.pipeline.verify import verify as verify_experiment
+from trinity_buffer.pipeline.verifying.verify import VerifyReport
+from trinity_buffer.pipeline.verifying.verify import verify as verify_experiment
 
 PROBLEMS_SHOWN = 50
 
@@ -154,7 +154,7 @@ def migrate(store: StoreOption = None, as_json: JsonOption = False) -> None:
 
     Example: trinity-buffer migrate --store runs/demo.db
     """
-    from trinity_buffer.pipeline.migrate import migrate as migrate_store  # noqa: PLC0415 - alembic
+    from trinity_buffer.pipeline.history.migrate import migrate as migrate_store  # noqa: PLC0415 - alembic
 
     url = chosen_store(store)
 

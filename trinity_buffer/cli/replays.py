@@ -22,9 +22,9 @@ from trinity_buffer.cli.run_algorithm import algorithm_of
 from trinity_buffer.cli.run_config import RunConfig, overridden, resolved
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.checkpoint import digest_of
-from trinity_buffer.pipeline.environment import environment_of_run
-from trinity_buffer.pipeline.replay import open_replay_stream
+from trinity_buffer.pipeline.history.replay import open_replay_stream
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.streaming.environment import environment_of_run
 from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE, read_step, save_checkpoint
 from trinity_buffer.trainer.trainer import StepReport
 

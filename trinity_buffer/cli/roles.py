@@ -19,11 +19,11 @@ from trinity_buffer.cli.run_config import RunConfig, of_experiment
 from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings
 from trinity_buffer.explorer.rollout import evaluate
 from trinity_buffer.explorer.tasks import GuessNumber, SortDigits, Task
+from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport, run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.replay import ReplayStream
+from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.strategy_consumer import ConsumerReport, run_strategy
-from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
+from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.policy import PolicyConfig, TransformerPolicy, load_policy
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
-from trinity_buffer.pipeline.group_commit import GroupCommit
+from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.store import log, queries, reads, trainer_queries
 from trinity_buffer.store.database import Database
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from trinity_buffer.experience import Experience
     from trinity_buffer.identity import Key
-    from trinity_buffer.pipeline.sql_writer import SQLWriter
-    from trinity_buffer.pipeline.train_stream import TrainStream
-    from trinity_buffer.pipeline.write_call import OnInvalid
+    from trinity_buffer.pipeline.streaming.train_stream import TrainStream
+    from trinity_buffer.pipeline.writing.sql_writer import SQLWriter
+    from trinity_buffer.pipeline.writing.write_call import OnInvalid
 
 IDENTITY_KEYS = frozenset({"schema"})
 """Configuration that says what the stored experiences are, and hence cannot change."""
@@ -81,7 +81,7 @@ class Experiment:
             on_invalid: ``"raise"``, or ``"quarantine"``: record what is invalid as rejected and go
                 on.
         """
-        from trinity_buffer.pipeline.sql_writer import SQLWriter  # noqa: PLC0415 - torch, which readers do not need
+        from trinity_buffer.pipeline.writing.sql_writer import SQLWriter  # noqa: PLC0415 - torch, which readers do not need
 
         settle_imports()
         return SQLWriter(
@@ -190,6 +190,6 @@ class Experiment:
 
     def train_stream(self, **options: Any) -> AbstractAsyncContextManager[TrainStream]:
         """Open the stream of gradient steps, an async context manager; see `StreamOptions`."""
-        from trinity_buffer.pipeline.open_stream import open_async_train_stream  # noqa: PLC0415 - torch
+        from trinity_buffer.pipeline.streaming.open_stream import open_async_train_stream  # noqa: PLC0415 - torch
 
         return open_async_train_stream(self, **options)

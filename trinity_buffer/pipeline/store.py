@@ -9,7 +9,7 @@ from typing import Any
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import IDENTITY_KEYS, SCHEMA_NAMES, Experiment
-from trinity_buffer.pipeline.group_commit import GroupCommit
+from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.database import Database, Durability, open_database
 from trinity_buffer.store.dialect import lock_experiment

@@ -12,9 +12,9 @@ from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.algorithm.advantage_fn.entropy_clip import expected_entropy_change
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.collate import MicroBatch
-from trinity_buffer.pipeline.step_tensors import Reduce
-from trinity_buffer.pipeline.stream_options import TrainStep
+from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.streaming.step_tensors import Reduce
+from trinity_buffer.pipeline.streaming.stream_options import TrainStep
 from trinity_buffer.policy import TokenScores, TransformerPolicy
 from trinity_buffer.trainer.critic import TransformerCritic
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.collate import MicroBatch
-from trinity_buffer.pipeline.replay import ReplayStream
-from trinity_buffer.pipeline.stream_options import TrainStep
-from trinity_buffer.pipeline.sync_stream import SyncTrainStream
+from trinity_buffer.pipeline.history.replay import ReplayStream
+from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream
 from trinity_buffer.policy import TransformerPolicy
 from trinity_buffer.trainer.checkpoint_folder import (
     POLICY_FILE,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.annotating.grouping import Group
 from trinity_buffer.pipeline.annotation_encoding import encode_annotations
 from trinity_buffer.pipeline.events import new_event
-from trinity_buffer.pipeline.grouping import Group
 from trinity_buffer.store import segments
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ExperienceRow

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.collate import MicroBatch
+from trinity_buffer.pipeline.streaming.collate import MicroBatch
 
 Tensors = dict[str, Any]
 

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.annotating.grouping import GroupingRules
+from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.grouping import GroupingRules
-from trinity_buffer.pipeline.step_source import RECORDED
-from trinity_buffer.pipeline.strategy_consumer import StrategyConsumer
+from trinity_buffer.pipeline.streaming.step_source import RECORDED
 
 
 class RecordedStrategy(AddStrategy):

@@ -19,19 +19,19 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.background import in_thread, running
-from trinity_buffer.pipeline.collate import MicroBatch, collate_step
-from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain
-from trinity_buffer.pipeline.ranks import RankSession
-from trinity_buffer.pipeline.recorded_strategy import recorder
-from trinity_buffer.pipeline.row_loader import LoadedRows, RowLoader
-from trinity_buffer.pipeline.step_memory import StepMemory
-from trinity_buffer.pipeline.step_rows import StepRows
-from trinity_buffer.pipeline.step_source import RECORDED, StepSource
-from trinity_buffer.pipeline.stream_options import Resume, StreamOptions, TrainStep
-from trinity_buffer.pipeline.trainer_lease import TrainerLease
+from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step
+from trinity_buffer.pipeline.streaming.environment import environment_of_run
+from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
+from trinity_buffer.pipeline.streaming.ranks import RankSession
+from trinity_buffer.pipeline.streaming.recorded_strategy import recorder
+from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
+from trinity_buffer.pipeline.streaming.step_memory import StepMemory
+from trinity_buffer.pipeline.streaming.step_rows import StepRows
+from trinity_buffer.pipeline.streaming.step_source import RECORDED, StepSource
+from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions, TrainStep
+from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
 from trinity_buffer.store import leases, log, queries, trainer_queries
 from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import NewEvent

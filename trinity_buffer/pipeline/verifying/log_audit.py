@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from trinity_buffer import codec
 from trinity_buffer.errors import CodecError
-from trinity_buffer.pipeline.findings import Problem
-from trinity_buffer.pipeline.trainer_audit import TrainerAudit
+from trinity_buffer.pipeline.verifying.findings import Problem
+from trinity_buffer.pipeline.verifying.trainer_audit import TrainerAudit
 from trinity_buffer.store.address import address_of, first_address, written_as
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.scratch import DecodedEvent

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trinity_buffer.pipeline.findings import Problem
-from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain
+from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
+from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.store.address import written_as
 
 Integers = npt.NDArray[np.int64]

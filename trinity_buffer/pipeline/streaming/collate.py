@@ -17,11 +17,11 @@ from torch import Tensor
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.blocks import Array, Field, field_of_values
-from trinity_buffer.pipeline.filling import Arena, copy_rows, fill_rows, scale_mask
-from trinity_buffer.pipeline.manifest import Manifest, MicroBatchPlan
-from trinity_buffer.pipeline.row_loader import LoadedRows
-from trinity_buffer.pipeline.step_memory import StepMemory
+from trinity_buffer.pipeline.streaming.blocks import Array, Field, field_of_values
+from trinity_buffer.pipeline.streaming.filling import Arena, copy_rows, fill_rows, scale_mask
+from trinity_buffer.pipeline.streaming.manifest import Manifest, MicroBatchPlan
+from trinity_buffer.pipeline.streaming.row_loader import LoadedRows
+from trinity_buffer.pipeline.streaming.step_memory import StepMemory
 
 T = TypeVar("T")
 

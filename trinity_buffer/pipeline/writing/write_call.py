@@ -13,11 +13,11 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
-from trinity_buffer.pipeline.column_checks import forms_pass, numbers_pass
 from trinity_buffer.pipeline.encoding import EncodedWrite, content_digest_of, encode_experiences
 from trinity_buffer.pipeline.events import new_event
-from trinity_buffer.pipeline.group_commit import ROWS_PER_EVENT, Outcome, PreparedWrite
-from trinity_buffer.pipeline.validation import validate
+from trinity_buffer.pipeline.writing.column_checks import forms_pass, numbers_pass
+from trinity_buffer.pipeline.writing.group_commit import ROWS_PER_EVENT, Outcome, PreparedWrite
+from trinity_buffer.pipeline.writing.validation import validate
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.segments import new_key, rows_of
 from trinity_buffer.writer import WriteReceipt

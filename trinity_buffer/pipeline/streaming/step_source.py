@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.manifest import Manifest, plan_microbatches
-from trinity_buffer.pipeline.ready_groups import ReadyGroups
-from trinity_buffer.pipeline.row_loader import LoadedRows
-from trinity_buffer.pipeline.stream_options import StreamOptions
-from trinity_buffer.pipeline.trainer_lease import TrainerLease
+from trinity_buffer.pipeline.streaming.manifest import Manifest, plan_microbatches
+from trinity_buffer.pipeline.streaming.ready_groups import ReadyGroups
+from trinity_buffer.pipeline.streaming.row_loader import LoadedRows
+from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
+from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.address import SLOT_BITS, position_of
 from trinity_buffer.store.log import NewEvent

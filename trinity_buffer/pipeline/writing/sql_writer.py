@@ -8,9 +8,9 @@ from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import Key
-from trinity_buffer.pipeline import planning
-from trinity_buffer.pipeline.group_commit import GroupCommit
-from trinity_buffer.pipeline.write_call import OnInvalid, WriteCall
+from trinity_buffer.pipeline.writing import planning
+from trinity_buffer.pipeline.writing.group_commit import GroupCommit
+from trinity_buffer.pipeline.writing.write_call import OnInvalid, WriteCall
 from trinity_buffer.store import queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.writer import BufferWriter, WriteReceipt

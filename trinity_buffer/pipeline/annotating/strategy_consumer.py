@@ -23,13 +23,13 @@ from trinity_buffer.errors import (
     UnknownNameError,
 )
 from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.annotating.decision import Decision, Verdicts
+from trinity_buffer.pipeline.annotating.grouping import Group, GroupingRules, ReadyUnit
+from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
 from trinity_buffer.pipeline.background import settle_imports
-from trinity_buffer.pipeline.decision import Decision, Verdicts
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.grouping import Group, GroupingRules, ReadyUnit
 from trinity_buffer.pipeline.loading import damaged_among, load_experiences
-from trinity_buffer.pipeline.unit_reader import UnitReader
 from trinity_buffer.store import log, queries, reads, segments
 from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.rows import ExperienceRow

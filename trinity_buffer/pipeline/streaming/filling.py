@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from trinity_buffer.pipeline.blocks import Array, Block
-from trinity_buffer.pipeline.step_memory import StepMemory
+from trinity_buffer.pipeline.streaming.blocks import Array, Block
+from trinity_buffer.pipeline.streaming.step_memory import StepMemory
 
 
 class Arena:

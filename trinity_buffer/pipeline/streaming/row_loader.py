@@ -15,7 +15,6 @@ from trinity_buffer.codec import Column, decode_segment
 from trinity_buffer.errors import DamagedSegmentError, UnknownExperimentError
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.background import in_thread
-from trinity_buffer.pipeline.blocks import Array, Block, Field, Value, blocks_of, runs
 from trinity_buffer.pipeline.events import decoded
 from trinity_buffer.pipeline.loading import (
     SegmentParts,
@@ -23,7 +22,8 @@ from trinity_buffer.pipeline.loading import (
     joined,
     read_segments,
 )
-from trinity_buffer.pipeline.manifest import Manifest
+from trinity_buffer.pipeline.streaming.blocks import Array, Block, Field, Value, blocks_of, runs
+from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.tensor_columns import tensors_of
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.address import position_of, slot_of

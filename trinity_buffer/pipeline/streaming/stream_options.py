@@ -9,10 +9,10 @@ from typing import Any
 
 from trinity_buffer.algorithm.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.collate import MicroBatch
-from trinity_buffer.pipeline.manifest import LayoutName, Manifest
-from trinity_buffer.pipeline.step_tensors import Reduce, changed, joined, recount, scatter
-from trinity_buffer.pipeline.trainer_lease import TTL_S
+from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.streaming.manifest import LayoutName, Manifest
+from trinity_buffer.pipeline.streaming.step_tensors import Reduce, changed, joined, recount, scatter
+from trinity_buffer.pipeline.streaming.trainer_lease import TTL_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ import numpy as np
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline import checkpoint as checkpoints
-from trinity_buffer.pipeline.findings import Problem
-from trinity_buffer.pipeline.log_audit import Names
-from trinity_buffer.pipeline.trainer_audit import Commit, LeasedManifest, TrainerAudit
+from trinity_buffer.pipeline.verifying.findings import Problem
+from trinity_buffer.pipeline.verifying.log_audit import Names
+from trinity_buffer.pipeline.verifying.trainer_audit import Commit, LeasedManifest, TrainerAudit
 
 _SLASHES_OF_UID = 4
 

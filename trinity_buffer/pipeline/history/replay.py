@@ -12,13 +12,13 @@ import anyio.to_thread
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.collate import collate_step
 from trinity_buffer.pipeline.events import decoded
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain
-from trinity_buffer.pipeline.row_loader import RowLoader
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.train_stream import Resume, TrainStep
+from trinity_buffer.pipeline.streaming.collate import collate_step
+from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
+from trinity_buffer.pipeline.streaming.row_loader import RowLoader
+from trinity_buffer.pipeline.streaming.train_stream import Resume, TrainStep
 from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store.rows import StepRow
 

@@ -11,7 +11,7 @@ from typing import Any
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.train_stream import Resume, TrainStep, TrainStream
+from trinity_buffer.pipeline.streaming.train_stream import Resume, TrainStep, TrainStream
 
 
 class SyncTrainStream:

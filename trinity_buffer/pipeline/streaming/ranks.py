@@ -16,8 +16,8 @@ import anyio
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.stream_options import StreamOptions
-from trinity_buffer.pipeline.trainer_lease import LeaseWatch, TrainerLease, is_dead
+from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
+from trinity_buffer.pipeline.streaming.trainer_lease import LeaseWatch, TrainerLease, is_dead
 from trinity_buffer.store import leases, log
 
 EVENTS_PER_PAGE = 256

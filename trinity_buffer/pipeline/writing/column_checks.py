@@ -18,7 +18,7 @@ from torch import Tensor
 from trinity_buffer.codec import DTYPES, Column
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID, problem_of_key, problem_of_name
-from trinity_buffer.pipeline.validation import (
+from trinity_buffer.pipeline.writing.validation import (
     FLOATS,
     INTEGERS,
     MASKS,

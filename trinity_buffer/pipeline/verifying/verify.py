@@ -13,12 +13,9 @@ from typing import TypeAlias, TypeVar
 import anyio
 import anyio.to_thread
 
-from trinity_buffer.pipeline import outside
 from trinity_buffer.pipeline.background import made_ahead, running
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.findings import Problem, VerifyReport
-from trinity_buffer.pipeline.log_audit import LogAudit, uids_of
-from trinity_buffer.pipeline.refold import (
+from trinity_buffer.pipeline.history.refold import (
     Progress,
     decoded_events,
     differences_or_contradiction,
@@ -26,7 +23,10 @@ from trinity_buffer.pipeline.refold import (
     pages,
     readable_events,
 )
-from trinity_buffer.pipeline.segment_audit import check_segments
+from trinity_buffer.pipeline.verifying import outside
+from trinity_buffer.pipeline.verifying.findings import Problem, VerifyReport
+from trinity_buffer.pipeline.verifying.log_audit import LogAudit, uids_of
+from trinity_buffer.pipeline.verifying.segment_audit import check_segments
 from trinity_buffer.store import comparison, conservation, log, queries
 from trinity_buffer.store.address import address_of, written_as
 from trinity_buffer.store.expectation import Expectation, Part, changing_rows, holds_for

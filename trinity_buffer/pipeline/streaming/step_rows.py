@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trinity_buffer.errors import CodecError, DamagedSegmentError, InvalidArgumentError
-from trinity_buffer.pipeline.collate import row_lengths
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.manifest import Manifest
-from trinity_buffer.pipeline.row_loader import LoadedRows, RowLoader
-from trinity_buffer.pipeline.step_source import (
+from trinity_buffer.pipeline.streaming.collate import row_lengths
+from trinity_buffer.pipeline.streaming.manifest import Manifest
+from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
+from trinity_buffer.pipeline.streaming.step_source import (
     StepSource,
     TakenRow,
     planned_manifest,
     rows_without,
 )
-from trinity_buffer.pipeline.stream_options import StreamOptions
+from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.store.trainer_queries import ReadyRow
 
 Unfit = Mapping[tuple[int, int], str]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.manifest import FIRST_LINK, chain
-from trinity_buffer.pipeline.stream_options import TrainStep
-from trinity_buffer.pipeline.train_stream import TrainStream
+from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, chain
+from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.store import trainer_queries
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.pipeline.background import running, settle_imports
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.rank_stream import RankStream
-from trinity_buffer.pipeline.stream_options import StreamOptions
-from trinity_buffer.pipeline.train_stream import TrainStream
-from trinity_buffer.pipeline.trainer_lease import TrainerLease, hold_lease
+from trinity_buffer.pipeline.streaming.rank_stream import RankStream
+from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
+from trinity_buffer.pipeline.streaming.train_stream import TrainStream
+from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease, hold_lease
 from trinity_buffer.store import log, queries
 
 

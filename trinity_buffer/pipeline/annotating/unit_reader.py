@@ -7,9 +7,15 @@ from typing import Any
 
 import anyio.to_thread
 
+from trinity_buffer.pipeline.annotating.grouping import (
+    Grouping,
+    GroupingRules,
+    GroupKey,
+    ReadyUnit,
+    Unit,
+)
 from trinity_buffer.pipeline.events import decoded, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.grouping import Grouping, GroupingRules, GroupKey, ReadyUnit, Unit
 from trinity_buffer.store import log, queries
 from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.address import position_of

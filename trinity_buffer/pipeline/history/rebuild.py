@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from trinity_buffer.pipeline.refold import (
+from trinity_buffer.pipeline.history.refold import (
     Progress,
     catch_up,
     confirmed,

@@ -11,8 +11,8 @@ import anyio.to_thread
 
 from trinity_buffer.codec import Segment, decode_segment, digests_of_segments
 from trinity_buffer.errors import CodecError, DamagedSegmentError
-from trinity_buffer.pipeline.findings import Problem
-from trinity_buffer.pipeline.log_audit import uids_of
+from trinity_buffer.pipeline.verifying.findings import Problem
+from trinity_buffer.pipeline.verifying.log_audit import uids_of
 from trinity_buffer.store import segments
 from trinity_buffer.store.address import address_of, written_as
 from trinity_buffer.store.database import Database

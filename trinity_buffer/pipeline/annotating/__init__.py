@@ -1,0 +1,1 @@
+"""From the log to decisions: units, strategies as consumers, new rewards."""

@@ -1,0 +1,1 @@
+"""From decisions to gradient steps: leased, loaded, collated, committed."""

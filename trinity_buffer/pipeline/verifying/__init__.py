@@ -1,0 +1,1 @@
+"""The log against everything that must agree with it, and against the world outside."""
