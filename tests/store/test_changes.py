@@ -15,6 +15,8 @@ import anyio.lowlevel
 import pytest
 from pysqlite3 import dbapi2
 
+from tests.postgres import PostgresServer
+from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import changes as module
 from trinity_buffer.store import file_watch, sqlite
 from trinity_buffer.store.changes import SQLiteChanges
@@ -138,3 +140,14 @@ def test_a_file_that_is_not_there_has_no_news(tmp_path: Path):
     before = len(list(Path("/proc/self/fd").iterdir()))
     assert file_watch.watch(tmp_path / "none") is None
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+async def test_a_store_closes_after_the_server_that_it_listened_to_was_killed():
+    with PostgresServer() as server:
+        server.create_database("gone")
+        url = server.url("gone")
+        async with open_store(url) as store:
+            await store.experiment("run", config={})
+            changes = store.database.changes
+            await changes.state()
+            server.kill9()  # the loop hears nothing of it before the store is closed

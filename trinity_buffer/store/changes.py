@@ -21,6 +21,7 @@ from trinity_buffer.store.sqlite import uri_of
 CHANNEL = "trinity_buffer"
 FIRST_POLL_S = 0.001
 SLOWEST_POLL_S = 0.008
+CLOSE_TIMEOUT_S = 5.0
 SLOWEST_WATCHED_POLL_S = 0.05
 """Where the kernel tells of writes: a net below it, no more."""
 
@@ -175,10 +176,16 @@ class PostgresChanges(Changes):
                 await own.wait()
 
     async def close(self) -> None:
-        """Close the listening connection."""
-        if self._connection is not None:
-            with anyio.CancelScope(shield=True):
-                await self._connection.close()
+        """Close the listening connection; a server that is gone is no error any more."""
+        import asyncpg  # noqa: PLC0415 - as above
+
+        if self._connection is None:
+            return
+        with anyio.CancelScope(shield=True):
+            try:
+                await self._connection.close(timeout=CLOSE_TIMEOUT_S)
+            except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+                self._connection.terminate()
 
 
 def _dsn(url: URL) -> str:
