@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ sys.path.insert(0, str(ROOT))  # so that it runs as a script too
 from benchmarks.learning_report import write_report  # noqa: E402
 from benchmarks.learning_run import run, trained_teacher  # noqa: E402
 from benchmarks.learning_setups import SETUPS  # noqa: E402
+from benchmarks.measuring import commit  # noqa: E402
 
 RESULTS = ROOT / "docs" / "learning.jsonl"
 KEPT = ROOT / ".benchmarks"
@@ -74,7 +74,7 @@ def measured(
                 "reached": outcome.reached,
                 "best": max(accuracy for _, accuracy in outcome.curve),
                 "cpu_s": round(outcome.cpu_s, 1),
-                "commit": _commit(),
+                "commit": commit(),
                 "curve": outcome.curve,
             }
             results.parent.mkdir(parents=True, exist_ok=True)
@@ -86,11 +86,6 @@ def measured(
 def read_results(path: Path) -> list[dict[str, Any]]:
     """Return the results so far, oldest first."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import gc
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -97,6 +98,12 @@ def machine() -> dict[str, Any]:
         "sqlite": pysqlite3.sqlite_version,
         "version": trinity_buffer.__version__,
     }
+
+
+def commit() -> str:
+    """Return the commit of the code that is measured; "" outside of a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _cpu() -> str:

@@ -29,6 +29,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from benchmarks.measuring import commit
 from tests.torture import sites
 from tests.torture.round import RoundReport, run_round
 
@@ -133,6 +134,7 @@ def _summary(
         "date": datetime.now(UTC).date().isoformat(),
         "command": " ".join(["python -m benchmarks.torture", *_given(asked)]),
         "store": reports[-1].store if reports else asked.store,
+        "commit": commit(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "seed": asked.seed,
         "rounds": len(reports),
@@ -179,8 +181,8 @@ def table() -> str:
     """Return the record as a table in Markdown."""
     rows = [json.loads(line) for line in RECORD.read_text().splitlines()]
     text = (
-        "| date | command | rounds | events | experiences | steps | kills | other faults "
-        "| lost | duplicated | skipped | replay |\n" + "|---" * 12 + "|\n"
+        "| date | commit | command | rounds | events | experiences | steps | kills | other faults "
+        "| lost | duplicated | skipped | replay |\n" + "|---" * 13 + "|\n"
     )
     for row in rows:
         kinds = ("kill", "kill at a crash point", "lives")
@@ -189,8 +191,8 @@ def table() -> str:
         if row["different"]:
             replayed = f"{row['different']} of {row['replayed']} differ"
         cells = (
-            row["date"], f"`{row['command']}`", row["rounds"], row["events"], row["experiences"],
-            row["steps"], row["kills"], others, row["lost"], row["duplicated"], row["skipped"],
+            row["date"], row["commit"], f"`{row['command']}`", row["rounds"], row["events"],
+            row["experiences"], row["steps"], row["kills"], others, row["lost"], row["duplicated"], row["skipped"],
             replayed,
         )  # fmt: skip
         text += "| " + " | ".join(map(str, cells)) + " |\n"
