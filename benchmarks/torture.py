@@ -192,8 +192,8 @@ def table() -> str:
             replayed = f"{row['different']} of {row['replayed']} differ"
         cells = (
             row["date"], row["commit"], f"`{row['command']}`", row["rounds"], row["events"],
-            row["experiences"], row["steps"], row["kills"], others, row["lost"], row["duplicated"], row["skipped"],
-            replayed,
+            row["experiences"], row["steps"], row["kills"], others, row["lost"], row["duplicated"],
+            row["skipped"], replayed,
         )  # fmt: skip
         text += "| " + " | ".join(map(str, cells)) + " |\n"
     return text
