@@ -37,8 +37,15 @@ async def pages(
 ) -> AsyncGenerator[list[StoredEvent]]:
     """Yield the events of ``after`` < position <= ``up_to`` in pages, each read for itself."""
     while True:
-        async with database.reading() as tx:
-            page = await log.read_after(tx, experiment, after, limit=EVENTS_PER_PAGE, up_to=up_to)
+        page = await database.read(
+            partial(
+                log.read_after,
+                experiment_id=experiment,
+                after=after,
+                limit=EVENTS_PER_PAGE,
+                up_to=up_to,
+            )
+        )
         if page:
             yield page
             after = page[-1].position
