@@ -138,6 +138,7 @@ class PostgresChanges(Changes):
         self._url = url
         self._others = 0
         self._connection: Any = None
+        self._gone: tuple[type[Exception], ...] = (OSError,)  # which TimeoutError is one of
         self._lock = anyio.Lock()
 
     async def _listen(self) -> None:
@@ -145,12 +146,13 @@ class PostgresChanges(Changes):
 
         async with self._lock:
             if self._connection is None or self._connection.is_closed():
+                self._gone = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
                 try:
                     self._connection = await asyncpg.connect(_dsn(self._url))
                     # Whoever waits must not wait for news over a connection that is gone.
                     self._connection.add_termination_listener(self._heard)
                     await self._connection.add_listener(CHANNEL, self._heard)
-                except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+                except self._gone as error:
                     raise StoreError(
                         f"{self._url.render_as_string(hide_password=True)}: cannot listen for "
                         f"changes: {error}"
@@ -177,14 +179,12 @@ class PostgresChanges(Changes):
 
     async def close(self) -> None:
         """Close the listening connection; a server that is gone is no error any more."""
-        import asyncpg  # noqa: PLC0415 - as above
-
         if self._connection is None:
             return
         with anyio.CancelScope(shield=True):
             try:
                 await self._connection.close(timeout=CLOSE_TIMEOUT_S)
-            except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            except self._gone:
                 self._connection.terminate()
 
 
