@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.cli.calling import Cli, Ended
-from trinity_buffer.cli.main import main
+from trinity_buffer.cli.main import run_command
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     def run(*args: object) -> Ended:
         monkeypatch.setattr(sys, "argv", ["trinity-buffer", *map(str, args)])
         with pytest.raises(SystemExit) as end:
-            main()
+            run_command()
         said = capsys.readouterr()
         return Ended(int(end.value.code or 0), said.out, said.err)
 

@@ -222,11 +222,11 @@ ASKING = (
 
 ASK_AND_LIST_MODULES = """
 import json, sys
-from trinity_buffer.cli.main import main
+from trinity_buffer.cli.main import run_command
 for command in json.loads(sys.argv[1]):
     sys.argv = ["trinity-buffer", *command]
     try:
-        main()
+        run_command()
     except SystemExit as end:
         assert not end.code, command
     loaded = [name for name in ("torch", "matplotlib", "safetensors") if name in sys.modules]
