@@ -31,7 +31,7 @@ check: setup     ## what CI runs: format, lint, types, floors, tests, a minute o
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -m long tests/plants
-	$(BIN)/python -m benchmarks.torture --minutes 0.7
+	$(BIN)/python -m benchmarks.torture --minutes 1
 	$(MAKE) --no-print-directory test
 
 long: setup      ## the long tests, and those of a GPU where there is one

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 # Before anything imports torch, and inherited by every process that a test starts: the tests run on
@@ -16,7 +15,7 @@ from hypothesis import settings
 
 from tests.postgres import PostgresServer
 
-_database_number = count(1)
+DATABASE = "test"
 
 # A deadline per example measures the machine: the first one imports, and all cores are in use.
 settings.register_profile("trinity_buffer", deadline=None)
@@ -31,15 +30,15 @@ def postgres_server() -> Iterator[PostgresServer]:
     nothing that can be measured. It is not durable: a test that kills a server starts its own.
     """
     with PostgresServer(durable=False) as server:
+        server.create_database(DATABASE)
         yield server
 
 
 @pytest.fixture
 def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
-    """URL of a fresh, empty PostgreSQL database."""
-    name = f"test_{next(_database_number)}"
-    yield postgres_server.create_database(name)
-    postgres_server.drop_database(name)
+    """URL of an empty PostgreSQL database."""
+    yield postgres_server.url(DATABASE)
+    postgres_server.empty_database(DATABASE)
 
 
 @pytest.fixture

@@ -243,12 +243,14 @@ class GroupingMachine(RuleBasedStateMachine):
         self.placed: list[int] = []
         self.runs: dict[str, int] = {}
         self.first: dict[tuple[str, str], int] = {}
+        self.begun: set[str] = set()
         self.sealed: set[str] = set()
         self.decided: set[tuple[str, str]] = set()
 
     @rule(batch=st.integers(0, 2), runs=st.integers(1, 3))
     def plan(self, batch: int, runs: int) -> None:
-        if not ({str(batch)} & (self.runs.keys() | self.sealed) or self.it.knows(str(batch))):
+        # A batch that holds experiences, or is sealed, cannot be planned any more.
+        if str(batch) not in self.runs.keys() | self.sealed | self.begun:
             self.runs[str(batch)] = runs
             self.it.know_batch(planned(batch, tasks=[0, 1], runs=runs), sealed=False)
 
@@ -264,6 +266,7 @@ class GroupingMachine(RuleBasedStateMachine):
         # The consumer asks for what the grouping has forgotten.
         self.it.know_decided(key for key in self.decided if not self.it.knows_group(key))
         found = row(batch, task, run, refused=refused)
+        self.begun.add(str(batch))
         self.it.record(found, self.now)
         if refused is None:
             self.recorded.append(found.address)
