@@ -249,6 +249,19 @@ def test_who_only_asks_does_not_wait_for_torch(story: Story):
     assert said == [args[0] for args in ASKING]
 
 
+def test_a_process_ends_with_the_code_of_its_command_and_with_all_that_it_said(tmp_path: Path):
+    def run(*args: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "trinity_buffer", *map(str, args)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    refused = run("stats", "--store", tmp_path / "nowhere.db")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.endswith("there is no store to read\n")
+    told = run("algorithms", "--json")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert len([json.loads(line) for line in told.stdout.splitlines()]) > 50
+
+
 def test_ctrl_c_ends_following_without_a_word(story: Story):
     command = [sys.executable, "-m", "trinity_buffer", "events", "--follow", "--after", "24"]
     with subprocess.Popen(
