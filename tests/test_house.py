@@ -34,8 +34,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 BROAD_EXCEPTS = {
     f"{PACKAGE}/pipeline/streaming/rank_stream.py:run": "handed to whoever reads the stream",
     f"{PACKAGE}/store/sqlite_driver.py:trip": "turned into an error of the driver",
-    f"{PACKAGE}/pipeline/history/replay.py:open_replay_stream": "raised again, bare of a group",
-    f"{PACKAGE}/pipeline/streaming/sync_stream.py:open_train_stream": "raised bare of its group",
+    f"{PACKAGE}/pipeline/streaming/portal.py:in_portal": "raised again, bare of the portal's group",
     f"{PACKAGE}/pipeline/background.py:running": "raised again, bare of the task group",
     f"{PACKAGE}/pipeline/writing/group_commit.py:prepare": "handed to its caller",
     f"{PACKAGE}/pipeline/background.py:run": "raised at the end of the body",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from anyio.from_thread import BlockingPortal
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.events import decoded
@@ -17,6 +17,7 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.collate import collate_step
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
+from trinity_buffer.pipeline.streaming.portal import PortalSteps, in_portal
 from trinity_buffer.pipeline.streaming.row_loader import RowLoader
 from trinity_buffer.pipeline.streaming.train_stream import Resume, TrainStep
 from trinity_buffer.store import log, queries, trainer_queries
@@ -75,7 +76,7 @@ async def _manifest(experiment: Experiment, recorded: StepRow) -> Manifest:
     return Manifest.from_body(decoded("", stored).body)
 
 
-class ReplayStream:
+class ReplayStream(PortalSteps):
     """Looks like a train stream to a trainer; commits go nowhere. Made by `open_replay_stream`.
 
     Attributes:
@@ -85,21 +86,8 @@ class ReplayStream:
     def __init__(
         self, portal: BlockingPortal, steps: AsyncIterator[TrainStep], resume: Resume | None
     ) -> None:
-        self._portal = portal
-        self._steps = steps
+        super().__init__(portal, steps)
         self.resume = resume
-
-    def __iter__(self) -> Iterator[TrainStep]:
-        return self
-
-    def __next__(self) -> TrainStep:
-        step = self._portal.call(self._receive)
-        if step is None:
-            raise StopIteration
-        return step
-
-    async def _receive(self) -> TrainStep | None:
-        return await anext(self._steps, None)
 
     def commit(
         self,
@@ -132,16 +120,7 @@ def open_replay_stream(
     Args:
         from_checkpoint: folder of the checkpoint to begin with; ``first`` is the step after it.
     """
-    failure: BaseException | None = None
     first = options.get("first", 1)
     resume = None if from_checkpoint is None else Resume(first - 1, from_checkpoint, None, b"")
-    with (
-        start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(_opened(url, experiment, options)) as steps,
-    ):
-        try:
-            yield ReplayStream(portal, steps, resume)
-        except BaseException as error:  # noqa: BLE001 - re-raised below, bare of the portal's group
-            failure = error
-    if failure is not None:
-        raise failure
+    with in_portal(_opened(url, experiment, options)) as (portal, steps):
+        yield ReplayStream(portal, steps, resume)

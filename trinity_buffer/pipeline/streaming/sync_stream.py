@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from anyio.from_thread import BlockingPortal
 
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.streaming.portal import PortalSteps, in_portal
 from trinity_buffer.pipeline.streaming.train_stream import Resume, TrainStep, TrainStream
 
 
-class SyncTrainStream:
+class SyncTrainStream(PortalSteps):
     """An open stream; iterate over it. Made by `open_train_stream`.
 
     Attributes:
@@ -22,7 +23,7 @@ class SyncTrainStream:
     """
 
     def __init__(self, portal: BlockingPortal, stream: TrainStream) -> None:
-        self._portal = portal
+        super().__init__(portal, stream)
         self._stream = stream
         self.resume: Resume | None = stream.resume
 
@@ -30,19 +31,6 @@ class SyncTrainStream:
     def incomplete_groups(self) -> int:
         """Groups that were left waiting when the stream ended: their runs are not all stored."""
         return self._stream.incomplete_groups
-
-    def __iter__(self) -> Iterator[TrainStep]:
-        return self
-
-    def __next__(self) -> TrainStep:
-        step: TrainStep | None = self._portal.call(self._receive)
-        if step is None:
-            raise StopIteration
-        return step
-
-    async def _receive(self) -> TrainStep | None:
-        # StopAsyncIteration cannot pass through a portal.
-        return await anext(self._stream, None)
 
     def commit(
         self,
@@ -78,16 +66,5 @@ def open_train_stream(url: str, *, experiment: str, **options: Any) -> Iterator[
     Closing it releases the lease. Steps that were delivered and not committed are served again to
     the next process.
     """
-    failure: BaseException | None = None
-    with (
-        start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(_opened(url, experiment, options)) as stream,
-    ):
-        try:
-            yield SyncTrainStream(portal, stream)
-        except BaseException as error:  # noqa: BLE001 - re-raised below
-            # Ctrl-C too must close the stream as usual, and come out as it is and not in a group of
-            # the portal's.
-            failure = error
-    if failure is not None:
-        raise failure
+    with in_portal(_opened(url, experiment, options)) as (portal, stream):
+        yield SyncTrainStream(portal, stream)
