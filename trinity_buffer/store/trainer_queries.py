@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, and_, bindparam, func, select
+from sqlalchemy import ColumnElement, bindparam, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from trinity_buffer.store.address import MAX_ROWS_PER_EVENT
 from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.queries import consumer_row, newest_policy
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.tables import (
     annotation,
     delivery,
-    experience,
     plan,
     rejection,
     step,
 )
-
-
-class ReadyRow(NamedTuple):
-    """An annotation row that no step holds yet, with what planning a micro-batch needs."""
-
-    address: int
-    group_slot: int
-    planned: bool
-    experience: int
-    policy_version: int | None
-    prompt_length: int
-    length: int
-    trained_tokens: int
-    reward: float | None
-    segment: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,76 +45,59 @@ class Reader:
         )
 
 
-_READY_COLUMNS = (
-    annotation.c.address,
-    annotation.c.group_slot,
-    annotation.c.planned,
-    annotation.c.experience,
-    experience.c.policy_version,
-    experience.c.prompt_length,
-    experience.c.length,
-    experience.c.trained_tokens,
-    experience.c.reward,
-    experience.c.segment,
-)
+async def annotated_positions(
+    tx: AsyncConnection, experiment: int, *, annotation_set: str, start: int, limit: int
+) -> list[int]:
+    """Return the positions of the events that hold the next ``limit`` rows from ``start`` on."""
+    found = await _POSITIONS.rows(tx, of=experiment, by=annotation_set, start=start, most=limit)
+    return [position for (position,) in found]
 
 
-async def ready_rows(
-    tx: AsyncConnection,
-    experiment: int,
-    *,
-    annotation_set: str,
-    trainer: Reader,
-    start: int,
-    limit: int,
-) -> list[ReadyRow]:
-    """Return annotation rows from ``start`` on that ``trainer`` neither holds nor rejected."""
-    rows = await _READY.rows(
+async def spent_rows(
+    tx: AsyncConnection, experiment: int, *, trainer: Reader, start: int, end: int
+) -> set[int]:
+    """Return the addresses from ``start`` to below ``end`` that ``trainer`` holds or rejected."""
+    found = await _SPENT.rows(
         tx,
         of=experiment,
-        by=annotation_set,
-        start=start,
         holder=trainer.experiment,
         trainer=trainer.name,
         source=trainer.source,
         rejecting=trainer.rejecting,
-        most=limit,
+        start=start,
+        end=end,
     )
-    return list(map(ReadyRow._make, rows))
+    return {address for (address,) in found}
 
 
-def _ready() -> Prepared:
-    """Return the statement of `ready_rows`.
+def _positions() -> Prepared:
+    some = select((annotation.c.address // MAX_ROWS_PER_EVENT).label("position")).where(
+        annotation.c.experiment == bindparam("of"),
+        annotation.c.consumer == bindparam("by"),
+        annotation.c.address >= bindparam("start"),
+    )
+    page = some.order_by(annotation.c.address).limit(bindparam("most")).subquery()
+    return Prepared(select(page.c.position).distinct().order_by(page.c.position))
 
-    What is held or rejected above ``start`` is looked up once and not for each row: it is little.
-    """
+
+def _spent() -> Prepared:
     held = select(delivery.c.address).where(
         delivery.c.experiment == bindparam("holder"),
         delivery.c.consumer == bindparam("trainer"),
         delivery.c.source == bindparam("source"),
         delivery.c.address >= bindparam("start"),
+        delivery.c.address < bindparam("end"),
     )
     left_out = select(rejection.c.address).where(
         rejection.c.experiment == bindparam("of"),
         rejection.c.consumer == bindparam("rejecting"),
         rejection.c.address >= bindparam("start"),
+        rejection.c.address < bindparam("end"),
     )
-    same = and_(
-        experience.c.experiment == annotation.c.experiment,
-        experience.c.address == annotation.c.experience,
-    )
-    query = select(*_READY_COLUMNS).join(experience, same)
-    query = query.where(
-        annotation.c.experiment == bindparam("of"),
-        annotation.c.consumer == bindparam("by"),
-        annotation.c.address >= bindparam("start"),
-        annotation.c.address.not_in(held),
-        annotation.c.address.not_in(left_out),
-    )
-    return Prepared(query.order_by(annotation.c.address).limit(bindparam("most")))
+    return Prepared(held.union_all(left_out))
 
 
-_READY = _ready()
+_POSITIONS, _SPENT = _positions(), _spent()
 
 
 async def steps(

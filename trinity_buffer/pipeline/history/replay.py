@@ -16,6 +16,7 @@ from trinity_buffer.pipeline.events import decoded
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.collate import collate_step
+from trinity_buffer.pipeline.streaming.log_rows import LogRows
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.streaming.portal import PortalSteps, in_portal
 from trinity_buffer.pipeline.streaming.row_loader import RowLoader
@@ -54,7 +55,7 @@ async def replayed_steps(
             f"steps {first}:{last}: trainer {consumer!r} was handed steps 1 to {row.leased_step}"
         )
     link = FIRST_LINK
-    loader = RowLoader(database, key)
+    loader = RowLoader(database, LogRows(database, key))
     for recorded in steps[:last]:
         link = chain(link, recorded.manifest_digest)
         if recorded.step >= first:
@@ -64,7 +65,7 @@ async def replayed_steps(
                 collate_step, manifest, rows, rank=rank, world=world_size, device=device
             )
             microbatches = await anyio.to_thread.run_sync(collate)
-            versions = [r.policy_version for r in rows.meta if r.policy_version is not None]
+            versions = [one for one in rows.facts.policy_versions if one is not None]
             yield TrainStep(
                 manifest.step, microbatches, manifest, link, recorded=True, policy_versions=versions
             )

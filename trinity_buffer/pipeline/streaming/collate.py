@@ -104,7 +104,7 @@ def collate_step(
             {name: _moved(value, device) for name, value in inputs.items()} if inputs else {}
             for inputs in _each(rows.multi_modal[chosen], size)
         ]
-        versions = [row.policy_version for row in _each(rows.meta[chosen], size)]
+        versions = list(_each(rows.facts.policy_versions[chosen], size))
         mine = replace(layout, cu_seqlens=tensors.get("cu_seqlens"))
         batches.append(MicroBatch(tensors, mine, modal, versions))
     return batches
@@ -176,7 +176,7 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, bool]:
     """Return the columns, and whether they are those of pairs, two rows each."""
     if rows.field("chosen").blocks:
         return _halves(rows), True
-    masks, number = rows.field("action_mask"), len(rows.meta)
+    masks, number = rows.field("action_mask"), len(rows.facts)
     stored = {
         "rollout_logprob": "logprobs",
         "advantages": "advantages",
@@ -184,7 +184,7 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, bool]:
         "token_level_rewards": "token_level_reward",
     }
     responses = {name: rows.field(field) for name, field in stored.items()}
-    rewards: Sequence[float | None] = [row.reward for row in rows.meta]
+    rewards: Sequence[float | None] = rows.facts.rewards
     if any(manifest.source):
         # What an expert's rows hold of a rollout was not the policy's: it is 0.
         expert = np.array(manifest.source) > 0
@@ -199,8 +199,8 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, bool]:
             "a row of the step has neither an action mask nor a pair of answers: run `verify`"
         )
     tokens = rows.field("tokens")
-    prompts = np.array([row.prompt_length for row in rows.meta])
-    trained = [row.trained_tokens for row in rows.meta]
+    prompts = np.array(rows.facts.prompt_lengths)
+    trained = rows.facts.trained_tokens
     sizes = tokens.sizes(number)
     return _Columns(tokens, sizes, prompts, masks, responses, rewards, trained), False
 

@@ -2,16 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from itertools import groupby
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import compress, groupby
 
+from trinity_buffer.pipeline.streaming.log_rows import Annotated, Facts, LogRows
 from trinity_buffer.store import trainer_queries
-from trinity_buffer.store.address import position_of
+from trinity_buffer.store.address import first_address
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.trainer_queries import Reader, ReadyRow
+from trinity_buffer.store.trainer_queries import Reader
+from trinity_buffer.store.transaction import Transaction
 
 ROWS_PER_PAGE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyGroup:
+    """Rows of one group that no step holds yet; one entry per row in each column.
+
+    Attributes:
+        key: what the rows of one group share: (source, position, number in the event); source 0 is
+            the trainer's experiment, 1 the expert's.
+        planned: whether the group was planned (copies and imports are not).
+        annotations, experiences: log addresses.
+        lengths: tokens.
+        policy_versions: of the weights that generated it, None where unknown.
+    """
+
+    key: tuple[int, int, int]
+    planned: bool
+    annotations: Sequence[int]
+    experiences: Sequence[int]
+    lengths: Sequence[int]
+    policy_versions: Sequence[int | None]
+
+    @property
+    def source(self) -> int:
+        """Which experiment it is of."""
+        return self.key[0]
+
+    def only(self, kept: Sequence[bool]) -> ReadyGroup:
+        """Return it with those of its rows that are ``kept``, one entry per row."""
+        return ReadyGroup(
+            self.key,
+            self.planned,
+            list(compress(self.annotations, kept)),
+            list(compress(self.experiences, kept)),
+            list(compress(self.lengths, kept)),
+            list(compress(self.policy_versions, kept)),
+        )
 
 
 class ReadyGroups:
@@ -21,21 +60,27 @@ class ReadyGroups:
 
     Args:
         database: of the store.
-        experiment: key of the experiment that is read.
         annotation_set: the set.
         reader: who reads.
+        rows: what the log of the experiment says that is read.
+        source: number of that experiment in the manifests.
     """
 
     def __init__(
-        self, database: Database, experiment: int, annotation_set: str, reader: Reader
+        self,
+        database: Database,
+        annotation_set: str,
+        reader: Reader,
+        rows: LogRows,
+        source: int,
     ) -> None:
         self._database = database
-        self._experiment = experiment
         self._set = annotation_set
         self._reader = reader
-        self._groups: list[list[ReadyRow]] = []
+        self._rows = rows
+        self._source = source
+        self._groups: list[ReadyGroup] = []
         self._start = 0
-        self._last_may_grow = False
 
     async def start(self) -> None:
         """Find the place behind everything that was handed out before."""
@@ -43,51 +88,78 @@ class ReadyGroups:
             self._start = await trainer_queries.first_undelivered(tx, self._reader)
 
     async def fill(self, number: int) -> int:
-        """Read until ``number`` whole groups are here, or all; return how many are here."""
-        while self._num_whole() < number and await self._read():
+        """Read until ``number`` groups are here, or all; return how many are here."""
+        while len(self._groups) < number and await self._read():
             pass
-        return self._num_whole()
+        return len(self._groups)
 
-    def pop(self, number: int) -> list[ReadyRow]:
-        """Return the rows of the first ``number`` whole groups, or of as many as are here."""
-        number = min(number, self._num_whole())
+    def pop(self, number: int) -> list[ReadyGroup]:
+        """Return the first ``number`` groups, or as many as are here."""
         taken, self._groups = self._groups[:number], self._groups[number:]
-        return [row for group in taken for row in group]
+        return taken
 
-    def pop_unwanted(self, unwanted: Callable[[list[ReadyRow]], bool]) -> list[ReadyRow]:
-        """Return the rows of the ``unwanted`` ones among the whole groups that are here."""
-        end = self._num_whole()
-        gone = [group for group in self._groups[:end] if unwanted(group)]
+    def pop_unwanted(self, unwanted: Callable[[ReadyGroup], bool]) -> list[ReadyGroup]:
+        """Return the ``unwanted`` ones among the groups that are here."""
+        gone = [group for group in self._groups if unwanted(group)]
         if gone:
-            kept = [group for group in self._groups[:end] if not unwanted(group)]
-            self._groups = kept + self._groups[end:]
-        return [row for group in gone for row in group]
-
-    def _num_whole(self) -> int:
-        """A group's rows come from one transaction, but a page may end in the middle of them."""
-        return len(self._groups) - self._last_may_grow
+            self._groups = [group for group in self._groups if not unwanted(group)]
+        return gone
 
     async def _read(self) -> bool:
-        """Read one page; return whether there may be another."""
-        page = partial(
-            trainer_queries.ready_rows,
-            experiment=self._experiment,
+        """Read the events that hold the next page of rows; return whether there were any."""
+        positions, spent = await self._database.read(self._page)
+        if not positions:
+            return False
+        events = await self._rows.events(positions)
+        for position in positions:
+            event = events[position]
+            assert isinstance(event, Annotated)
+            facts = await self._rows.facts(event.experiences)
+            self._groups += self._groups_of(position, event, facts, spent)
+        self._start = first_address(positions[-1] + 1)
+        return True
+
+    async def _page(self, tx: Transaction) -> tuple[list[int], set[int]]:
+        """Return the positions of the next events, and which of their rows are gone."""
+        positions = await trainer_queries.annotated_positions(
+            tx,
+            self._rows.experiment,
             annotation_set=self._set,
-            trainer=self._reader,
             start=self._start,
             limit=ROWS_PER_PAGE,
         )
-        rows = await self._database.read(page)
-        self._last_may_grow = len(rows) == ROWS_PER_PAGE
-        if not rows:
-            return False
-        self._start = rows[-1].address + 1
-        groups = [list(group) for _, group in groupby(rows, _group_of)]
-        if self._groups and _group_of(self._groups[-1][-1]) == _group_of(rows[0]):
-            self._groups[-1] += groups.pop(0)
-        self._groups += groups
-        return self._last_may_grow
+        if not positions:
+            return positions, set()
+        spent = await trainer_queries.spent_rows(
+            tx,
+            self._rows.experiment,
+            trainer=self._reader,
+            start=self._start,
+            end=first_address(positions[-1] + 1),
+        )
+        return positions, spent
 
+    def _groups_of(
+        self, position: int, event: Annotated, facts: Facts, spent: Collection[int]
+    ) -> Iterator[ReadyGroup]:
+        """Yield the groups of an event, without the rows that were handed out or rejected."""
+        begin = 0
+        for number, members in groupby(event.groups):
+            end = begin + sum(1 for _ in members)
+            first = first_address(position)
+            group = ReadyGroup(
+                (self._source, position, number),
+                event.planned[number],
+                range(first + begin, first + end),
+                event.experiences[begin:end],
+                facts.lengths[begin:end],
+                facts.policy_versions[begin:end],
+            )
+            if first + begin < self._start or spent:
+                group = self._unspent(group, spent)
+            if group.annotations:
+                yield group
+            begin = end
 
-def _group_of(row: ReadyRow) -> tuple[int, int]:
-    return position_of(row.address), row.group_slot
+    def _unspent(self, group: ReadyGroup, spent: Collection[int]) -> ReadyGroup:
+        return group.only([at >= self._start and at not in spent for at in group.annotations])

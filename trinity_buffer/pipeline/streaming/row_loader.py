@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +14,6 @@ from trinity_buffer.codec import Column, decode_segment
 from trinity_buffer.errors import DamagedSegmentError, UnknownExperimentError
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.background import in_thread
-from trinity_buffer.pipeline.events import decoded
 from trinity_buffer.pipeline.loading import (
     SegmentParts,
     damaged_among,
@@ -23,42 +21,25 @@ from trinity_buffer.pipeline.loading import (
     read_segments,
 )
 from trinity_buffer.pipeline.streaming.blocks import Array, Block, Field, Value, blocks_of, runs
+from trinity_buffer.pipeline.streaming.log_rows import (
+    Annotated,
+    Facts,
+    LogRows,
+    Recorded,
+    no_facts,
+)
 from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.tensor_columns import tensors_of
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.address import position_of, slot_of
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.rows import ExperienceRow
 
 CACHED_BYTES = 16 * 1024 * 1024
 """Segments that are kept because rows of theirs were not asked for yet, beside those in use."""
 
 FAMILIES = ("light", "tokens", "heavy")
+ANNOTATION = ("annotation",)
 _MODAL = "multi_modal_inputs."
-
-
-class RowMeta(Protocol):
-    """What is known of an experience without its segment: an `ExperienceRow`, a `ReadyRow`."""
-
-    @property
-    def reward(self) -> float | None:
-        """Of the whole experience."""
-
-    @property
-    def policy_version(self) -> int | None:
-        """Of the weights that generated it."""
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-
-    @property
-    def trained_tokens(self) -> int:
-        """Tokens that the action mask selects."""
-
-    @property
-    def segment(self) -> bytes:
-        """Key of its segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +47,12 @@ class LoadedRows:
     """Columns of the rows of one manifest, in its order.
 
     Attributes:
-        meta: what the log knows of each row.
+        facts: what the log knows of each row.
         fields: columns of vectors, views that must not be written.
         multi_modal: of each row, name -> tensor with memory of its own.
     """
 
-    meta: Sequence[RowMeta]
+    facts: Facts
     fields: Mapping[str, Field]
     multi_modal: Sequence[Mapping[str, Tensor]]
 
@@ -81,7 +62,7 @@ class LoadedRows:
         places[list(order)] = np.arange(len(order))
         fields = {name: field.moved(places) for name, field in self.fields.items()}
         modal = [self.multi_modal[row] for row in order]
-        return LoadedRows([self.meta[row] for row in order], fields, modal)
+        return LoadedRows(self.facts.reordered(order), fields, modal)
 
     def field(self, name: str) -> Field:
         """Return the column ``name``, which may be empty."""
@@ -89,7 +70,7 @@ class LoadedRows:
 
     def values(self, name: str) -> list[Value]:
         """Return the values of one column, None where a row has none."""
-        return self.field(name).values(len(self.meta))
+        return self.field(name).values(len(self.facts))
 
 
 _Columns = dict[str, list[Column]]
@@ -144,29 +125,22 @@ class _Segments:
 class RowLoader:
     """Loads what manifests name, each segment once while it is in use."""
 
-    def __init__(self, database: Database, experiment: int) -> None:
+    def __init__(self, database: Database, rows: LogRows) -> None:
         self._database = database
-        self._experiment = experiment
+        self._rows = rows
         self._segments = _Segments()
-        self._annotation_keys: OrderedDict[int, bytes | None] = OrderedDict()
         self._others: dict[str, RowLoader] = {}
 
-    async def load(
-        self, manifest: Manifest, known: Mapping[int, RowMeta] | None = None
-    ) -> LoadedRows:
+    async def load(self, manifest: Manifest) -> LoadedRows:
         """Return the columns of the manifest's rows.
 
-        Args:
-            manifest: which rows.
-            known: address of an annotation -> what is known of its experience already; without it
-                the database is asked.
-
         Raises:
+            CodecError: the body of an event cannot be read.
             DamagedSegmentError: a checksum does not hold.
             UnknownExperimentError: rows come from an experiment that the store does not hold.
         """
         if not any(manifest.source):
-            return await self.load_rows(manifest.experiences, manifest.annotations, known)
+            return await self.load_rows(manifest.experiences, manifest.annotations)
         parts: list[tuple[list[int], LoadedRows]] = []
         for number, name in enumerate(("", *manifest.sources)):
             rows = manifest.rows_of(number)
@@ -191,27 +165,25 @@ class RowLoader:
 
     async def damaged_rows(self, manifest: Manifest, places: Sequence[int]) -> list[int]:
         """Return which of ``places``, all of this experiment, cannot be read; see `damaged`."""
-        experiences = {manifest.experiences[place] for place in places}
-        stored = await self._rows_at(experiences)
-        recorded = {row.address: row.segment for row in stored}
-        keys = await self._keys_of({position_of(manifest.annotations[p]) for p in places})
-        annotated = {p: keys[position_of(manifest.annotations[p])] for p in places}
-        bad = await damaged_among(self._database, recorded.values(), FAMILIES)
-        bad |= await damaged_among(
-            self._database, (key for key in annotated.values() if key), ("annotation",)
-        )
-        return [p for p in places if bad & {recorded[manifest.experiences[p]], annotated[p]}]
+        recorded = await self._keys_of([manifest.experiences[place] for place in places])
+        annotated = await self._keys_of([manifest.annotations[place] for place in places])
+        bad = await damaged_among(self._database, (key for key in recorded if key), FAMILIES)
+        bad |= await damaged_among(self._database, (key for key in annotated if key), ANNOTATION)
+        keys = zip(places, recorded, annotated, strict=True)
+        return [place for place, *used in keys if not bad.isdisjoint(used)]
+
+    async def _keys_of(self, addresses: Sequence[int]) -> list[bytes | None]:
+        """Return of each row the key of its segment; None: it has no tensors."""
+        events = await self._rows.events({position_of(address) for address in addresses})
+        return [events[position_of(address)].segment for address in addresses]
 
     async def eid_of(self, address: int) -> EID:
         """Return the name of an experience of this experiment."""
-        (row,) = await self._rows_at({address})
-        return row.eid
-
-    async def _rows_at(self, addresses: Collection[int]) -> list[ExperienceRow]:
         ask = partial(
-            queries.experience_rows, experiment=self._experiment, addresses=sorted(addresses)
+            queries.experience_rows, experiment=self._rows.experiment, addresses=[address]
         )
-        return await self._database.read(ask)
+        (row,) = await self._database.read(ask)
+        return row.eid
 
     async def _other(self, name: str) -> RowLoader:
         """Return the loader of another experiment of the store."""
@@ -221,49 +193,24 @@ class RowLoader:
                 raise UnknownExperimentError(
                     f"a step trains on rows of experiment {name!r}, which is not in this store"
                 )
-            self._others[name] = RowLoader(self._database, key)
+            self._others[name] = RowLoader(self._database, LogRows(self._database, key))
         return self._others[name]
 
-    async def load_rows(
-        self,
-        experiences: Sequence[int],
-        annotated: Sequence[int],
-        known: Mapping[int, RowMeta] | None = None,
-    ) -> LoadedRows:
+    async def load_rows(self, experiences: Sequence[int], annotated: Sequence[int]) -> LoadedRows:
         """Return the columns of rows of this experiment, by their two addresses; see `load`."""
-        meta = await self._meta(experiences) if known is None else [known[a] for a in annotated]
-        annotations = await self._keys_of({position_of(a) for a in annotated})
-        keys = {row.segment for row in meta} | {key for key in annotations.values() if key}
+        facts = await self._rows.facts(experiences)
+        events = await self._rows.events({position_of(at) for at in (*experiences, *annotated)})
+        keys = {event.segment for event in events.values() if event.segment}
         missing = [key for key in keys if key not in self._segments]
-        parts = await read_segments(self._database, missing, (*FAMILIES, "annotation"))
-        return await in_thread(
-            self._gather, experiences, annotated, meta, annotations, missing, parts
-        )
-
-    async def _meta(self, experiences: Sequence[int]) -> list[RowMeta]:
-        by_address = {row.address: row for row in await self._rows_at(set(experiences))}
-        return [by_address[address] for address in experiences]
-
-    async def _keys_of(self, positions: set[int]) -> dict[int, bytes | None]:
-        """Return position of an annotation event -> key of its segment; None: it has no tensors."""
-        unknown = sorted(positions - self._annotation_keys.keys())
-        if unknown:
-            ask = partial(log.read_at, experiment_id=self._experiment, positions=unknown)
-            events = await self._database.read(ask)
-            for stored in events:
-                body = decoded("", stored).body
-                self._annotation_keys[stored.position] = body["segment"]
-        found = {position: self._annotation_keys[position] for position in positions}
-        while len(self._annotation_keys) > 4096 + len(positions):
-            self._annotation_keys.popitem(last=False)
-        return found
+        parts = await read_segments(self._database, missing, (*FAMILIES, *ANNOTATION))
+        return await in_thread(self._gather, experiences, annotated, facts, events, missing, parts)
 
     def _gather(
         self,
         experiences: Sequence[int],
         annotated: Sequence[int],
-        meta: Sequence[RowMeta],
-        annotations: Mapping[int, bytes | None],
+        facts: Facts,
+        events: Mapping[int, Recorded | Annotated],
         missing: Sequence[bytes],
         parts: SegmentParts,
     ) -> LoadedRows:
@@ -273,33 +220,32 @@ class RowLoader:
                 raise DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")
             self._segments.add(key, blobs[key])
         fields: dict[str, Field] = {}
-        modal: list[dict[str, Tensor]] = [{} for _ in meta]
-        keys = {position_of(at): row.segment for at, row in zip(experiences, meta, strict=True)}
-        self._add(fields, modal, experiences, keys)
+        modal: list[dict[str, Tensor]] = [{} for _ in experiences]
+        self._add(fields, modal, experiences, events)
         computed: dict[str, Field] = {}
-        self._add(computed, modal, annotated, annotations)
+        self._add(computed, modal, annotated, events)
         for name, field in computed.items():
-            fields[name] = Field(_left(fields, name, field, len(meta)) + field.blocks)
+            fields[name] = Field(_left(fields, name, field, len(facts)) + field.blocks)
         self._segments.shrink()
-        if not meta or fields.get("tokens", Field()).missing(len(meta)):
+        if not experiences or fields.get("tokens", Field()).missing(len(facts)):
             raise DamagedSegmentError("an experience of the step has no tokens: run `verify`")
-        return LoadedRows(meta, fields, modal)
+        return LoadedRows(facts, fields, modal)
 
     def _add(
         self,
         fields: dict[str, Field],
         modal: Sequence[dict[str, Tensor]],
         addresses: Sequence[int],
-        keys: Mapping[int, bytes | None],
+        events: Mapping[int, Recorded | Annotated],
     ) -> None:
-        """Put in the columns of the rows at ``addresses``; ``keys``: position -> segment."""
+        """Put in the columns of the rows at ``addresses``, which are rows of ``events``."""
         order = np.argsort(np.array(addresses), kind="stable")
         ordered = np.array(addresses)[order]
         # Addresses of one event that follow each other are rows of its segment that do, too; those
         # of the next event are far away.
         for a, z in runs(ordered):
             first = int(ordered[a])
-            key = keys[position_of(first)]
+            key = events[position_of(first)].segment
             slots = range(slot_of(first), slot_of(first) + z - a)
             segment = {} if key is None else self._segments.use(key, z - a)
             for name, column in ((n, c) for n, columns in segment.items() for c in columns):
@@ -343,5 +289,7 @@ def _merged(parts: Sequence[tuple[Sequence[int], LoadedRows]], total: int) -> Lo
         for name, field in found.fields.items():
             fields.setdefault(name, Field()).blocks += field.moved(rows).blocks
     order = [places[row] for row in range(total)]
-    meta = [parts[part][1].meta[i] for part, i in order]
-    return LoadedRows(meta, fields, [parts[part][1].multi_modal[i] for part, i in order])
+    facts = no_facts()
+    for part, i in order:
+        facts.append(parts[part][1].facts, i, i + 1)
+    return LoadedRows(facts, fields, [parts[part][1].multi_modal[i] for part, i in order])

@@ -8,15 +8,15 @@ from trinity_buffer.errors import CodecError, DamagedSegmentError, InvalidArgume
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.collate import row_lengths
 from trinity_buffer.pipeline.streaming.manifest import Manifest
+from trinity_buffer.pipeline.streaming.ready_groups import ReadyGroup
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.step_source import (
     StepSource,
-    TakenRow,
+    parted,
     planned_manifest,
     rows_without,
 )
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
-from trinity_buffer.store.trainer_queries import ReadyRow
 
 Unfit = Mapping[tuple[int, int], str]
 """(source, annotation) of a row -> why it cannot be trained."""
@@ -48,13 +48,13 @@ class StepRows:
         self._pairs = experiment.config.get("schema") == "dpo"
 
     async def prepare(
-        self, step: int, taken: list[TakenRow]
+        self, step: int, taken: list[ReadyGroup]
     ) -> tuple[Manifest | None, LoadedRows | None]:
         """Return the manifest of ``taken`` and its columns, or nothing if no row can be trained."""
         while taken:
             manifest = planned_manifest(step, self._set, taken, self._options)
             try:
-                rows = await self._loader.load(manifest, _known(taken))
+                rows = await self._loader.load(manifest)
             except (CodecError, DamagedSegmentError):
                 places = await self._loader.damaged(manifest)
                 if not places:
@@ -103,28 +103,25 @@ class StepRows:
             )
 
     def _of_pairs(
-        self, step: int, manifest: Manifest, rows: LoadedRows, taken: Sequence[TakenRow]
+        self, step: int, manifest: Manifest, rows: LoadedRows, taken: Sequence[ReadyGroup]
     ) -> tuple[Manifest, LoadedRows]:
         """Plan the micro-batches with the lengths of the pairs, which only the tensors tell."""
         lengths = dict(zip(manifest.annotations, row_lengths(manifest, rows), strict=True))
-        exact = [lengths[one.row.address] for one in taken]
+        exact = [lengths[address] for group in taken for address in group.annotations]
         final = planned_manifest(step, self._set, taken, self._options, lengths=exact)
         place_of = {address: place for place, address in enumerate(manifest.annotations)}
         return final, rows.reordered([place_of[address] for address in final.annotations])
 
-    async def _left_of(self, taken: list[TakenRow], unfit: Unfit) -> list[TakenRow]:
+    async def _left_of(self, taken: list[ReadyGroup], unfit: Unfit) -> list[ReadyGroup]:
         """Reject the ``unfit`` rows; return the others."""
-        why = [unfit.get((one.source, one.row.address)) for one in taken]
-        left = [one for one, reason in zip(taken, why, strict=True) if reason is None]
-        for reason in sorted({reason for reason in why if reason is not None}):
-            gone = [one for one, found in zip(taken, why, strict=True) if found == reason]
-            await self._source.reject(gone, reason, left)
-        return left
+        for reason in sorted(set(unfit.values())):
 
+            def fits(group: ReadyGroup, why: str = reason) -> list[bool]:
+                return [unfit.get((group.source, at)) != why for at in group.annotations]
 
-def _known(taken: Sequence[TakenRow]) -> dict[int, ReadyRow]:
-    """Return address of an annotation -> what reading it told of the experience."""
-    return {one.row.address: one.row for one in taken}
+            taken, gone = parted(taken, fits)
+            await self._source.reject(gone, reason, taken)
+        return taken
 
 
 def _source_of(manifest: Manifest, place: int) -> int:

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from itertools import chain
 
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.streaming.log_rows import LogRows
 from trinity_buffer.pipeline.streaming.manifest import Manifest, plan_microbatches
-from trinity_buffer.pipeline.streaming.ready_groups import ReadyGroups
+from trinity_buffer.pipeline.streaming.ready_groups import ReadyGroup, ReadyGroups
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
 from trinity_buffer.store import leases, log
-from trinity_buffer.store.address import SLOT_BITS, position_of
 from trinity_buffer.store.log import NewEvent
-from trinity_buffer.store.trainer_queries import Reader, ReadyRow
+from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
 
 RECORDED = "recorded"
 """Name of the set that ``strategy=None`` reads: whole groups, nothing computed."""
-
-
-class TakenRow(NamedTuple):
-    """A row on its way into a step; ``source`` 0 is the trainer's experiment, 1 the expert's."""
-
-    row: ReadyRow
-    source: int
-
-    @property
-    def group(self) -> tuple[int, int, int]:
-        """What the rows of one group share."""
-        return self.source, position_of(self.row.address), self.row.group_slot
 
 
 class StepSource:
@@ -43,6 +31,7 @@ class StepSource:
         options: of the stream.
         annotation_set: the set that is trained on.
         lease: of the trainer.
+        rows: what the log of the trainer's experiment says.
         expert: the experiment of the expert's rows, if the stream mixes.
     """
 
@@ -52,6 +41,7 @@ class StepSource:
         options: StreamOptions,
         annotation_set: str,
         lease: TrainerLease,
+        rows: LogRows,
         expert: Experiment | None = None,
     ) -> None:
         self._experiments = [experiment, *([] if expert is None else [expert])]
@@ -60,23 +50,21 @@ class StepSource:
         self._lease = lease
         self._sampling = options.sampling()
         self._readers = [Reader(experiment.key, options.consumer, "", options.consumer)]
-        sets = [annotation_set]
+        self._ready = [ReadyGroups(self._database, annotation_set, self._readers[0], rows, 0)]
         if expert is not None:
             known_as = f"{experiment.name}/{options.consumer}"
-            self._readers.append(Reader(experiment.key, options.consumer, expert.name, known_as))
-            sets.append(RECORDED)
-        self._ready = [
-            ReadyGroups(self._database, of.key, name, reader)
-            for of, name, reader in zip(self._experiments, sets, self._readers, strict=True)
-        ]
+            reader = Reader(experiment.key, options.consumer, expert.name, known_as)
+            others = LogRows(self._database, expert.key)
+            self._readers.append(reader)
+            self._ready.append(ReadyGroups(self._database, RECORDED, reader, others, 1))
 
     async def start(self) -> None:
         """Find the place behind everything that was handed out before."""
         for ready in self._ready:
             await ready.start()
 
-    async def take(self, step: int, *, partial_ok: bool) -> list[TakenRow] | None:
-        """Return the rows of ``step``, None if there are too few; fewer only if ``partial_ok``.
+    async def take(self, step: int, *, partial_ok: bool) -> list[ReadyGroup] | None:
+        """Return the groups of ``step``, None if there are too few; fewer only if ``partial_ok``.
 
         A last, smaller step mixes in no more of the expert's groups than a whole one would.
         """
@@ -92,33 +80,30 @@ class StepSource:
             return None
         if sum(map(min, here, wanted)) < self._options.world_size:
             return None
-        taken = [
-            TakenRow(row, source)
-            for source, number in enumerate(wanted)
-            for row in self._ready[source].pop(number)
-        ]
-        return await self._without_oversize(taken)
+        popped = (ready.pop(number) for ready, number in zip(self._ready, wanted, strict=True))
+        return await self._without_oversize(list(chain.from_iterable(popped)))
 
     async def reject(
-        self, taken: Sequence[TakenRow], reason: str, left: Sequence[TakenRow]
+        self, gone: Sequence[ReadyGroup], reason: str, left: Iterable[ReadyGroup]
     ) -> None:
-        """Record that the rows ``taken`` are not trained.
+        """Record that the rows of ``gone`` are not trained.
 
         Args:
-            left: rows of the same groups that are trained all the same.
+            left: what is trained of the same groups all the same.
         """
-        groups = {one.group for one in left}
+        trained = {group.key for group in left}
         for source, reader in enumerate(self._readers):
-            rows = [one for one in taken if one.source == source]
+            groups = [group for group in gone if group.source == source]
+            rows = list(chain.from_iterable(group.annotations for group in groups))
             if not rows:
                 continue
-            gone = {one.group for one in rows if one.row.planned and source == 0} - groups
+            whole = [one for one in groups if one.planned and one.key not in trained]
             body = {
                 "consumer": reader.rejecting,
                 "by": "trainer",
-                "experiences": [one.row.address for one in rows],
+                "experiences": rows,
                 "reasons": [reason] * len(rows),
-                "planned_groups": len(gone),
+                "planned_groups": len(whole) if source == 0 else 0,
             }
             event = new_event("ExperiencesRejected", body)
             await self._database.write(
@@ -133,9 +118,9 @@ class StepSource:
     async def _fill(self, source: int, number: int, min_version: int) -> int:
         """Have ``number`` groups of a source ready, none too old; return how many there are."""
 
-        def stale(group: list[ReadyRow]) -> bool:
-            versions = [row.policy_version for row in group if row.policy_version is not None]
-            return any(version < min_version for version in versions)
+        def stale(group: ReadyGroup) -> bool:
+            versions = group.policy_versions
+            return any(version is not None and version < min_version for version in versions)
 
         ready = self._ready[source]
         while True:
@@ -143,22 +128,33 @@ class StepSource:
             gone = ready.pop_unwanted(stale) if source == 0 and min_version > 0 else []
             if not gone:
                 return here
-            await self.reject([TakenRow(row, source) for row in gone], "stale", [])
+            await self.reject(gone, "stale", [])
 
-    async def _without_oversize(self, taken: list[TakenRow]) -> list[TakenRow]:
+    async def _without_oversize(self, taken: list[ReadyGroup]) -> list[ReadyGroup]:
         limit = self._options.max_tokens
-        large = [one for one in taken if limit is not None and one.row.length > limit]
-        if not large:
+        if limit is None or all(max(group.lengths) <= limit for group in taken):
             return taken
-        kept = [one for one in taken if one not in large]
+        kept, large = parted(taken, lambda group: [size <= limit for size in group.lengths])
         await self.reject(large, "oversize", kept)
         return kept
+
+
+def parted(
+    groups: Sequence[ReadyGroup], fits: Callable[[ReadyGroup], Sequence[bool]]
+) -> tuple[list[ReadyGroup], list[ReadyGroup]]:
+    """Return the groups with the rows that fit, and with the others; without those of no rows."""
+    kept, gone = [], []
+    for group in groups:
+        which = fits(group)
+        kept.append(group.only(which))
+        gone.append(group.only([not one for one in which]))
+    return [one for one in kept if one.annotations], [one for one in gone if one.annotations]
 
 
 def planned_manifest(
     step: int,
     annotation_set: str,
-    taken: Sequence[TakenRow],
+    taken: Sequence[ReadyGroup],
     options: StreamOptions,
     *,
     lengths: Sequence[int] | None = None,
@@ -168,45 +164,44 @@ def planned_manifest(
     Args:
         step: its number.
         annotation_set: the set that is trained on.
-        taken: its rows.
+        taken: its groups.
         options: of the stream.
         lengths: of stored pairs, one per row, see `plan_microbatches`; None: rows are single.
     """
-    numbers: dict[tuple[int, int, int], int] = {}
-    planned: set[int] = set()
-    groups = []
-    for row, source in taken:
-        of = (source, row.address >> SLOT_BITS, row.group_slot)
-        number = numbers.setdefault(of, len(numbers))
-        groups.append(number)
-        if row.planned and source == 0:
-            planned.add(number)
+    groups = [number for number, group in enumerate(taken) for _ in group.annotations]
     order, microbatches = plan_microbatches(
-        [row.length for row, _ in taken] if lengths is None else lengths,
+        _joined(group.lengths for group in taken) if lengths is None else lengths,
         groups,
         layout=options.layout,
         tokens_per_microbatch=options.tokens_per_microbatch,
         world_size=options.world_size,
         pairs=lengths is not None,
     )
-    rows = [taken[place].row for place in order]
+
+    def placed(column: Sequence[int]) -> tuple[int, ...]:
+        return tuple([column[place] for place in order])
+
     mixes = options.expert_experiment is not None
     return Manifest(
         step=step,
         annotation_set=annotation_set,
-        annotations=tuple([row.address for row in rows]),
-        experiences=tuple([row.experience for row in rows]),
-        groups=tuple([groups[place] for place in order]),
-        num_planned_groups=len(planned),
+        annotations=placed(_joined(group.annotations for group in taken)),
+        experiences=placed(_joined(group.experiences for group in taken)),
+        groups=placed(groups),
+        num_planned_groups=sum(group.planned and group.source == 0 for group in taken),
         layout=options.layout,
         microbatches=tuple(microbatches),
         normalizer=None if options.max_tokens is None else float(options.max_tokens),
         sources=(options.expert_experiment,) if options.expert_experiment is not None else (),
-        source=tuple([taken[place].source for place in order]) if mixes else (),
+        source=placed([taken[number].source for number in groups]) if mixes else (),
     )
+
+
+def _joined(columns: Iterable[Sequence[int]]) -> list[int]:
+    return list(chain.from_iterable(columns))
 
 
 def rows_without(rows: LoadedRows, field: str, sources: Sequence[int]) -> list[int]:
     """Return the places of the rows of the trainer's own experiment that lack a stored column."""
-    missing = rows.field(field).missing(len(rows.meta))
+    missing = rows.field(field).missing(len(rows.facts))
     return [place for place in missing if not (sources and sources[place])]

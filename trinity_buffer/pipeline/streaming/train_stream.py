@@ -23,6 +23,7 @@ from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step
 from trinity_buffer.pipeline.streaming.environment import environment_of_run
+from trinity_buffer.pipeline.streaming.log_rows import LogRows
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.streaming.ranks import RankSession
 from trinity_buffer.pipeline.streaming.recorded_strategy import recorder
@@ -63,9 +64,10 @@ class TrainStream:
         self._database = experiment.database
         self._lease = lease
         self._memory = StepMemory()
-        self._loader = RowLoader(experiment.database, experiment.key)
+        rows = LogRows(experiment.database, experiment.key)
+        self._loader = RowLoader(experiment.database, rows)
         self._expert = expert
-        self._source = StepSource(experiment, options, self.annotation_set, lease, expert)
+        self._source = StepSource(experiment, options, self.annotation_set, lease, rows, expert)
         self._rows = StepRows(experiment, options, self.annotation_set, self._loader, self._source)
         self._ranks = RankSession(experiment, options)
         self._committed = 0
@@ -270,7 +272,7 @@ class TrainStream:
             for microbatch in microbatches:
                 del microbatch.tensors["old_logprob"]
         self._chain = chain(self._chain, manifest.digest)
-        versions = [row.policy_version for row in rows.meta if row.policy_version is not None]
+        versions = [version for version in rows.facts.policy_versions if version is not None]
         return TrainStep(manifest.step, microbatches, manifest, self._chain, recorded, versions)
 
     def close(self) -> None:
