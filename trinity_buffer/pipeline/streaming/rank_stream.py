@@ -32,11 +32,12 @@ class RankStream(TrainStream):
 
     async def run(self) -> None:
         """Serve what rank 0 leases until it says that there is no more."""
-        async with self._send:
-            try:
-                await self._feed()
-            except Exception as error:  # noqa: BLE001 - re-raised by __anext__
-                self._failure = error
+        try:
+            await self._feed()
+        except Exception as error:  # noqa: BLE001 - re-raised where the stream is read
+            self._failure = error
+        finally:
+            self._ready.end()
 
     async def _feed(self) -> None:
         while True:
@@ -46,10 +47,11 @@ class RankStream(TrainStream):
                     tx, self.experiment.key, self.options.consumer, after=self._next_step - 1
                 )
             for row in leased:
+                await self._ready.room()
                 step = await self._serve_again(row)
                 step.recorded = row.step <= self._again
                 self._next_step = row.step + 1
-                await self._send.send(step)
+                self._ready.put(step)
             if self._ranks.ended is not None and self._next_step > self._ranks.ended:
                 return
             if not leased:

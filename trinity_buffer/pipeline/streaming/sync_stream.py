@@ -11,11 +11,11 @@ from typing import Any
 from anyio.from_thread import BlockingPortal
 
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.portal import PortalSteps, in_portal
+from trinity_buffer.pipeline.streaming.portal import in_portal
 from trinity_buffer.pipeline.streaming.train_stream import Resume, TrainStep, TrainStream
 
 
-class SyncTrainStream(PortalSteps):
+class SyncTrainStream:
     """An open stream; iterate over it. Made by `open_train_stream`.
 
     Attributes:
@@ -23,9 +23,18 @@ class SyncTrainStream(PortalSteps):
     """
 
     def __init__(self, portal: BlockingPortal, stream: TrainStream) -> None:
-        super().__init__(portal, stream)
+        self._portal = portal
         self._stream = stream
         self.resume: Resume | None = stream.resume
+
+    def __iter__(self) -> Iterator[TrainStep]:
+        return self
+
+    def __next__(self) -> TrainStep:
+        step = self._stream.wait_for_step()
+        if step is None:
+            raise StopIteration
+        return step
 
     @property
     def incomplete_groups(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -22,7 +23,9 @@ from trinity_buffer.pipeline.background import in_thread, running
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step
+from trinity_buffer.pipeline.streaming.commit_events import commit_events
 from trinity_buffer.pipeline.streaming.environment import environment_of_run
+from trinity_buffer.pipeline.streaming.handover import Handover
 from trinity_buffer.pipeline.streaming.log_rows import LogRows
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.streaming.ranks import RankSession
@@ -38,6 +41,10 @@ from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ConsumerRow, StepRow
 from trinity_buffer.store.transaction import Transaction
+
+TOGETHER_S = 0.05
+"""For so long steps are made in one go, while the trainer asks for more of them: others of this
+process cannot write meanwhile."""
 
 __all__ = ["RECORDED", "Resume", "StreamOptions", "TrainStep", "TrainStream"]
 
@@ -77,9 +84,7 @@ class TrainStream:
         self._chain = FIRST_LINK
         self._recorders = [e for e in (None if options.strategy else experiment, expert) if e]
         self._failure: Exception | None = None
-        self._send, self._receive = anyio.create_memory_object_stream[TrainStep](
-            options.prefetch - 1
-        )
+        self._ready = Handover(options.prefetch)
 
     @property
     def annotation_set(self) -> str:
@@ -158,13 +163,14 @@ class TrainStream:
 
     async def run(self) -> None:
         """Make and serve steps until there are no more; errors come out where it is read."""
-        async with self._send:
-            try:
-                async with running(self._gather):
-                    await self._feed()
-                await self._ranks.end(self._next_step - 1)
-            except Exception as error:  # noqa: BLE001 - re-raised by __anext__
-                self._failure = error
+        try:
+            async with running(self._gather):
+                await self._feed()
+            await self._ranks.end(self._next_step - 1)
+        except Exception as error:  # noqa: BLE001 - re-raised where the stream is read
+            self._failure = error
+        finally:
+            self._ready.end()
 
     async def _gather(self) -> None:
         """Make the groups of what is trained as it was recorded, while the stream is read."""
@@ -181,9 +187,11 @@ class TrainStream:
 
     async def _feed(self) -> None:
         while self._recorded:
-            await self._send.send(await self._serve_again(self._recorded.popleft()))
-        while (step := await self._next()) is not None:
-            await self._send.send(step)
+            await self._ready.room()
+            self._ready.put(await self._serve_again(self._recorded.popleft()))
+        await self._ready.room()
+        while await self._next():
+            await self._ready.room()
 
     async def _serve_again(self, row: StepRow) -> TrainStep:
         async with self._database.reading() as tx:
@@ -191,40 +199,50 @@ class TrainStream:
         manifest = Manifest.from_body(decoded("", stored).body)
         return await self._load(manifest, recorded=True)
 
-    async def _next(self) -> TrainStep | None:
-        """Return the next step, leased; None: there is no more."""
+    async def _next(self) -> bool:
+        """Make the next step, and more if they are asked for; return False if there is none."""
         while True:
             state = await self._database.changes.state()
             ending = not self._recorders and not self.options.follow
-            step = await self._make(partial_ok=ending)
-            if step is None and not self._recorders and not ending:
+            made = await self._make(partial_ok=ending)
+            if not made and not self._recorders and not ending:
                 # Asked only now: it would cost each step a transaction. What came before the end
                 # is read once more.
                 ending = await self.experiment.is_finished()
                 if ending:
-                    step = await self._make(partial_ok=True)
-            if step is not None or ending:
-                return step
+                    made = await self._make(partial_ok=True)
+            if made or ending:
+                return made
             await self._database.changes.changed(state)
 
-    async def _make(self, *, partial_ok: bool) -> TrainStep | None:
-        """Return the next step, leased, if there are rows for it.
+    async def _make(self, *, partial_ok: bool) -> bool:
+        """Make steps while there is room and there are rows; return whether there was one."""
+
+        async def work() -> bool:
+            until, made = time.monotonic() + TOGETHER_S, False
+            while self._ready.has_room() and time.monotonic() < until:
+                if not await self._make_one(partial_ok=partial_ok):
+                    break
+                made = True
+            return made
+
+        return await self._database.together(work)
+
+    async def _make_one(self, *, partial_ok: bool) -> bool:
+        """Make the next step, if there are rows for it; return whether there were.
 
         What it was read from is let go of on return: the next step is read into the same memory,
         and a trainer's step does not hold the bytes of the one after it.
         """
-
-        async def work() -> TrainStep | None:
-            while (
-                taken := await self._source.take(self._next_step, partial_ok=partial_ok)
-            ) is not None:
-                manifest, rows = await self._rows.prepare(self._next_step, taken)
-                if manifest is not None and rows is not None:
-                    self._next_step += 1
-                    return await self._lease_step(manifest, rows)
-            return None
-
-        return await self._database.together(work)
+        while (
+            taken := await self._source.take(self._next_step, partial_ok=partial_ok)
+        ) is not None:
+            manifest, rows = await self._rows.prepare(self._next_step, taken)
+            if manifest is not None and rows is not None:
+                self._next_step += 1
+                self._ready.put(await self._lease_step(manifest, rows))
+                return True
+        return False
 
     async def _lease_step(self, manifest: Manifest, rows: LoadedRows) -> TrainStep:
         """Return the step of these rows, leased."""
@@ -277,19 +295,27 @@ class TrainStream:
 
     def close(self) -> None:
         """Let go of the steps that were made ready and not asked for."""
-        self._send.close()
-        self._receive.close()
+        self._ready.discard()
 
     def __aiter__(self) -> AsyncIterator[TrainStep]:
         return self
 
     async def __anext__(self) -> TrainStep:
-        try:
-            step = await self._receive.receive()
-        except anyio.EndOfStream:
+        step = self._delivery(await self._ready.receive())
+        if step is None:
+            raise StopAsyncIteration
+        return step
+
+    def wait_for_step(self) -> TrainStep | None:
+        """Return the next step, or None at the end; for a thread that may wait."""
+        return self._delivery(self._ready.get())
+
+    def _delivery(self, step: TrainStep | None) -> TrainStep | None:
+        """Note that ``step`` is in the trainer's hands."""
+        if step is None:
             if self._failure is not None:
                 raise self._failure from None
-            raise StopAsyncIteration from None
+            return None
         if self._lease.lost is not None:
             raise self._lease.lost
         self._delivered[step.step] = step.manifest.digest
@@ -333,7 +359,18 @@ class TrainStream:
                 f"commit of step {step.step}: step {missing[0]} was not delivered by this stream"
             )
         await self._ranks.all_parts(step.step, self._lease)
-        events = await self._commit_events(steps, step, checkpoint, policy, environment, metrics)
+        body = {
+            "consumer": self.options.consumer,
+            "token": self._lease.token,
+            "steps": steps,
+            "manifests": [self._delivered[number] for number in steps],
+            "chain": step.chain,
+            "metrics": dict(metrics or {}),
+            "environment": dict(
+                environment if environment is not None else environment_of_run(self.options.device)
+            ),
+        }
+        events = await commit_events(body, checkpoint, policy)
         reached("before-commit")
         await self._append_commit(events, step)
         reached("after-commit")
@@ -355,41 +392,3 @@ class TrainStream:
                 row = await queries.consumer_row(tx, key, name)
             if row is None or row.committed_step < step.step or row.token != self._lease.token:
                 raise
-
-    async def _commit_events(
-        self,
-        steps: list[int],
-        step: TrainStep,
-        checkpoint: str | Path | None,
-        policy: str | Path | None,
-        environment: Mapping[str, Any] | None,
-        metrics: Mapping[str, float] | None,
-    ) -> list[NewEvent]:
-        kept = None if checkpoint is None else _absolute(checkpoint)
-        digest = None
-        if kept is not None:
-            digest = await anyio.to_thread.run_sync(checkpoints.make_durable, kept)
-        body = {
-            "consumer": self.options.consumer,
-            "token": self._lease.token,
-            "steps": steps,
-            "manifests": [self._delivered[number] for number in steps],
-            "chain": step.chain,
-            "checkpoint": None if kept is None else str(kept),
-            "checkpoint_digest": digest,
-            "metrics": dict(metrics or {}),
-            "environment": dict(
-                environment if environment is not None else environment_of_run(self.options.device)
-            ),
-        }
-        events = [new_event("StepsCommitted", body)]
-        if policy is not None:
-            weights = _absolute(policy)
-            found = await anyio.to_thread.run_sync(checkpoints.make_durable, weights)
-            published = {"version": step.step, "uri": str(weights), "digest": found}
-            events.append(new_event("PolicyPublished", published))
-        return events
-
-
-def _absolute(path: str | Path) -> Path:
-    return Path(path).absolute()

@@ -1,0 +1,44 @@
+"""What a trainer's commit records, once the files that it names are on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+
+from trinity_buffer.pipeline import checkpoint as checkpoints
+from trinity_buffer.pipeline.events import new_event
+from trinity_buffer.store.log import NewEvent
+
+
+async def commit_events(
+    body: Mapping[str, Any], checkpoint: str | Path | None, policy: str | Path | None
+) -> list[NewEvent]:
+    """Write the files of a commit through to the disk; return the events that record it.
+
+    Args:
+        body: of ``StepsCommitted``, without its checkpoint.
+        checkpoint: file or folder that holds the weights after its last step; None: none.
+        policy: file with the weights that explorers shall load as the version of that step.
+
+    Raises:
+        CheckpointError: no file at ``checkpoint`` or ``policy``.
+    """
+    kept: tuple[str | None, str | None] = (None, None)
+    if checkpoint is not None:
+        kept = await anyio.to_thread.run_sync(_make_durable, checkpoint)
+    named = dict(zip(("checkpoint", "checkpoint_digest"), kept, strict=True))
+    events = [new_event("StepsCommitted", {**body, **named})]
+    if policy is not None:
+        uri, digest = await anyio.to_thread.run_sync(_make_durable, policy)
+        published = {"version": body["steps"][-1], "uri": uri, "digest": digest}
+        events.append(new_event("PolicyPublished", published))
+    return events
+
+
+def _make_durable(path: str | Path) -> tuple[str, str]:
+    """Return the absolute path and the digest of what is there, which is on the disk then."""
+    whole = Path(path).absolute()
+    return str(whole), checkpoints.make_durable(whole)
