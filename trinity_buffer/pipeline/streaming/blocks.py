@@ -129,9 +129,11 @@ def blocks_of(column: Column, rows: Array, slots: range) -> list[Block]:
 
 def _block(column: Column, rows: Array, first: int, last: int) -> Block:
     """Return the entries ``first`` to ``last`` of a column as ``rows``."""
+    if column.encoding == "scaled_mask":
+        return Block(rows, column.elements[first:last], np.arange(len(rows) + 1), scaled=True)
     ends = column.offsets[first : last + 1]
     data = _numbers(column, int(ends[0]), int(ends[-1]))
-    return Block(rows, data, ends - ends[0], scaled=column.encoding == "scaled_mask")
+    return Block(rows, data, ends - ends[0] if first else ends)
 
 
 def _numbers(column: Column, first: int, last: int) -> Array:

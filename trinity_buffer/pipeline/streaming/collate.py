@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -118,10 +119,11 @@ def _each(items: Sequence[T], size: int) -> Sequence[T]:
 def _per_row(manifest: Manifest, plan: MicroBatchPlan, size: int) -> dict[str, Tensor]:
     """Return the tensors ``[N]`` that say of each row what it is."""
     chosen = slice(plan.start, plan.stop)
-    slots = _each(range(plan.start, plan.stop), size)
+    slots = np.arange(plan.start, plan.stop, dtype=np.int32).repeat(size)
+    groups = np.array(manifest.groups[chosen], np.int32).repeat(size)
     found = {
-        "sample_index": torch.tensor(slots, dtype=torch.int32),
-        "group_index": torch.tensor(_each(manifest.groups[chosen], size), dtype=torch.int32),
+        "sample_index": torch.from_numpy(slots),
+        "group_index": torch.from_numpy(groups),
         "step": torch.full((len(slots),), manifest.step, dtype=torch.int32),
     }
     if manifest.sources:
@@ -131,25 +133,28 @@ def _per_row(manifest: Manifest, plan: MicroBatchPlan, size: int) -> dict[str, T
 
 def _layout_of_step(manifest: Manifest, columns: _Columns, size: int, world: int) -> BatchLayout:
     """Return the denominators: over all rows, over the usual ones, over the expert's."""
-    counted = list(zip(_each(manifest.groups, size), columns.trained_tokens, strict=True))
-
-    def count(rows: Sequence[tuple[int, int]]) -> Totals:
-        return Totals(
-            tokens=sum(tokens for _, tokens in rows),
-            sequences=len(rows),
-            groups=len({group for group, _ in rows}),
-            active_sequences=sum(tokens > 0 for _, tokens in rows),
-        )
-
-    total, of = count(counted), _each(manifest.source, size)
+    groups, tokens = _each(manifest.groups, size), columns.trained_tokens
+    of = _each(manifest.source, size)
+    total = usual = _totals(groups, tokens)
+    if any(of):
+        own = [not source for source in of]
+        usual = _totals(list(compress(groups, own)), list(compress(tokens, own)))
     return BatchLayout(
         total=total,
-        usual=count([row for row, source in zip(counted, of, strict=True) if not source])
-        if any(of)
-        else total,
-        expert=count([row for row, source in zip(counted, of, strict=False) if source]),
+        usual=usual,
+        expert=_totals(list(compress(groups, of)), list(compress(tokens, of))),
         normalizer=manifest.normalizer,
         world_size=world,
+    )
+
+
+def _totals(groups: Sequence[int], tokens: Sequence[int]) -> Totals:
+    """Return the denominators over rows of these groups, with so many trained tokens each."""
+    return Totals(
+        tokens=sum(tokens),
+        sequences=len(tokens),
+        groups=len(set(groups)),
+        active_sequences=len(tokens) - tokens.count(0),
     )
 
 
@@ -269,18 +274,20 @@ def _places(columns: _Columns, plans: Sequence[MicroBatchPlan], *, padded: bool)
 def _filled(columns: _Columns, places: _Places, memory: StepMemory) -> dict[str, Array]:
     """Return the flat columns of all micro-batches."""
     tokens = ["input_ids"] if places.padded else ["input_ids", "position_ids"]
-    whole = [*tokens, "attention_mask"]
     kinds = [np.int64] * len(tokens) + [np.bool_] * 2 + [np.float32] * len(columns.responses)
     padding = places.size > int(columns.lengths[places.begins >= 0].sum())
-    arena = Arena(memory, places.size, kinds, written=0 if padding else len(whole))
-    out: dict[str, Array] = {name: arena.column() for name in whole}
-    mask = out["action_mask"] = arena.column()
+    arena = Arena(memory, places.size, kinds)
+    out: dict[str, Array] = {}
+    ids = out["input_ids"] = arena.column(zeros=padding)
     for block in columns.tokens.blocks:
-        copy_rows(out["input_ids"], block, places.begins)
+        copy_rows(ids, block, places.begins)
     longest = columns.lengths.max()
-    fill_rows(out["attention_mask"], places.begins, columns.lengths, np.ones(longest, np.bool_))
     if not places.padded:
+        out["position_ids"] = arena.column(zeros=padding)
         fill_rows(out["position_ids"], places.begins, columns.lengths, np.arange(longest))
+    there = out["attention_mask"] = arena.column(zeros=padding)
+    fill_rows(there, places.begins, columns.lengths, np.ones(longest, np.bool_))
+    mask = out["action_mask"] = arena.column()
     begins = np.where(places.begins < 0, -1, places.begins + columns.prompt_lengths)
     for block in columns.masks.blocks:
         copy_rows(mask, block, begins)
@@ -308,10 +315,9 @@ def _weights(columns: _Columns, mask: Array, begins: Array) -> Array:
 
 def _put_rewards(column: Array, columns: _Columns, begins: Array) -> None:
     """Give rows without a reward for each token that of the whole, at the last token."""
-    number = len(begins)
-    given = np.array([reward is not None for reward in columns.rewards], np.bool_)
-    put = given & (begins >= 0) & ~columns.responses["token_level_rewards"].present(number)
-    values = np.array([reward or 0.0 for reward in columns.rewards], np.float64)
+    values = np.array(columns.rewards, np.float64)  # None becomes NaN, which no reward is
+    there = columns.responses["token_level_rewards"].present(len(begins))
+    put = ~(np.isnan(values) | (begins < 0) | there)
     column[(begins + columns.lengths - 1)[put]] = values[put]
 
 

@@ -18,25 +18,26 @@ class Arena:
         memory: of earlier steps.
         size: elements of a column.
         dtypes: of the columns, in the order in which they are asked for.
-        written: how many of them, the first ones, will be written as a whole; the others are zeros.
     """
 
-    def __init__(
-        self, memory: StepMemory, size: int, dtypes: Sequence[type[np.generic]], written: int
-    ) -> None:
+    def __init__(self, memory: StepMemory, size: int, dtypes: Sequence[type[np.generic]]) -> None:
         self._dtypes = iter(dtypes)
         self._size = size
-        widths = [_aligned(size * np.dtype(dtype).itemsize) for dtype in dtypes]
-        self._memory = memory.take(sum(widths))
-        self._memory[sum(widths[:written]) :].fill(0)
+        self._memory = memory.take(sum(_aligned(size * np.dtype(one).itemsize) for one in dtypes))
         self._used = 0
 
-    def column(self) -> Array:
-        """Return the next column."""
+    def column(self, *, zeros: bool = True) -> Array:
+        """Return the next column: zeros, or for who writes all of it, anything.
+
+        Zeros are put into it only now: what is written to it next finds it in the cache.
+        """
         dtype = next(self._dtypes)
         begin, end = self._used, self._used + self._size * np.dtype(dtype).itemsize
         self._used = _aligned(end)
-        return self._memory[begin:end].view(dtype)
+        found = self._memory[begin:end]
+        if zeros:
+            found.fill(0)
+        return found.view(dtype)
 
 
 def _aligned(size: int) -> int:

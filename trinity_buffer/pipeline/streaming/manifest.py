@@ -74,15 +74,15 @@ class Manifest:
         content = [
             self.step,
             self.annotation_set,
-            list(self.annotations),
-            list(self.experiences),
-            list(self.groups),
+            self.annotations,
+            self.experiences,
+            self.groups,
             self.layout,
             [[m.start, m.stop, m.width, m.rank] for m in self.microbatches],
             self.normalizer,
         ]
         if self.sources:
-            content += [list(self.sources), list(self.source)]
+            content += [self.sources, self.source]
         return hashlib.blake2b(
             json.dumps(content, separators=(",", ":")).encode(), digest_size=16
         ).digest()

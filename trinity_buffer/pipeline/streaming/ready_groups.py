@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import compress, groupby
+from itertools import compress, pairwise
+from typing import NamedTuple
+
+import numpy as np
 
 from trinity_buffer.pipeline.streaming.log_rows import Annotated, Facts, LogRows
 from trinity_buffer.store import trainer_queries
@@ -16,8 +18,7 @@ from trinity_buffer.store.transaction import Transaction
 ROWS_PER_PAGE = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyGroup:
+class ReadyGroup(NamedTuple):
     """Rows of one group that no step holds yet; one entry per row in each column.
 
     Attributes:
@@ -143,10 +144,10 @@ class ReadyGroups:
         self, position: int, event: Annotated, facts: Facts, spent: Collection[int]
     ) -> Iterator[ReadyGroup]:
         """Yield the groups of an event, without the rows that were handed out or rejected."""
-        begin = 0
-        for number, members in groupby(event.groups):
-            end = begin + sum(1 for _ in members)
-            first = first_address(position)
+        first = first_address(position)
+        breaks = np.flatnonzero(np.diff(np.array(event.groups))) + 1
+        for begin, end in pairwise([0, *breaks.tolist(), len(event.groups)]):
+            number = event.groups[begin]
             group = ReadyGroup(
                 (self._source, position, number),
                 event.planned[number],
@@ -159,7 +160,6 @@ class ReadyGroups:
                 group = self._unspent(group, spent)
             if group.annotations:
                 yield group
-            begin = end
 
     def _unspent(self, group: ReadyGroup, spent: Collection[int]) -> ReadyGroup:
         return group.only([at >= self._start and at not in spent for at in group.annotations])

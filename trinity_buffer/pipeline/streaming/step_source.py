@@ -178,8 +178,10 @@ def planned_manifest(
         pairs=lengths is not None,
     )
 
+    in_order = order == list(range(len(order)))
+
     def placed(column: Sequence[int]) -> tuple[int, ...]:
-        return tuple([column[place] for place in order])
+        return tuple(column if in_order else [column[place] for place in order])
 
     mixes = options.expert_experiment is not None
     return Manifest(
