@@ -18,7 +18,7 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.collate import collate_step
 from trinity_buffer.pipeline.streaming.log_rows import LogRows
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
-from trinity_buffer.pipeline.streaming.portal import PortalSteps, in_portal
+from trinity_buffer.pipeline.streaming.portal import in_portal
 from trinity_buffer.pipeline.streaming.row_loader import RowLoader
 from trinity_buffer.pipeline.streaming.train_stream import Resume, TrainStep
 from trinity_buffer.store import log, queries, trainer_queries
@@ -77,7 +77,7 @@ async def _manifest(experiment: Experiment, recorded: StepRow) -> Manifest:
     return Manifest.from_body(decoded("", stored).body)
 
 
-class ReplayStream(PortalSteps):
+class ReplayStream:
     """Looks like a train stream to a trainer; commits go nowhere. Made by `open_replay_stream`.
 
     Attributes:
@@ -87,8 +87,22 @@ class ReplayStream(PortalSteps):
     def __init__(
         self, portal: BlockingPortal, steps: AsyncIterator[TrainStep], resume: Resume | None
     ) -> None:
-        super().__init__(portal, steps)
+        self._portal = portal
+        self._steps = steps
         self.resume = resume
+
+    def __iter__(self) -> Iterator[TrainStep]:
+        return self
+
+    def __next__(self) -> TrainStep:
+        step = self._portal.call(self._receive)
+        if step is None:
+            raise StopIteration
+        return step
+
+    async def _receive(self) -> TrainStep | None:
+        # StopAsyncIteration cannot pass through a portal.
+        return await anext(self._steps, None)
 
     def commit(
         self,

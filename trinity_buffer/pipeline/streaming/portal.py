@@ -1,37 +1,14 @@
-"""Steps for synchronous code, out of an event loop that runs in a thread of its own."""
+"""An event loop in a thread of its own, for synchronous code."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from trinity_buffer.pipeline.streaming.stream_options import TrainStep
-
 T = TypeVar("T")
-
-
-class PortalSteps:
-    """Iterates over steps that are made in the event loop behind ``portal``."""
-
-    def __init__(self, portal: BlockingPortal, steps: AsyncIterator[TrainStep]) -> None:
-        self._portal = portal
-        self._steps = steps
-
-    def __iter__(self) -> Iterator[TrainStep]:
-        return self
-
-    def __next__(self) -> TrainStep:
-        step: TrainStep | None = self._portal.call(self._receive)
-        if step is None:
-            raise StopIteration
-        return step
-
-    async def _receive(self) -> TrainStep | None:
-        # StopAsyncIteration cannot pass through a portal.
-        return await anext(self._steps, None)
 
 
 @contextmanager

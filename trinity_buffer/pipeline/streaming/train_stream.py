@@ -220,10 +220,10 @@ class TrainStream:
 
         async def work() -> bool:
             until, made = time.monotonic() + TOGETHER_S, False
-            while self._ready.has_room() and time.monotonic() < until:
-                if not await self._make_one(partial_ok=partial_ok):
-                    break
+            while await self._make_one(partial_ok=partial_ok):
                 made = True
+                if not self._ready.has_room() or time.monotonic() > until:
+                    break
             return made
 
         return await self._database.together(work)
@@ -352,13 +352,9 @@ class TrainStream:
         """
         if step.step <= self._committed:
             return
-        steps = list(range(self._committed + 1, step.step + 1))
-        missing = [number for number in steps if number not in self._delivered]
-        if missing:
-            raise InvalidArgumentError(
-                f"commit of step {step.step}: step {missing[0]} was not delivered by this stream"
-            )
+        steps = self._committed_by(step)
         await self._ranks.all_parts(step.step, self._lease)
+        around = environment_of_run(self.options.device) if environment is None else environment
         body = {
             "consumer": self.options.consumer,
             "token": self._lease.token,
@@ -366,9 +362,7 @@ class TrainStream:
             "manifests": [self._delivered[number] for number in steps],
             "chain": step.chain,
             "metrics": dict(metrics or {}),
-            "environment": dict(
-                environment if environment is not None else environment_of_run(self.options.device)
-            ),
+            "environment": dict(around),
         }
         events = await commit_events(body, checkpoint, policy)
         reached("before-commit")
@@ -377,6 +371,16 @@ class TrainStream:
         self._committed = step.step
         for number in steps:
             del self._delivered[number]
+
+    def _committed_by(self, last: TrainStep) -> list[int]:
+        """Return the steps up to ``last`` that are not committed; all were delivered."""
+        steps = list(range(self._committed + 1, last.step + 1))
+        missing = [number for number in steps if number not in self._delivered]
+        if missing:
+            raise InvalidArgumentError(
+                f"commit of step {last.step}: step {missing[0]} was not delivered by this stream"
+            )
+        return steps
 
     async def _append_commit(self, events: list[NewEvent], step: TrainStep) -> None:
         name, key = self.options.consumer, self.experiment.key

@@ -1,0 +1,139 @@
+"""What waits for a trainer, read from the log, against what the projections say of it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from tests.contract.making import opened, rollout, rows
+from trinity_buffer.errors import CodecError
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.streaming import log_rows, ready_groups
+from trinity_buffer.pipeline.streaming.log_rows import LogRows
+from trinity_buffer.pipeline.streaming.ready_groups import ReadyGroup, ReadyGroups
+from trinity_buffer.store import tables
+from trinity_buffer.store.trainer_queries import Reader
+
+RUNS, CALLS = 3, 3
+
+
+async def ragged(experiment: Experiment, seed: int) -> None:
+    """Write groups whose rows lie in several events each, annotated in several events."""
+    random_ = random.Random(seed)
+    todo = [(task, run) for task in range(12) for run in range(RUNS)]
+    random_.shuffle(todo)
+    for call in range(CALLS):
+        some = [
+            rollout("b", task, run, length=random_.randint(4, 40), version=9 * (task % 4 > 0))
+            for task, run in todo[call::CALLS]
+        ]
+        await experiment.writer("e0").write(some)
+        await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+
+
+def reader_of(experiment: Experiment, name: str = "trainer") -> Reader:
+    """Return the trainer ``name`` of the experiment."""
+    return Reader(experiment.key, name, "", name)
+
+
+async def ready(experiment: Experiment, reader: Reader) -> list[ReadyGroup]:
+    """Return all groups that wait for a trainer."""
+    facts = LogRows(experiment.database, experiment.key)
+    waiting = ReadyGroups(experiment.database, "grpo", reader, facts, 0)
+    await waiting.start()
+    return waiting.pop(await waiting.fill(10**6))
+
+
+async def expected(experiment: Experiment, reader: Reader) -> list[tuple[Any, ...]]:
+    """Return (annotation, group, planned, experience, length, version), off the projections."""
+    held = {one["address"] for one in await rows(experiment.database, tables.delivery)}
+    gone = {
+        one["address"]
+        for one in await rows(experiment.database, tables.rejection)
+        if one["consumer"] == reader.name
+    }
+    row, told = tables.annotation, tables.experience
+    query = (
+        select(
+            row.c.address,
+            row.c.group_slot,
+            row.c.planned,
+            row.c.experience,
+            told.c.length,
+            told.c.policy_version,
+        )
+        .join(told, told.c.address == row.c.experience)
+        .order_by(row.c.address)
+    )
+    async with experiment.database.reading() as tx:
+        every = [tuple(one) for one in await tx.execute(query)]
+    return [one for one in every if one[0] not in held | gone]
+
+
+def as_rows(groups: list[ReadyGroup]) -> list[tuple[Any, ...]]:
+    """Return the rows of groups as `expected` does."""
+    return [
+        (annotation, group.key[2], group.planned, experience, length, version)
+        for group in groups
+        for annotation, experience, length, version in zip(
+            group.annotations,
+            group.experiences,
+            group.lengths,
+            group.policy_versions,
+            strict=True,
+        )
+    ]
+
+
+@pytest.mark.parametrize(("page", "kept"), [(1024, 32_768), (2, 1)])
+async def test_the_log_says_what_the_projections_say(
+    store_url: str, monkeypatch: pytest.MonkeyPatch, page: int, kept: int
+) -> None:
+    monkeypatch.setattr(ready_groups, "ROWS_PER_PAGE", page)
+    monkeypatch.setattr(log_rows, "KEPT_ROWS", kept)
+    async with opened(store_url, rollouts_per_group=RUNS) as experiment:
+        await ragged(experiment, seed=page)
+        reader = reader_of(experiment)
+        whole = await ready(experiment, reader)
+        assert as_rows(whole) == await expected(experiment, reader)
+        assert len({group.key for group in whole}) == len(whole) == 12
+        # Some are handed out, some are too old before their turn; then one starts anew.
+        options = {"sample_strategy": "staleness_control", "max_staleness": 0}
+        async with experiment.train_stream(strategy="grpo", **options) as stream:
+            await anext(stream)
+            await anext(stream)
+        left = await ready(experiment, reader)
+        assert as_rows(left) == await expected(experiment, reader)
+        assert 0 < len(as_rows(left)) < len(as_rows(whole))
+        assert await rows(experiment.database, tables.rejection)
+
+
+async def test_a_group_whose_rows_go_for_different_reasons_counts_once(store_url: str) -> None:
+    long, bare = rollout("b", 1, 0, length=50), rollout("b", 1, 1)
+    bare.logprobs = None
+    kept = [rollout("b", task, run) for task in (0, 2) for run in range(2)]
+    async with opened(store_url, rollouts_per_group=2) as experiment:
+        writer = experiment.writer("e0")
+        await writer.plan("b", [0, 1, 2], 2)
+        await writer.write([*kept, long, bare])
+        await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+        options: dict[str, Any] = {"max_tokens": 20, "needs": ("logprobs",)}
+        async with experiment.train_stream(strategy="grpo", groups_per_step=3, **options) as stream:
+            steps = [step async for step in stream]
+        consumers = await rows(experiment.database, tables.consumer)
+        reasons = [row["reason"] for row in await rows(experiment.database, tables.rejection)]
+    assert [len(step.manifest.annotations) for step in steps] == [len(kept)]
+    assert sorted(reasons) == ["invalid", "oversize"]
+    assert [row["rejected_groups"] for row in consumers if row["kind"] == "trainer"] == [1]
+
+
+async def test_an_event_that_is_gone_or_damaged_is_named(sqlite_url: str) -> None:
+    async with opened(sqlite_url, rollouts_per_group=1) as experiment:
+        await experiment.writer("e0").write([rollout()])
+        facts = LogRows(experiment.database, experiment.key)
+        with pytest.raises(CodecError, match="no event at position 77"):
+            await facts.events([1, 77])

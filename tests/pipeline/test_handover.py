@@ -1,0 +1,130 @@
+"""Steps go from thread to thread, in order, and never more of them than there is room for."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, cast
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from tests.contract.making import group, opened, rows
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.streaming import train_stream
+from trinity_buffer.pipeline.streaming.handover import Handover
+from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
+from trinity_buffer.store import tables
+
+GROUPS = 8
+
+
+def numbered(number: int) -> TrainStep:
+    """Return what passes for step ``number``."""
+    return cast("TrainStep", number)
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+async def test_steps_arrive_in_order_and_none_is_made_beyond_the_room(ahead: int) -> None:
+    between, received = Handover(ahead), list[Any]()
+    most = 0
+
+    def train() -> None:
+        while (step := between.get()) is not None:
+            received.append(step)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    for number in range(200):
+        await between.room()
+        between.put(numbered(number))
+        most = max(most, number + 1 - len(received))
+    between.end()
+    await anyio.to_thread.run_sync(trainer.join)
+    assert received == list(range(200))
+    assert most <= ahead + 1  # of which the trainer asked for one
+
+
+async def test_who_waits_in_the_loop_is_woken_from_another_thread() -> None:
+    between = Handover(1)
+    received: list[Any] = []
+
+    async def train() -> None:
+        while (step := await between.receive()) is not None:
+            received.append(step)
+
+    def make() -> None:
+        for number in range(50):
+            while not between.has_room():
+                pass
+            between.put(numbered(number))
+        between.end()
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(train)
+            await anyio.to_thread.run_sync(make)
+    assert received == list(range(50))
+
+
+async def test_a_cancelled_wait_asks_for_no_second_step() -> None:
+    between = Handover(1)
+    for _ in range(3):
+        with anyio.move_on_after(0.01):
+            await between.receive()
+    for number in range(2):
+        assert between.has_room()
+        between.put(numbered(number))
+    assert not between.has_room()
+    received: list[Any] = [await between.receive(), between.get()]
+    assert received == [0, 1]
+
+
+async def test_the_end_stays_the_end() -> None:
+    between = Handover(2)
+    between.put(numbered(1))
+    between.put(numbered(2))
+    between.discard()
+    ends = [between.get(), await between.receive(), between.get()]
+    assert ends == [None, None, None]
+
+
+async def leased(experiment: Experiment, number: int) -> int:
+    """Wait until so many steps are leased; return how many are."""
+    changes = experiment.database.changes
+    with anyio.fail_after(10):
+        while True:
+            state = await changes.state()
+            found = len(await rows(experiment.database, tables.step))
+            if found >= number:
+                return found
+            await changes.changed(state)
+
+
+@pytest.mark.parametrize("together_s", [train_stream.TOGETHER_S, 0.0])
+async def test_no_more_is_leased_than_was_asked_for_and_prefetched(
+    store_url: str, monkeypatch: pytest.MonkeyPatch, together_s: float
+) -> None:
+    monkeypatch.setattr(train_stream, "TOGETHER_S", together_s)
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        for task in range(GROUPS):
+            await experiment.writer("e0").write(group(task=task))
+        await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+        async with experiment.train_stream(strategy="grpo", prefetch=2) as stream:
+            for taken in range(1, 4):
+                assert (await anext(stream)).step == taken
+                await leased(experiment, taken + 2)
+                await anyio.sleep(0.02)  # for one too many
+                assert await leased(experiment, 0) == taken + 2
+
+
+async def test_a_stream_that_is_closed_has_ended(store_url: str) -> None:
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        await experiment.writer("e0").write(group())
+        await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+    with open_train_stream(store_url, experiment="run", strategy="grpo", follow=True) as stream:
+        assert next(stream).step == 1
+    with pytest.raises(StopIteration):
+        next(stream)
