@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
-from tests.contract.making import opened, rollout, rows
+from tests.contract.making import group, opened, rollout, rows
+from tests.pipeline.planting import unguarded
 from trinity_buffer.errors import CodecError
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.events import Event, decoded
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming import log_rows, ready_groups
 from trinity_buffer.pipeline.streaming.log_rows import LogRows
 from trinity_buffer.pipeline.streaming.ready_groups import ReadyGroup, ReadyGroups
 from trinity_buffer.store import tables
+from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.trainer_queries import Reader
 
 RUNS, CALLS = 3, 3
@@ -131,9 +135,44 @@ async def test_a_group_whose_rows_go_for_different_reasons_counts_once(store_url
     assert [row["rejected_groups"] for row in consumers if row["kind"] == "trainer"] == [1]
 
 
+async def test_an_event_is_decoded_once_while_it_is_in_use(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times: Counter[int] = Counter()
+
+    def counted(name: str, stored: StoredEvent) -> Event:
+        times[stored.position] += 1
+        return decoded(name, stored)
+
+    monkeypatch.setattr(f"{log_rows.__name__}.decoded", counted)
+    # Room for the one event that annotates everything, and for nothing else.
+    monkeypatch.setattr(log_rows, "KEPT_ROWS", RUNS)
+    async with opened(store_url, rollouts_per_group=RUNS) as experiment:
+        for task in range(8):
+            await experiment.writer("e0").write(group(task=task, runs=RUNS))
+        await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+        async with experiment.train_stream(strategy="grpo") as stream:
+            assert len([step async for step in stream]) == 8
+        annotations = await rows(experiment.database, tables.annotation)
+    # Once for the groups; the events of the experiences drive it out; once more for all steps.
+    assert [times[last] for last in {row["address"] >> 20 for row in annotations}] == [2]
+    assert max(times.values()) == 2
+
+
 async def test_an_event_that_is_gone_or_damaged_is_named(sqlite_url: str) -> None:
     async with opened(sqlite_url, rollouts_per_group=1) as experiment:
-        await experiment.writer("e0").write([rollout()])
-        facts = LogRows(experiment.database, experiment.key)
+        await experiment.writer("e0").write(group(runs=1))
+        await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+        (row,) = await rows(experiment.database, tables.experience)
         with pytest.raises(CodecError, match="no event at position 77"):
-            await facts.events([1, 77])
+            await LogRows(experiment.database, experiment.key).events([77])
+    position = row["address"] >> 20
+    async with unguarded(sqlite_url) as tx:
+        wrong = tables.event.update().where(tables.event.c.position == position)
+        await tx.execute(wrong.values(body=b"\xc1"))
+    async with (
+        opened(sqlite_url, rollouts_per_group=1) as experiment,
+        experiment.train_stream(strategy="grpo") as stream,
+    ):
+        with pytest.raises(CodecError, match=f"the event at position {position}: "):
+            await anext(stream)

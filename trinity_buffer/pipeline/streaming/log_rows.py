@@ -112,17 +112,13 @@ class LogRows:
         Raises:
             CodecError: the body of an event cannot be read.
         """
-        stretches = runs(experiences)
-        events = await self.events({position_of(experiences[a]) for a, _ in stretches})
-        found = no_facts()
-        for a, z in stretches:
-            first, event = slot_of(experiences[a]), events[position_of(experiences[a])]
-            assert isinstance(event, Recorded)
-            found.append(event.facts, first, first + z - a)
-        return found
+        positions = {position_of(experiences[first]) for first, _ in runs(experiences)}
+        return facts_of(experiences, await self.events(positions))
 
     async def events(self, positions: Collection[int]) -> Mapping[int, Recorded | Annotated]:
         """Return position -> the event there.
+
+        Ask for all that is used together at once: the others may be forgotten for it.
 
         Raises:
             CodecError: the body of one cannot be read.
@@ -146,6 +142,16 @@ class LogRows:
     def _keep(self, events: Mapping[int, Recorded | Annotated]) -> None:
         self._known.update(events)
         self._num_rows += sum(event.rows for event in events.values())
+
+
+def facts_of(experiences: Sequence[int], events: Mapping[int, Recorded | Annotated]) -> Facts:
+    """Return what ``events`` know of the experiences at these addresses, in their order."""
+    found = no_facts()
+    for a, z in runs(experiences):
+        first, event = slot_of(experiences[a]), events[position_of(experiences[a])]
+        assert isinstance(event, Recorded)
+        found.append(event.facts, first, first + z - a)
+    return found
 
 
 def _read(events: Iterable[StoredEvent]) -> dict[int, Recorded | Annotated]:

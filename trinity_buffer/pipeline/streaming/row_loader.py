@@ -26,6 +26,7 @@ from trinity_buffer.pipeline.streaming.log_rows import (
     Facts,
     LogRows,
     Recorded,
+    facts_of,
     no_facts,
 )
 from trinity_buffer.pipeline.streaming.manifest import Manifest
@@ -198,18 +199,16 @@ class RowLoader:
 
     async def load_rows(self, experiences: Sequence[int], annotated: Sequence[int]) -> LoadedRows:
         """Return the columns of rows of this experiment, by their two addresses; see `load`."""
-        facts = await self._rows.facts(experiences)
         events = await self._rows.events({position_of(at) for at in (*experiences, *annotated)})
         keys = {event.segment for event in events.values() if event.segment}
         missing = [key for key in keys if key not in self._segments]
         parts = await read_segments(self._database, missing, (*FAMILIES, *ANNOTATION))
-        return await in_thread(self._gather, experiences, annotated, facts, events, missing, parts)
+        return await in_thread(self._gather, experiences, annotated, events, missing, parts)
 
     def _gather(
         self,
         experiences: Sequence[int],
         annotated: Sequence[int],
-        facts: Facts,
         events: Mapping[int, Recorded | Annotated],
         missing: Sequence[bytes],
         parts: SegmentParts,
@@ -220,6 +219,7 @@ class RowLoader:
                 raise DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")
             self._segments.add(key, blobs[key])
         fields: dict[str, Field] = {}
+        facts = facts_of(experiences, events)
         modal: list[dict[str, Tensor]] = [{} for _ in experiences]
         self._add(fields, modal, experiences, events)
         computed: dict[str, Field] = {}
