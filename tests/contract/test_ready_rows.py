@@ -19,8 +19,9 @@ from trinity_buffer.pipeline.streaming import log_rows, ready_groups
 from trinity_buffer.pipeline.streaming.log_rows import LogRows
 from trinity_buffer.pipeline.streaming.ready_groups import ReadyGroup, ReadyGroups
 from trinity_buffer.store import tables
+from trinity_buffer.store.address import first_address
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.trainer_queries import Reader
+from trinity_buffer.store.trainer_queries import Reader, annotated_positions
 
 RUNS, CALLS = 3, 3
 
@@ -44,11 +45,14 @@ def reader_of(experiment: Experiment, name: str = "trainer") -> Reader:
     return Reader(experiment.key, name, "", name)
 
 
-async def ready(experiment: Experiment, reader: Reader) -> list[ReadyGroup]:
+async def ready(
+    experiment: Experiment, reader: Reader, *, from_the_start: bool = False
+) -> list[ReadyGroup]:
     """Return all groups that wait for a trainer."""
     facts = LogRows(experiment.database, experiment.key)
     waiting = ReadyGroups(experiment.database, "grpo", reader, facts, 0)
-    await waiting.start()
+    if not from_the_start:
+        await waiting.start()
     return waiting.pop(await waiting.fill(10**6))
 
 
@@ -112,8 +116,32 @@ async def test_the_log_says_what_the_projections_say(
             await anext(stream)
         left = await ready(experiment, reader)
         assert as_rows(left) == await expected(experiment, reader)
+        assert await ready(experiment, reader, from_the_start=True) == left
         assert 0 < len(as_rows(left)) < len(as_rows(whole))
         assert await rows(experiment.database, tables.rejection)
+
+
+async def test_events_of_a_single_row_are_all_found(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ready_groups, "ROWS_PER_PAGE", 1)
+    async with opened(store_url, rollouts_per_group=1) as experiment:
+        for task in range(4):
+            await experiment.writer("e0").write(group(task=task, runs=1))
+            await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+        waiting = await ready(experiment, reader_of(experiment))
+        assert as_rows(waiting) == await expected(experiment, reader_of(experiment))
+        events = [found.key[1] for found in waiting]
+        for place, event in enumerate(events):  # from an event on, it is the first
+            async with experiment.database.reading() as tx:
+                found = await annotated_positions(
+                    tx,
+                    experiment.key,
+                    annotation_set="grpo",
+                    start=first_address(event),
+                    limit=9,
+                )
+            assert found == events[place:]
 
 
 async def test_a_group_whose_rows_go_for_different_reasons_counts_once(store_url: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from trinity_buffer.algorithm.layout import Totals
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline import loading
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
@@ -138,6 +139,23 @@ async def test_every_element_arrives_as_it_was_written(
                     check_pixels(batch.multi_modal_inputs[place], wrote)
                     seen.append((wrote.eid.task, wrote.eid.run))
     assert sorted(seen) == sorted(every)
+
+
+async def test_the_denominators_are_those_of_the_masks(store_url: str) -> None:
+    made = [ragged(task, run) for task in range(2) for run in range(RUNS)]
+    for silent in made[1:3]:
+        silent.action_mask = torch.zeros(
+            len(silent.tokens) - silent.prompt_length, dtype=torch.bool
+        )
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("e", config={"rollouts_per_group": RUNS})
+        await experiment.writer(actor="explorer").write(made)
+        await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+        async with experiment.train_stream(strategy="grpo", groups_per_step=2) as stream:
+            (batch,) = (await anext(stream)).microbatches
+    counted = Totals.count(batch["action_mask"], group_index=batch["group_index"])
+    assert batch.layout.total == counted
+    assert (counted.sequences, counted.active_sequences, counted.groups) == (8, 6, 2)
 
 
 def check_pixels(inputs: dict[str, torch.Tensor], wrote: Experience) -> None:
