@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import compress, pairwise
 from typing import NamedTuple
@@ -80,7 +81,7 @@ class ReadyGroups:
         self._reader = reader
         self._rows = rows
         self._source = source
-        self._groups: list[ReadyGroup] = []
+        self._groups: deque[ReadyGroup] = deque()
         self._start = 0
 
     async def start(self) -> None:
@@ -96,14 +97,13 @@ class ReadyGroups:
 
     def pop(self, number: int) -> list[ReadyGroup]:
         """Return the first ``number`` groups, or as many as are here."""
-        taken, self._groups = self._groups[:number], self._groups[number:]
-        return taken
+        return [self._groups.popleft() for _ in range(min(number, len(self._groups)))]
 
     def pop_unwanted(self, unwanted: Callable[[ReadyGroup], bool]) -> list[ReadyGroup]:
         """Return the ``unwanted`` ones among the groups that are here."""
         gone = [group for group in self._groups if unwanted(group)]
         if gone:
-            self._groups = [group for group in self._groups if not unwanted(group)]
+            self._groups = deque(group for group in self._groups if not unwanted(group))
         return gone
 
     async def _read(self) -> bool:
@@ -112,11 +112,12 @@ class ReadyGroups:
         if not positions:
             return False
         events = await self._rows.events(positions)
-        for position in positions:
-            event = events[position]
-            assert isinstance(event, Annotated)
-            facts = await self._rows.facts(event.experiences)
-            self._groups += self._groups_of(position, event, facts, spent)
+        annotated = [one for one in map(events.get, positions) if isinstance(one, Annotated)]
+        facts = await self._rows.facts([at for one in annotated for at in one.experiences])
+        num_before = 0
+        for position, event in zip(positions, annotated, strict=True):
+            self._groups.extend(self._groups_of(position, event, facts, num_before, spent))
+            num_before += event.rows
         self._start = first_address(positions[-1] + 1)
         return True
 
@@ -141,20 +142,34 @@ class ReadyGroups:
         return positions, spent
 
     def _groups_of(
-        self, position: int, event: Annotated, facts: Facts, spent: Collection[int]
+        self,
+        position: int,
+        event: Annotated,
+        facts: Facts,
+        num_before: int,
+        spent: Collection[int],
     ) -> Iterator[ReadyGroup]:
-        """Yield the groups of an event, without the rows that were handed out or rejected."""
+        """Yield the groups of an event, without the rows that were handed out or rejected.
+
+        Args:
+            position: of the event.
+            event: what it says.
+            facts: of the experiences of the whole page.
+            num_before: how many of those are of the events before it.
+            spent: annotations that were handed out or rejected.
+        """
         first = first_address(position)
         breaks = np.flatnonzero(np.diff(np.array(event.groups))) + 1
         for begin, end in pairwise([0, *breaks.tolist(), len(event.groups)]):
             number = event.groups[begin]
+            told = slice(num_before + begin, num_before + end)
             group = ReadyGroup(
                 (self._source, position, number),
                 event.planned[number],
                 range(first + begin, first + end),
                 event.experiences[begin:end],
-                facts.lengths[begin:end],
-                facts.policy_versions[begin:end],
+                facts.lengths[told],
+                facts.policy_versions[told],
             )
             if first + begin < self._start or spent:
                 group = self._unspent(group, spent)
