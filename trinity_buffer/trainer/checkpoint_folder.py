@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -75,8 +76,25 @@ def _fresh_folder(root: Path, step: int) -> Path:
 
 
 def save_checkpoint(root: Path, state: TrainerState) -> Path:
-    """Write the checkpoint of ``state`` into a fresh folder under ``root`` and return it."""
+    """Write the checkpoint of ``state`` into a fresh folder under ``root`` and return it.
+
+    Raises:
+        CheckpointError: somebody removed the folder meanwhile.
+    """
     folder = _fresh_folder(root, state.step)
+    try:
+        _write(folder, state)
+    except (OSError, SafetensorError) as error:
+        if folder.is_dir():
+            raise
+        raise CheckpointError(
+            f"checkpoint {folder} was removed while it was written: a trainer of this name took "
+            "over and has gone on; start again to resume from its last commit"
+        ) from error
+    return folder
+
+
+def _write(folder: Path, state: TrainerState) -> None:
     save_policy(state.policy, folder / POLICY_FILE)
     tensors, groups = _optimizer_tensors(state.optimizer)
     tensors["rng"] = torch.get_rng_state()
@@ -94,7 +112,6 @@ def save_checkpoint(root: Path, state: TrainerState) -> Path:
     (folder / STATE_FILE).write_text(json.dumps(numbers))
     chain = {"manifests": [digest.hex() for digest in state.manifests]}
     (folder / MANIFESTS_FILE).write_text(json.dumps(chain))
-    return folder
 
 
 def load_checkpoint(folder: Path, optimizer_of: OptimizerOf) -> TrainerState:

@@ -1,0 +1,60 @@
+"""Writing a checkpoint while another trainer tidies up."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.data import policy
+from trinity_buffer.errors import CheckpointError
+from trinity_buffer.trainer import checkpoint_folder
+from trinity_buffer.trainer.checkpoint_folder import TrainerState, load_checkpoint, save_checkpoint
+
+
+def state() -> TrainerState:
+    """Return a trainer after one step."""
+    model = policy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainerState(model, optimizer, step=7, manifests=[bytes(16)])
+
+
+@pytest.mark.parametrize("write", ["save_policy", "save_file", "_optimizer_tensors"])
+def test_a_folder_that_goes_while_it_is_written_is_named(
+    write: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original: Any = vars(checkpoint_folder)[write]
+
+    def removed_before(*arguments: Any) -> Any:
+        shutil.rmtree(tmp_path / "step-00000007")  # as `remove_old` of who took over does
+        return original(*arguments)
+
+    monkeypatch.setattr(checkpoint_folder, write, removed_before)
+    with pytest.raises(CheckpointError, match=r"step-00000007 was removed while it was written"):
+        save_checkpoint(tmp_path, state())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_fails_for_another_reason_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_folder, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(tmp_path, state())
+
+
+def test_a_folder_that_is_there_is_never_written_into(tmp_path: Path) -> None:
+    first, second = save_checkpoint(tmp_path, state()), save_checkpoint(tmp_path, state())
+    assert (first.name, second.name) == ("step-00000007", "step-00000007-2")
+
+    def optimizer_of(model: Any, *, is_critic: bool = False) -> torch.optim.Optimizer:
+        assert not is_critic
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    assert load_checkpoint(second, optimizer_of).step == 7
