@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,14 @@ import torch
 
 from tests.trainer.data import policy
 from trinity_buffer.errors import CheckpointError
+from trinity_buffer.pipeline.checkpoint import make_durable
 from trinity_buffer.trainer import checkpoint_folder
-from trinity_buffer.trainer.checkpoint_folder import TrainerState, load_checkpoint, save_checkpoint
+from trinity_buffer.trainer.checkpoint_folder import (
+    TrainerState,
+    load_checkpoint,
+    remove_old,
+    save_checkpoint,
+)
 
 
 def state() -> TrainerState:
@@ -58,3 +65,40 @@ def test_a_folder_that_is_there_is_never_written_into(tmp_path: Path) -> None:
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     assert load_checkpoint(second, optimizer_of).step == 7
+
+
+def folders(root: Path, *names: str) -> list[str]:
+    """Make folders of checkpoints; return the names of all that are there."""
+    for name in names:
+        (root / name).mkdir()
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_the_newest_steps_stay_and_what_was_begun_before_the_commit_goes(tmp_path: Path) -> None:
+    folders(tmp_path, "step-00000003", "step-00000004", "step-00000005", "step-00000005-2")
+    folders(tmp_path, "step-00000005-3", "step-00000006")
+    remove_old(tmp_path, keep=2, committed=tmp_path / "step-00000005-2")
+    # Neither what is begun later for the same step, nor what is above it, is of this process.
+    left = ["step-00000004", "step-00000005-2", "step-00000005-3", "step-00000006"]
+    assert folders(tmp_path) == left
+
+
+def test_who_was_taken_over_behind_its_commit_removes_nothing(tmp_path: Path) -> None:
+    folders(tmp_path, "step-00000008", "step-00000009")
+    remove_old(tmp_path, keep=2, committed=tmp_path / "step-00000007")
+    assert folders(tmp_path) == ["step-00000008", "step-00000009"]
+
+
+def test_a_checkpoint_that_goes_while_it_is_written_through_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_checkpoint(tmp_path, state())
+    fsync = os.fsync
+
+    def then_gone(descriptor: int) -> None:
+        fsync(descriptor)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    monkeypatch.setattr(os, "fsync", then_gone)
+    with pytest.raises(CheckpointError, match=r"step-00000007 is being removed while it is read"):
+        make_durable(folder)

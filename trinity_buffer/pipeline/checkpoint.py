@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from trinity_buffer.errors import CheckpointError
@@ -20,17 +22,18 @@ def make_durable(checkpoint: Path) -> str:
     The digest is sha256 over the sorted (relative path, size, sha256) of its files.
 
     Raises:
-        CheckpointError: there is nothing at this path, or it is empty.
+        CheckpointError: there is nothing at this path, it is empty, or it goes meanwhile.
     """
-    for file in _files(checkpoint):
-        _fsync(file)
-    folders = (
-        {checkpoint.parent, *(p for p in checkpoint.rglob("*") if p.is_dir())}
-        if checkpoint.is_dir()
-        else set()
-    )
-    for folder in (*folders, checkpoint if checkpoint.is_dir() else checkpoint.parent):
-        _fsync(folder)
+    with _staying(checkpoint):
+        for file in _files(checkpoint):
+            _fsync(file)
+        folders = (
+            {checkpoint.parent, *(p for p in checkpoint.rglob("*") if p.is_dir())}
+            if checkpoint.is_dir()
+            else set()
+        )
+        for folder in (*folders, checkpoint if checkpoint.is_dir() else checkpoint.parent):
+            _fsync(folder)
     return digest_of(checkpoint)
 
 
@@ -38,13 +41,26 @@ def digest_of(checkpoint: Path) -> str:
     """Return the digest of a checkpoint, as `make_durable` does, without touching the disk.
 
     Raises:
-        CheckpointError: there is nothing at this path, or it is empty.
+        CheckpointError: there is nothing at this path, it is empty, or it goes meanwhile.
     """
     total = hashlib.sha256()
-    for file in _files(checkpoint):
-        name = file.name if file == checkpoint else file.relative_to(checkpoint).as_posix()
-        total.update(f"{name}\0{file.stat().st_size}\0{_sha256(file)}\n".encode())
+    with _staying(checkpoint):
+        for file in _files(checkpoint):
+            name = file.name if file == checkpoint else file.relative_to(checkpoint).as_posix()
+            total.update(f"{name}\0{file.stat().st_size}\0{_sha256(file)}\n".encode())
     return total.hexdigest()
+
+
+@contextmanager
+def _staying(checkpoint: Path) -> Iterator[None]:
+    """Say what it means if a file that was just there is not there any more."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is being removed while it is read, {error.filename} is gone: "
+            "a trainer that took over has gone on, start again to resume from its last commit"
+        ) from error
 
 
 def require_digest(checkpoint: Path, digest: str) -> None:

@@ -162,19 +162,23 @@ def remove_old(root: Path, *, keep: int, committed: Path) -> None:
     """Delete the checkpoints up to ``committed``, but those of the newest ``keep`` steps.
 
     Args:
-        committed: the one that was committed last; it stays, others of its step go.
+        committed: the one that was committed last; it stays, those that were begun before it for
+            the same step go.
     """
-    last = _step_of(committed)
-    folders = {folder: _step_of(folder) for folder in root.glob("step-*")}
-    kept = sorted({step for step in folders.values() if step <= last})[-keep:]
-    for folder, step in folders.items():
-        if step < kept[0] or (step == last and folder != committed):
+    last = _place_of(committed)
+    places = {folder: _place_of(folder) for folder in root.glob("step-*")}
+    # None: who took over meanwhile has gone on, and tidied up to where it is.
+    kept = sorted({step for step, _ in places.values() if step <= last[0]})[-keep:]
+    for folder, (step, number) in places.items():
+        if kept and (step < kept[0] or (step == last[0] and number < last[1])):
             # A process that was fenced may be writing into it still: what is left goes next time.
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _step_of(folder: Path) -> int:
-    return int(folder.name.split("-")[1])
+def _place_of(folder: Path) -> tuple[int, int]:
+    """Return the step of a checkpoint, and which one of those of that step it is."""
+    _, step, *number = folder.name.split("-")
+    return int(step), int(number[0]) if number else 1
 
 
 def _optimizer_tensors(
