@@ -93,6 +93,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.fenced: SyncTrainStream | None = None
         self.delivered: list[TrainStep] = []
         self.orphans: list[TrainStep] = []
+        self.expired = False
         self.opened = AsyncExitStack()
         self.store: Store = self.run(self.opened.enter_async_context(open_store(self.url)))
         config = {"groups_per_step": 1, "rollouts_per_group": RUNS}
@@ -205,7 +206,9 @@ class StoreMachine(RuleBasedStateMachine):
             groups_per_step=1,
             wait_for_lease=False,
         )
-        return self.trainers.enter_context(opening)
+        opened = self.trainers.enter_context(opening)
+        self.expired = False
+        return opened
 
     @rule()
     def train(self) -> None:
@@ -265,7 +268,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.stream, self.fenced, self.delivered, self.orphans = None, None, [], []
         self.trainers.close()
 
-    @precondition(lambda self: self.stream is not None)
+    @precondition(lambda self: self.stream is not None and not self.expired)
     @rule()
     def nobody_else_may_train(self) -> None:
         with pytest.raises(LeaseHeldError):
@@ -293,6 +296,7 @@ class StoreMachine(RuleBasedStateMachine):
     def expire_untaken(self) -> None:
         """A lease that expired and that nobody took goes on: `commit` and `train` must succeed."""
         self.expire()
+        self.expired = True  # until somebody opens: its holder renews it only some seconds later
 
     @precondition(lambda self: self.stream is not None and self.orphans)
     @rule()
