@@ -45,6 +45,17 @@ def test_a_folder_that_goes_while_it_is_written_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_goes_before_its_folder_does_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any) -> None:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(checkpoint_folder, "save_policy", gone)
+    with pytest.raises(CheckpointError, match="was removed while it was written"):
+        save_checkpoint(tmp_path, state())
+
+
 def test_what_fails_for_another_reason_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

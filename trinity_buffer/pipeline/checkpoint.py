@@ -59,7 +59,7 @@ def _staying(checkpoint: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CheckpointError(
             f"checkpoint {checkpoint} is being removed while it is read, {error.filename} is gone: "
-            "a trainer that took over has gone on, start again to resume from its last commit"
+            "a trainer that took over tidies up so; start again to resume from the last commit"
         ) from error
 
 

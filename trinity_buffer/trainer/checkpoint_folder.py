@@ -85,7 +85,8 @@ def save_checkpoint(root: Path, state: TrainerState) -> Path:
     try:
         _write(folder, state)
     except (OSError, SafetensorError) as error:
-        if folder.is_dir():
+        # The folder itself is the last to go: a file that is missing says enough.
+        if folder.is_dir() and not isinstance(error, FileNotFoundError):
             raise
         raise CheckpointError(
             f"checkpoint {folder} was removed while it was written: a trainer of this name took "
