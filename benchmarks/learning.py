@@ -11,7 +11,8 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that it runs as a script too
 
+from benchmarks.learning_progress import to_stderr  # noqa: E402
 from benchmarks.learning_report import write_report  # noqa: E402
 from benchmarks.learning_run import run, trained_teacher  # noqa: E402
 from benchmarks.learning_setups import SETUPS  # noqa: E402
@@ -29,8 +31,8 @@ RESULTS = ROOT / "docs" / "learning.jsonl"
 KEPT = ROOT / ".benchmarks"
 
 
-def main() -> None:
-    """Run what the command line asks for."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what the command line, or ``arguments``, asks for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -40,9 +42,11 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also what has a result already")
     parser.add_argument("--report", action="store_true", help="write docs/learning.md")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     names = list(SETUPS) if asked.all else asked.algorithm
+    if not names and not asked.report:
+        parser.error("name --algorithm NAME, or --all, or --report")
     seeds = [int(seed) for seed in asked.seeds.split(",")]
     for line in measured(names, seeds, asked.results, again=asked.again):
         shown = {key: line[key] for key in ("algorithm", "seed", "reached", "best", "cpu_s")}
@@ -55,32 +59,52 @@ def measured(
     names: Sequence[str], seeds: Sequence[int], results: Path, *, again: bool
 ) -> Iterator[dict[str, Any]]:
     """Run what has no result yet, append each result to the file as it comes, and yield it."""
-    known = {(line["algorithm"], line["seed"], line["setup"]) for line in read_results(results)}
-    for name in names:
-        setup = SETUPS[name]
-        for seed in seeds:
-            if (name, seed, setup.digest) in known and not again:
-                continue
-            teacher = trained_teacher(KEPT) if setup.teacher else None
-            with tempfile.TemporaryDirectory() as folder:
-                outcome = run(name, setup, seed, Path(folder), teacher)
-            line = {
-                "algorithm": name,
-                "seed": seed,
-                "setup": setup.digest,
-                "task": setup.task,
-                "threshold": setup.threshold,
-                "max_steps": setup.max_steps,
-                "reached": outcome.reached,
-                "best": max(accuracy for _, accuracy in outcome.curve),
-                "cpu_s": round(outcome.cpu_s, 1),
-                "commit": commit(),
-                "curve": outcome.curve,
-            }
-            results.parent.mkdir(parents=True, exist_ok=True)
-            with results.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            yield line
+    lines = read_results(results)
+    known = {(line["algorithm"], line["seed"], line["setup"]): line for line in lines}
+    skipped = 0
+    for name, seed in product(names, seeds):
+        recorded = known.get((name, seed, SETUPS[name].digest))
+        if recorded is not None and not again:
+            skipped += 1
+            to_stderr(f"{name}, seed {seed}: {told(recorded)}; skipped")
+            continue
+        line = measure(name, seed)
+        results.parent.mkdir(parents=True, exist_ok=True)
+        with results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        yield line
+    if skipped:
+        to_stderr(f"{skipped} results stand in {results}; --again runs them again")
+
+
+def told(line: Mapping[str, Any]) -> str:
+    """Return what a result says, in words."""
+    if line["reached"]:
+        said = f"reached {line['threshold']} at step {line['reached']}"
+    else:
+        said = f"{line['best']} at most, not {line['threshold']}"
+    return f"recorded at {line['commit']} ({said})"
+
+
+def measure(name: str, seed: int) -> dict[str, Any]:
+    """Run an algorithm from one seed and return its result."""
+    setup = SETUPS[name]
+    teacher = trained_teacher(KEPT) if setup.teacher else None
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = run(name, setup, seed, Path(folder), teacher)
+    return {
+        "algorithm": name,
+        "seed": seed,
+        "setup": setup.digest,
+        "task": setup.task,
+        "threshold": setup.threshold,
+        "max_steps": setup.max_steps,
+        "reached": outcome.reached,
+        "best": max(accuracy for _, accuracy in outcome.curve),
+        "cpu_s": round(outcome.cpu_s, 1),
+        "commit": commit(),
+        "curve": outcome.curve,
+    }
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:

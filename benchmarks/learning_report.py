@@ -82,9 +82,9 @@ def _plot(
             label, drawn = None, True
     axes.set(title=family, xlabel="gradient step", ylabel="accuracy", ylim=(0, 1))
     axes.axhline(SETUPS[names[0]].threshold, color="grey", linewidth=0.5)
+    file = f"learning-{family.replace(' ', '-')}.png"
     if drawn:
         axes.legend(fontsize="x-small")
-        file = f"learning-{family.replace(' ', '-')}.png"
         figure.savefig(docs / file, bbox_inches="tight")
     pyplot.close(figure)
     return (family, file) if drawn else None

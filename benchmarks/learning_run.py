@@ -5,17 +5,19 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.to_thread
 import torch
 from anyio.from_thread import BlockingPortal
+from typing_extensions import override
 
 import trinity_buffer as tb
+from benchmarks.learning_progress import Progress, StuckError, to_stderr
 from benchmarks.learning_setups import SETUPS, Setup
 from trinity_buffer.algorithm import build
 from trinity_buffer.experience import EID, Experience
@@ -23,9 +25,11 @@ from trinity_buffer.explorer.explorer import Explorer, ExplorerSettings
 from trinity_buffer.explorer.rollout import evaluate
 from trinity_buffer.explorer.tasks import Problem, Task
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.stream_options import TrainStep
 from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream
+from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.policy import PolicyConfig, TransformerPolicy, load_policy, save_policy
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
@@ -34,6 +38,9 @@ PROBLEMS = 512
 """Fresh ones, per evaluation."""
 
 IMPORT_CHUNK = 2048
+
+BATCHES_PER_STEP = 100
+"""A strategy that has kept too few groups of so many batches will not keep enough: an error."""
 
 
 @dataclass(slots=True)
@@ -52,18 +59,45 @@ class Outcome:
 
 
 class ExploringStream(SyncTrainStream):
-    """A train stream that has its data made when it is asked for a step."""
+    """A train stream that has the data of a step made when it is asked for the step.
 
-    more: Callable[[int], Any]
-    asked = 0
+    Args:
+        portal: of the event loop that the stream lives in.
+        stream: what is read.
+        more: makes the data of the step of this number.
+        progress: told what is waited for.
+    """
 
-    async def _receive(self) -> TrainStep | None:
-        self.asked += 1
-        await self.more(self.asked)
-        return await super()._receive()
+    def __init__(
+        self,
+        portal: BlockingPortal,
+        stream: TrainStream,
+        more: Callable[[int], Awaitable[None]],
+        progress: Progress,
+    ) -> None:
+        super().__init__(portal, stream)
+        self._asked = 0
+        self._make = partial(portal.call, more)
+        self._progress = progress
+
+    @override
+    def __next__(self) -> TrainStep:
+        self._asked += 1
+        self._make(self._asked)
+        self._progress.enter(f"waits for step {self._asked} of the stream", waits=True)
+        step = super().__next__()
+        self._progress.enter(f"trains step {step.step}")
+        return step
 
 
-def run(name: str, setup: Setup, seed: int, folder: Path, teacher: Path | None) -> Outcome:
+def run(
+    name: str,
+    setup: Setup,
+    seed: int,
+    folder: Path,
+    teacher: Path | None = None,
+    say: Callable[[str], None] = to_stderr,
+) -> Outcome:
     """Train ``name`` from random weights and return how far it came.
 
     Args:
@@ -72,9 +106,13 @@ def run(name: str, setup: Setup, seed: int, folder: Path, teacher: Path | None) 
         seed: of weights, problems and rollouts.
         folder: for the store and the checkpoints.
         teacher: policy file, where the setup distils one.
+        say: takes a line about every evaluation, and about what takes long.
+
+    Raises:
+        StuckError: it got no further.
     """
     begin = time.process_time()
-    learning = _Learning(name, setup, seed, folder, teacher)
+    learning = _Learning(name, setup, seed, folder, teacher, say)
     anyio.run(learning.run)
     learning.outcome.cpu_s = time.process_time() - begin
     return learning.outcome
@@ -82,7 +120,13 @@ def run(name: str, setup: Setup, seed: int, folder: Path, teacher: Path | None) 
 
 class _Learning:
     def __init__(
-        self, name: str, setup: Setup, seed: int, folder: Path, teacher: Path | None
+        self,
+        name: str,
+        setup: Setup,
+        seed: int,
+        folder: Path,
+        teacher: Path | None,
+        say: Callable[[str], None],
     ) -> None:
         self.setup, self.seed, self.folder = setup, seed, folder
         self.task = setup.make_task()
@@ -90,6 +134,7 @@ class _Learning:
         given = {"rollouts_per_group": setup.rollouts_per_group, **setup.args}
         self.algorithm = build(name, **given)
         self.outcome = Outcome()
+        self.progress = Progress(f"{name}, seed {seed}", say)
 
     def first_policy(self) -> TransformerPolicy:
         """Return random weights."""
@@ -97,48 +142,63 @@ class _Learning:
         return TransformerPolicy(shape, seed=self.seed)
 
     async def run(self) -> None:
-        setup, name = self.setup, f"{self.algorithm.name}-{self.seed}"
+        name = f"{self.algorithm.name}-{self.seed}"
         async with tb.open_store(f"sqlite:///{self.folder}/{name}.db") as store:
             schema = self.algorithm.type.schema
             experiment = await store.experiment(name, config={"schema": schema})
             self.algorithm.check_schema(schema)
-            if setup.data != "rollouts":
-                await _record(experiment, setup, self.task, self.seed)
-            if setup.expert:
+            if self.setup.data != "rollouts":
+                await self.record(experiment, self.setup)
+            if self.setup.expert:
                 expert = await store.experiment(f"{name}-expert", config={"schema": "sft"})
-                await _record(expert, replace(setup, data="solutions"), self.task, self.seed)
-            rollouts = setup.data == "rollouts"
-            options = stream_options(self.algorithm, teacher=self.teacher is not None)
-            async with (
-                experiment.train_stream(
-                    strategy=strategy_of(self.algorithm),
-                    groups_per_step=setup.groups_per_step,
-                    max_tokens=self.task.max_length,
-                    follow=rollouts,
-                    expert_experiment=f"{name}-expert" if setup.expert else None,
-                    **options,
-                ) as stream,
-                BlockingPortal() as portal,
-            ):
-                exploring = ExploringStream(portal, stream)
-                exploring.more = self.explorer(experiment) if rollouts else _nothing
-                await anyio.to_thread.run_sync(self.train, exploring)
+                await self.record(expert, replace(self.setup, data="solutions"))
+            async with running(partial(self.progress.watch, experiment.finish)):
+                await self.stream(experiment)
+        if self.progress.stuck is not None:
+            raise StuckError(self.progress.stuck)
 
-    def explorer(self, experiment: Experiment) -> Callable[[int], Any]:
+    async def record(self, experiment: Experiment, setup: Setup) -> None:
+        self.progress.enter(f"writes {setup.data} into {experiment.name}")
+        await _record(experiment, setup, self.task, self.seed)
+
+    async def stream(self, experiment: Experiment) -> None:
+        """Train on what the experiment holds, or on what is explored step by step."""
+        setup, rollouts = self.setup, self.setup.data == "rollouts"
+        more = self.explorer(experiment) if rollouts else _nothing
+        async with (
+            experiment.train_stream(
+                strategy=strategy_of(self.algorithm),
+                groups_per_step=setup.groups_per_step,
+                max_tokens=self.task.max_length,
+                follow=rollouts,
+                expert_experiment=f"{experiment.name}-expert" if setup.expert else None,
+                **stream_options(self.algorithm, teacher=self.teacher is not None),
+            ) as stream,
+            BlockingPortal() as portal,
+        ):
+            exploring = ExploringStream(portal, stream, more, self.progress)
+            await anyio.to_thread.run_sync(self.train, exploring)
+
+    def explorer(self, experiment: Experiment) -> Callable[[int], Awaitable[None]]:
         """Return what explores and annotates until a step can be made of what the strategy kept."""
-        plan = self.algorithm.sample.plan(1, self.setup.groups_per_step)
+        usual = self.algorithm.sample.plan(1, self.setup.groups_per_step).usual
         names, args = strategies_of(self.algorithm)
-
         seen = kept = batches = 0
 
         async def more(step: int) -> None:
             nonlocal seen, kept, batches
-            while kept < plan.usual * step:
+            last = batches + BATCHES_PER_STEP
+            while kept < usual * step:
+                has = f"{kept} of the {usual * step} groups that step {step} needs were kept"
+                if batches == last:
+                    raise StuckError(f"{experiment.name}: {has}, after {batches} batches")
                 batches += 1
-                await self.explore(experiment, plan.usual, batches)
+                self.progress.enter(f"explores batch {batches}, {has}")
+                await self.explore(experiment, usual, batches)
                 if not names:
-                    kept += plan.usual
+                    kept += usual
                     continue
+                self.progress.enter(f"annotates batch {batches}, {has}")
                 await run_strategy(experiment, names if len(names) > 1 else names[0], args)
                 async for event in experiment.events(seen, kinds=("ExperiencesAnnotated",)):
                     seen, kept = event.position, kept + len(event.body["planned"])
@@ -175,13 +235,21 @@ class _Learning:
         def report(step: StepReport) -> bool:
             if step.step % setup.evaluate_every and step.step != setup.max_steps:
                 return False
+            self.progress.enter(f"evaluates step {step.step}")
             accuracy = evaluate(trainer.policy, self.task, PROBLEMS, seed=self.seed + 7_000)
             self.outcome.curve.append((step.step, round(accuracy, 4)))
+            self.progress.tell(
+                f"step {step.step} of {setup.max_steps}: accuracy {accuracy:.3f}, "
+                f"has to reach {setup.threshold}"
+            )
             if accuracy >= setup.threshold:
                 self.outcome.reached = step.step
             return self.outcome.reached is not None
 
-        trainer.run(report)
+        try:
+            trainer.run(report)
+        except StuckError as error:  # raised through the portal, it would come out in a group
+            self.progress.stuck = str(error)
 
 
 async def _nothing(step: int) -> None:
@@ -225,8 +293,9 @@ def trained_teacher(folder: Path) -> Path:
     setup = replace(SETUPS["sft"], threshold=2.0, max_steps=150, groups_per_step=128)
     path = folder / f"teacher-{setup.digest}.safetensors"
     if not path.exists():
+        to_stderr(f"trains a teacher once, kept as {path}")
         with tempfile.TemporaryDirectory() as made:
-            learning = _Learning("sft", setup, 1234, Path(made), None)
+            learning = _Learning("sft", setup, 1234, Path(made), None, to_stderr)
             anyio.run(learning.run)
             newest = max(Path(made).glob("checkpoints-1234/step-*/policy.safetensors"))
             folder.mkdir(parents=True, exist_ok=True)
