@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 # Before anything imports torch, and inherited by every process that a test starts: the tests run on
@@ -19,8 +20,11 @@ import pytest
 from hypothesis import settings
 
 from tests.postgres import PostgresServer
+from trinity_buffer.sizes import resized
 
 DATABASE = "test"
+
+Resize = Callable[..., object]
 
 # A deadline per example measures the machine: the first one imports, and all cores are in use.
 settings.register_profile("trinity_buffer", deadline=None)
@@ -50,6 +54,13 @@ def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
 def sqlite_url(tmp_path: Path) -> str:
     """URL of an SQLite file that does not exist yet."""
     return f"sqlite:///{tmp_path / 'store.db'}"
+
+
+@pytest.fixture
+def resize() -> Iterator[Resize]:
+    """Calls `resized`, until the test ends: ``resize(events_per_page=2)``."""
+    with ExitStack() as stack:
+        yield lambda **changed: stack.enter_context(resized(**changed))
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -9,9 +9,9 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
+from tests.conftest import Resize
 from tests.contract.making import contents, group, kinds, opened, rollout, rows
 from trinity_buffer.errors import StoreError
-from trinity_buffer.pipeline import experiment as experiment_module
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
@@ -44,10 +44,8 @@ async def test_positions_have_no_gaps_and_events_say_who_and_what(store_url: str
 
 
 @pytest.mark.parametrize("page", [1, 2, 3, 256])
-async def test_pages_cut_nothing_and_repeat_nothing(
-    store_url: str, page: int, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(experiment_module, "EVENTS_PER_PAGE", page)
+async def test_pages_cut_nothing_and_repeat_nothing(store_url: str, page: int, resize: Resize):
+    resize(events_per_page=page)
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         for task in range(5):

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
+from tests.conftest import Resize
 from tests.contract.making import group, opened, rollout, rows
 from tests.pipeline.planting import unguarded
 from trinity_buffer.errors import CodecError
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import Event, decoded
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.streaming import log_rows, ready_groups
+from trinity_buffer.pipeline.streaming import log_rows
 from trinity_buffer.pipeline.streaming.log_rows import LogRows
 from trinity_buffer.pipeline.streaming.ready_groups import ReadyGroup, ReadyGroups
 from trinity_buffer.store import tables
@@ -99,10 +100,9 @@ def as_rows(groups: list[ReadyGroup]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(("page", "kept"), [(1024, 32_768), (2, 1)])
 async def test_the_log_says_what_the_projections_say(
-    store_url: str, monkeypatch: pytest.MonkeyPatch, page: int, kept: int
+    store_url: str, resize: Resize, page: int, kept: int
 ) -> None:
-    monkeypatch.setattr(ready_groups, "ROWS_PER_PAGE", page)
-    monkeypatch.setattr(log_rows, "KEPT_ROWS", kept)
+    resize(rows_per_page=page, rows_kept=kept)
     async with opened(store_url, rollouts_per_group=RUNS) as experiment:
         await ragged(experiment, seed=page)
         reader = reader_of(experiment)
@@ -121,10 +121,8 @@ async def test_the_log_says_what_the_projections_say(
         assert await rows(experiment.database, tables.rejection)
 
 
-async def test_events_of_a_single_row_are_all_found(
-    store_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ready_groups, "ROWS_PER_PAGE", 1)
+async def test_events_of_a_single_row_are_all_found(store_url: str, resize: Resize) -> None:
+    resize(rows_per_page=1)
     async with opened(store_url, rollouts_per_group=1) as experiment:
         for task in range(4):
             await experiment.writer("e0").write(group(task=task, runs=1))
@@ -164,7 +162,7 @@ async def test_a_group_whose_rows_go_for_different_reasons_counts_once(store_url
 
 
 async def test_an_event_is_decoded_once_while_it_is_in_use(
-    store_url: str, monkeypatch: pytest.MonkeyPatch
+    store_url: str, monkeypatch: pytest.MonkeyPatch, resize: Resize
 ) -> None:
     times: Counter[int] = Counter()
 
@@ -174,7 +172,7 @@ async def test_an_event_is_decoded_once_while_it_is_in_use(
 
     monkeypatch.setattr(f"{log_rows.__name__}.decoded", counted)
     # Room for the one event that annotates everything, and for nothing else.
-    monkeypatch.setattr(log_rows, "KEPT_ROWS", RUNS)
+    resize(rows_kept=RUNS)
     async with opened(store_url, rollouts_per_group=RUNS) as experiment:
         for task in range(8):
             await experiment.writer("e0").write(group(task=task, runs=RUNS))

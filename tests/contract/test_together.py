@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 from sqlalchemy import func, select
 
+from tests.conftest import Resize
 from tests.contract.making import contents, opened
 from trinity_buffer.errors import ReadOnlyStoreError
 from trinity_buffer.pipeline.background import in_thread
@@ -126,8 +127,9 @@ async def test_a_read_only_store_refuses_to_write_in_it_too(store_url: str):
     assert await contents(store_url) == before
 
 
-@pytest.mark.parametrize("number", [0, 1, bulk.TOGETHER - 1, bulk.TOGETHER, 3 * bulk.TOGETHER + 5])
-async def test_any_number_of_rows_is_added_each_once(store_url: str, number: int):
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 10, 11])
+async def test_any_number_of_rows_is_added_each_once(store_url: str, number: int, resize: Resize):
+    resize(rows_per_statement=3, rows_to_copy=4)
     given = [(1, "s", address) for address in range(number)]
     async with opened(store_url) as experiment:
         database = experiment.database

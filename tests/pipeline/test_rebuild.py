@@ -10,6 +10,7 @@ import anyio
 import pytest
 from sqlalchemy import delete, insert, select, update
 
+from tests.conftest import Resize
 from tests.pipeline.planting import append_unfolded, events_of, everything, first_row, unguarded
 from tests.stories import Story, rollout, tell
 from trinity_buffer.errors import StoreError
@@ -81,8 +82,8 @@ async def test_differences_name_table_row_and_column(story: Story):
     assert str(found) == wanted
 
 
-async def test_spans_of_any_size_find_the_same(story: Story, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(comparison, "ROWS_PER_SPAN", 2)
+async def test_spans_of_any_size_find_the_same(story: Story, resize: Resize):
+    resize(rows_per_span=2)
     before = await everything(story.url)
     async with unguarded(story.url) as tx:
         await tx.execute(update(experience).where(experience.c.run == 2).values(length=1))

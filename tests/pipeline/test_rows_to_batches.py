@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import Resize
 from trinity_buffer.algorithm.layout import Totals
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline import loading
@@ -167,9 +168,9 @@ def check_pixels(inputs: dict[str, torch.Tensor], wrote: Experience) -> None:
         assert torch.equal(inputs[name], pixels)
 
 
-@pytest.mark.parametrize(("cached_bytes", "times"), [(row_loader.CACHED_BYTES, 1), (0, 3)])
+@pytest.mark.parametrize(("bytes_kept", "times"), [(16 << 20, 1), (0, 3)])
 async def test_a_segment_is_read_once_for_all_the_steps_that_its_rows_go_to(
-    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, cached_bytes: int, times: int
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, resize: Resize, bytes_kept: int, times: int
 ) -> None:
     read: Counter[bytes] = Counter()
 
@@ -178,7 +179,7 @@ async def test_a_segment_is_read_once_for_all_the_steps_that_its_rows_go_to(
         return await loading.read_segments(database, keys, families)
 
     monkeypatch.setattr(row_loader, "read_segments", counted)
-    monkeypatch.setattr(row_loader, "CACHED_BYTES", cached_bytes)
+    resize(bytes_kept=bytes_kept)
     await written(sqlite_url)
     with open_train_stream(
         sqlite_url, experiment="e", strategy="grpo", groups_per_step=1

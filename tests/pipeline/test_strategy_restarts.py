@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
+from tests.conftest import Resize
 from tests.contract.making import (
     assert_conserved,
     group,
@@ -22,7 +23,6 @@ from tests.pipeline.watching import (
     rejected_groups,
 )
 from trinity_buffer.algorithm.add_strategy import AddStrategy
-from trinity_buffer.pipeline.annotating import strategy_consumer
 from trinity_buffer.pipeline.annotating.strategy_consumer import (
     ConsumerReport,
     StrategyConsumer,
@@ -149,7 +149,7 @@ async def test_quarantined_runs_complete_a_group_and_are_never_seen(store_url: s
 
 
 async def test_empty_groups_are_counted_once_whoever_reads_the_seal(
-    store_url: str, monkeypatch: pytest.MonkeyPatch
+    store_url: str, monkeypatch: pytest.MonkeyPatch, resize: Resize
 ):
     async with opened(store_url) as experiment, opened(store_url) as other:
         writer = experiment.writer("e0")
@@ -159,7 +159,7 @@ async def test_empty_groups_are_counted_once_whoever_reads_the_seal(
         for consumer in consumers:
             await consumer.run()
         await writer.seal("b", 1)
-        monkeypatch.setattr(strategy_consumer, "EXPERIENCES_PER_COMMIT", 1)
+        resize(experiences_per_commit=1)
         with killed_at("after-annotate", 1, monkeypatch), pytest.raises(Killed):
             await consumers[0]._advance()
         # One commit of several is there, and the process that made it is not.
@@ -182,8 +182,9 @@ async def test_a_killed_consumer_is_followed_by_one_that_goes_on(
     point: str,
     times: list[int],
     monkeypatch: pytest.MonkeyPatch,
+    resize: Resize,
 ):
-    monkeypatch.setattr(strategy_consumer, "EXPERIENCES_PER_COMMIT", 4)
+    resize(experiences_per_commit=4)
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         for batch in range(4):

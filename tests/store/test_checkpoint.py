@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from pysqlite3 import dbapi2
 
+from tests.conftest import Resize
 from tests.contract.making import group
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import checkpoint, sqlite
 from trinity_buffer.store.checkpoint import Checkpointer
 
@@ -30,11 +32,12 @@ def log_of(connection: Any) -> tuple[int, int]:
     return pages, copied
 
 
-def test_the_log_is_copied_while_a_writer_goes_on(tmp_path: Path):
+def test_the_log_is_copied_while_a_writer_goes_on(tmp_path: Path, resize: Resize):
+    resize(wal_pages_per_checkpoint=8)
     path = tmp_path / "a.db"
     sqlite.prepare_file(path)
     deadline = time.monotonic() + 60
-    with closing(opened(path)) as connection, closing(Checkpointer(path, pages=8)) as beside:
+    with closing(opened(path)) as connection, closing(Checkpointer(path)) as beside:
         connection.execute("CREATE TABLE t (data BLOB)")
         while beside.checkpoints < 2:
             assert time.monotonic() < deadline, "no checkpoint came"
@@ -93,4 +96,4 @@ async def test_who_writes_has_one_and_who_reads_has_none(tmp_path: Path, read_on
 
 
 def test_the_writers_own_limit_lies_behind_it():
-    assert checkpoint.PAGES < sqlite.WAL_AUTOCHECKPOINT_PAGES / 4
+    assert sizes().wal_pages_per_checkpoint < sizes().wal_pages_limit / 4

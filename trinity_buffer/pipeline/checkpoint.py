@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trinity_buffer.errors import CheckpointError
+from trinity_buffer.sizes import sizes
 
-CHUNK_BYTES = 1 << 20
 MANIFESTS_FILE = "manifests.json"
 """In the folder of a checkpoint: digests of the manifests that its weights went through."""
 
@@ -111,7 +111,7 @@ def _files(checkpoint: Path) -> list[Path]:
 def _sha256(file: Path) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as handle:
-        while chunk := handle.read(CHUNK_BYTES):
+        while chunk := handle.read(sizes().bytes_per_hash):
             digest.update(chunk)
     return digest.hexdigest()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, trainer_queries
 from trinity_buffer.store.database import Database
 
@@ -26,9 +27,6 @@ IDENTITY_KEYS = frozenset({"schema"})
 
 SCHEMA_NAMES = ("experience", "sft", "cpt", "dpo")
 """What `validation.SCHEMAS` knows; here too, because readers do without torch."""
-
-EVENTS_PER_PAGE = 256
-EXPERIENCES_PER_PAGE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +101,15 @@ class Experiment:
             kinds: only these.
         """
         while True:
+            limit = sizes().events_per_page
             state = await self.database.changes.state()
             async with self.database.reading() as tx:
                 head = await log.head(tx, self.key)
-                page = await log.read_after(tx, self.key, after, limit=EVENTS_PER_PAGE, kinds=kinds)
+                page = await log.read_after(tx, self.key, after, limit=limit, kinds=kinds)
                 finished = await self._is_finished(tx)
             for stored in page:
                 yield decoded(self.name, stored)
-            if len(page) == EVENTS_PER_PAGE:
+            if len(page) == limit:
                 after = page[-1].position
                 continue
             after = max(after, head)
@@ -160,7 +159,7 @@ class Experiment:
         while True:
             async with self.database.reading() as tx:
                 rows = await reads.experiences(
-                    tx, self.key, wanted, after=after, limit=EXPERIENCES_PER_PAGE
+                    tx, self.key, wanted, after=after, limit=sizes().experiences_per_page
                 )
             if not rows:
                 return

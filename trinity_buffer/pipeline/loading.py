@@ -13,14 +13,11 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.background import in_thread
 from trinity_buffer.pipeline.encoding import decode_experiences
 from trinity_buffer.pipeline.events import decoded
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, segments
 from trinity_buffer.store.address import position_of, slot_of
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import ExperienceRow
-
-SEGMENTS_PER_READ = 32
-"""Segments of one read transaction: some 32 MB, well below a second."""
-
 
 SegmentParts: TypeAlias = dict[tuple[bytes, str], list[tuple[int, int, bytes]]]
 """(key, family) -> its parts as (part, checksum, data), as they lie in the database."""
@@ -36,8 +33,9 @@ async def read_segments(
     """
     wanted = list(dict.fromkeys(keys))
     found: SegmentParts = {}
-    for start in range(0, len(wanted), SEGMENTS_PER_READ):
-        some = wanted[start : start + SEGMENTS_PER_READ]
+    size = sizes().segments_per_load
+    for start in range(0, len(wanted), size):
+        some = wanted[start : start + size]
         found |= await database.read(partial(segments.read, keys=some, families=families))
     there = {key for key, _ in found}
     await _refuse_archived(database, [key for key in wanted if key not in there])

@@ -12,14 +12,8 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store.inline import InlineConnection
-
-FEWEST_TO_COPY = 8
-"""Rows from which on PostgreSQL's COPY is quicker than its prepared INSERT."""
-
-TOGETHER = 64
-"""Rows of one statement on SQLite: each lets go of the interpreter's lock and has to get it back,
-which takes longer than the insert when another thread computes."""
 
 
 async def add(tx: AsyncConnection, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -32,13 +26,14 @@ async def add(tx: AsyncConnection, table: Table, rows: Sequence[tuple[Any, ...]]
     """
     if not rows:
         return
-    if tx.dialect.name == "postgresql" and len(rows) >= FEWEST_TO_COPY:
+    if tx.dialect.name == "postgresql" and len(rows) >= sizes().rows_to_copy:
         await _copy(tx, table, rows)
     elif isinstance(tx, InlineConnection):
-        whole = len(rows) - len(rows) % TOGETHER
-        for start in range(0, whole, TOGETHER):
-            some = chain.from_iterable(rows[start : start + TOGETHER])
-            tx.rows(_statement_of_many(table, tx.dialect), tuple(some))
+        together = sizes().rows_per_statement
+        whole = len(rows) - len(rows) % together
+        for start in range(0, whole, together):
+            some = chain.from_iterable(rows[start : start + together])
+            tx.rows(_statement_of_many(table, tx.dialect, together), tuple(some))
         tx.many(_statement(table, tx.dialect), rows[whole:])
     else:
         await tx.exec_driver_sql(_statement(table, tx.dialect), list(rows))
@@ -50,10 +45,10 @@ def _statement(table: Table, dialect: Dialect) -> str:
 
 
 @cache
-def _statement_of_many(table: Table, dialect: Dialect) -> str:
-    """Return the statement for `TOGETHER` rows, whose places are all positional."""
+def _statement_of_many(table: Table, dialect: Dialect, rows: int) -> str:
+    """Return the statement for so many rows, whose places are all positional."""
     head, values, row = _statement(table, dialect).partition("VALUES ")
-    return head + values + ", ".join([row] * TOGETHER)
+    return head + values + ", ".join([row] * rows)
 
 
 async def _copy(tx: AsyncConnection, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:

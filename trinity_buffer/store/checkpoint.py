@@ -18,8 +18,7 @@ from typing import Any
 
 from pysqlite3 import dbapi2
 
-PAGES = 2_048
-"""Pages of the log that are worth a checkpoint: 32 MB, an eighth of the writers' own limit."""
+from trinity_buffer.sizes import sizes
 
 PAUSE_S = 0.25
 """How long commits are collected before the log is looked at."""
@@ -35,12 +34,10 @@ class Checkpointer:
 
     Args:
         path: of the database.
-        pages: how many waiting pages are worth a checkpoint.
     """
 
-    def __init__(self, path: Path, pages: int = PAGES) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._pages = pages
         self._committed = threading.Event()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -78,7 +75,7 @@ class Checkpointer:
         try:
             # Says how long the log is and how much of it was copied, and does nothing.
             _, pages, copied = connection.execute("PRAGMA wal_checkpoint(NOOP)").fetchone()
-            if pages - copied >= self._pages:
+            if pages - copied >= sizes().wal_pages_per_checkpoint:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
                 self.checkpoints += 1
         except dbapi2.OperationalError as error:

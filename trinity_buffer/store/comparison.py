@@ -28,6 +28,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.types import NULLTYPE
 
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store.tables import (
     PROJECTIONS,
     CanonicalJSON,
@@ -42,8 +43,6 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
-
-ROWS_PER_SPAN = 16_384
 
 Row = tuple[Any, ...]
 
@@ -149,12 +148,12 @@ async def spans(tx: AsyncConnection, experiment: int) -> list[Span]:
 
 
 async def next_limit(folded: AsyncConnection, experiment: int, span: Span) -> int | None:
-    """Return where to cut ``span`` so that `ROWS_PER_SPAN` folded rows lie before; None: no cut."""
+    """Return where to cut ``span`` so that `rows_per_span` folded rows lie before; None: no cut."""
     number = _ORDER.get(span.table)
     if number is None:
         return None
     query = _where(select(_TABLES[span.table].c[number]), experiment, span)
-    query = query.order_by(_TABLES[span.table].c[number]).offset(ROWS_PER_SPAN - 1).limit(1)
+    query = query.order_by(_TABLES[span.table].c[number]).offset(sizes().rows_per_span - 1).limit(1)
     found = (await folded.execute(query)).scalar_one_or_none()
     return None if found is None else int(found)
 

@@ -18,9 +18,10 @@ from sqlalchemy import Table, bindparam, select, type_coerce
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.types import NULLTYPE
 
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import event_rows
 from trinity_buffer.store.address import first_address
-from trinity_buffer.store.comparison import ROWS_PER_SPAN, Row, owner_of, same_row
+from trinity_buffer.store.comparison import Row, owner_of, same_row
 from trinity_buffer.store.event_rows import Body
 from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.scratch import DecodedEvent
@@ -124,7 +125,7 @@ class Expectation:
             part = self._parts[key] = Part(*key, 0, 0)
         part.rows += rows
         part.up_to = max(part.up_to, up_to)
-        if len(part.rows) >= ROWS_PER_SPAN:
+        if len(part.rows) >= sizes().rows_per_span:
             self._full.append(part)
             self._parts[key] = Part(*key, part.up_to, part.up_to)
 

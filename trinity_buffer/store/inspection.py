@@ -10,6 +10,7 @@ from sqlalchemy import Select, func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.identity import EID
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store.dialect import among
 from trinity_buffer.store.rows import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
 from trinity_buffer.store.tables import (
@@ -140,7 +141,8 @@ async def newest_groups(tx: AsyncConnection, experiment: int, limit: int) -> lis
         query = query.where(experience.c.experiment == experiment)
         if before is not None:
             query = query.where(experience.c.address < before)
-        rows = (await tx.execute(query.order_by(experience.c.address.desc()).limit(1024))).all()
+        query = query.order_by(experience.c.address.desc()).limit(sizes().rows_per_page)
+        rows = (await tx.execute(query)).all()
         if not rows:
             break
         found.update(dict.fromkeys((row.batch, row.task) for row in rows))

@@ -14,17 +14,14 @@ from trinity_buffer.store.tables import (
 )
 from trinity_buffer.store.transaction import Transaction
 
-ROWS_PER_SEGMENT = 64
-"""About so many; only the size of a page depends on it."""
-
 
 async def finished_segments(
     tx: Transaction, experiment: int, *, keep_steps: int, after: int, limit: int
 ) -> tuple[int, list[bytes]] | None:
     """Return (where to go on, keys) of segments all of whose experiences are done with.
 
-    Looks at up to ``limit`` segments behind address ``after``; None: there are no more. Without any
-    trainer nothing is done with.
+    Looks at up to ``limit`` rows behind address ``after``, at more where one segment has more.
+    None: there are no more. Without any trainer nothing is done with.
     """
     gone = select(archived.c.segment).where(archived.c.experiment == experiment)
     query = (
@@ -32,7 +29,7 @@ async def finished_segments(
         .where(experience.c.experiment == experiment, experience.c.address > after)
         .where(experience.c.segment.not_in(gone))
         .order_by(experience.c.address)
-        .limit(limit * ROWS_PER_SEGMENT)
+        .limit(limit)
     )
     rows = (await tx.execute(query)).all()
     if not rows:
@@ -43,7 +40,11 @@ async def finished_segments(
         if row.refused is None:
             members[bytes(row.segment)].add(int(row.address))
     whole = list(members)
-    if len(rows) == limit * ROWS_PER_SEGMENT and len(whole) > 1:
+    if len(rows) == limit:
+        if len(whole) == 1:
+            return await finished_segments(
+                tx, experiment, keep_steps=keep_steps, after=after, limit=2 * limit
+            )
         whole.pop()  # its other rows are on the next page
     last = max(int(row.address) for row in rows if bytes(row.segment) in set(whole))
     done = await _done(tx, experiment, keep_steps, after, last)

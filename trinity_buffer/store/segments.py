@@ -13,11 +13,10 @@ from sqlalchemy import delete as sql_delete
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.errors import DamagedSegmentError
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import bulk
 from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.tables import archived, segment
-
-PART_BYTES = 64 * 1024 * 1024
 
 
 def new_key() -> bytes:
@@ -35,11 +34,11 @@ def checksum(data: bytes | memoryview) -> int:
 
 def rows_of(key: bytes, families: Mapping[str, bytes]) -> list[dict[str, object]]:
     """Return the rows that store ``families`` under ``key``. Computes: not in a transaction."""
-    rows = []
+    rows, size = [], sizes().bytes_per_part
     for family, blob in families.items():
         view = memoryview(blob)
-        for part, start in enumerate(range(0, max(len(blob), 1), PART_BYTES)):
-            data = view[start : start + PART_BYTES]
+        for part, start in enumerate(range(0, max(len(blob), 1), size)):
+            data = view[start : start + size]
             whole = len(data) == len(blob)
             rows.append(
                 {

@@ -12,13 +12,11 @@ import pysqlite3
 from pysqlite3 import dbapi2
 
 from trinity_buffer.errors import ReadOnlyStoreError, UnknownStoreError, UnsafeStoreError
+from trinity_buffer.sizes import sizes
 
 APPLICATION_ID = 0x54425546  # "TBUF": tells our files from other SQLite databases
 PAGE_SIZE_BYTES = 16384  # rows are blobs of 0.1 to 1 MB: 1.4 times the write rate of 4 KiB pages
 BUSY_TIMEOUT_MS = 30_000
-# Checkpoints run beside the writers (see `checkpoint.py`); this bound is for a process that never
-# gets to one.
-WAL_AUTOCHECKPOINT_PAGES = 16_384
 JOURNAL_SIZE_LIMIT_BYTES = 1 << 28
 
 # Releases in which a checkpoint that races a commit cannot lose it (sqlite.org/wal.html, "the
@@ -130,7 +128,7 @@ def pragmas(*, durability: str, read_only: bool) -> list[str]:
     return [
         *every,
         f"PRAGMA synchronous={'FULL' if durability == 'full' else 'NORMAL'}",
-        f"PRAGMA wal_autocheckpoint={WAL_AUTOCHECKPOINT_PAGES}",
+        f"PRAGMA wal_autocheckpoint={sizes().wal_pages_limit}",
         f"PRAGMA journal_size_limit={JOURNAL_SIZE_LIMIT_BYTES}",
     ]
 

@@ -14,9 +14,8 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading import load_experiences
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, reads
-
-EXPERIENCES_PER_EVENT = 512
 
 
 async def assign_rewards(
@@ -42,7 +41,7 @@ async def assign_rewards(
     while True:
         async with experiment.database.reading() as tx:
             rows = await reads.experiences(
-                tx, experiment.key, wanted, after=after, limit=EXPERIENCES_PER_EVENT
+                tx, experiment.key, wanted, after=after, limit=sizes().experiences_per_page
             )
         if not rows:
             return scored

@@ -30,17 +30,12 @@ from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading import damaged_among, load_experiences
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, segments
 from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.writer import StagedWriter
-
-EXPERIENCES_PER_COMMIT = 2048
-"""Units that are ready together share a commit up to this many experiences."""
-
-EXPERIENCES_PER_LOAD = 256
-"""Units are loaded together up to this many, where tokens or pixels are loaded with them."""
 
 StrategyLike = str | type[AddStrategy] | Sequence[str | type[AddStrategy]]
 
@@ -153,7 +148,7 @@ class StrategyConsumer:
         # of it.
         units = sorted(self._reader.take_ready(), key=_has_rows)
         late = self._reader.take_late()
-        for some in _chunks(units, EXPERIENCES_PER_COMMIT):
+        for some in _chunks(units, sizes().experiences_per_commit):
             await self._decide(some, [])
         if late:
             await self._decide([], late)
@@ -267,7 +262,7 @@ class StrategyConsumer:
     @property
     def _experiences_per_load(self) -> int:
         only_light = self._families == ("light",)
-        return EXPERIENCES_PER_COMMIT if only_light else EXPERIENCES_PER_LOAD
+        return sizes().experiences_per_commit if only_light else sizes().experiences_per_load
 
     async def _load_experiences(self, rows: Sequence[ExperienceRow]) -> list[Experience]:
         database, key = self.experiment.database, self.experiment.key

@@ -16,15 +16,13 @@ from trinity_buffer.pipeline.annotating.grouping import (
 )
 from trinity_buffer.pipeline.events import decoded, now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries
 from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.address import position_of
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, typed_rows_of_event
 from trinity_buffer.store.transaction import Transaction
-
-EVENTS_PER_PAGE = 256
-WAITING_PER_PAGE = 4096
 
 _KINDS = ("ExperiencesRecorded", "BatchPlanned", "BatchSealed")
 
@@ -73,7 +71,12 @@ class UnitReader:
         while True:
             async with database.reading() as tx:
                 page = await queries.waiting_rows(
-                    tx, key, self._name, after=after, up_to=self.seen, limit=WAITING_PER_PAGE
+                    tx,
+                    key,
+                    self._name,
+                    after=after,
+                    up_to=self.seen,
+                    limit=sizes().waiting_rows_per_page,
                 )
                 positions = {position_of(waiting.address) for waiting in page}
                 since = await log.recorded_at(tx, key, sorted(positions))
@@ -93,19 +96,19 @@ class UnitReader:
         """Feed the next events to the grouping; return whether there were any."""
         database, key = self._experiment.database, self._experiment.key
 
+        limit = sizes().events_per_page
+
         async def work(tx: Transaction) -> tuple[int, list[StoredEvent]]:
             head = await log.head(tx, key)
             if head == self.seen:
                 return head, []
-            page = await log.read_after(
-                tx, key, self.seen, limit=EVENTS_PER_PAGE, kinds=_KINDS, up_to=head
-            )
+            page = await log.read_after(tx, key, self.seen, limit=limit, kinds=_KINDS, up_to=head)
             return head, page
 
         head, page = await database.read(work)
         if head == self.seen:
             return False
-        seen = page[-1].position if len(page) == EVENTS_PER_PAGE else head
+        seen = page[-1].position if len(page) == limit else head
         bodies = await anyio.to_thread.run_sync(
             lambda: [decoded("", stored).body for stored in page]
         )

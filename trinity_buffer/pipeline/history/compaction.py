@@ -21,9 +21,9 @@ from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, retention, segments
 
-SEGMENTS_PER_FILE = 256
 FAMILIES = ("light", "tokens", "text", "heavy")
 
 
@@ -73,7 +73,7 @@ async def compact(
     while True:
         async with experiment.database.reading() as tx:
             page = await retention.finished_segments(
-                tx, experiment.key, keep_steps=keep_steps, after=after, limit=SEGMENTS_PER_FILE
+                tx, experiment.key, keep_steps=keep_steps, after=after, limit=sizes().rows_per_file
             )
         if page is None:
             return CompactionReport(total, size, tuple(files))

@@ -11,6 +11,7 @@ import anyio.to_thread
 
 from trinity_buffer import codec
 from trinity_buffer.errors import CodecError, StoreError
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import comparison, log
 from trinity_buffer.store.comparison import Difference, Span
 from trinity_buffer.store.database import Database
@@ -23,10 +24,6 @@ Progress = Callable[[str, int, int], None]
 
 Decode = Callable[[Sequence[StoredEvent]], list[DecodedEvent]]
 
-EVENTS_PER_PAGE = 256
-SHORT_TAIL = 64
-"""Events that may be folded inside a transaction: some milliseconds."""
-
 
 def no_progress(_what: str, _done: int, _total: int) -> None:
     """Say nothing."""
@@ -37,19 +34,20 @@ async def pages(
 ) -> AsyncGenerator[list[StoredEvent]]:
     """Yield the events of ``after`` < position <= ``up_to`` in pages, each read for itself."""
     while True:
+        limit = sizes().events_per_page
         page = await database.read(
             partial(
                 log.read_after,
                 experiment_id=experiment,
                 after=after,
-                limit=EVENTS_PER_PAGE,
+                limit=limit,
                 up_to=up_to,
             )
         )
         if page:
             yield page
             after = page[-1].position
-        if len(page) < EVENTS_PER_PAGE:
+        if len(page) < limit:
             return
 
 
@@ -94,8 +92,7 @@ async def catch_up(
     Raises:
         CodecError: a body is damaged.
     """
-    behind = 1 + SHORT_TAIL
-    while behind > SHORT_TAIL:
+    while True:
         async with database.reading() as tx:
             head = await log.head(tx, scratch.experiment)
         async for page in pages(database, scratch.experiment, after=scratch.position, up_to=head):
@@ -105,7 +102,8 @@ async def catch_up(
             progress("fold", page[-1].position, head)
         async with database.reading() as tx:
             behind = await log.head(tx, scratch.experiment) - head
-    return None
+        if behind <= sizes().tail_events:
+            return None
 
 
 async def fold_tail(

@@ -16,13 +16,11 @@ from trinity_buffer.errors import CodecError
 from trinity_buffer.pipeline.background import in_thread
 from trinity_buffer.pipeline.events import decoded
 from trinity_buffer.pipeline.streaming.blocks import runs
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log
 from trinity_buffer.store.address import position_of, slot_of
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import StoredEvent
-
-KEPT_ROWS = 32_768
-"""Rows whose events are kept decoded, beside those in use: some 10 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,7 @@ class LogRows:
         for position in positions:
             found[position] = self._known[position]
             self._known.move_to_end(position)
-        while self._num_rows > KEPT_ROWS and len(self._known) > len(positions):
+        while self._num_rows > sizes().rows_kept and len(self._known) > len(positions):
             self._num_rows -= self._known.popitem(last=False)[1].rows
         return found
 

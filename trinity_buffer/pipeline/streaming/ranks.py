@@ -18,9 +18,9 @@ from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.trainer_lease import LeaseWatch, TrainerLease, is_dead
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import leases, log
 
-EVENTS_PER_PAGE = 256
 KINDS = ("RankJoined", "RanksAssembled", "StepPartDone", "StreamEnded")
 
 
@@ -162,13 +162,14 @@ class RankSession:
     async def _read(self, joined_at: int | None = None) -> None:
         """Take in what the ranks have recorded since the last time."""
         while True:
+            limit = sizes().events_per_page
             async with self._database.reading() as tx:
                 head = await log.head(tx, self._experiment.key)
                 page = await log.read_after(
                     tx,
                     self._experiment.key,
                     self._read_up_to,
-                    limit=EVENTS_PER_PAGE,
+                    limit=limit,
                     kinds=KINDS,
                     up_to=head,
                 )
@@ -176,7 +177,7 @@ class RankSession:
                 body = decoded("", stored).body
                 if body["consumer"] == self._name:
                     self._take_in(stored.position, stored.kind, body, joined_at)
-            if len(page) < EVENTS_PER_PAGE:
+            if len(page) < limit:
                 self._read_up_to = max(self._read_up_to, head)
                 return
             self._read_up_to = page[-1].position

@@ -10,13 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from trinity_buffer.pipeline.streaming.log_rows import Annotated, Facts, LogRows
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import trainer_queries
 from trinity_buffer.store.address import first_address
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
-
-ROWS_PER_PAGE = 1024
 
 
 class ReadyGroup(NamedTuple):
@@ -128,7 +127,7 @@ class ReadyGroups:
             self._rows.experiment,
             annotation_set=self._set,
             start=self._start,
-            limit=ROWS_PER_PAGE,
+            limit=sizes().rows_per_page,
         )
         if not positions:
             return positions, set()

@@ -31,12 +31,10 @@ from trinity_buffer.pipeline.streaming.log_rows import (
 )
 from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.tensor_columns import tensors_of
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.address import position_of, slot_of
 from trinity_buffer.store.database import Database
-
-CACHED_BYTES = 16 * 1024 * 1024
-"""Segments that are kept because rows of theirs were not asked for yet, beside those in use."""
 
 FAMILIES = ("light", "tokens", "heavy")
 ANNOTATION = ("annotation",)
@@ -119,7 +117,7 @@ class _Segments:
         kept = 0
         for key in reversed(list(self._known)):
             kept += self._known[key].num_bytes
-            if self._known[key].left <= 0 or kept > CACHED_BYTES:
+            if self._known[key].left <= 0 or kept > sizes().bytes_kept:
                 kept -= self._known.pop(key).num_bytes
 
 

@@ -8,8 +8,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-PIECES = 4
-"""How many are kept: one in the trainer's hands, one ready, one being filled, one to spare."""
+from trinity_buffer.sizes import sizes
 
 _OUR_REFERENCES = 3
 """To a piece that no tensor looks at: the deque's, the loop's, and that of the question itself."""
@@ -23,8 +22,8 @@ class StepMemory:
     is handed out again. Not to be shared by threads that run at the same time.
     """
 
-    def __init__(self, pieces: int = PIECES) -> None:
-        self._pieces: deque[npt.NDArray[np.uint8]] = deque(maxlen=pieces)
+    def __init__(self) -> None:
+        self._pieces: deque[npt.NDArray[np.uint8]] = deque(maxlen=sizes().pieces_kept)
 
     def zeros(self, size: int) -> npt.NDArray[np.uint8]:
         """Return ``size`` bytes of zeros."""

@@ -13,13 +13,11 @@ from trinity_buffer.codec import Segment, decode_segment, digests_of_segments
 from trinity_buffer.errors import CodecError, DamagedSegmentError
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.log_audit import uids_of
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import segments
 from trinity_buffer.store.address import address_of, written_as
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.scratch import DecodedEvent
-
-BYTES_PER_READ = 32 * 1024 * 1024
-SEGMENTS_PER_READ = 64
 
 Parts = dict[tuple[bytes, str], list[tuple[int, int, bytes]]]
 
@@ -67,7 +65,8 @@ def _by_size(named: Sequence[_Named]) -> Iterator[list[_Named]]:
     some: list[_Named] = []
     total = 0
     for one in named:
-        if some and (total + one.size > BYTES_PER_READ or len(some) == SEGMENTS_PER_READ):
+        too_large = total + one.size > sizes().bytes_per_audit
+        if some and (too_large or len(some) == sizes().segments_per_audit):
             yield some
             some, total = [], 0
         some.append(one)

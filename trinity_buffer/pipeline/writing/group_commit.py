@@ -18,21 +18,12 @@ from trinity_buffer.errors import StoreError
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.background import in_thread
 from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, segments
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.transaction import TakenKeyError, Transaction
-
-ROWS_PER_TRANSACTION = 4096
-"""A group stops growing here, so that no transaction holds the database for long."""
-
-ROWS_PER_EVENT = 1024
-"""A larger write becomes several events of one transaction: who needs one row decodes no more."""
-
-ROWS_PER_TRIP = 256
-"""Up to here a group is encoded where it is committed, which saves a change of threads; this
-process's other writers wait for the few milliseconds that it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +117,7 @@ def _partners(entries: Sequence[_Entry]) -> list[list[_Entry]]:
     for entry in entries:
         key = entry.call.joins
         some, rows = open_lists.get(key, ([], 0))
-        if key is None or not some or rows + entry.call.rows > ROWS_PER_EVENT:
+        if key is None or not some or rows + entry.call.rows > sizes().rows_per_event:
             some, rows = [], 0
             found.append(some)
         some.append(entry)
@@ -190,7 +181,7 @@ class GroupCommit:
         """Take as many of those who wait as fit, at least one."""
         group: list[_Entry] = []
         rows = 0
-        while self._waiting and rows < ROWS_PER_TRANSACTION:
+        while self._waiting and rows < sizes().rows_per_transaction:
             group.append(self._waiting.pop(0))
             rows += group[-1].call.rows
         return group
@@ -198,7 +189,7 @@ class GroupCommit:
     async def _commit(self, entries: list[_Entry]) -> None:
         group = _Group(entries)
         try:
-            if group.rows > ROWS_PER_TRIP:
+            if group.rows > sizes().rows_per_trip:
                 await in_thread(group.prepare)
             await self._write(group)
         except Exception:  # noqa: BLE001 - whoever it belongs to is told, below

@@ -16,8 +16,9 @@ from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.encoding import EncodedWrite, content_digest_of, encode_experiences
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.writing.column_checks import forms_pass, numbers_pass
-from trinity_buffer.pipeline.writing.group_commit import ROWS_PER_EVENT, Outcome, PreparedWrite
+from trinity_buffer.pipeline.writing.group_commit import Outcome, PreparedWrite
 from trinity_buffer.pipeline.writing.validation import validate
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.segments import new_key, rows_of
 from trinity_buffer.writer import WriteReceipt
@@ -183,8 +184,9 @@ def _sound_parts(experiences: Sequence[Experience], schema: str) -> list[_Part] 
 
 def _encode(experiences: Sequence[Experience]) -> list[_Part]:
     parts = []
-    for start in range(0, len(experiences), ROWS_PER_EVENT):
-        some = experiences[start : start + ROWS_PER_EVENT]
+    size = sizes().rows_per_event
+    for start in range(0, len(experiences), size):
+        some = experiences[start : start + size]
         encoded, key = encode_experiences(some), new_key()
         parts.append(_Part(some, encoded, key, rows_of(key, encoded.families)))
     return parts
