@@ -20,17 +20,17 @@ import trinity_buffer as tb
 from benchmarks.learning_progress import Progress, StuckError, to_stderr
 from benchmarks.learning_setups import SETUPS, Setup
 from trinity_buffer.algorithm import build
+from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
+from trinity_buffer.demo.rollout import TaskSampler, evaluate
+from trinity_buffer.demo.tasks import Problem, Task
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.explorer.explorer import Explorer, ExplorerSettings
-from trinity_buffer.explorer.rollout import evaluate
-from trinity_buffer.explorer.tasks import Problem, Task
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.stream_options import TrainStep
 from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
-from trinity_buffer.policy import PolicyConfig, TransformerPolicy, load_policy, save_policy
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 
@@ -130,7 +130,7 @@ class _Learning:
     ) -> None:
         self.setup, self.seed, self.folder = setup, seed, folder
         self.task = setup.make_task()
-        self.teacher = None if teacher is None else load_policy(teacher)
+        self.teacher = None if teacher is None else TransformerPolicy.load(teacher)
         given = {"rollouts_per_group": setup.rollouts_per_group, **setup.args}
         self.algorithm = build(name, **given)
         self.outcome = Outcome()
@@ -209,13 +209,13 @@ class _Learning:
         """Explore until so many batches are stored in all, with the newest policy."""
         settings = ExplorerSettings(
             actor="e0",
-            seed=self.seed,
             groups_per_batch=groups,
             rollouts_per_group=self.setup.rollouts_per_group,
             groups_per_write=groups,
             max_batches=batches,
         )
-        explorer = Explorer(experiment, self.task, self.first_policy, settings)
+        sampler = TaskSampler(self.first_policy(), self.task, self.seed)
+        explorer = Explorer(experiment, sampler, settings)
         await explorer.run(lambda _: None)
 
     def train(self, stream: SyncTrainStream) -> None:
@@ -299,5 +299,5 @@ def trained_teacher(folder: Path) -> Path:
             anyio.run(learning.run)
             newest = max(Path(made).glob("checkpoints-1234/step-*/policy.safetensors"))
             folder.mkdir(parents=True, exist_ok=True)
-            save_policy(load_policy(newest), path)
+            TransformerPolicy.load(newest).save(path)
     return path

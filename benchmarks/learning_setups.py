@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from trinity_buffer.explorer.tasks import GuessNumber, SortDigits, Task
+from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
 
 Data = Literal["rollouts", "solutions", "pairs"]
 

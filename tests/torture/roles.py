@@ -19,6 +19,8 @@ from tests.crash.forking import become
 from trinity_buffer.cli import roles
 from trinity_buffer.cli.run_algorithm import algorithm_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
+from trinity_buffer.demo.policy import TransformerPolicy
+from trinity_buffer.demo.rollout import TaskSampler
 from trinity_buffer.errors import ConflictingExperienceError, TrinityBufferError
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.explorer import Explorer, ExplorerSettings
@@ -162,14 +164,14 @@ def explorer(url: str, experiment: str, actor: str, folder: str, seed: str) -> N
             config = of_experiment(opened.config)
             settings = ExplorerSettings(
                 actor=actor,
-                seed=config.seed,
                 groups_per_batch=config.groups_per_batch,
                 rollouts_per_group=config.rollouts_per_group,
                 groups_per_write=1,
                 acknowledgements=Path(folder) / "acks" / f"{actor}.ack",
             )
-            task, first = roles.task_of(config), roles.first_policy
-            made = Explorer(opened, task, lambda: first(config), settings)
+            first = roles.first_policy(config)
+            sampler = TaskSampler(first, roles.task_of(config), config.seed)
+            made = Explorer(opened, sampler, settings)
             counted = Path(folder) / f"{actor}.resent"
             made._writer = _Insistent(made._writer, seed, counted)  # type: ignore[assignment]
             await made.run(lambda _: None)
@@ -230,7 +232,7 @@ def trainer(
         _trainer_on(stream if publishes else _Private(stream), config, checkpoints).run(_silence)
 
 
-def _trainer_on(stream: Any, config: RunConfig, folder: Path) -> Trainer:
+def _trainer_on(stream: Any, config: RunConfig, folder: Path) -> Trainer[TransformerPolicy]:
     optimizer = config.optimizer
     settings = TrainerSettings(
         checkpoints=folder,

@@ -9,8 +9,8 @@ import torch
 
 from tests.trainer.data import CONFIG, policy
 from trinity_buffer.algorithm import Algorithm
+from trinity_buffer.demo.policy import TransformerCritic, TransformerPolicy
 from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
-from trinity_buffer.trainer.critic import TransformerCritic
 from trinity_buffer.trainer.models import Models, prepare, scores_of
 from trinity_buffer.trainer.parallel import OneProcess, Processes
 from trinity_buffer.trainer.requirements import strategy_of, stream_options
@@ -72,7 +72,7 @@ def train(
     processes: Processes | None = None,
     recomputed: bool = False,
     **settings: Any,
-) -> tuple[Trainer, list[StepReport]]:
+) -> tuple[Trainer[TransformerPolicy], list[StepReport]]:
     """Train up to ``max_steps`` of 2 groups each, or on from the last commit."""
     reports: list[StepReport] = []
     mixes = algorithm.sample.plan(1, 2).expert > 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.trainer.data import policy
+from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.pipeline.checkpoint import make_durable
 from trinity_buffer.trainer import checkpoint_folder
@@ -29,17 +30,24 @@ def state() -> TrainerState:
     return TrainerState(model, optimizer, step=7, manifests=[bytes(16)])
 
 
-@pytest.mark.parametrize("write", ["save_policy", "save_file", "_optimizer_tensors"])
+WRITES = [
+    (TransformerPolicy, "save"),
+    (checkpoint_folder, "save_file"),
+    (checkpoint_folder, "_optimizer_tensors"),
+]
+
+
+@pytest.mark.parametrize(("owner", "write"), WRITES)
 def test_a_folder_that_goes_while_it_is_written_is_named(
-    write: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, write: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original: Any = vars(checkpoint_folder)[write]
+    original: Any = vars(owner)[write]
 
     def removed_before(*arguments: Any) -> Any:
         shutil.rmtree(tmp_path / "step-00000007")  # as `remove_old` of who took over does
         return original(*arguments)
 
-    monkeypatch.setattr(checkpoint_folder, write, removed_before)
+    monkeypatch.setattr(owner, write, removed_before)
     with pytest.raises(CheckpointError, match=r"step-00000007 was removed while it was written"):
         save_checkpoint(tmp_path, state())
     assert list(tmp_path.iterdir()) == []
@@ -51,7 +59,7 @@ def test_a_file_that_goes_before_its_folder_does_is_named(
     def gone(*_: Any) -> None:
         raise FileNotFoundError(2, "No such file or directory")
 
-    monkeypatch.setattr(checkpoint_folder, "save_policy", gone)
+    monkeypatch.setattr(TransformerPolicy, "save", gone)
     with pytest.raises(CheckpointError, match="was removed while it was written"):
         save_checkpoint(tmp_path, state())
 
@@ -75,7 +83,7 @@ def test_a_folder_that_is_there_is_never_written_into(tmp_path: Path) -> None:
         assert not is_critic
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
-    assert load_checkpoint(second, optimizer_of).step == 7
+    assert load_checkpoint(second, optimizer_of, policy()).step == 7
 
 
 def folders(root: Path, *names: str) -> list[str]:

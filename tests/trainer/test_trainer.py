@@ -12,9 +12,10 @@ import torch
 from tests.trainer.data import CONFIG, policy, prepared
 from tests.trainer.gradients import train
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build
+from trinity_buffer.demo.policy import TransformerCritic
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
-from trinity_buffer.trainer.critic import TransformerCritic, ValueLossFn
+from trinity_buffer.trainer.critic import ValueLossFn
 from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
 
 

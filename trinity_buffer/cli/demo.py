@@ -12,11 +12,11 @@ import anyio
 from rich.console import Console
 from rich.live import Live
 
-from trinity_buffer.cli import run_view
 from trinity_buffer.cli.options import made_folder
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
-from trinity_buffer.cli.run_view import RunNumbers
 from trinity_buffer.cli.supervisor import Supervisor, command_of
+from trinity_buffer.demo import view
+from trinity_buffer.demo.view import RunNumbers
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
@@ -166,9 +166,7 @@ class Demo:
                     break
                 if live is not None:
                     title = f"{self.experiment} · {self.paths.store}"
-                    live.update(
-                        run_view.drawn(title, numbers, supervisor.children, supervisor.kills)
-                    )
+                    live.update(view.drawn(title, numbers, supervisor.children, supervisor.kills))
                 elif time.monotonic() - said >= PLAIN_LINE_EVERY_S:
                     said = time.monotonic()
                     kills = f"  killed {supervisor.kills}" if self.chaos_every_s else ""
@@ -219,13 +217,13 @@ class Demo:
         # torch is imported only here: while the run is on, this process must leave the cores to the
         # others.
         from trinity_buffer.cli.roles import first_policy, task_of  # noqa: PLC0415
-        from trinity_buffer.explorer.rollout import evaluate  # noqa: PLC0415
-        from trinity_buffer.policy import load_policy  # noqa: PLC0415
+        from trinity_buffer.demo.policy import TransformerPolicy  # noqa: PLC0415
+        from trinity_buffer.demo.rollout import evaluate  # noqa: PLC0415
 
         policy = (
             first_policy(self.config)
             if checkpoint is None
-            else load_policy(checkpoint / "policy.safetensors")
+            else TransformerPolicy.load(checkpoint / "policy.safetensors")
         )
         return evaluate(policy, task_of(self.config), 1000, seed=self.config.seed + 1_000_000)
 
@@ -234,12 +232,12 @@ class Demo:
     ) -> None:
         say = self.console.print
         say(
-            f"reward   {run_view.sparkline([reward for _, reward in numbers.rewards])}",
+            f"reward   {view.sparkline([reward for _, reward in numbers.rewards])}",
             highlight=False,
             soft_wrap=True,
         )
         say(
-            f"accuracy {run_view.sparkline([value for _, value in numbers.accuracies])}",
+            f"accuracy {view.sparkline([value for _, value in numbers.accuracies])}",
             highlight=False,
             soft_wrap=True,
         )
@@ -249,7 +247,7 @@ class Demo:
             highlight=False,
         )
         picture = str(self.paths.picture)
-        if numbers.rewards and run_view.save_curve(picture, numbers, self.experiment):
+        if numbers.rewards and view.save_curve(picture, numbers, self.experiment):
             say(f"curve: {picture}", highlight=False, soft_wrap=True)
         wrong = "; ".join(map(str, report.problems[:3]))
         say(f"verify: {'everything holds' if report.ok else f'FAILED: {wrong}'}")

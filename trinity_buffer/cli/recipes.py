@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from trinity_buffer.demo.recipes import recipe_for
+from trinity_buffer.demo.tasks import TASKS
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.explorer.recipes import recipe_for
-from trinity_buffer.explorer.tasks import TASKS
 
 BATCHES_PER_STEP = 2
 """So that two explorers fill a step together."""

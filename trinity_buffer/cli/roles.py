@@ -16,15 +16,15 @@ import torch
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.cli.run_algorithm import algorithm_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
+from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
+from trinity_buffer.demo.rollout import TaskSampler, evaluate
+from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
 from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings
-from trinity_buffer.explorer.rollout import evaluate
-from trinity_buffer.explorer.tasks import GuessNumber, SortDigits, Task
 from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport, run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream, open_train_stream
-from trinity_buffer.policy import PolicyConfig, TransformerPolicy, load_policy
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 
@@ -76,13 +76,13 @@ async def explore(
         say(f"explores {experiment} as {actor}")
         settings = ExplorerSettings(
             actor=actor,
-            seed=config.seed,
             groups_per_batch=config.groups_per_batch,
             rollouts_per_group=config.rollouts_per_group,
             acknowledgements=acknowledgements,
             max_batches=max_batches,
         )
-        await Explorer(opened, task_of(config), lambda: first_policy(config), settings).run(tell)
+        sampler = TaskSampler(first_policy(config), task_of(config), config.seed)
+        await Explorer(opened, sampler, settings).run(tell)
 
 
 async def annotate(
@@ -147,15 +147,15 @@ def trainer_on(
     config: RunConfig,
     algorithm: Algorithm,
     settings: TrainerSettings,
-) -> Trainer:
+) -> Trainer[TransformerPolicy]:
     """Return the trainer of a run on ``stream``, at the stream's last commit."""
     return Trainer(
         stream,
         lambda: first_policy(config),
         algorithm,
         settings,
-        reference=None if config.reference is None else load_policy(config.reference),
-        teacher=None if config.teacher is None else load_policy(config.teacher),
+        reference=None if config.reference is None else TransformerPolicy.load(config.reference),
+        teacher=None if config.teacher is None else TransformerPolicy.load(config.teacher),
     )
 
 
@@ -206,7 +206,7 @@ def train(
 class _Evaluation:
     """Greedy accuracy on fresh problems, every few steps."""
 
-    def __init__(self, config: RunConfig, trainer: Trainer) -> None:
+    def __init__(self, config: RunConfig, trainer: Trainer[TransformerPolicy]) -> None:
         self._config = config
         self._trainer = trainer
         self._task = task_of(config)

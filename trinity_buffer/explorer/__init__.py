@@ -1,1 +1,1 @@
-"""Explorers: tasks to practise on, rollouts of a policy, and the recipes that make it learn."""
+"""Explorers: they plan, have rollouts made, write, seal, and note what was acknowledged."""

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol, Self
 
 import anyio.to_thread
-import torch
 
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.acknowledgements import Acknowledgements
-from trinity_buffer.explorer.rollout import rollout
-from trinity_buffer.explorer.tasks import Task
 from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.policy import TransformerPolicy, load_policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +24,6 @@ class ExplorerSettings:
 
     Attributes:
         actor: its name; its batches are ``<actor>-0``, ``<actor>-1``, ...
-        seed: of the experiment; problems and rollouts follow from it.
         groups_per_batch: problems that are planned at once.
         rollouts_per_group: attempts at each.
         groups_per_write: how many groups are written in one call.
@@ -35,7 +32,6 @@ class ExplorerSettings:
     """
 
     actor: str
-    seed: int = 0
     groups_per_batch: int = 8
     rollouts_per_group: int = 8
     groups_per_write: int = 8
@@ -60,28 +56,43 @@ class BatchReport:
     repaired: bool
 
 
+class Sampler(Protocol):
+    """A policy that makes rollouts of its own."""
+
+    def load(self, uri: str) -> Self:
+        """Return a sampler with the weights that were published at ``uri``.
+
+        Raises:
+            CheckpointError: they are not there any more.
+        """
+        ...
+
+    def rollout(
+        self, pairs: Sequence[tuple[Key, int]], *, batch: Key, policy_version: int
+    ) -> list[Experience]:
+        """Return the experiences of the runs ``pairs``, (task, run), of ``batch``."""
+        ...
+
+
 class Explorer:
-    """Generates rollouts of one task with the newest published policy.
+    """Has rollouts made with the newest published policy, and writes them.
 
     Args:
         experiment: where they go, and where new policies are announced.
-        task: whose problems.
-        first_policy: returns the policy of version 0, before any was published.
+        sampler: makes the rollouts; as it comes it is policy version 0.
         settings: everything else.
     """
 
     def __init__(
         self,
         experiment: Experiment,
-        task: Task,
-        first_policy: Callable[[], TransformerPolicy],
+        sampler: Sampler,
         settings: ExplorerSettings,
     ) -> None:
         self._experiment = experiment
-        self._task = task
         self._settings = settings
         self._writer = experiment.writer(settings.actor)
-        self._policy = first_policy()
+        self._sampler = sampler
         self._version = 0
         self._last_policy_at = 0
         path = settings.acknowledgements
@@ -115,10 +126,12 @@ class Explorer:
     async def _finish(self, batch: Key, *, repaired: bool) -> BatchReport:
         """Generate and write what is missing of a planned batch, then seal it."""
         missing = await self._writer.missing(batch)
-        version, policy = self._version, self._policy
+        version, sampler = self._version, self._sampler
         experiences, rewards = 0, []
         for pairs in _by_group(missing, self._settings.groups_per_write):
-            made = await anyio.to_thread.run_sync(self._generate, policy, version, batch, pairs)
+            made = await anyio.to_thread.run_sync(
+                partial(sampler.rollout, pairs, batch=batch, policy_version=version)
+            )
             receipt = await self._writer.write(made)
             if self._acknowledgements is not None:
                 self._acknowledgements.note(receipt)
@@ -128,14 +141,6 @@ class Explorer:
         await self._writer.seal(batch, await self._writer.stored(batch))
         mean = sum(rewards) / len(rewards) if rewards else 0.0
         return BatchReport(batch, version, len(missing), experiences, mean, repaired)
-
-    def _generate(
-        self, policy: TransformerPolicy, version: int, batch: Key, pairs: Sequence[tuple[Key, int]]
-    ) -> list[Experience]:
-        torch.set_num_threads(1)
-        return rollout(
-            policy, self._task, pairs, batch=batch, seed=self._settings.seed, policy_version=version
-        )
 
     async def _follow_policies(self) -> None:
         async for _ in self._experiment.events(
@@ -149,7 +154,7 @@ class Explorer:
             if found is None or found.version == self._version:
                 return
             try:
-                policy = await anyio.to_thread.run_sync(load_policy, found.uri)
+                sampler = await anyio.to_thread.run_sync(self._sampler.load, found.uri)
             except CheckpointError:
                 # The trainer keeps only its newest checkpoints: between the event and the file, a
                 # newer one came.
@@ -158,8 +163,8 @@ class Explorer:
                 ) and newer.position > found.position:
                     continue
                 raise
-            self._policy, self._version, self._last_policy_at = (
-                policy,
+            self._sampler, self._version, self._last_policy_at = (
+                sampler,
                 found.version,
                 found.position,
             )

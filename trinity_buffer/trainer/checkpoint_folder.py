@@ -11,17 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.pipeline.checkpoint import MANIFESTS_FILE, read_manifests
-from trinity_buffer.policy import TransformerPolicy, load_model, load_policy, save_policy
-from trinity_buffer.trainer.critic import TransformerCritic
+from trinity_buffer.trainer.policy import AnyPolicy, Critic, Trainable
 
 POLICY_FILE = "policy.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -33,13 +31,13 @@ STATE_FILE = "state.json"
 class OptimizerOf(Protocol):
     """Returns a fresh optimizer for a model."""
 
-    def __call__(self, model: nn.Module, *, is_critic: bool = False) -> torch.optim.Optimizer:
+    def __call__(self, model: Trainable, *, is_critic: bool = False) -> torch.optim.Optimizer:
         """Return one for the policy, or for the critic."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerState:
+class TrainerState(Generic[AnyPolicy]):
     """A trainer between two gradient steps.
 
     Attributes:
@@ -50,11 +48,11 @@ class TrainerState:
         coefficients: of the divergences, which may adapt from step to step.
     """
 
-    policy: TransformerPolicy
+    policy: AnyPolicy
     optimizer: torch.optim.Optimizer
     step: int
     manifests: Sequence[bytes]
-    critic: tuple[TransformerCritic, torch.optim.Optimizer] | None = None
+    critic: tuple[Critic, torch.optim.Optimizer] | None = None
     coefficients: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -75,7 +73,7 @@ def _fresh_folder(root: Path, step: int) -> Path:
     raise AssertionError  # count() does not end
 
 
-def save_checkpoint(root: Path, state: TrainerState) -> Path:
+def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
     """Write the checkpoint of ``state`` into a fresh folder under ``root`` and return it.
 
     Raises:
@@ -95,8 +93,8 @@ def save_checkpoint(root: Path, state: TrainerState) -> Path:
     return folder
 
 
-def _write(folder: Path, state: TrainerState) -> None:
-    save_policy(state.policy, folder / POLICY_FILE)
+def _write(folder: Path, state: TrainerState[Any]) -> None:
+    state.policy.save(folder / POLICY_FILE)
     tensors, groups = _optimizer_tensors(state.optimizer)
     tensors["rng"] = torch.get_rng_state()
     save_file(tensors, folder / OPTIMIZER_FILE)
@@ -107,7 +105,7 @@ def _write(folder: Path, state: TrainerState) -> None:
     }
     if state.critic is not None:
         critic, optimizer = state.critic
-        save_policy(critic, folder / CRITIC_FILE)
+        critic.save(folder / CRITIC_FILE)
         tensors, numbers["critic_optimizer"] = _optimizer_tensors(optimizer)
         save_file(tensors, folder / CRITIC_OPTIMIZER_FILE)
     (folder / STATE_FILE).write_text(json.dumps(numbers))
@@ -115,11 +113,14 @@ def _write(folder: Path, state: TrainerState) -> None:
     (folder / MANIFESTS_FILE).write_text(json.dumps(chain))
 
 
-def load_checkpoint(folder: Path, optimizer_of: OptimizerOf) -> TrainerState:
+def load_checkpoint(
+    folder: Path, optimizer_of: OptimizerOf, policy: AnyPolicy
+) -> TrainerState[AnyPolicy]:
     """Return the state in ``folder`` and restore torch's random numbers.
 
     Args:
         optimizer_of: returns a fresh optimizer for a model.
+        policy: one of the kind that was saved.
 
     Raises:
         CheckpointError: a file is missing or cannot be read.
@@ -134,13 +135,13 @@ def load_checkpoint(folder: Path, optimizer_of: OptimizerOf) -> TrainerState:
         raise CheckpointError(
             f"checkpoint {folder} cannot be read: {error}; resume from an older step"
         ) from error
-    policy = load_policy(folder / POLICY_FILE)
+    policy = policy.load(folder / POLICY_FILE)
     optimizer = optimizer_of(policy)
     torch.set_rng_state(tensors.pop("rng"))
     optimizer.load_state_dict(_optimizer_state(tensors, state["optimizer"]))
     critic = None
     if trains_critic:
-        model = load_model(folder / CRITIC_FILE, TransformerCritic)
+        model = policy.new_critic().load(folder / CRITIC_FILE)
         critic = (model, optimizer_of(model, is_critic=True))
         critic[1].load_state_dict(_optimizer_state(of_critic, state["critic_optimizer"]))
     coefficients = state.get("coefficients", {})

@@ -1,56 +1,15 @@
-"""The critic of PPO: a small transformer that predicts returns, and the loss it is trained with."""
+"""The loss with which a critic is trained."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trinity_buffer.algorithm.functional import aggregate_loss, keep
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.policy import PolicyConfig, TransformerPolicy
 
 Metrics = dict[str, Tensor]
-
-
-class TransformerCritic(TransformerPolicy):
-    """A transformer with one output per token, 0 everywhere at first.
-
-    Args:
-        config: the shape; its vocabulary is what is read.
-        seed: of the initial weights.
-    """
-
-    def __init__(self, config: PolicyConfig, *, seed: int = 0) -> None:
-        super().__init__(config, seed=seed)
-        self.head = nn.Linear(config.width, 1, bias=False)
-        nn.init.zeros_(self.head.weight)
-
-    def values(
-        self,
-        input_ids: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-    ) -> Tensor:
-        """Return the value of the state in which each token was said, the shape of ``input_ids``.
-
-        As a log-probability, that of token t comes from what precedes it; the first token of a
-        sequence has none, its value is 0.
-
-        Args:
-            input_ids: ``[B, T]`` right-padded, or ``[T_total]`` with ``cu_seqlens``.
-            cu_seqlens: ``[N + 1]`` boundaries of packed sequences.
-            max_seqlen: length of the longest of them.
-        """
-        found = self.forward(input_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).squeeze(-1)
-        values = torch.roll(found, 1, -1)
-        first = torch.zeros_like(input_ids, dtype=torch.bool)
-        if cu_seqlens is None:
-            first[:, 0] = True
-        else:
-            first[cu_seqlens[:-1].long()] = True
-        return values.masked_fill(first, 0.0)
 
 
 class ValueLossFn:

@@ -15,8 +15,7 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.step_tensors import Reduce
 from trinity_buffer.pipeline.streaming.stream_options import TrainStep
-from trinity_buffer.policy import TokenScores, TransformerPolicy
-from trinity_buffer.trainer.critic import TransformerCritic
+from trinity_buffer.trainer.policy import Critic, Policy, TokenScores
 
 
 @dataclass(slots=True)
@@ -30,10 +29,10 @@ class Models:
         teacher: frozen; None: teachers' log-probabilities come with the data, or are not needed.
     """
 
-    policy: TransformerPolicy
-    critic: TransformerCritic | None = None
-    reference: TransformerPolicy | None = None
-    teacher: TransformerPolicy | None = None
+    policy: Policy
+    critic: Critic | None = None
+    reference: Policy | None = None
+    teacher: Policy | None = None
 
 
 def require_models(algorithm: Algorithm, models: Models) -> None:
@@ -54,7 +53,7 @@ def require_models(algorithm: Algorithm, models: Models) -> None:
         raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs a {lacking[0]} model")
 
 
-def scores_of(policy: TransformerPolicy, microbatch: MicroBatch) -> TokenScores:
+def scores_of(policy: Policy, microbatch: MicroBatch) -> TokenScores:
     """Return log-probability and entropy of every token of a micro-batch."""
     packed = "cu_seqlens" in microbatch
     return policy.logprobs(
@@ -65,7 +64,7 @@ def scores_of(policy: TransformerPolicy, microbatch: MicroBatch) -> TokenScores:
     )
 
 
-def values_of(critic: TransformerCritic, microbatch: MicroBatch) -> Tensor:
+def values_of(critic: Critic, microbatch: MicroBatch) -> Tensor:
     """Return the value of every token of a micro-batch."""
     return critic.values(
         microbatch["input_ids"],
@@ -125,7 +124,7 @@ def _score(microbatch: MicroBatch, algorithm: Algorithm, models: Models) -> None
         microbatch["values"] = values_of(models.critic, microbatch)
 
 
-def _necs(policy: TransformerPolicy, microbatch: MicroBatch) -> Tensor:
+def _necs(policy: Policy, microbatch: MicroBatch) -> Tensor:
     """Return the expected change of entropy at every token, from the logits before it."""
     logits = policy.forward(
         microbatch["input_ids"],

@@ -6,7 +6,9 @@ from typing import Protocol
 
 import torch
 import torch.distributed
-from torch import Tensor, nn
+from torch import Tensor
+
+from trinity_buffer.trainer.policy import Trainable
 
 
 class Processes(Protocol):
@@ -26,7 +28,7 @@ class Processes(Protocol):
         """Return ``value`` summed over all ranks; every rank must call it, in the same order."""
         ...
 
-    def average_gradients(self, model: nn.Module) -> None:
+    def average_gradients(self, model: Trainable) -> None:
         """Replace the gradients of ``model`` by their mean over all ranks."""
         ...
 
@@ -41,7 +43,7 @@ class OneProcess:
         """Return ``value``."""
         return value
 
-    def average_gradients(self, model: nn.Module) -> None:
+    def average_gradients(self, model: Trainable) -> None:
         """Do nothing."""
 
 
@@ -64,7 +66,7 @@ class TorchProcesses:
         torch.distributed.all_reduce(total)
         return total
 
-    def average_gradients(self, model: nn.Module) -> None:
+    def average_gradients(self, model: Trainable) -> None:
         """Replace the gradients by their mean over all ranks, in one exchange."""
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         # A rank whose rows reach no weight still takes part: its gradient is 0.

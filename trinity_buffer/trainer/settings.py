@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.trainer.policy import Trainable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class TrainerSettings:
         """Return the learning rate of the critic in gradient step ``step``."""
         return self.rate_at(step) / self.learning_rate * self.critic_learning_rate
 
-    def optimizer_of(self, model: nn.Module, *, is_critic: bool = False) -> torch.optim.Optimizer:
+    def optimizer_of(self, model: Trainable, *, is_critic: bool = False) -> torch.optim.Optimizer:
         """Return a fresh optimizer for the policy, or for the critic."""
         return torch.optim.AdamW(
             model.parameters(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.stream_options import TrainStep
 from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream
-from trinity_buffer.policy import TransformerPolicy
 from trinity_buffer.trainer.checkpoint_folder import (
     POLICY_FILE,
     TrainerState,
@@ -25,9 +24,10 @@ from trinity_buffer.trainer.checkpoint_folder import (
     remove_old,
     save_checkpoint,
 )
-from trinity_buffer.trainer.critic import TransformerCritic, ValueLossFn
+from trinity_buffer.trainer.critic import ValueLossFn
 from trinity_buffer.trainer.models import Models, prepare, require_models, scores_of, values_of
 from trinity_buffer.trainer.parallel import OneProcess, Processes
+from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable
 from trinity_buffer.trainer.settings import TrainerSettings
 
 __all__ = ["StepReport", "Trainer", "TrainerSettings"]
@@ -55,7 +55,7 @@ class StepReport:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class Trainer:
+class Trainer(Generic[AnyPolicy]):
     """Trains a policy on a stream of gradient steps.
 
     Args:
@@ -77,12 +77,12 @@ class Trainer:
     def __init__(
         self,
         stream: SyncTrainStream | ReplayStream,
-        fresh_policy: Callable[[], TransformerPolicy],
+        fresh_policy: Callable[[], AnyPolicy],
         algorithm: Algorithm,
         settings: TrainerSettings,
         *,
-        reference: TransformerPolicy | None = None,
-        teacher: TransformerPolicy | None = None,
+        reference: Policy | None = None,
+        teacher: Policy | None = None,
         processes: Processes | None = None,
     ) -> None:
         self._stream = stream
@@ -97,7 +97,7 @@ class Trainer:
             )
         resume = stream.resume
         if resume is not None and resume.checkpoint is not None:
-            self.state = load_checkpoint(resume.checkpoint, settings.optimizer_of)
+            self.state = load_checkpoint(resume.checkpoint, settings.optimizer_of, fresh_policy())
         else:
             self.state = self._fresh(fresh_policy())
         if reference is None and algorithm.needs_reference:
@@ -108,15 +108,15 @@ class Trainer:
         self._models = Models(self.state.policy, critic, reference, teacher)
         require_models(algorithm, self._models)
 
-    def _fresh(self, policy: TransformerPolicy) -> TrainerState:
+    def _fresh(self, policy: AnyPolicy) -> TrainerState[AnyPolicy]:
         settings, critic = self._settings, None
         if self._algorithm.type.use_critic:
-            model = TransformerCritic(policy.config)
+            model = policy.new_critic()
             critic = (model, settings.optimizer_of(model, is_critic=True))
         return TrainerState(policy, settings.optimizer_of(policy), 0, (), critic)
 
     @property
-    def policy(self) -> TransformerPolicy:
+    def policy(self) -> AnyPolicy:
         """The policy as it is now."""
         return self.state.policy
 
@@ -189,7 +189,7 @@ class Trainer:
         )
 
     def _train_critic(
-        self, step: TrainStep, critic: TransformerCritic, optimizer: torch.optim.Optimizer
+        self, step: TrainStep, critic: Critic, optimizer: torch.optim.Optimizer
     ) -> dict[str, Tensor]:
         optimizer.zero_grad(set_to_none=True)
         parts = []
@@ -208,7 +208,7 @@ class Trainer:
         optimizer.step()
         return _combined(parts)
 
-    def _clipped(self, model: torch.nn.Module) -> float:
+    def _clipped(self, model: Trainable) -> float:
         """Average the gradients over the ranks, scale them down to the limit, return their norm."""
         self._processes.average_gradients(model)
         limit = self._settings.max_gradient_norm

@@ -7,23 +7,19 @@ files that are either whole or not there.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trinity_buffer.demo.policy_file import read_policy, write_policy
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
-
-_METADATA_KEY = "trinity_buffer_policy"
+from trinity_buffer.trainer.policy import TokenScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +51,6 @@ class PolicyConfig:
             raise InvalidArgumentError(
                 f"PolicyConfig.width is {self.width}, it must be a multiple of heads={self.heads}"
             )
-
-
-class TokenScores(NamedTuple):
-    """What a policy says of given tokens, aligned with them; float32, the shape of ``input_ids``.
-
-    Attributes:
-        logprob: element t is that of token t, from the logits at t - 1; 0 at the first token.
-        entropy: of the distribution that token t was drawn from, in nats; 0 at the first token.
-    """
-
-    logprob: Tensor
-    entropy: Tensor
 
 
 class _PackedRows(NamedTuple):
@@ -287,6 +271,34 @@ class TransformerPolicy(nn.Module):
         """Return an empty cache for `read`."""
         return KeyValueCache(self.config.layers)
 
+    def new_critic(self) -> TransformerCritic:
+        """Return a fresh critic of the same shape."""
+        return TransformerCritic(self.config)
+
+    def save(self, path: str | Path, *, metadata: Mapping[str, Any] | None = None) -> None:
+        """Write config and weights to the file ``path``; see `policy_file.write_policy`.
+
+        Args:
+            path: file in an existing folder; one that is there is replaced.
+            metadata: what else to keep with it, ready for JSON; see `policy_file.policy_metadata`.
+        """
+        write_policy(path, asdict(self.config), self.state_dict(), metadata or {})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return the model that `save` wrote to ``path``, on the CPU.
+
+        Raises:
+            CheckpointError: there is no such file, or it is not a policy of this kind.
+        """
+        config, tensors = read_policy(path)
+        try:
+            policy = cls(PolicyConfig(**config))
+            policy.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
+        except (TypeError, RuntimeError, StopIteration, InvalidArgumentError) as error:
+            raise CheckpointError(f"{path}: the weights do not fit the config ({error})") from error
+        return policy
+
     def _logits(
         self,
         input_ids: Tensor,
@@ -322,92 +334,38 @@ class TransformerPolicy(nn.Module):
             )
 
 
-Kind = TypeVar("Kind", bound=TransformerPolicy)
-
-
-def save_policy(
-    policy: TransformerPolicy, path: str | Path, *, metadata: Mapping[str, Any] | None = None
-) -> None:
-    """Write the weights to the safetensors file ``path``, whole or not at all, durably.
-
-    The bytes depend on the weights, the config and ``metadata`` alone. The data is on the disk, and
-    so is its name, when this returns.
+class TransformerCritic(TransformerPolicy):
+    """A transformer with one output per token, 0 everywhere at first.
 
     Args:
-        policy: what to save.
-        path: file in an existing folder; one that is there is replaced.
-        metadata: what else to keep with it, ready for JSON; see `policy_metadata`.
+        config: the shape; its vocabulary is what is read.
+        seed: of the initial weights.
     """
-    # One key: safetensors writes several in an order that changes from run to run.
-    header = {"config": asdict(policy.config), "metadata": dict(metadata or {})}
-    tensors = {name: t.detach().cpu().contiguous() for name, t in policy.state_dict().items()}
-    data = save(tensors, metadata={_METADATA_KEY: json.dumps(header, sort_keys=True)})
-    _write_durably(Path(path), data)
 
+    def __init__(self, config: PolicyConfig, *, seed: int = 0) -> None:
+        super().__init__(config, seed=seed)
+        self.head = nn.Linear(config.width, 1, bias=False)
+        nn.init.zeros_(self.head.weight)
 
-def load_policy(path: str | Path) -> TransformerPolicy:
-    """Return the policy that `save_policy` wrote to ``path``, on the CPU.
+    def values(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Return the value of the state in which each token was said, the shape of ``input_ids``.
 
-    Raises:
-        CheckpointError: there is no such file, or it is not a policy.
-    """
-    return load_model(path, TransformerPolicy)
-
-
-def load_model(path: str | Path, kind: type[Kind]) -> Kind:
-    """Return the model of class ``kind`` that `save_policy` wrote to ``path``, on the CPU.
-
-    Raises:
-        CheckpointError: there is no such file, or it is not a policy.
-    """
-    header, tensors = _read(path, with_tensors=True)
-    try:
-        policy = kind(PolicyConfig(**header["config"]))
-        policy.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
-    except (TypeError, RuntimeError, StopIteration, InvalidArgumentError) as error:
-        raise CheckpointError(f"{path}: the weights do not fit the config ({error})") from error
-    return policy
-
-
-def policy_metadata(path: str | Path) -> dict[str, Any]:
-    """Return the ``metadata`` that `save_policy` was given, without reading the weights.
-
-    Raises:
-        CheckpointError: there is no such file, or it is not a policy.
-    """
-    return dict(_read(path, with_tensors=False)[0]["metadata"])
-
-
-def _read(path: str | Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {})[_METADATA_KEY])
-            names = file.keys() if with_tensors else ()
-            return header, {name: file.get_tensor(name) for name in names}
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: there is no such policy file") from error
-    except (SafetensorError, KeyError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: not a policy that save_policy wrote ({error}); publish it again"
-        ) from error
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    """Write a temporary file beside ``path``, sync it, give it its name, sync the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        Arguments as of `forward`.
+        """
+        found = self.forward(input_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).squeeze(-1)
+        values = torch.roll(found, 1, -1)
+        first = torch.zeros_like(input_ids, dtype=torch.bool)
+        if cu_seqlens is None:
+            first[:, 0] = True
+        else:
+            first[cu_seqlens[:-1].long()] = True
+        return values.masked_fill(first, 0.0)
 
 
 def _has_predecessor(

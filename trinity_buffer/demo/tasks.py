@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from trinity_buffer.demo.draws import whole_draws
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.explorer.draws import whole_draws
 from trinity_buffer.identity import Key
 
 Tokens = tuple[int, ...]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trinity_buffer.explorer.tasks import GuessNumber, SortDigits, Task
-from trinity_buffer.policy import PolicyConfig
+from trinity_buffer.demo.policy import PolicyConfig
+from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

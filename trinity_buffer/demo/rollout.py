@@ -7,17 +7,17 @@ only the missing pairs gets for them what generating all pairs would have given.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trinity_buffer.demo.draws import draws
+from trinity_buffer.demo.policy import TransformerPolicy
+from trinity_buffer.demo.tasks import Problem, Task, Tokens, Verdict
 from trinity_buffer.experience import EID, Experience, Key
-from trinity_buffer.explorer.draws import draws
-from trinity_buffer.explorer.tasks import Problem, Task, Tokens, Verdict
-from trinity_buffer.policy import TransformerPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,37 @@ class _Turn:
     response: Tokens
     logprobs: Tensor
     verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSampler:
+    """A policy that makes rollouts of a task, for an `Explorer`.
+
+    Attributes:
+        seed: of the experiment; problems and rollouts follow from it.
+    """
+
+    policy: TransformerPolicy
+    task: Task
+    seed: int
+
+    def load(self, uri: str) -> TaskSampler:
+        """Return a sampler with the policy at ``uri``."""
+        return replace(self, policy=TransformerPolicy.load(uri))
+
+    def rollout(
+        self, pairs: Sequence[tuple[Key, int]], *, batch: Key, policy_version: int
+    ) -> list[Experience]:
+        """Return what `rollout` makes, on one thread."""
+        torch.set_num_threads(1)
+        return rollout(
+            self.policy,
+            self.task,
+            pairs,
+            batch=batch,
+            seed=self.seed,
+            policy_version=policy_version,
+        )
 
 
 def rollout(

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from trinity_buffer.demo.draws import draws, whole_draws
+from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
+from trinity_buffer.demo.rollout import evaluate, rollout
+from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.explorer.draws import draws, whole_draws
-from trinity_buffer.explorer.rollout import evaluate, rollout
-from trinity_buffer.explorer.tasks import GuessNumber, SortDigits, Task
-from trinity_buffer.policy import PolicyConfig, TransformerPolicy
 
 ALL = [(task, run) for task in range(4) for run in range(3)]
 BOTH = pytest.mark.parametrize("task", [SortDigits(3), GuessNumber(8)], ids=lambda t: t.name)

@@ -8,17 +8,17 @@ from torch import Tensor
 
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.algorithm.policy_loss_fn import PPOPolicyLossFn
-from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.recipes import (
+from trinity_buffer.demo.policy import TransformerPolicy
+from trinity_buffer.demo.recipes import (
     GUESS_NUMBER,
     SORT_FIVE_DIGITS,
     SORT_THREE_DIGITS,
     Recipe,
     recipe_for,
 )
-from trinity_buffer.explorer.rollout import evaluate, rollout
-from trinity_buffer.explorer.tasks import GuessNumber, SortDigits, Task
-from trinity_buffer.policy import TransformerPolicy
+from trinity_buffer.demo.rollout import evaluate, rollout
+from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
+from trinity_buffer.experience import Experience
 
 TASKS_AND_RECIPES = [
     (SortDigits(1), SORT_THREE_DIGITS),

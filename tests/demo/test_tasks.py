@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from trinity_buffer.demo.tasks import TASKS, GuessNumber, Problem, SortDigits
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.explorer.tasks import TASKS, GuessNumber, Problem, SortDigits
 
 HIGHER, LOWER, OPENING = 8, 9, 10
 

@@ -6,19 +6,41 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from trinity_buffer.cli.supervisor import Child
 from trinity_buffer.pipeline.events import Event
 
 WINDOW_S = 5.0
 
 Body = Mapping[str, Any]
+
+
+class Child(Protocol):
+    """A process of the run, as whoever keeps it alive knows it."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs right now."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """How often it was started again."""
+        ...
+
+    def last_line(self) -> str:
+        """Return what it said last."""
+        ...
 
 
 @dataclass(slots=True)

@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
+from trinity_buffer.demo.policy_file import policy_metadata
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
-from trinity_buffer.policy import (
-    PolicyConfig,
-    TransformerPolicy,
-    load_policy,
-    policy_metadata,
-    save_policy,
-)
 
 CONFIG = PolicyConfig(vocab_size=11, width=16, layers=2, heads=2, max_length=12)
 LENGTHS = (5, 1, 12, 3)
@@ -126,8 +121,8 @@ def test_weights_depend_on_the_seed_alone_and_leave_the_global_state():
 
 def test_a_saved_policy_is_loaded_as_it_was(tmp_path):
     policy, path = TransformerPolicy(CONFIG, seed=9), tmp_path / "policy-7.safetensors"
-    save_policy(policy, path, metadata={"version": 7})
-    loaded = load_policy(path)
+    policy.save(path, metadata={"version": 7})
+    loaded = TransformerPolicy.load(path)
     assert loaded.config == CONFIG
     ids = torch.arange(11).unsqueeze(0)
     assert torch.equal(loaded(ids), policy(ids))
@@ -137,7 +132,7 @@ def test_a_saved_policy_is_loaded_as_it_was(tmp_path):
 
 def test_equal_policies_are_equal_bytes(tmp_path):
     for name in "ab":
-        save_policy(TransformerPolicy(CONFIG), tmp_path / name, metadata={"b": 1, "a": 2})
+        TransformerPolicy(CONFIG).save(tmp_path / name, metadata={"b": 1, "a": 2})
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
@@ -149,7 +144,7 @@ def test_a_policy_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", watched)
-    save_policy(TransformerPolicy(CONFIG), path)
+    TransformerPolicy(CONFIG).save(path)
     (file, named_then), (folder, named_at_last) = seen
     assert (file.parent, named_then) == (tmp_path, False)
     assert (folder, named_at_last) == (tmp_path, True)
@@ -157,7 +152,7 @@ def test_a_policy_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 def test_a_save_that_fails_leaves_the_old_policy(tmp_path, monkeypatch):
     path = tmp_path / "policy"
-    save_policy(TransformerPolicy(CONFIG), path)
+    TransformerPolicy(CONFIG).save(path)
     old = path.read_bytes()
 
     def full(_: int) -> None:
@@ -165,7 +160,7 @@ def test_a_save_that_fails_leaves_the_old_policy(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        save_policy(TransformerPolicy(CONFIG, seed=1), path)
+        TransformerPolicy(CONFIG, seed=1).save(path)
     assert path.read_bytes() == old
     assert list(tmp_path.iterdir()) == [path]
 
@@ -178,15 +173,15 @@ def test_what_is_no_policy_is_refused_by_its_path(tmp_path, content):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(CheckpointError, match=str(path)):
-        load_policy(path)
+        TransformerPolicy.load(path)
 
 
 def test_weights_of_another_shape_than_the_config_are_refused(tmp_path):
     policy, path = TransformerPolicy(CONFIG), tmp_path / "policy"
     policy.config = PolicyConfig(vocab_size=11, width=32, heads=2)
-    save_policy(policy, path)
+    policy.save(path)
     with pytest.raises(CheckpointError, match="do not fit"):
-        load_policy(path)
+        TransformerPolicy.load(path)
 
 
 @pytest.mark.parametrize("wrong", [{"width": 30}, {"layers": 0}, {"vocab_size": -1}])

@@ -1,0 +1,103 @@
+"""What a trainer asks of its models; nothing here knows how they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol, Self, TypeVar
+
+from torch import Tensor, nn
+
+
+class TokenScores(NamedTuple):
+    """What a policy says of given tokens, aligned with them; float32, the shape of ``input_ids``.
+
+    Attributes:
+        logprob: element t is that of token t, from the logits at t - 1; 0 at the first token.
+        entropy: of the distribution that token t was drawn from, in nats; 0 at the first token.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+
+
+class Trainable(Protocol):
+    """A model with weights that a checkpoint keeps."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the weights."""
+        ...
+
+    def save(self, path: str | Path) -> None:
+        """Write the weights to the file ``path``, durably."""
+        ...
+
+    def load(self, path: str | Path) -> Self:
+        """Return a model of this kind with the weights that `save` wrote to ``path``.
+
+        Raises:
+            CheckpointError: there is no such file, or it is none of these.
+        """
+        ...
+
+
+class Critic(Trainable, Protocol):
+    """A model that predicts returns."""
+
+    def values(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Return the value of the state in which each token was said, the shape of ``input_ids``.
+
+        As a log-probability, that of token t comes from what precedes it; the first token of a
+        sequence has none, its value is 0.
+
+        Args:
+            input_ids: ``[B, T]`` right-padded, or ``[T_total]`` with ``cu_seqlens``.
+            cu_seqlens: ``[N + 1]`` boundaries of packed sequences.
+            max_seqlen: length of the longest of them.
+        """
+        ...
+
+
+class Policy(Trainable, Protocol):
+    """The model that is trained, or one that it is compared with."""
+
+    def logprobs(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> TokenScores:
+        """Return log-probability and entropy of the given tokens, at temperature 1.
+
+        Args:
+            input_ids: ``[B, T]`` right-padded, or ``[T_total]`` with ``cu_seqlens``.
+            attention_mask: ``[B, T]`` bool, False at the padding, where both results are then 0.
+            cu_seqlens: ``[N + 1]`` boundaries of packed sequences.
+            max_seqlen: length of the longest of them.
+        """
+        ...
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Return the logits of the next token, ``[B, T, vocab]``, packed ``[T_total, vocab]``."""
+        ...
+
+    def new_critic(self) -> Critic:
+        """Return a fresh critic that reads what this policy reads."""
+        ...
+
+
+AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
