@@ -41,7 +41,7 @@ class Role:
         assert self.process.stdout is not None
         said = self.process.stdout.readline()
         if not said:
-            raise RuntimeError(f"{self.process.args} ended: {self.process.wait()}")
+            raise RuntimeError(f"{self.process.args!r} ended: {self.process.wait()}")
         return said
 
     def stop(self) -> None:

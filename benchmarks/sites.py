@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
+from typing_extensions import override
+
 from benchmarks import bare, bare_postgresql
 from benchmarks.bare import Transaction
 from tests.postgres import PostgresServer
@@ -54,6 +56,7 @@ class SQLiteSite(Site):
         super().__init__()
         self._folder = folder
 
+    @override
     def new_url(self) -> str:
         """Return a file in a folder of its own."""
         folder = self._folder / f"ours-{next(self._numbers)}"
@@ -64,19 +67,23 @@ class SQLiteSite(Site):
         """Return the file of a store."""
         return Path(url.removeprefix("sqlite:///"))
 
+    @override
     def drop(self, url: str) -> None:
         """Remove the file and its log."""
         shutil.rmtree(self.path(url).parent)
 
+    @override
     def written(self, url: str, kind: str, projection: str) -> list[Transaction]:
         """Return what each event of ``kind`` wrote."""
         return bare.written(self.path(url), kind, projection)
 
+    @override
     def time_writes(self, url: str, transactions: Sequence[Transaction]) -> float:
         """Return the seconds of bare inserts."""
         folder = self._folder / f"bare-{next(self._numbers)}"
         return bare.time_writes(folder, bare.schema_of(self.path(url)), transactions)
 
+    @override
     def time_reads(
         self, url: str, batches: Sequence[Sequence[bytes]], families: Sequence[str]
     ) -> float:
@@ -93,19 +100,23 @@ class PostgresSite(Site):
         super().__init__()
         self._server = server
 
+    @override
     def new_url(self) -> str:
         """Return a new, empty database."""
         return self._server.create_database(f"bench_{next(self._numbers)}")
 
+    @override
     def drop(self, url: str) -> None:
         """Drop the database."""
         self._server.drop_database(url.partition("@/")[2].partition("?")[0])
 
+    @override
     def written(self, url: str, kind: str, projection: str) -> list[Transaction]:
         """Return what each event of ``kind`` wrote."""
         return bare_postgresql.written(url, kind, projection)
 
-    def time_writes(self, url: str, transactions: Sequence[Transaction]) -> float:  # noqa: ARG002
+    @override
+    def time_writes(self, url: str, transactions: Sequence[Transaction]) -> float:
         """Return the seconds of COPY through bare asyncpg."""
         other = self.new_url()
         try:
@@ -113,6 +124,7 @@ class PostgresSite(Site):
         finally:
             self.drop(other)
 
+    @override
     def time_reads(
         self, url: str, batches: Sequence[Sequence[bytes]], families: Sequence[str]
     ) -> float:

@@ -70,7 +70,7 @@ async def _explore(
     writer: BufferWriter, batch: str, seed: int, acknowledged: Acknowledgements
 ) -> None:
     made = _rollouts(batch, seed)
-    await writer.plan(batch, list(range(TASKS)), RUNS)  # type: ignore[attr-defined]  # an SQLWriter
+    await writer.plan(batch, list(range(TASKS)), RUNS)
     acknowledged.note(await writer.write(made))
     await writer.seal(batch, len(made))
 

@@ -116,13 +116,13 @@ def complain(breaches: list[Breach], allowed: dict[str, str]) -> None:
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-def test_no_file_is_longer_than_one_can_keep_in_mind():
+def test_no_file_is_longer_than_one_can_keep_in_mind() -> None:
     lengths = {file: len((ROOT / file).read_bytes().splitlines()) for file in trees()}
     long = {file: n for file, n in lengths.items() if n > MAX_FILE_LINES}
     complain([Breach(file, n, f"{n} lines") for file, n in long.items()], LONG_FILES)
 
 
-def test_no_function_is_longer_than_a_screen():
+def test_no_function_is_longer_than_a_screen() -> None:
     breaches = []
     for file, node in functions():
         assert node.end_lineno is not None
@@ -144,7 +144,7 @@ def is_elif(node: ast.AST, child: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
 
 
-def test_no_block_is_nested_deeper_than_three():
+def test_no_block_is_nested_deeper_than_three() -> None:
     deep = [(file, f) for file, f in functions() if depth(f) > MAX_NESTING]
     complain([Breach(file, f.lineno, f"{f.name}: {depth(f)} levels") for file, f in deep], {})
 
@@ -176,7 +176,7 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def test_every_public_name_says_what_it_is():
+def test_every_public_name_says_what_it_is() -> None:
     breaches = []
     for file, tree in trees().items():
         if file.startswith((PACKAGE, "tools")):
@@ -184,7 +184,7 @@ def test_every_public_name_says_what_it_is():
     complain(breaches, {})
 
 
-def test_nobody_catches_everything_and_goes_on():
+def test_nobody_catches_everything_and_goes_on() -> None:
     breaches = []
     for file, function, node in nodes(ast.ExceptHandler):
         assert isinstance(node, ast.ExceptHandler)
@@ -196,7 +196,7 @@ def test_nobody_catches_everything_and_goes_on():
     complain(breaches, BROAD_EXCEPTS)
 
 
-def test_only_commands_print():
+def test_only_commands_print() -> None:
     breaches = [
         Breach(file, node.lineno, "print")
         for file, _, node in nodes(ast.Call)
@@ -215,7 +215,7 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
-def test_no_byte_that_is_read_can_run():
+def test_no_byte_that_is_read_can_run() -> None:
     breaches = []
     for file, _, node in nodes(ast.Import, ast.ImportFrom, ast.Call):
         if isinstance(node, ast.Call):
@@ -230,7 +230,7 @@ def test_no_byte_that_is_read_can_run():
     complain(breaches, {})
 
 
-def test_imports_stand_at_the_top():
+def test_imports_stand_at_the_top() -> None:
     breaches = [
         Breach(file, getattr(node, "lineno", 0), f"import in {function}", function)
         for file, function, node in nodes(ast.Import, ast.ImportFrom)
@@ -239,7 +239,7 @@ def test_imports_stand_at_the_top():
     complain(breaches, LAZY_IMPORTS)
 
 
-def test_every_module_has_a_name_that_says_something():
+def test_every_module_has_a_name_that_says_something() -> None:
     words = {file: set(Path(file).with_suffix("").parts) for file in trees()}
     complain([Breach(f, 1, "says nothing") for f in trees() if words[f] & NAMELESS], {})
 
@@ -260,19 +260,19 @@ NOT_LOADED_BY = {
 
 
 @pytest.mark.parametrize("module", NOT_LOADED_BY)
-def test_an_import_does_not_load_what_it_does_not_need(module: str):
+def test_an_import_does_not_load_what_it_does_not_need(module: str) -> None:
     heavy = NOT_LOADED_BY[module] & modules_after(f"import {module}")
     assert not heavy, f"import {module} loads {', '.join(sorted(heavy))}"
 
 
 @pytest.mark.parametrize("name", trinity_buffer.__all__)
-def test_every_public_name_exists_where_the_root_says(name: str):
+def test_every_public_name_exists_where_the_root_says(name: str) -> None:
     value = getattr(trinity_buffer, name)
     home = trinity_buffer._HOMES.get(name)
     assert home is None or getattr(importlib.import_module(home), name) is value
 
 
-def test_the_public_names_are_sorted_and_complete():
+def test_the_public_names_are_sorted_and_complete() -> None:
     names = trinity_buffer.__all__
     assert len(set(names)) == len(names)
     assert {*trinity_buffer._HOMES, "__version__"} == set(names) <= set(dir(trinity_buffer))

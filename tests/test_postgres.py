@@ -37,18 +37,18 @@ async def ask(url: str, sql: str) -> object:
 @pytest.mark.parametrize("_turn", [1, 2])
 async def test_each_test_has_an_empty_database_for_sqlalchemy_and_asyncpg(
     postgres_url: str, _turn: int
-):
+) -> None:
     assert (
         await ask(postgres_url, "SELECT count(*) FROM pg_tables WHERE schemaname = 'public'") == 0
     )
     await ask(postgres_url, "CREATE TABLE rest (x int)")
 
 
-def test_a_store_url_names_its_backend(store_url: str, request: pytest.FixtureRequest):
+def test_a_store_url_names_its_backend(store_url: str, request: pytest.FixtureRequest) -> None:
     assert store_url.startswith(request.node.callspec.params["store_url"] + "://")
 
 
-async def test_what_was_committed_survives_a_kill_of_the_server():
+async def test_what_was_committed_survives_a_kill_of_the_server() -> None:
     with PostgresServer() as server:
         await ask(server.url(), "CREATE TABLE kept AS SELECT 7 AS x")
         server.kill9()
@@ -58,7 +58,7 @@ async def test_what_was_committed_survives_a_kill_of_the_server():
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_no_server_outlives_the_process_that_started_it(how: signal.Signals):
+def test_no_server_outlives_the_process_that_started_it(how: signal.Signals) -> None:
     command = [sys.executable, "-c", OWNER_OF_A_SERVER]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.identity import EID, Key, order_of
@@ -265,6 +266,7 @@ class Experience:
             f"families={loaded}, {name} needs {family!r} among them"
         )
 
+    @override
     def __repr__(self) -> str:
         return (
             f"Experience({self.eid.uid!r}, {self.experience_type}, reward={self.reward}, "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from typing_extensions import override
+
 Key = int | str
 """A batch or task id. ``7`` and ``"7"`` are one key; the type is kept."""
 
@@ -52,6 +54,7 @@ class EID:
         """Return the five fields."""
         return asdict(self)
 
+    @override
     def __str__(self) -> str:
         return self.uid
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import Key
 
@@ -88,6 +90,7 @@ class StagedWriter(BufferWriter):
     groups: list[list[Experience]] = field(default_factory=list)
     rejections: list[tuple[Experience, str]] = field(default_factory=list)
 
+    @override
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
         """Keep ``experiences`` as one group."""
         if experiences:

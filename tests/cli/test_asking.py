@@ -34,7 +34,7 @@ def own_story(sqlite_url: str, tmp_path: Path) -> Story:
     return anyio.run(tell, sqlite_url, tmp_path / "run")
 
 
-def test_stats_say_what_is_there(cli: Cli, story: Story):
+def test_stats_say_what_is_there(cli: Cli, story: Story) -> None:
     told = cli("stats", "--store", story.url)
     assert told.code == 0
     assert "SQLite 3." in told.out
@@ -47,7 +47,7 @@ def test_stats_say_what_is_there(cli: Cli, story: Story):
     assert one["trainers"][0]["counts"]["ready"] == 4
 
 
-def test_stats_of_a_server_are_the_same(cli: Cli, postgres_url: str, tmp_path: Path):
+def test_stats_of_a_server_are_the_same(cli: Cli, postgres_url: str, tmp_path: Path) -> None:
     story = anyio.run(tell, postgres_url, tmp_path / "run")
     (found,) = cli("stats", "--store", story.url, "--json").json
     assert found["version"].startswith("PostgreSQL ")
@@ -56,7 +56,7 @@ def test_stats_of_a_server_are_the_same(cli: Cli, postgres_url: str, tmp_path: P
     assert cli("verify", "--store", story.url, "--quick").code == 0
 
 
-def test_events_are_the_last_ones_or_those_after_a_position(cli: Cli, story: Story):
+def test_events_are_the_last_ones_or_those_after_a_position(cli: Cli, story: Story) -> None:
     last = cli("events", "--store", story.url, "--limit", 3, "--json").json
     assert [event["position"] for event in last] == [23, 24, 25]
     first = cli("events", "--store", story.url, "--after", 0, "--limit", 2, "--json").json
@@ -66,7 +66,7 @@ def test_events_are_the_last_ones_or_those_after_a_position(cli: Cli, story: Sto
     assert "4 tasks × 4 rollouts" in cli("events", "--store", story.url, "--after", 1).out
 
 
-def test_following_events_ends_with_the_experiment(cli: Cli, own_story: Story):
+def test_following_events_ends_with_the_experiment(cli: Cli, own_story: Story) -> None:
     async def finish() -> None:
         async with open_store(own_story.url) as store:
             await (await store.experiment("sort")).finish("done")
@@ -77,7 +77,7 @@ def test_following_events_ends_with_the_experiment(cli: Cli, own_story: Story):
     assert found.json[-1]["kind"] == "ExperimentFinished"
 
 
-def test_groups_show_rewards_advantages_and_fates(cli: Cli, story: Story):
+def test_groups_show_rewards_advantages_and_fates(cli: Cli, story: Story) -> None:
     found = cli("groups", "--store", story.url, "--json").json
     by_name = {(group["batch"], group["task"]): group for group in found}
     assert by_name["b1", 0]["state"] == "waiting; 3 missing"
@@ -92,7 +92,7 @@ def test_groups_show_rewards_advantages_and_fates(cli: Cli, story: Story):
     assert "b0" in cli("groups", "--store", story.url).out
 
 
-def test_show_tells_where_an_experience_was_trained_or_why_not(cli: Cli, story: Story):
+def test_show_tells_where_an_experience_was_trained_or_why_not(cli: Cli, story: Story) -> None:
     (found,) = cli("show", "b0/1/2/0/", "--store", story.url, "--json").json
     assert found["tensors"]["tokens"]["shape"] == [9]
     assert found["objects"]["response_text"] == "1 and 2"
@@ -106,7 +106,7 @@ def test_show_tells_where_an_experience_was_trained_or_why_not(cli: Cli, story: 
     assert "× mask" in text
 
 
-def test_verify_ends_with_the_two_numbers(cli: Cli, own_story: Story):
+def test_verify_ends_with_the_two_numbers(cli: Cli, own_story: Story) -> None:
     proof = ("--acknowledged", own_story.acknowledged, "--checkpoint", own_story.checkpoint)
     told = cli("verify", "--store", own_story.url, *proof)
     assert told.code == 0
@@ -121,7 +121,7 @@ def test_verify_ends_with_the_two_numbers(cli: Cli, own_story: Story):
     assert (found["ok"], found["lost"], found["duplicated"]) == (False, 1, 0)
 
 
-def test_rebuild_says_what_it_mended(cli: Cli, own_story: Story):
+def test_rebuild_says_what_it_mended(cli: Cli, own_story: Story) -> None:
     async def damage() -> None:
         async with unguarded(own_story.url) as tx:
             mine = experience.c.task == "2"
@@ -134,13 +134,13 @@ def test_rebuild_says_what_it_mended(cli: Cli, own_story: Story):
     assert cli("verify", "--store", own_story.url).code == 0
 
 
-def test_migrate_says_when_there_is_nothing_to_do(cli: Cli, story: Story):
+def test_migrate_says_when_there_is_nothing_to_do(cli: Cli, story: Story) -> None:
     assert "is up to date" in cli("migrate", "--store", story.url).out
     (found,) = cli("migrate", "--store", story.url, "--json").json
     assert found["before"] == found["after"]
 
 
-def test_algorithms_are_listed(cli: Cli):
+def test_algorithms_are_listed(cli: Cli) -> None:
     found = cli("algorithms", "--json").json
     names = {(one["kind"], one["name"]) for one in found}
     assert {("add_strategy", "grpo"), ("policy_loss_fn", "ppo"), ("kl_fn", "k3")} <= names
@@ -165,7 +165,7 @@ def test_algorithms_are_listed(cli: Cli):
 )
 def test_what_cannot_be_is_said_in_one_sentence(
     cli: Cli, story: Story, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], said: str
-):
+) -> None:
     monkeypatch.setenv("TRINITY_BUFFER_STORE", story.url)
     ended = cli(*args)
     assert ended.code == 2
@@ -177,7 +177,7 @@ def test_what_cannot_be_is_said_in_one_sentence(
 
 def test_the_newest_store_under_runs_is_meant(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
     missing = cli("stats")
     assert missing.code == 2
@@ -189,7 +189,9 @@ def test_the_newest_store_under_runs_is_meant(
     assert cli("stats", "--json").json[0]["url"] == "sqlite:///runs/new.db"
 
 
-def test_one_of_several_experiments_has_to_be_named(cli: Cli, own_story: Story, tmp_path: Path):
+def test_one_of_several_experiments_has_to_be_named(
+    cli: Cli, own_story: Story, tmp_path: Path
+) -> None:
     anyio.run(tell, own_story.url, tmp_path / "other", "other")
     ended = cli("groups", "--store", own_story.url)
     assert ended.code == 2
@@ -204,7 +206,7 @@ def test_one_of_several_experiments_has_to_be_named(cli: Cli, own_story: Story, 
     "command",
     ["stats", "events", "groups", "show", "verify", "rebuild", "migrate", "algorithms"],
 )
-def test_help_shows_an_example(cli: Cli, command: str):
+def test_help_shows_an_example(cli: Cli, command: str) -> None:
     ended = cli(command, "--help")
     assert ended.code == 0
     assert f"Example: trinity-buffer {command}" in " ".join(ended.out.split())
@@ -235,7 +237,7 @@ for command in json.loads(sys.argv[1]):
 """
 
 
-def test_who_only_asks_does_not_wait_for_torch(story: Story):
+def test_who_only_asks_does_not_wait_for_torch(story: Story) -> None:
     """One process for all: what a command imports stays until the next is asked."""
     commands = json.dumps([[*args, "--store", story.url] for args in ASKING])
     done = subprocess.run(
@@ -249,7 +251,9 @@ def test_who_only_asks_does_not_wait_for_torch(story: Story):
     assert said == [args[0] for args in ASKING]
 
 
-def test_a_process_ends_with_the_code_of_its_command_and_with_all_that_it_said(tmp_path: Path):
+def test_a_process_ends_with_the_code_of_its_command_and_with_all_that_it_said(
+    tmp_path: Path,
+) -> None:
     def run(*args: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "trinity_buffer", *map(str, args)]
         return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -262,7 +266,7 @@ def test_a_process_ends_with_the_code_of_its_command_and_with_all_that_it_said(t
     assert len([json.loads(line) for line in told.stdout.splitlines()]) > 50
 
 
-def test_ctrl_c_ends_following_without_a_word(story: Story):
+def test_ctrl_c_ends_following_without_a_word(story: Story) -> None:
     command = [sys.executable, "-m", "trinity_buffer", "events", "--follow", "--after", "24"]
     with subprocess.Popen(
         [*command, "--store", story.url],

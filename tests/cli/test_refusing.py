@@ -90,7 +90,7 @@ def content(story: Story) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_word_changes_nothing(
     cli: Cli, story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
     words, said = WRONG[case]
     file = next((word for word in words if word.startswith("a.")), None)
@@ -114,7 +114,7 @@ def test_a_wrong_word_changes_nothing(
 )
 def test_a_server_that_is_not_there_is_named_without_its_password(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
     ended = cli(*command, "--store", CLOSED)
     assert ended.code == 2
@@ -123,7 +123,7 @@ def test_a_server_that_is_not_there_is_named_without_its_password(
     assert SECRET not in ended.out + ended.err
 
 
-def test_a_password_that_breaks_the_url_is_not_shown_as_its_host(cli: Cli):
+def test_a_password_that_breaks_the_url_is_not_shown_as_its_host(cli: Cli) -> None:
     ended = cli("stats", "--store", "postgresql://me:un@told@127.0.0.1:1/db")
     assert ended.code == 2
     assert "in a password @ is %40" in ended.err

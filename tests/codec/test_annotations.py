@@ -40,7 +40,7 @@ def round_trip(given_experiences, slots=None):
     return decode_annotations(bytearray(encode_annotations(given_experiences)), slots, masks)
 
 
-def assert_same(found, experience):
+def assert_same(found, experience) -> None:
     for field in ("advantages", "returns", "token_level_reward"):
         assert bits(found.get(field)) == bits(getattr(experience, field)), field
 
@@ -63,7 +63,7 @@ def annotated(draw):
 
 
 @given(st.lists(annotated(), max_size=5), st.data())
-def test_annotations_come_back_bit_for_bit(given_experiences, data):
+def test_annotations_come_back_bit_for_bit(given_experiences, data) -> None:
     rows = list(range(len(given_experiences)))
     some = st.lists(st.sampled_from(rows), max_size=5) if rows else st.just([])
     slots = data.draw(st.one_of(st.none(), some))
@@ -73,7 +73,7 @@ def test_annotations_come_back_bit_for_bit(given_experiences, data):
         assert_same(annotation, given_experiences[slot])
 
 
-def test_a_scaled_mask_is_one_number_and_equal_returns_are_none():
+def test_a_scaled_mask_is_one_number_and_equal_returns_are_none() -> None:
     given_experiences = [scored(i - 2.5, mask=[0] + [1] * 999) for i in range(8)]
     blob = encode_annotations(given_experiences)
     assert len(blob) < 500
@@ -84,32 +84,32 @@ def test_a_scaled_mask_is_one_number_and_equal_returns_are_none():
         assert scalars(blob, field) == [i - 2.5 for i in range(8)]
 
 
-def test_a_negative_score_keeps_the_sign_of_its_zeros():
+def test_a_negative_score_keeps_the_sign_of_its_zeros() -> None:
     e = scored(-1.0)
     assert torch.signbit(e.advantages).all()
     assert_same(round_trip([e])[0], e)
 
 
-def test_a_zero_of_the_other_sign_is_stored_in_full():
+def test_a_zero_of_the_other_sign_is_stored_in_full() -> None:
     e = scored(-1.0)
     e.advantages = torch.tensor([-1.0, 0.0, -1.0])
     assert annotation_scalars(encode_annotations([e]), "advantages") is None
     assert_same(round_trip([e])[0], e)
 
 
-def test_a_mask_of_weights_scales_too():
+def test_a_mask_of_weights_scales_too() -> None:
     e = scored(3.0, mask=(0.0, 0.5, 2.0), mask_dtype=torch.float32)
     assert scalars(encode_annotations([e])) == [3.0]
 
 
-def test_a_mask_that_selects_nothing_is_a_multiple_of_zero():
+def test_a_mask_that_selects_nothing_is_a_multiple_of_zero() -> None:
     e = scored(3.0, mask=(0, 0))
     assert scalars(encode_annotations([e])) == [0.0]
     assert_same(round_trip([e])[0], e)
 
 
 @pytest.mark.parametrize("other", [scored(None), "differs"])
-def test_there_are_no_scalars_where_one_row_has_none(other):
+def test_there_are_no_scalars_where_one_row_has_none(other) -> None:
     if other == "differs":
         other = scored(1.0)
         other.advantages = torch.tensor([1.0, 0.0, 2.0])
@@ -118,7 +118,7 @@ def test_there_are_no_scalars_where_one_row_has_none(other):
     assert annotation_scalars(blob, "token_level_reward") is None
 
 
-def test_returns_that_are_not_advantages_are_stored_apart():
+def test_returns_that_are_not_advantages_are_stored_apart() -> None:
     e = scored(1.0)
     e.returns = torch.tensor([0.5, 0.25, 0.125])
     found = round_trip([e])[0]
@@ -126,7 +126,7 @@ def test_returns_that_are_not_advantages_are_stored_apart():
     assert found["returns"].tolist() == [0.5, 0.25, 0.125]
 
 
-def test_equal_returns_have_memory_of_their_own_when_they_come_back():
+def test_equal_returns_have_memory_of_their_own_when_they_come_back() -> None:
     for e in (scored(1.0), scored(1.0)):
         e.advantages = e.returns = torch.tensor([1.0, 2.0, 3.0])
         found = round_trip([e])[0]
@@ -134,25 +134,25 @@ def test_equal_returns_have_memory_of_their_own_when_they_come_back():
         assert found["advantages"][0] == 1.0
 
 
-def test_none_stays_none_and_pairs_need_no_mask():
+def test_none_stays_none_and_pairs_need_no_mask() -> None:
     pair = Experience(tokens=[1], chosen=[2], rejected=[3])
     assert decode_annotations(encode_annotations([pair]), None, [None]) == [
         {"advantages": None, "returns": None}
     ]
 
 
-def test_a_scaled_mask_without_its_mask_is_a_codec_error():
+def test_a_scaled_mask_without_its_mask_is_a_codec_error() -> None:
     with pytest.raises(CodecError, match="advantages is stored as a multiple"):
         decode_annotations(encode_annotations([scored(1.0)]), None, [None])
 
 
 @pytest.mark.parametrize(("slots", "masks"), [([1], 1), ([0], 2), (None, 0)])
-def test_slots_and_masks_that_do_not_fit_are_a_codec_error(slots, masks):
+def test_slots_and_masks_that_do_not_fit_are_a_codec_error(slots, masks) -> None:
     e = scored(1.0)
     with pytest.raises(CodecError, match="slots"):
         decode_annotations(encode_annotations([e]), slots, [e.action_mask] * masks)
 
 
-def test_scalars_are_views_of_the_blob():
+def test_scalars_are_views_of_the_blob() -> None:
     blob = bytearray(encode_annotations([scored(1.0)]))
     assert np.shares_memory(np.frombuffer(blob, np.uint8), annotation_scalars(blob, "returns"))

@@ -9,27 +9,27 @@ from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgument
 
 
 @given(st.dictionaries(st.text(min_size=2), st.lists(st.integers())))
-def test_a_body_comes_back(body):
+def test_a_body_comes_back(body) -> None:
     assert codec.decode_body("BatchPlanned", codec.encode_body("BatchPlanned", body)) == body
 
 
-def test_the_version_is_in_every_body_and_not_in_the_result():
+def test_the_version_is_in_every_body_and_not_in_the_result() -> None:
     blob = codec.encode_body("BatchSealed", {"batch": "e0-7"})
     assert codec.unpack_object(blob) == {"v": 1, "batch": "e0-7"}
     assert codec.decode_body("BatchSealed", blob) == {"batch": "e0-7"}
 
 
-def test_a_body_may_not_use_the_key_of_its_version():
+def test_a_body_may_not_use_the_key_of_its_version() -> None:
     with pytest.raises(InvalidArgumentError, match="'v'"):
         codec.encode_body("BatchSealed", {"v": 2})
 
 
-def test_a_value_that_cannot_be_stored_is_named_with_its_event():
+def test_a_value_that_cannot_be_stored_is_named_with_its_event() -> None:
     with pytest.raises(InvalidArgumentError, match=r"the body of BatchSealed\['by'\]"):
         codec.encode_body("BatchSealed", {"by": object()})
 
 
-def test_an_old_body_climbs_all_steps(monkeypatch):
+def test_an_old_body_climbs_all_steps(monkeypatch) -> None:
     old = codec.encode_body("Renamed", {"name": "sort"})
     monkeypatch.setitem(codec.BODY_VERSIONS, "Renamed", 3)
     monkeypatch.setitem(codec.UPCASTERS, ("Renamed", 1), lambda b: {**b, "from": None})
@@ -39,7 +39,7 @@ def test_an_old_body_climbs_all_steps(monkeypatch):
     assert codec.decode_body("Renamed", new) == {"to": "count"}
 
 
-def test_a_damaged_old_body_is_a_codec_error(monkeypatch):
+def test_a_damaged_old_body_is_a_codec_error(monkeypatch) -> None:
     old = codec.encode_body("Renamed", {})
     monkeypatch.setitem(codec.BODY_VERSIONS, "Renamed", 2)
     monkeypatch.setitem(codec.UPCASTERS, ("Renamed", 1), lambda b: {"to": b["name"]})
@@ -49,7 +49,7 @@ def test_a_damaged_old_body_is_a_codec_error(monkeypatch):
         codec.decode_body("Renamed", old)
 
 
-def test_a_newer_body_says_upgrade(monkeypatch):
+def test_a_newer_body_says_upgrade(monkeypatch) -> None:
     monkeypatch.setitem(codec.BODY_VERSIONS, "Renamed", 2)
     new = codec.encode_body("Renamed", {})
     monkeypatch.undo()
@@ -60,6 +60,6 @@ def test_a_newer_body_says_upgrade(monkeypatch):
 @pytest.mark.parametrize(
     "blob", [b"", b"\x90", b"\x80", b"\x81\xa1v\xa1x", b"\x81\xa1v\x00", b"\x81\xa1v\xc3"]
 )
-def test_what_is_no_body_is_a_codec_error(blob):
+def test_what_is_no_body_is_a_codec_error(blob) -> None:
     with pytest.raises(CodecError):
         codec.decode_body("BatchSealed", blob)

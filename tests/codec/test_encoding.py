@@ -98,7 +98,7 @@ def blobs(write):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(experiences(), max_size=4))
-def test_experiences_of_every_dtype_come_back_bit_for_bit(given_experiences):
+def test_experiences_of_every_dtype_come_back_bit_for_bit(given_experiences) -> None:
     write = encode_experiences(given_experiences)
     found = decode_experiences(blobs(write), write.meta, loaded=tuple(FAMILIES))
     assert [state(e) for e in found] == [state(e) for e in given_experiences]
@@ -106,7 +106,7 @@ def test_experiences_of_every_dtype_come_back_bit_for_bit(given_experiences):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(experiences(), min_size=1, max_size=4), st.data())
-def test_any_slots_come_back_in_their_order(given_experiences, data):
+def test_any_slots_come_back_in_their_order(given_experiences, data) -> None:
     slots = data.draw(st.lists(st.sampled_from(range(len(given_experiences)))))
     write = encode_experiences(given_experiences)
     found = decode_experiences(blobs(write), write.meta, slots, loaded=tuple(FAMILIES))
@@ -115,7 +115,7 @@ def test_any_slots_come_back_in_their_order(given_experiences, data):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(experiences(), max_size=3))
-def test_what_was_read_has_the_digest_of_what_was_written(given_experiences):
+def test_what_was_read_has_the_digest_of_what_was_written(given_experiences) -> None:
     write = encode_experiences(given_experiences)
     found = decode_experiences(blobs(write), write.meta, loaded=tuple(FAMILIES))
     assert encode_experiences(found).meta == write.meta
@@ -137,13 +137,13 @@ def sample(number=0, **changed):
     return Experience(**{**fields, **changed})
 
 
-def test_a_single_turn_experience_comes_back_as_one():
+def test_a_single_turn_experience_comes_back_as_one() -> None:
     write = encode_experiences([sample(), sample(action_mask=[1, 0])])
     found = decode_experiences(blobs(write), write.meta)
     assert [e.experience_type for e in found] == ["single_turn", "multi_turn"]
 
 
-def test_tensors_are_views_of_the_buffer_that_was_given():
+def test_tensors_are_views_of_the_buffer_that_was_given() -> None:
     write = encode_experiences([sample(i) for i in range(3)])
     buffers = blobs(write)
     before = dict(write.families)
@@ -157,14 +157,14 @@ def test_tensors_are_views_of_the_buffer_that_was_given():
     assert write.families == before
 
 
-def test_bytes_are_copied_before_tensors_look_at_them():
+def test_bytes_are_copied_before_tensors_look_at_them() -> None:
     write = encode_experiences([sample()])
     first, second = (decode_experiences(write.families, write.meta)[0] for _ in range(2))
     first.tokens[0] = 99
     assert second.tokens[0] == 1
 
 
-def test_a_family_without_content_is_not_stored_and_its_fields_are_none_when_asked_for():
+def test_a_family_without_content_is_not_stored_and_its_fields_are_none_when_asked_for() -> None:
     write = encode_experiences([sample(response_text=None)])
     assert set(write.families) == {"light", "tokens"}
     found = decode_experiences(blobs(write), write.meta, loaded=("light", "tokens", "text"))[0]
@@ -173,7 +173,7 @@ def test_a_family_without_content_is_not_stored_and_its_fields_are_none_when_ask
         _ = found.routed_experts
 
 
-def test_the_metadata_says_what_projections_need():
+def test_the_metadata_says_what_projections_need() -> None:
     pair = Experience(eid=EID(1, "t"), tokens=[1, 2], chosen=[3, 4], rejected=[5])
     turns = sample(action_mask=[0, 1], info={"finish_reason": "stop"}, reward=2)
     meta = encode_experiences([turns, pair]).meta
@@ -187,7 +187,7 @@ def test_the_metadata_says_what_projections_need():
     assert [len(digest) for digest in meta["digest"]] == [16, 16]
 
 
-def test_nothing_encodes_to_nothing():
+def test_nothing_encodes_to_nothing() -> None:
     write = encode_experiences([])
     assert write.families == {}
     assert decode_experiences({}, write.meta) == []
@@ -205,19 +205,19 @@ LAZY = {
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", LAZY)
-def test_a_lazy_view_is_stored_as_what_it_shows(name, count):
+def test_a_lazy_view_is_stored_as_what_it_shows(name, count) -> None:
     write = encode_experiences([sample(multi_modal_inputs={"x": LAZY[name]})] * count)
     found: Any = decode_experiences(blobs(write), write.meta)[-1]
     assert torch.equal(found.multi_modal_inputs["x"], LAZY[name])
 
 
-def test_a_gradient_does_not_stop_a_tensor_from_being_stored():
+def test_a_gradient_does_not_stop_a_tensor_from_being_stored() -> None:
     write = encode_experiences([sample(logprobs=torch.zeros(2, requires_grad=True))] * 2)
     found: Any = decode_experiences(blobs(write), write.meta)[0]
     assert not found.logprobs.requires_grad
 
 
-def test_a_tensor_in_info_comes_back_as_a_tensor():
+def test_a_tensor_in_info_comes_back_as_a_tensor() -> None:
     info: dict[str, Any] = {
         "value": torch.ones(2, dtype=torch.bfloat16),
         "more": (torch.zeros(()),),
@@ -239,7 +239,7 @@ def test_a_tensor_in_info_comes_back_as_a_tensor():
         ({"multi_modal_inputs": {7: torch.zeros(1)}}, "multi_modal_inputs has the keys"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_by_its_name(changed, sentence):
+def test_what_cannot_be_stored_is_refused_by_its_name(changed, sentence) -> None:
     with pytest.raises(InvalidArgumentError, match=sentence):
         encode_experiences([sample(**changed)])
 
@@ -267,18 +267,18 @@ def golden_experience(kind):
 
 
 @pytest.mark.parametrize("kind", GOLDEN)
-def test_the_digest_of_a_known_experience_is_the_known_one(kind):
+def test_the_digest_of_a_known_experience_is_the_known_one(kind) -> None:
     """Were it to change, what is written again would be taken for other content."""
     assert content_digest_of(golden_experience(kind)).hex() == GOLDEN[kind]
 
 
-def test_the_digest_does_not_depend_on_address_metrics_and_the_order_of_keys():
+def test_the_digest_does_not_depend_on_address_metrics_and_the_order_of_keys() -> None:
     one = sample(info={"a": {"x": 1, "y": 2}, "b": 2}, metrics={"m": 1})
     other = sample(eid=EID(9, 9), info={"b": 2, "a": {"y": 2, "x": 1}})
     assert content_digest_of(one) == content_digest_of(other)
 
 
-def test_the_digest_does_not_depend_on_what_is_written_beside_it():
+def test_the_digest_does_not_depend_on_what_is_written_beside_it() -> None:
     alone = content_digest_of(sample())
     others = [
         Experience(tokens=torch.zeros(2, 2)),
@@ -321,17 +321,17 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_the_digest_tells_any_other_content_apart(name):
+def test_the_digest_tells_any_other_content_apart(name) -> None:
     change = CHANGES[name]
     changed = change if " " in name or name == "prompt_length" else {name: change}
     assert content_digest_of(sample(**changed)) != content_digest_of(sample())
 
 
-def test_every_field_has_its_change():
+def test_every_field_has_its_change() -> None:
     assert set(FIELDS) - {"metrics"} <= set(CHANGES)
 
 
-def test_text_and_tensors_cannot_be_moved_from_one_field_to_the_next():
+def test_text_and_tensors_cannot_be_moved_from_one_field_to_the_next() -> None:
     one = sample(token_level_reward=[0.5, 0.5], advantages=None)
     other = sample(token_level_reward=None, advantages=[0.5, 0.5])
     assert content_digest_of(one) != content_digest_of(other)
@@ -359,19 +359,19 @@ def damaged_meta(name, value):
         ("reward", [1.0, "1"]),
     ],
 )
-def test_damaged_metadata_is_a_codec_error(name, value):
+def test_damaged_metadata_is_a_codec_error(name, value) -> None:
     with pytest.raises(CodecError):
         decode_experiences({}, damaged_meta(name, value))
 
 
 @pytest.mark.parametrize("meta", [None, [], 7, {}])
-def test_what_is_no_metadata_is_a_codec_error(meta):
+def test_what_is_no_metadata_is_a_codec_error(meta) -> None:
     with pytest.raises(CodecError, match="no metadata"):
         decode_experiences({}, meta)
 
 
 @pytest.mark.parametrize("slots", [[2], [-1], [0, 99]])
-def test_a_slot_that_is_not_there_is_a_codec_error(slots):
+def test_a_slot_that_is_not_there_is_a_codec_error(slots) -> None:
     with pytest.raises(CodecError, match="slots"):
         decode_experiences({}, encode_experiences([sample(), sample(1)]).meta, slots)
 
@@ -391,7 +391,7 @@ def test_a_slot_that_is_not_there_is_a_codec_error(slots):
 )
 def test_a_segment_that_does_not_belong_to_its_event_is_a_codec_error(
     family, objects, rows, sentence
-):
+) -> None:
     meta = encode_experiences([sample()]).meta
     with pytest.raises(CodecError, match=sentence):
         decode_experiences({family: encode_segment([], objects, rows)}, meta)

@@ -25,7 +25,7 @@ def stored(*families):
     return decode_experiences({name: write.families[name] for name in families}, write.meta)[0]
 
 
-def test_lists_become_tensors_of_the_reference_dtypes():
+def test_lists_become_tensors_of_the_reference_dtypes() -> None:
     e: Any = Experience(
         tokens=[1, 2, 3],
         logprobs=[-1, -2],
@@ -40,14 +40,14 @@ def test_lists_become_tensors_of_the_reference_dtypes():
     assert e.multi_modal_inputs["pixels"].dtype == torch.float32
 
 
-def test_a_tensor_is_kept_as_it_is():
+def test_a_tensor_is_kept_as_it_is() -> None:
     tokens, mask = torch.tensor([1, 2, 3]), torch.tensor([1.0, 0.5], dtype=torch.float64)
     e = Experience(tokens=tokens, action_mask=mask)
     assert e.tokens is tokens
     assert e.action_mask is mask
 
 
-def test_an_array_keeps_its_dtype():
+def test_an_array_keeps_its_dtype() -> None:
     assert Experience(tokens=np.arange(3, dtype=np.int16)).tokens.dtype == torch.int16
 
 
@@ -73,13 +73,13 @@ def test_an_array_keeps_its_dtype():
         ({"tokens": [1, 2], "prompt_length": 0, "action_mask": [1] * 9}, "multi_turn", [True] * 9),
     ],
 )
-def test_the_type_follows_from_what_is_given(given, kind, mask):
+def test_the_type_follows_from_what_is_given(given, kind, mask) -> None:
     e = Experience(**given)
     assert e.experience_type == kind
     assert (None if e.action_mask is None else e.action_mask.tolist()) == mask
 
 
-def test_the_prompt_of_a_pair_is_all_of_its_tokens():
+def test_the_prompt_of_a_pair_is_all_of_its_tokens() -> None:
     assert Experience(tokens=[1, 2], chosen=[3], rejected=[4], prompt_length=9).prompt_length == 2
 
 
@@ -92,31 +92,31 @@ def test_the_prompt_of_a_pair_is_all_of_its_tokens():
         ({"tokens": [1, 2], "logprobs": ["x"]}, "b/t/1/2/: logprobs cannot be made a tensor"),
     ],
 )
-def test_what_cannot_be_is_refused_by_the_name_of_the_field(given, sentence):
+def test_what_cannot_be_is_refused_by_the_name_of_the_field(given, sentence) -> None:
     with pytest.raises(InvalidExperienceError, match=sentence):
         Experience(eid=EID("b", "t", 1, 2), **given)
 
 
 @pytest.mark.parametrize("reward", [2, 0.5, True, None])
-def test_a_reward_stays_what_it_is(reward):
+def test_a_reward_stays_what_it_is(reward) -> None:
     assert Experience(tokens=[1, 2], reward=reward).reward is reward
 
 
 @pytest.mark.parametrize("reward", [torch.tensor(0.5), np.float32(0.5)])
-def test_the_reward_of_a_tensor_is_a_python_number(reward):
+def test_the_reward_of_a_tensor_is_a_python_number(reward) -> None:
     found = Experience(tokens=[1, 2], reward=reward).reward
     assert type(found) is float
     assert found == 0.5
 
 
-def test_an_eid_may_be_given_as_a_mapping():
+def test_an_eid_may_be_given_as_a_mapping() -> None:
     e = Experience(
         eid={"batch": 1, "task": "x", "run": 2, "step": 3, "suffix": "a1"}, tokens=[1, 2]
     )
     assert e.eid == EID(1, "x", 2, 3, "a1")
 
 
-def test_the_policy_version_is_the_model_version_of_info():
+def test_the_policy_version_is_the_model_version_of_info() -> None:
     e = Experience(tokens=[1, 2])
     assert e.policy_version is None
     e.policy_version = 7
@@ -124,7 +124,7 @@ def test_the_policy_version_is_the_model_version_of_info():
     assert e.policy_version == 7
 
 
-def test_the_finish_reason_is_told_by_info_first():
+def test_the_finish_reason_is_told_by_info_first() -> None:
     e = Experience(tokens=[1, 2], truncate_status="response_truncated")
     assert e.finish_reason == "response_truncated"
     e.info["finish_reason"] = "stop"
@@ -132,7 +132,7 @@ def test_the_finish_reason_is_told_by_info_first():
 
 
 @pytest.mark.parametrize("family", ["light", "tokens", "text"])
-def test_what_is_always_known_does_not_depend_on_the_families(family):
+def test_what_is_always_known_does_not_depend_on_the_families(family) -> None:
     e = stored(family)
     assert (e.length, e.response_length, e.prompt_length, e.reward) == (3, 2, 1, None)
     assert (e.policy_version, e.finish_reason, e.experience_type) == (3, "stop", "single_turn")
@@ -142,18 +142,18 @@ def test_what_is_always_known_does_not_depend_on_the_families(family):
     ("loaded", "field", "family"),
     [("light", "tokens", "tokens"), ("tokens", "info", "light"), ("light", "messages", "text")],
 )
-def test_a_field_that_was_not_loaded_says_which_family_to_name(loaded, field, family):
+def test_a_field_that_was_not_loaded_says_which_family_to_name(loaded, field, family) -> None:
     sentence = rf"{field} of e0/7/0/0/ was not loaded: .*families=\('{loaded}',\).*'{family}'"
     with pytest.raises(AttributeError, match=sentence):
         getattr(stored(loaded), field)
 
 
-def test_a_field_that_does_not_exist_is_an_ordinary_attribute_error():
+def test_a_field_that_does_not_exist_is_an_ordinary_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'token'"):
         _ = Experience(tokens=[1, 2]).token
 
 
-def test_a_deep_copy_of_a_view_copies_the_view_alone():
+def test_a_deep_copy_of_a_view_copies_the_view_alone() -> None:
     many = [Experience(eid=EID(0, i), tokens=list(range(2000))) for i in range(9)]
     write = encode_experiences(many)
     one = decode_experiences(write.families, write.meta)[3]
@@ -164,7 +164,7 @@ def test_a_deep_copy_of_a_view_copies_the_view_alone():
     assert one.info == {}
 
 
-def test_groups_keep_the_order_of_first_appearance():
+def test_groups_keep_the_order_of_first_appearance() -> None:
     def at(task, run, step):
         return Experience(eid=EID("b", task, run, step), tokens=[1, 2])
 
@@ -184,12 +184,12 @@ def test_groups_keep_the_order_of_first_appearance():
     ]
 
 
-def test_grouping_by_something_else_is_refused():
+def test_grouping_by_something_else_is_refused() -> None:
     with pytest.raises(ValueError, match="Unknown id_type: 'suffix'"):
         group_by([], "suffix")  # type: ignore[arg-type]  # that is the point
 
 
-def test_a_pair_splits_into_two_single_turns():
+def test_a_pair_splits_into_two_single_turns() -> None:
     pair = Experience(eid=EID(1, 2, 3), tokens=[1, 2, 3], chosen=[4, 5], rejected=[6], reward=0.5)
     chosen, rejected = split_dpo_experience(pair)
     assert (chosen.tokens.tolist(), rejected.tokens.tolist()) == ([1, 2, 3, 4, 5], [1, 2, 3, 6])
@@ -201,7 +201,7 @@ def test_a_pair_splits_into_two_single_turns():
     assert chosen.eid != rejected.eid
 
 
-def test_what_people_read_holds_no_tensors():
+def test_what_people_read_holds_no_tensors() -> None:
     shown = stored("light", "tokens", "text").to_dict()
     assert shown["type"] == "single_turn"
     assert shown["response_text"] == "b c"

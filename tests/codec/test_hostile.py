@@ -74,27 +74,27 @@ def mutated(blob, draw):
 
 
 def read_segment(family, meta):
-    def read(blob):
+    def read(blob) -> None:
         for experience in decode_experiences({family: blob}, meta):
             assert experience.eid.batch == "e0-7"
 
     return read
 
 
-def read_body(blob):
+def read_body(blob) -> None:
     body = codec.decode_body(KIND, blob)
     decode_experiences({}, body.get("meta", {}))
 
 
 def read_annotations(masks):
-    def read(blob):
+    def read(blob) -> None:
         annotation_scalars(blob, "advantages")
         decode_annotations(blob, None, masks)
 
     return read
 
 
-def read_columns(blob):
+def read_columns(blob) -> None:
     segment = codec.decode_segment(blob)
     for columns in segment.columns.values():
         for column in columns:
@@ -130,24 +130,24 @@ def fuzz(mutations, seed):
     return refused
 
 
-def test_the_samples_use_every_family_and_can_be_read():
+def test_the_samples_use_every_family_and_can_be_read() -> None:
     assert set(encode_experiences(samples()).families) == set(FAMILIES)
     for blob, read in targets():
         read(bytearray(blob))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_mutated_blob_is_read_or_refused(seed):
+def test_a_mutated_blob_is_read_or_refused(seed) -> None:
     assert fuzz(2500, seed) > 1000
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(100, 110))
-def test_a_million_mutated_blobs_are_read_or_refused(seed):
+def test_a_million_mutated_blobs_are_read_or_refused(seed) -> None:
     assert fuzz(110_000, seed) > 40_000
 
 
-def test_random_bytes_are_refused():
+def test_random_bytes_are_refused() -> None:
     draw = random.Random(0)
     for _ in range(2000):
         blob = draw.randbytes(draw.randrange(60))
@@ -170,7 +170,7 @@ CLAIMS = [
 
 @pytest.mark.parametrize("blob", CLAIMS)
 @pytest.mark.parametrize("decode", [codec.decode_segment, codec.unpack_object])
-def test_forty_bytes_that_claim_a_trillion_elements_allocate_nothing(blob, decode):
+def test_forty_bytes_that_claim_a_trillion_elements_allocate_nothing(blob, decode) -> None:
     assert len(blob) <= 40
     tracemalloc.start()
     try:
@@ -182,7 +182,7 @@ def test_forty_bytes_that_claim_a_trillion_elements_allocate_nothing(blob, decod
     assert peak < 100_000
 
 
-def test_a_header_that_claims_a_trillion_rows_allocates_nothing():
+def test_a_header_that_claims_a_trillion_rows_allocates_nothing() -> None:
     head = codec.ObjectPacker().pack(
         {
             "v": 1,
@@ -207,7 +207,7 @@ def test_a_header_that_claims_a_trillion_rows_allocates_nothing():
 
 
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\x01", b"\xc7\xff\x01", b"\xd4\x01"])
-def test_deep_nesting_ends_soon(opening):
+def test_deep_nesting_ends_soon(opening) -> None:
     blob = opening * 100_000
     begin = time.perf_counter()
     with pytest.raises(CodecError):
@@ -215,7 +215,7 @@ def test_deep_nesting_ends_soon(opening):
     assert time.perf_counter() - begin < 5
 
 
-def test_an_error_about_a_deep_value_can_be_told():
+def test_an_error_about_a_deep_value_can_be_told() -> None:
     """The value in the wrong place is a list in a list in a list: its repr would not end well."""
     deep = b"\x91" * 900 + b"\xc0"
     head = b"\x85\xa1v\x01\xa4rows\x01\xa7columns\x91\x98\xa1x" + deep
@@ -226,6 +226,6 @@ def test_an_error_about_a_deep_value_can_be_told():
         codec.decode_segment(b"".join([*parts, bytes(filler), b"\xc6" + bytes(4)]))
 
 
-def test_the_codec_needs_no_torch():
+def test_the_codec_needs_no_torch() -> None:
     code = "import sys, trinity_buffer.codec; raise SystemExit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -53,19 +53,19 @@ def packed(value):
 
 
 @given(st.one_of(SCALARS, st.lists(VALUES), st.dictionaries(KEYS, st.lists(SCALARS))))
-def test_every_value_comes_back_with_its_types(value):
+def test_every_value_comes_back_with_its_types(value) -> None:
     assert same(unpack_object(packed(value)), value)
 
 
 @given(st.dictionaries(KEYS, VALUES))
-def test_the_order_of_keys_does_not_change_the_canonical_bytes(value):
+def test_the_order_of_keys_does_not_change_the_canonical_bytes(value) -> None:
     turned = dict(reversed(list(value.items())))
     pack = ObjectPacker(canonical=True).pack
     assert pack({"a": (value,), "b": 1}, "info") == pack({"b": 1, "a": (turned,)}, "info")
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float32", "complex128"])
-def test_numpy_numbers_and_arrays_come_back_with_their_dtype(dtype):
+def test_numpy_numbers_and_arrays_come_back_with_their_dtype(dtype) -> None:
     array = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype)
     found = unpack_object(packed({"a": array, "s": array[0, 1], "n": array[:0]}))
     assert found["a"].dtype == array.dtype
@@ -75,23 +75,23 @@ def test_numpy_numbers_and_arrays_come_back_with_their_dtype(dtype):
     assert found["n"].shape == (0, 3)
 
 
-def test_a_big_endian_array_comes_back_as_numbers_of_this_machine():
+def test_a_big_endian_array_comes_back_as_numbers_of_this_machine() -> None:
     found = unpack_object(packed({"a": np.arange(3, dtype=">i4")}))["a"]
     assert found.tolist() == [0, 1, 2]
     assert found.dtype == np.int32
 
 
-def test_an_array_that_comes_back_may_be_written():
+def test_an_array_that_comes_back_may_be_written() -> None:
     unpack_object(packed([np.zeros(3)]))[0][1] = 1.0
 
 
-def test_a_tensor_is_bytes_to_the_codec():
+def test_a_tensor_is_bytes_to_the_codec() -> None:
     raw = RawTensor("bfloat16", (2, 1), b"\x01\x02\x03\x04")
     assert unpack_object(packed({"t": (raw, [raw])})) == {"t": (raw, [raw])}
     assert unpack_object(packed((raw,)), lambda raw: raw.dtype) == ("bfloat16",)
 
 
-def test_subclasses_come_back_as_their_base():
+def test_subclasses_come_back_as_their_base() -> None:
     class Colour(IntEnum):
         RED = 1
 
@@ -113,7 +113,7 @@ def test_subclasses_come_back_as_their_base():
         ({"a": object}, r"info\['a'\] is a builtins.type"),
     ],
 )
-def test_what_would_not_come_back_is_refused_by_its_place(value, place):
+def test_what_would_not_come_back_is_refused_by_its_place(value, place) -> None:
     with pytest.raises(InvalidArgumentError, match=place):
         packed(value)
 
@@ -126,18 +126,18 @@ def nested(levels, wrap):
 
 
 @pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}])
-def test_sixty_four_levels_are_the_deepest_value(wrap):
+def test_sixty_four_levels_are_the_deepest_value(wrap) -> None:
     assert unpack_object(packed(nested(64, wrap))) == nested(64, wrap)
     with pytest.raises(InvalidArgumentError, match="deeper than 64"):
         packed(nested(65, wrap))
 
 
-def test_an_array_may_stand_at_the_deepest_level():
+def test_an_array_may_stand_at_the_deepest_level() -> None:
     value = nested(63, lambda v: (v or np.float32(0.5),))
     assert unpack_object(packed(value)) == value
 
 
-def test_an_int_of_a_kilobyte_is_the_longest():
+def test_an_int_of_a_kilobyte_is_the_longest() -> None:
     longest = (1 << 8 * 1024 - 1) - 1
     assert unpack_object(packed([longest, -longest])) == [longest, -longest]
     with pytest.raises(InvalidArgumentError, match=r"info\['n'\] is an int of 1025 bytes"):
@@ -146,14 +146,14 @@ def test_an_int_of_a_kilobyte_is_the_longest():
         unpack_object(msgpack.packb(msgpack.ExtType(2, bytes(1025))))
 
 
-def test_a_cycle_is_refused():
+def test_a_cycle_is_refused() -> None:
     cycle: list[object] = []
     cycle.append(cycle)
     with pytest.raises(InvalidArgumentError, match="deeper"):
         packed(cycle)
 
 
-def test_long_lists_come_back():
+def test_long_lists_come_back() -> None:
     value = {"counts": list(range(40_000)), "nested": [[1.5, "x", b"y", None]] * 20_000}
     assert unpack_object(packed(value)) == value
 
@@ -181,12 +181,12 @@ def test_long_lists_come_back():
         b"\xc7\x03\xff123",  # a damaged timestamp
     ],
 )
-def test_damaged_bytes_are_a_codec_error(blob):
+def test_damaged_bytes_are_a_codec_error(blob) -> None:
     with pytest.raises(CodecError):
         unpack_object(blob)
 
 
-def test_nested_extensions_end():
+def test_nested_extensions_end() -> None:
     blob = msgpack.packb(0)
     for _ in range(500):
         blob = msgpack.packb(msgpack.ExtType(1, b"\x91" + blob))
@@ -194,7 +194,7 @@ def test_nested_extensions_end():
         unpack_object(blob)
 
 
-def test_nested_claims_of_long_lists_allocate_nothing():
+def test_nested_claims_of_long_lists_allocate_nothing() -> None:
     """500 lists, one in the other, and each claims as many items as there are bytes."""
     code = """
 import resource

@@ -44,7 +44,7 @@ def columns(draw):
 
 
 @given(columns())
-def test_columns_of_every_dtype_and_shape_come_back(given_columns):
+def test_columns_of_every_dtype_and_shape_come_back(given_columns) -> None:
     segment = decode_segment(encode_segment(given_columns, {}, 3))
     for found, meant in zip(segment.columns["x"], given_columns, strict=True):
         assert (found.dtype, found.encoding) == (meant.dtype, meant.encoding)
@@ -55,14 +55,14 @@ def test_columns_of_every_dtype_and_shape_come_back(given_columns):
 
 
 @given(st.lists(st.one_of(st.none(), st.text(), st.dictionaries(st.text(), st.integers()))))
-def test_objects_come_back_row_by_row(values):
+def test_objects_come_back_row_by_row(values) -> None:
     found = decode_segment(encode_segment([], {"info": values}, len(values))).objects["info"]
     assert list(found) == values
     assert [found[row] for row in range(len(values))] == values
     assert found[-2:] == values[-2:]
 
 
-def test_a_blob_is_one_msgpack_document():
+def test_a_blob_is_one_msgpack_document() -> None:
     blob = encode_segment([MASK], {"text": ["a", None, "c"]}, 3)
     length, header, filler, body = msgpack.unpackb(blob)
     assert header["v"] == 1
@@ -71,7 +71,7 @@ def test_a_blob_is_one_msgpack_document():
 
 
 @given(st.text(max_size=100), st.integers(1, 40))
-def test_columns_start_at_multiples_of_64_bytes(name, size):
+def test_columns_start_at_multiples_of_64_bytes(name, size) -> None:
     first = column(shapes=((size,),), data=bytes(size))
     blob = bytearray(encode_segment([first, column(name + "y")], {name + "z": ["o"]}, 1))
     start = np.frombuffer(blob, np.uint8).ctypes.data
@@ -80,7 +80,7 @@ def test_columns_start_at_multiples_of_64_bytes(name, size):
         assert (some[0].data.ctypes.data - start) % 64 == 0
 
 
-def test_columns_are_views_of_the_blob_that_was_given():
+def test_columns_are_views_of_the_blob_that_was_given() -> None:
     blob = bytearray(encode_segment([MASK], {}, 3))
     elements, offsets = decode_segment(blob).flat("mask")
     assert offsets.tolist() == [0, 2, 2, 5]
@@ -91,19 +91,19 @@ def test_columns_are_views_of_the_blob_that_was_given():
     assert elements.tolist() == [False, False, True, True, False]
 
 
-def test_bytes_are_read_without_a_copy_and_cannot_be_written():
+def test_bytes_are_read_without_a_copy_and_cannot_be_written() -> None:
     blob = encode_segment([MASK], {}, 3)
     elements, _ = decode_segment(memoryview(blob)).flat("mask")
     assert np.shares_memory(np.frombuffer(blob, np.uint8), elements)
     assert not elements.flags.writeable
 
 
-def test_bfloat16_is_bits_to_numpy():
+def test_bfloat16_is_bits_to_numpy() -> None:
     blob = encode_segment([column(dtype="bfloat16", data=b"\x80\x3f")], {}, 1)
     assert decode_segment(blob).flat("x")[0].tolist() == [0x3F80]
 
 
-def test_an_alias_has_the_columns_of_its_target():
+def test_an_alias_has_the_columns_of_its_target() -> None:
     segment = decode_segment(encode_segment([MASK], {}, 3, aliases={"again": "mask"}))
     assert segment.columns["again"] is segment.columns["mask"]
     assert segment.aliases == {"again": "mask"}
@@ -119,7 +119,7 @@ def test_an_alias_has_the_columns_of_its_target():
         [],
     ],
 )
-def test_flat_refuses_what_is_not_flat(given_columns):
+def test_flat_refuses_what_is_not_flat(given_columns) -> None:
     segment = decode_segment(encode_segment(given_columns, {}, 2))
     with pytest.raises(CodecError, match="x is not one-dimensional"):
         segment.flat("x")
@@ -136,12 +136,12 @@ def test_flat_refuses_what_is_not_flat(given_columns):
         ([], {"info": [{"a": object()}]}, r"info\['a'\]"),
     ],
 )
-def test_columns_that_do_not_fit_are_not_written(given_columns, objects, sentence):
+def test_columns_that_do_not_fit_are_not_written(given_columns, objects, sentence) -> None:
     with pytest.raises(InvalidArgumentError, match=sentence):
         encode_segment(given_columns, objects, 1)
 
 
-def test_a_newer_segment_says_upgrade(monkeypatch):
+def test_a_newer_segment_says_upgrade(monkeypatch) -> None:
     monkeypatch.setattr(segments, "SEGMENT_VERSION", 2)
     blob = encode_segment([], {}, 0)
     monkeypatch.undo()
@@ -184,7 +184,7 @@ def entry(**changed):
     return list({**good, **changed}.values())
 
 
-def test_the_forger_can_write_a_good_segment():
+def test_the_forger_can_write_a_good_segment() -> None:
     segment = decode_segment(forged(columns=[entry()]))
     assert segment.flat("x")[0].tolist() == [7]
 
@@ -250,31 +250,31 @@ HOSTILE_HEADERS = [
 
 
 @pytest.mark.parametrize("header", HOSTILE_HEADERS)
-def test_a_header_that_lies_is_a_codec_error(header):
+def test_a_header_that_lies_is_a_codec_error(header) -> None:
     body = b"\x07".ljust(64, b"\0") + u32(0, 0).ljust(64, b"\0")
     with pytest.raises(CodecError):
         decode_segment(forged(body, **header))
 
 
-def test_objects_that_overlap_are_a_codec_error():
+def test_objects_that_overlap_are_a_codec_error() -> None:
     body = (u32(0, 9, 3, 4) + b"\x07" * 4).ljust(64, b"\0")
     with pytest.raises(CodecError, match="overlap"):
         decode_segment(forged(body, rows=3, objects=[["o", 0, 20]]))
 
 
-def test_an_object_that_is_damaged_says_so_when_it_is_read():
+def test_an_object_that_is_damaged_says_so_when_it_is_read() -> None:
     segment = decode_segment(forged((u32(0, 1) + b"\xc1").ljust(64, b"\0"), objects=[["o", 0, 9]]))
     with pytest.raises(CodecError, match="damaged"):
         list(segment.objects["o"])
 
 
 @pytest.mark.parametrize("cut", range(0, 200, 7))
-def test_a_blob_that_was_cut_off_is_a_codec_error(cut):
+def test_a_blob_that_was_cut_off_is_a_codec_error(cut) -> None:
     blob = encode_segment([MASK], {"text": ["a", "b", "c"]}, 3)
     with pytest.raises(CodecError):
         decode_segment(blob[:cut])
 
 
-def test_a_blob_with_a_tail_is_a_codec_error():
+def test_a_blob_with_a_tail_is_a_codec_error() -> None:
     with pytest.raises(CodecError, match="its length"):
         decode_segment(encode_segment([MASK], {}, 3) + b"\0" * 64)

@@ -66,22 +66,22 @@ def passes_as_a_column(experience, schema="experience"):
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_most_of_what_is_right_passes_as_a_column(name):
+def test_most_of_what_is_right_passes_as_a_column(name) -> None:
     one_by_one = ("truncated", "bfloat16", "float16", "overflow", "experts")
     assert passes_as_a_column(GOOD[name]) == (not any(word in name for word in one_by_one))
 
 
 @pytest.mark.parametrize("name", GOOD)
 @pytest.mark.parametrize("schema", ["experience", "sft", "cpt"])
-def test_what_is_right_passes(name, schema):
+def test_what_is_right_passes(name, schema) -> None:
     validate(GOOD[name], schema)
 
 
-def test_a_pair_passes_as_a_pair():
+def test_a_pair_passes_as_a_pair() -> None:
     validate(pair(), "dpo")
 
 
-def test_a_pair_may_have_log_probs_of_any_length():
+def test_a_pair_may_have_log_probs_of_any_length() -> None:
     validate(pair(logprobs=[0.0] * 7), "dpo")
 
 
@@ -107,7 +107,7 @@ EIDS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", EIDS)
-def test_an_address_that_cannot_be_is_refused(name):
+def test_an_address_that_cannot_be_is_refused(name) -> None:
     eid, sentence = EIDS[name]
     with pytest.raises(InvalidExperienceError, match=sentence):
         validate(rollout(eid=eid))
@@ -167,7 +167,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_refused_by_its_field(name):
+def test_what_is_wrong_is_refused_by_its_field(name) -> None:
     changed, sentence = BAD[name]
     with pytest.raises(InvalidExperienceError, match=sentence) as caught:
         validate(rollout(**changed))
@@ -188,7 +188,7 @@ ASSIGNED = {
 
 
 @pytest.mark.parametrize("name", ASSIGNED)
-def test_what_was_assigned_later_is_checked_too(name):
+def test_what_was_assigned_later_is_checked_too(name) -> None:
     field, value, sentence = ASSIGNED[name]
     experience = rollout()
     setattr(experience, field, value)
@@ -210,12 +210,12 @@ def test_what_was_assigned_later_is_checked_too(name):
         (pair(reward=NAN), "reward is nan"),
     ],
 )
-def test_what_is_no_pair_is_refused_as_one(experience, sentence):
+def test_what_is_no_pair_is_refused_as_one(experience, sentence) -> None:
     with pytest.raises(InvalidExperienceError, match=sentence):
         validate(experience, "dpo")
 
 
-def test_an_experience_that_is_too_large_is_refused():
+def test_an_experience_that_is_too_large_is_refused() -> None:
     validate(rollout(response_text="x" * 100), max_bytes=200)
     with pytest.raises(InvalidExperienceError, match=r"are \d+ bytes, the limit is 100"):
         validate(rollout(response_text="x" * 100), max_bytes=100)
@@ -223,11 +223,11 @@ def test_an_experience_that_is_too_large_is_refused():
         validate(rollout(multi_modal_inputs={"pixels": torch.zeros(100)}), max_bytes=100)
 
 
-def test_an_unknown_schema_says_which_there_are():
+def test_an_unknown_schema_says_which_there_are() -> None:
     assert not passes_as_a_column(rollout(), "ppo")
     with pytest.raises(InvalidArgumentError, match="schema='ppo': accepted are experience, sft"):
         validate(rollout(), "ppo")
 
 
-def test_the_schemas_are_those_of_the_contract():
+def test_the_schemas_are_those_of_the_contract() -> None:
     assert list(SCHEMAS) == ["experience", "sft", "cpt", "dpo"]

@@ -70,7 +70,7 @@ async def whole_calls(experiment: Experiment) -> dict[str, int]:
     return sizes
 
 
-async def test_a_cancelled_write_is_there_or_not(store_url: str, cancelled_after: Any):
+async def test_a_cancelled_write_is_there_or_not(store_url: str, cancelled_after: Any) -> None:
     async with opened(store_url) as experiment, nobody_waits_for_ever():
         writer, batches = experiment.writer("e0"), count()
 
@@ -85,7 +85,9 @@ async def test_a_cancelled_write_is_there_or_not(store_url: str, cancelled_after
         assert set(sizes.values()) == {4}
 
 
-async def test_a_cancelled_write_harms_none_of_its_neighbours(store_url: str, cancelled_after: Any):
+async def test_a_cancelled_write_harms_none_of_its_neighbours(
+    store_url: str, cancelled_after: Any
+) -> None:
     written: list[int] = []
     async with opened(store_url) as experiment, nobody_waits_for_ever():
         writer, batches = experiment.writer("e0"), count()
@@ -112,7 +114,7 @@ async def test_a_cancelled_write_harms_none_of_its_neighbours(store_url: str, ca
 
 async def test_closing_waits_for_the_write_of_a_cancelled_caller(
     store_url: str, cancelled_after: Any
-):
+) -> None:
     for delay_s in (0.0, 0.001, 0.002, 0.004):
         async with opened(store_url) as experiment:
             writer = experiment.writer("e0")
@@ -122,7 +124,9 @@ async def test_closing_waits_for_the_write_of_a_cancelled_caller(
         assert await whole_calls(experiment) == {"b": 64}
 
 
-async def test_a_cancelled_plan_or_seal_is_there_or_not(store_url: str, cancelled_after: Any):
+async def test_a_cancelled_plan_or_seal_is_there_or_not(
+    store_url: str, cancelled_after: Any
+) -> None:
     async with opened(store_url) as experiment, nobody_waits_for_ever():
         writer, batches = experiment.writer("e0"), count()
 
@@ -143,7 +147,9 @@ async def test_a_cancelled_plan_or_seal_is_there_or_not(store_url: str, cancelle
         ]
 
 
-async def test_a_cancelled_reader_gives_its_connection_back(store_url: str, cancelled_after: Any):
+async def test_a_cancelled_reader_gives_its_connection_back(
+    store_url: str, cancelled_after: Any
+) -> None:
     async with opened(store_url) as experiment, nobody_waits_for_ever():
         writer = experiment.writer("e0")
         for batch in range(8):
@@ -159,7 +165,9 @@ async def test_a_cancelled_reader_gives_its_connection_back(store_url: str, canc
                 tasks.start_soon(call)
 
 
-async def test_a_cancelled_strategy_decides_each_unit_once(store_url: str, cancelled_after: Any):
+async def test_a_cancelled_strategy_decides_each_unit_once(
+    store_url: str, cancelled_after: Any
+) -> None:
     async with opened(store_url, rollouts_per_group=4) as experiment, nobody_waits_for_ever():
         writer, batches = experiment.writer("e0"), count()
 
@@ -185,7 +193,7 @@ async def test_a_cancelled_strategy_decides_each_unit_once(store_url: str, cance
 
 async def test_a_cancelled_trainer_leases_and_commits_each_step_once(
     store_url: str, cancelled_after: Any
-):
+) -> None:
     options = {"strategy": "grpo", "groups_per_step": 1, "lease_ttl_s": 1.0}
     trained: list[int] = []
     async with opened(store_url, rollouts_per_group=4) as experiment, nobody_waits_for_ever():
@@ -220,7 +228,9 @@ async def test_a_cancelled_trainer_leases_and_commits_each_step_once(
         assert len(trained) == len(set(trained))
 
 
-async def test_a_conflict_after_a_cancellation_is_still_found(store_url: str, cancelled_after: Any):
+async def test_a_conflict_after_a_cancellation_is_still_found(
+    store_url: str, cancelled_after: Any
+) -> None:
     async with opened(store_url) as experiment, nobody_waits_for_ever():
         writer = experiment.writer("e0")
         await writer.write(group("b", rewards=[1.0, 0.0]))

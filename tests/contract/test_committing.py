@@ -62,7 +62,9 @@ async def resumed(experiment: Experiment, **options: Any) -> tuple[TrainStream, 
 
 
 @pytest.mark.parametrize("harm", ["changed", "longer", "renamed", "another file", "gone"])
-async def test_a_checkpoint_that_is_another_is_refused(store_url: str, tmp_path: Path, harm: str):
+async def test_a_checkpoint_that_is_another_is_refused(
+    store_url: str, tmp_path: Path, harm: str
+) -> None:
     async with annotated(store_url) as experiment:
         await trained(experiment, tmp_path, 2)
         weights = tmp_path / "step-2" / "weights"
@@ -87,7 +89,7 @@ async def test_a_checkpoint_that_is_another_is_refused(store_url: str, tmp_path:
 
 async def test_an_older_checkpoint_is_gone_on_from_and_later_steps_are_superseded(
     store_url: str, tmp_path: Path
-):
+) -> None:
     async with annotated(store_url) as experiment:
         first = await trained(experiment, tmp_path / "a", 3)
         stream, again = await resumed(experiment, resume_from=1)
@@ -109,7 +111,7 @@ async def test_an_older_checkpoint_is_gone_on_from_and_later_steps_are_supersede
 @pytest.mark.parametrize(("step", "committed"), [(3, True), (1, False)])
 async def test_one_can_only_go_on_from_where_there_is_a_checkpoint(
     store_url: str, tmp_path: Path, step: int, *, committed: bool
-):
+) -> None:
     async with annotated(store_url) as experiment:
         if committed:
             await trained(experiment, tmp_path, 2)
@@ -124,7 +126,7 @@ async def test_one_can_only_go_on_from_where_there_is_a_checkpoint(
 
 async def test_a_commit_takes_in_every_step_before_it_and_is_one_event(
     store_url: str, tmp_path: Path
-):
+) -> None:
     async with annotated(store_url) as experiment, experiment.train_stream(**OPTIONS) as stream:
         steps = [await anext(stream) for _ in range(3)]
         weights = tmp_path / "weights"
@@ -142,7 +144,7 @@ async def test_a_commit_takes_in_every_step_before_it_and_is_one_event(
         assert policy.version == 3
 
 
-async def test_what_cannot_be_committed_changes_nothing(store_url: str, tmp_path: Path):
+async def test_what_cannot_be_committed_changes_nothing(store_url: str, tmp_path: Path) -> None:
     async with annotated(store_url) as experiment, experiment.train_stream(**OPTIONS) as stream:
         step = await anext(stream)
         empty = tmp_path / "empty"
@@ -158,7 +160,9 @@ async def test_what_cannot_be_committed_changes_nothing(store_url: str, tmp_path
         assert not {"StepsCommitted", "PolicyPublished"} & {*await kinds(experiment)}
 
 
-async def test_what_was_not_committed_is_served_as_recorded_whatever_is_asked_now(store_url: str):
+async def test_what_was_not_committed_is_served_as_recorded_whatever_is_asked_now(
+    store_url: str,
+) -> None:
     async with annotated(store_url) as experiment:
         async with experiment.train_stream(**OPTIONS) as stream:
             first = [await anext(stream), await anext(stream)]
@@ -176,7 +180,7 @@ async def test_what_was_not_committed_is_served_as_recorded_whatever_is_asked_no
         assert again[-1].manifest.layout == "packed"
 
 
-async def test_two_trainers_of_one_name_train_one_after_the_other(store_url: str):
+async def test_two_trainers_of_one_name_train_one_after_the_other(store_url: str) -> None:
     async with annotated(store_url) as experiment, opened(store_url) as other:
         served: list[list[int]] = []
 
@@ -194,7 +198,7 @@ async def test_two_trainers_of_one_name_train_one_after_the_other(store_url: str
         assert served == [[3, 4]]
 
 
-async def test_a_name_stands_for_one_set_and_one_kind_of_consumer(store_url: str):
+async def test_a_name_stands_for_one_set_and_one_kind_of_consumer(store_url: str) -> None:
     async with annotated(store_url) as experiment:
         await resumed(experiment)
         with pytest.raises(ConflictingStrategyError, match="consumer="):

@@ -24,7 +24,7 @@ def with_password(url: str) -> str:
 
 async def test_what_is_stored_and_said_of_a_store_holds_no_password(
     postgres_url: str, caplog: pytest.LogCaptureFixture
-):
+) -> None:
     url = with_password(postgres_url)
     with caplog.at_level(logging.DEBUG):
         async with opened(url, note="config") as experiment:
@@ -48,7 +48,7 @@ async def test_what_is_stored_and_said_of_a_store_holds_no_password(
         f"mysql://me:{PASSWORD}@127.0.0.1/run",
     ],
 )
-async def test_no_error_tells_the_password(url: str, caplog: pytest.LogCaptureFixture):
+async def test_no_error_tells_the_password(url: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG), pytest.raises(TrinityBufferError) as raised:
         async with open_store(url):
             pass
@@ -57,7 +57,7 @@ async def test_no_error_tells_the_password(url: str, caplog: pytest.LogCaptureFi
     assert "\n" not in str(raised.value)
 
 
-def test_the_command_line_does_not_tell_it_either():
+def test_the_command_line_does_not_tell_it_either() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "trinity_buffer", "stats", "--json"],
         env={**os.environ, "TRINITY_BUFFER_STORE": f"postgresql://me:{PASSWORD}@127.0.0.1:1/run"},
@@ -71,7 +71,7 @@ def test_the_command_line_does_not_tell_it_either():
 
 
 @pytest.mark.parametrize("name", ["sslmode", "ssl"])
-async def test_what_libpq_calls_sslmode_is_taken(postgres_url: str, name: str):
+async def test_what_libpq_calls_sslmode_is_taken(postgres_url: str, name: str) -> None:
     async with opened(f"{postgres_url}&{name}=disable") as experiment:
         state = await experiment.database.changes.state()  # a connection of another kind
         await experiment.writer("e0").write(group())

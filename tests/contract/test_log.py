@@ -28,7 +28,7 @@ async def note(experiment: Experiment, writer: int, number: int) -> int:
     return position
 
 
-async def test_positions_have_no_gaps_and_events_say_who_and_what(store_url: str):
+async def test_positions_have_no_gaps_and_events_say_who_and_what(store_url: str) -> None:
     async with opened(store_url, colour="red") as experiment:
         await experiment.writer("e0").write(group())
         await experiment.finish("enough", actor="me")
@@ -44,7 +44,9 @@ async def test_positions_have_no_gaps_and_events_say_who_and_what(store_url: str
 
 
 @pytest.mark.parametrize("page", [1, 2, 3, 256])
-async def test_pages_cut_nothing_and_repeat_nothing(store_url: str, page: int, resize: Resize):
+async def test_pages_cut_nothing_and_repeat_nothing(
+    store_url: str, page: int, resize: Resize
+) -> None:
     resize(events_per_page=page)
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
@@ -59,7 +61,7 @@ async def test_pages_cut_nothing_and_repeat_nothing(store_url: str, page: int, r
         assert [e async for e in experiment.events(after=99)] == []
 
 
-async def test_experiments_have_each_an_order_of_their_own(store_url: str):
+async def test_experiments_have_each_an_order_of_their_own(store_url: str) -> None:
     async with open_store(store_url) as store:
         one = await store.experiment("one", config={})
         two = await store.experiment("two", config={})
@@ -70,7 +72,9 @@ async def test_experiments_have_each_an_order_of_their_own(store_url: str):
         assert await store.experiments() == ["one", "two"]
 
 
-async def test_a_follower_hears_of_every_writer_and_ends_with_the_experiment(store_url: str):
+async def test_a_follower_hears_of_every_writer_and_ends_with_the_experiment(
+    store_url: str,
+) -> None:
     heard: list[int] = []
     async with opened(store_url) as experiment, opened(store_url) as other:
 
@@ -116,16 +120,16 @@ async def race(url: str, writers: int, per_writer: int, readers: int) -> None:
         assert into == expected
 
 
-async def test_eight_writers_and_three_readers_agree_on_one_order(store_url: str):
+async def test_eight_writers_and_three_readers_agree_on_one_order(store_url: str) -> None:
     await race(store_url, writers=8, per_writer=60, readers=3)
 
 
 @pytest.mark.long
-async def test_a_hundred_thousand_events_are_seen_once_by_each_reader(store_url: str):
+async def test_a_hundred_thousand_events_are_seen_once_by_each_reader(store_url: str) -> None:
     await race(store_url, writers=8, per_writer=12_500, readers=3)
 
 
-async def test_a_slow_writer_hides_nothing_from_a_reader_that_goes_on(store_url: str):
+async def test_a_slow_writer_hides_nothing_from_a_reader_that_goes_on(store_url: str) -> None:
     heard: list[tuple[int, int]] = []
     enough = anyio.Event()
     has_position = anyio.Event()
@@ -174,7 +178,9 @@ async def test_a_slow_writer_hides_nothing_from_a_reader_that_goes_on(store_url:
         "DELETE FROM experiment",
     ],
 )
-async def test_what_is_recorded_is_neither_changed_nor_deleted(store_url: str, statement: str):
+async def test_what_is_recorded_is_neither_changed_nor_deleted(
+    store_url: str, statement: str
+) -> None:
     async with opened(store_url) as experiment:
         await experiment.writer("e0").write(group())
         before = await contents(store_url)
@@ -184,7 +190,7 @@ async def test_what_is_recorded_is_neither_changed_nor_deleted(store_url: str, s
         assert await contents(store_url) == before
 
 
-async def test_positions_and_kinds_are_checked_by_the_database(store_url: str):
+async def test_positions_and_kinds_are_checked_by_the_database(store_url: str) -> None:
     async with opened(store_url) as experiment:
         row: dict[str, Any] = {
             "experiment": experiment.key,
@@ -200,7 +206,7 @@ async def test_positions_and_kinds_are_checked_by_the_database(store_url: str):
                     await tx.execute(tables.event.insert(), row | wrong)
 
 
-async def test_opening_with_another_configuration_is_recorded_once(store_url: str):
+async def test_opening_with_another_configuration_is_recorded_once(store_url: str) -> None:
     async with open_store(store_url) as store:
         first = await store.experiment("run", config={"a": 1, "b": [1, 2], "c": None})
         await store.experiment("run", config={"a": 1, "b": (1, 2)})
@@ -214,7 +220,7 @@ async def test_opening_with_another_configuration_is_recorded_once(store_url: st
     assert changed.body["config"] == again.config == expected
 
 
-async def test_two_who_create_one_experiment_open_the_same(store_url: str):
+async def test_two_who_create_one_experiment_open_the_same(store_url: str) -> None:
     async with open_store(store_url) as one, open_store(store_url) as two:
         async with anyio.create_task_group() as tasks:
             for store in (one, two) * 4:
@@ -224,7 +230,7 @@ async def test_two_who_create_one_experiment_open_the_same(store_url: str):
         assert len(await rows(one.database, tables.experiment)) == 1
 
 
-async def test_a_new_store_may_be_opened_by_many_at_once(store_url: str):
+async def test_a_new_store_may_be_opened_by_many_at_once(store_url: str) -> None:
     async def create(number: int) -> None:
         async with opened(store_url) as experiment:
             await experiment.writer(f"e{number}").write([rollout(task=number)])
@@ -236,7 +242,7 @@ async def test_a_new_store_may_be_opened_by_many_at_once(store_url: str):
         assert len([e async for e in experiment.read()]) == 6
 
 
-async def test_reads_filter_by_what_is_asked(store_url: str):
+async def test_reads_filter_by_what_is_asked(store_url: str) -> None:
     async with opened(store_url) as experiment:
         some = [
             rollout(batch, task, run, reward=run / 4, version=run)
@@ -256,7 +262,7 @@ async def test_reads_filter_by_what_is_asked(store_url: str):
         assert await uids(batch="c") == []
 
 
-async def test_the_newest_policy_is_the_one_published_last(store_url: str):
+async def test_the_newest_policy_is_the_one_published_last(store_url: str) -> None:
     async with opened(store_url) as experiment:
         assert await experiment.newest_policy() is None
         await experiment.publish_policy(3, "three", digest="abc")

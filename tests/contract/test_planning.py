@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import pytest
 from sqlalchemy import func, select
+from typing_extensions import override
 
 from tests.contract.making import contents, group, kinds, opened, rollout, rows
 from trinity_buffer.algorithm.add_strategy import AddStrategy
@@ -26,7 +27,7 @@ from trinity_buffer.store import tables
 from trinity_buffer.store.trainer_queries import Backlog
 
 
-async def test_the_same_plan_again_is_a_no_op(store_url: str):
+async def test_the_same_plan_again_is_a_no_op(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         assert await writer.plan(batch="b", tasks=[7, "x", 2], rollouts_per_group=2)
@@ -41,7 +42,7 @@ async def test_the_same_plan_again_is_a_no_op(store_url: str):
 )
 async def test_another_plan_for_a_batch_is_a_conflict(
     store_url: str, actor: str, tasks: list[int], rollouts: int
-):
+) -> None:
     async with opened(store_url) as experiment:
         await experiment.writer("e0").plan("b", [0, 1], 2)
         before = await contents(store_url)
@@ -50,7 +51,7 @@ async def test_another_plan_for_a_batch_is_a_conflict(
         assert await contents(store_url) == before
 
 
-async def test_a_batch_that_was_written_or_sealed_cannot_be_planned(store_url: str):
+async def test_a_batch_that_was_written_or_sealed_cannot_be_planned(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.write([rollout("written")])
@@ -60,7 +61,7 @@ async def test_a_batch_that_was_written_or_sealed_cannot_be_planned(store_url: s
                 await writer.plan(batch, [0], 1)
 
 
-async def test_what_is_missing_of_a_plan_shrinks_as_runs_are_stored(store_url: str):
+async def test_what_is_missing_of_a_plan_shrinks_as_runs_are_stored(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.plan(3, ["b", 10, "9"], 2)
@@ -74,7 +75,7 @@ async def test_what_is_missing_of_a_plan_shrinks_as_runs_are_stored(store_url: s
         assert await writer.missing(3) == []
 
 
-async def test_nobody_can_say_what_is_missing_without_a_plan(store_url: str):
+async def test_nobody_can_say_what_is_missing_without_a_plan(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.seal("sealed", 0)
@@ -83,7 +84,7 @@ async def test_nobody_can_say_what_is_missing_without_a_plan(store_url: str):
                 await writer.missing(batch)
 
 
-async def test_a_seal_counts_and_the_same_again_is_a_no_op(store_url: str):
+async def test_a_seal_counts_and_the_same_again_is_a_no_op(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0], 2)
@@ -123,7 +124,7 @@ async def test_a_seal_counts_and_the_same_again_is_a_no_op(store_url: str):
 )
 async def test_an_impossible_plan_is_refused(
     store_url: str, batch: Any, tasks: list[Any], rollouts: Any
-):
+) -> None:
     async with opened(store_url) as experiment:
         before = await contents(store_url)
         with pytest.raises(InvalidArgumentError, match="batch"):
@@ -132,7 +133,7 @@ async def test_an_impossible_plan_is_refused(
 
 
 @pytest.mark.parametrize(("batch", "expected"), [("b", -1), ("b", 1.5), ("a/b", 0), (None, 0)])
-async def test_an_impossible_seal_is_refused(store_url: str, batch: Any, expected: Any):
+async def test_an_impossible_seal_is_refused(store_url: str, batch: Any, expected: Any) -> None:
     async with opened(store_url) as experiment:
         before = await contents(store_url)
         with pytest.raises(TrinityBufferError, match="batch"):
@@ -168,7 +169,7 @@ def test_admission_is_what_the_formula_says(
     published: int,
     own: int | None,
     admitted: bool,
-):
+) -> None:
     backlog = Backlog(undelivered, uncommitted, published)
     assert Admission.of(rules).admits(backlog, own) is admitted
 
@@ -206,7 +207,7 @@ async def step_of(experiment: Experiment, groups: int) -> None:
         await anext(stream)
 
 
-async def test_a_plan_waits_for_delivery_and_hears_of_it_from_another_store(store_url: str):
+async def test_a_plan_waits_for_delivery_and_hears_of_it_from_another_store(store_url: str) -> None:
     async with opened(store_url, max_waiting_groups=2) as experiment, opened(store_url) as other:
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1], 2)
@@ -217,7 +218,7 @@ async def test_a_plan_waits_for_delivery_and_hears_of_it_from_another_store(stor
         assert (await kinds(experiment)).count("BatchPlanned") == 2
 
 
-async def test_rejected_groups_do_not_count(store_url: str):
+async def test_rejected_groups_do_not_count(store_url: str) -> None:
     async with opened(store_url, max_waiting_groups=2) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1], 2)
@@ -229,7 +230,7 @@ async def test_rejected_groups_do_not_count(store_url: str):
             await run_strategy(experiment, ["reward_variance", "grpo"], name="grpo")
 
 
-async def test_an_oversize_group_does_not_count(store_url: str):
+async def test_an_oversize_group_does_not_count(store_url: str) -> None:
     async with opened(store_url, max_waiting_groups=1) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0], 2)
@@ -242,7 +243,7 @@ async def test_an_oversize_group_does_not_count(store_url: str):
             assert [step async for step in stream] == []
 
 
-async def test_a_sealed_batch_without_runs_does_not_count(store_url: str):
+async def test_a_sealed_batch_without_runs_does_not_count(store_url: str) -> None:
     async with opened(store_url, max_waiting_groups=1) as experiment:
         writer = experiment.writer("e0")
         await run_strategy(experiment, "grpo")
@@ -254,7 +255,7 @@ async def test_a_sealed_batch_without_runs_does_not_count(store_url: str):
             await run_strategy(experiment, "grpo")
 
 
-async def test_staleness_waits_for_commits_and_for_newer_weights(store_url: str):
+async def test_staleness_waits_for_commits_and_for_newer_weights(store_url: str) -> None:
     async with opened(store_url, max_staleness=0) as experiment:
         writer = experiment.writer("e0")
         assert await writer.plan("b", [0], 2, policy_version=0)
@@ -275,7 +276,7 @@ async def test_staleness_waits_for_commits_and_for_newer_weights(store_url: str)
             await experiment.publish_policy(7, "weights-7 again")  # what wakes it
 
 
-async def test_a_finished_experiment_answers_false_and_wakes_who_waits(store_url: str):
+async def test_a_finished_experiment_answers_false_and_wakes_who_waits(store_url: str) -> None:
     async with opened(store_url, max_waiting_groups=1) as experiment, opened(store_url) as other:
         writer = experiment.writer("e0")
         await writer.plan("b", [0], 1)
@@ -288,7 +289,9 @@ async def test_a_finished_experiment_answers_false_and_wakes_who_waits(store_url
 
 
 @pytest.mark.parametrize("places", [1, 3])
-async def test_explorers_that_race_for_the_last_places_get_no_more(store_url: str, places: int):
+async def test_explorers_that_race_for_the_last_places_get_no_more(
+    store_url: str, places: int
+) -> None:
     async with (
         opened(store_url, max_waiting_groups=places) as experiment,
         opened(store_url) as other,
@@ -311,6 +314,7 @@ class KeepsAll(AddStrategy):
     unit = "batch"
     families = ("light",)
 
+    @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Write everything but the groups without a right answer."""
         kept = [e for e in experiences if e.eid.task != "wrong"]
@@ -321,7 +325,7 @@ class KeepsAll(AddStrategy):
 @pytest.mark.parametrize("groups_per_step", [1, 3])
 async def test_one_place_two_explorers_and_a_batch_strategy_come_to_an_end(
     store_url: str, groups_per_step: int
-):
+) -> None:
     trained: list[int] = []
 
     async def explore(actor: str) -> None:
@@ -363,7 +367,7 @@ async def test_one_place_two_explorers_and_a_batch_strategy_come_to_an_end(
     assert trained == [groups_per_step] * whole + [rest] * bool(rest)
 
 
-async def test_planned_groups_are_counted_in_the_order_of_their_plans(store_url: str):
+async def test_planned_groups_are_counted_in_the_order_of_their_plans(store_url: str) -> None:
     async with opened(store_url) as experiment:
         for number in range(3):
             await experiment.writer("e0").plan(number, [0, 1], 1)

@@ -13,7 +13,7 @@ from trinity_buffer.errors import (
 from trinity_buffer.pipeline.store import open_store
 
 
-async def test_a_read_only_store_refuses_to_write(store_url: str):
+async def test_a_read_only_store_refuses_to_write(store_url: str) -> None:
     async with opened(store_url, max_waiting_groups=1) as experiment:
         await experiment.writer("e0").plan("planned", [0], 1)
     before = await contents(store_url)
@@ -34,7 +34,7 @@ async def test_a_read_only_store_refuses_to_write(store_url: str):
 
 async def test_a_read_only_store_changes_neither_the_file_nor_its_log(
     sqlite_url: str, tmp_path: Path
-):
+) -> None:
     path, wal = tmp_path / "store.db", tmp_path / "store.db-wal"
     async with opened(sqlite_url) as experiment:
         await experiment.writer("e0").write(group())
@@ -46,7 +46,9 @@ async def test_a_read_only_store_changes_neither_the_file_nor_its_log(
         assert (path.read_bytes(), wal.read_bytes()) == before
 
 
-async def test_a_read_only_store_leaves_a_dead_writer_s_log_alone(sqlite_url: str, tmp_path: Path):
+async def test_a_read_only_store_leaves_a_dead_writer_s_log_alone(
+    sqlite_url: str, tmp_path: Path
+) -> None:
     async with opened(sqlite_url) as experiment:
         await experiment.writer("e0").write(group())
         left = tmp_path / "left by kill -9"
@@ -60,7 +62,7 @@ async def test_a_read_only_store_leaves_a_dead_writer_s_log_alone(sqlite_url: st
     assert [(left / name).read_bytes() for name in ("store.db", "store.db-wal")] == before
 
 
-async def test_a_file_may_have_any_name(tmp_path: Path):
+async def test_a_file_may_have_any_name(tmp_path: Path) -> None:
     odd = tmp_path / "100% of #1? ü.db"
     async with open_store(str(odd)) as store:
         await (await store.experiment("run", config={})).writer("e0").write(group())

@@ -34,7 +34,7 @@ async def note(experiment: Experiment, step: int) -> None:
     await experiment.database.write(work)
 
 
-async def test_what_is_written_is_read_by_what_comes_after_it(store_url: str):
+async def test_what_is_written_is_read_by_what_comes_after_it(store_url: str) -> None:
     async with opened(store_url) as experiment:
 
         async def work() -> list[int]:
@@ -47,7 +47,7 @@ async def test_what_is_written_is_read_by_what_comes_after_it(store_url: str):
         assert await experiment.database.together(work) == [1, 2, 3]
 
 
-async def test_each_transaction_stands_for_itself_when_a_later_one_fails(store_url: str):
+async def test_each_transaction_stands_for_itself_when_a_later_one_fails(store_url: str) -> None:
     async with opened(store_url) as experiment:
 
         async def work() -> None:
@@ -71,7 +71,7 @@ async def test_each_transaction_stands_for_itself_when_a_later_one_fails(store_u
         ]
 
 
-async def test_who_waits_is_told_of_a_write_and_not_of_a_look(store_url: str):
+async def test_who_waits_is_told_of_a_write_and_not_of_a_look(store_url: str) -> None:
     async with opened(store_url) as experiment:
         database = experiment.database
 
@@ -85,7 +85,7 @@ async def test_who_waits_is_told_of_a_write_and_not_of_a_look(store_url: str):
         assert await own_commits() == before + 1
 
 
-async def test_on_sqlite_it_is_one_trip_to_a_thread_and_elsewhere_none(store_url: str):
+async def test_on_sqlite_it_is_one_trip_to_a_thread_and_elsewhere_none(store_url: str) -> None:
     async with opened(store_url) as experiment:
 
         async def work() -> set[int]:
@@ -102,7 +102,7 @@ async def test_on_sqlite_it_is_one_trip_to_a_thread_and_elsewhere_none(store_url
         assert here in threads
 
 
-async def test_two_at_once_do_not_get_in_each_others_way(store_url: str):
+async def test_two_at_once_do_not_get_in_each_others_way(store_url: str) -> None:
     async with opened(store_url) as experiment:
 
         async def work(first: int) -> None:
@@ -116,7 +116,7 @@ async def test_two_at_once_do_not_get_in_each_others_way(store_url: str):
         assert await head_of(experiment) == 1 + 4 * 8 + 8
 
 
-async def test_a_read_only_store_refuses_to_write_in_it_too(store_url: str):
+async def test_a_read_only_store_refuses_to_write_in_it_too(store_url: str) -> None:
     async with opened(store_url):
         pass
     before = await contents(store_url)
@@ -128,7 +128,9 @@ async def test_a_read_only_store_refuses_to_write_in_it_too(store_url: str):
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 10, 11])
-async def test_any_number_of_rows_is_added_each_once(store_url: str, number: int, resize: Resize):
+async def test_any_number_of_rows_is_added_each_once(
+    store_url: str, number: int, resize: Resize
+) -> None:
     resize(rows_per_statement=3, rows_to_copy=4)
     given = [(1, "s", address) for address in range(number)]
     async with opened(store_url) as experiment:
@@ -141,7 +143,7 @@ async def test_any_number_of_rows_is_added_each_once(store_url: str, number: int
     assert count == number
 
 
-async def test_rows_of_which_one_is_taken_are_not_added_at_all(store_url: str):
+async def test_rows_of_which_one_is_taken_are_not_added_at_all(store_url: str) -> None:
     twice = [(1, "s", address % 70) for address in range(80)]
     async with opened(store_url) as experiment:
         database = experiment.database

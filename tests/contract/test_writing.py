@@ -30,7 +30,7 @@ async def own_commits(experiment: Any) -> int:
     return int(own)
 
 
-async def test_another_store_reads_what_was_acknowledged(store_url: str):
+async def test_another_store_reads_what_was_acknowledged(store_url: str) -> None:
     written = group()
     async with opened(store_url) as experiment, opened(store_url) as other:
         receipt = await experiment.writer("e0").write(written)
@@ -43,7 +43,7 @@ async def test_another_store_reads_what_was_acknowledged(store_url: str):
         assert torch.equal(one.logprobs, other_one.logprobs)  # type: ignore[arg-type]
 
 
-async def test_a_receipt_means_that_the_file_holds_it(sqlite_url: str, tmp_path: Path):
+async def test_a_receipt_means_that_the_file_holds_it(sqlite_url: str, tmp_path: Path) -> None:
     async with opened(sqlite_url) as experiment:
         await experiment.writer("e0").write(group())
         # A reader that knows nothing of this process, as after kill -9 of it.
@@ -52,7 +52,7 @@ async def test_a_receipt_means_that_the_file_holds_it(sqlite_url: str, tmp_path:
         plain.close()
 
 
-async def test_writing_twice_is_writing_once(store_url: str):
+async def test_writing_twice_is_writing_once(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         first = await writer.write(group())
@@ -63,7 +63,7 @@ async def test_writing_twice_is_writing_once(store_url: str):
         assert await contents(store_url) == before
 
 
-async def test_only_what_is_new_of_a_call_is_written(store_url: str):
+async def test_only_what_is_new_of_a_call_is_written(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.write(group()[:2])
@@ -72,14 +72,14 @@ async def test_only_what_is_new_of_a_call_is_written(store_url: str):
         assert len([e async for e in experiment.read()]) == 4
 
 
-async def test_an_experience_twice_in_one_call_is_one(store_url: str):
+async def test_an_experience_twice_in_one_call_is_one(store_url: str) -> None:
     async with opened(store_url) as experiment:
         receipt = await experiment.writer("e0").write([rollout(), rollout()])
         assert (receipt.written, receipt.duplicates) == (1, 1)
         assert await count(experiment.database, tables.experience) == 1
 
 
-async def test_two_contents_under_one_address_refuse_the_whole_call(store_url: str):
+async def test_two_contents_under_one_address_refuse_the_whole_call(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.write([rollout()])
@@ -93,7 +93,7 @@ async def test_two_contents_under_one_address_refuse_the_whole_call(store_url: s
             assert await contents(store_url) == before
 
 
-async def test_metrics_and_address_are_no_content(store_url: str):
+async def test_metrics_and_address_are_no_content(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.write([rollout()])
@@ -103,7 +103,7 @@ async def test_metrics_and_address_are_no_content(store_url: str):
         assert (await writer.write([again])).duplicates == 1
 
 
-async def test_a_second_attempt_has_a_suffix_of_its_own(store_url: str):
+async def test_a_second_attempt_has_a_suffix_of_its_own(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.write([rollout()])
@@ -111,7 +111,7 @@ async def test_a_second_attempt_has_a_suffix_of_its_own(store_url: str):
         assert receipt.written == 1
 
 
-async def test_a_number_and_its_text_are_one_key_that_keeps_its_type(store_url: str):
+async def test_a_number_and_its_text_are_one_key_that_keeps_its_type(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.write([rollout(7, 8), rollout("8", "9", reward=1.0), rollout(-1, "x/y")])
@@ -123,13 +123,13 @@ async def test_a_number_and_its_text_are_one_key_that_keeps_its_type(store_url: 
         assert [e.eid.task async for e in experiment.read(batch="7", task="8")] == [8]
 
 
-async def test_nothing_to_write_is_no_event(store_url: str):
+async def test_nothing_to_write_is_no_event(store_url: str) -> None:
     async with opened(store_url) as experiment:
         assert await experiment.writer("e0").write([]) == WriteReceipt(0, 0, 0)
         assert await kinds(experiment) == ["ExperimentCreated"]
 
 
-async def test_fifty_calls_share_transactions_and_hear_of_their_own_rows(store_url: str):
+async def test_fifty_calls_share_transactions_and_hear_of_their_own_rows(store_url: str) -> None:
     receipts: dict[int, WriteReceipt] = {}
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
@@ -154,7 +154,7 @@ async def test_fifty_calls_share_transactions_and_hear_of_their_own_rows(store_u
         assert (receipt.written, receipt.duplicates) == (4, 0)
 
 
-async def test_a_refused_call_leaves_the_others_of_its_transaction_alone(store_url: str):
+async def test_a_refused_call_leaves_the_others_of_its_transaction_alone(store_url: str) -> None:
     refused: list[int] = []
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
@@ -179,7 +179,7 @@ async def test_a_refused_call_leaves_the_others_of_its_transaction_alone(store_u
     assert stored == set(range(30)) - set(refused)
 
 
-async def test_an_invalid_call_leaves_those_that_wait_with_it_alone(store_url: str):
+async def test_an_invalid_call_leaves_those_that_wait_with_it_alone(store_url: str) -> None:
     refused: list[int] = []
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
@@ -205,7 +205,7 @@ async def test_an_invalid_call_leaves_those_that_wait_with_it_alone(store_url: s
 
 async def test_what_the_database_refuses_of_one_call_harms_no_other(
     store_url: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     # As if a value slipped through the door that the database does not take.
     real = log.append_of_actors
 
@@ -233,7 +233,7 @@ async def test_what_the_database_refuses_of_one_call_harms_no_other(
 
 
 @pytest.mark.parametrize("shared", [True, False])
-async def test_one_address_from_many_at_once_is_stored_once(store_url: str, shared: bool):
+async def test_one_address_from_many_at_once_is_stored_once(store_url: str, shared: bool) -> None:
     receipts: list[WriteReceipt] = []
     async with opened(store_url) as experiment, opened(store_url) as second:
         writers = [experiment.writer("e0"), (experiment if shared else second).writer("e1")]
@@ -249,7 +249,7 @@ async def test_one_address_from_many_at_once_is_stored_once(store_url: str, shar
     assert sum(r.duplicates for r in receipts) == 28
 
 
-async def test_of_two_contents_at_once_one_wins_whole(store_url: str):
+async def test_of_two_contents_at_once_one_wins_whole(store_url: str) -> None:
     won: list[float] = []
     async with opened(store_url) as experiment, opened(store_url) as second:
         calls = [(experiment, 0.25), (second, 0.75), (experiment, 0.5)]
@@ -268,7 +268,7 @@ async def test_of_two_contents_at_once_one_wins_whole(store_url: str):
         assert [e.reward async for e in experiment.read()] == won * 4
 
 
-async def test_late_experiences_are_recorded_as_rejected(store_url: str):
+async def test_late_experiences_are_recorded_as_rejected(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.write(group())
@@ -284,7 +284,9 @@ async def test_late_experiences_are_recorded_as_rejected(store_url: str):
         assert [row["refused"] for row in found] == [None] * 4 + ["late", None]
 
 
-async def test_a_seal_between_two_concurrent_calls_refuses_only_what_came_after(store_url: str):
+async def test_a_seal_between_two_concurrent_calls_refuses_only_what_came_after(
+    store_url: str,
+) -> None:
     async with opened(store_url) as experiment, opened(store_url) as second:
         writer = experiment.writer("e0")
         await writer.write(group())
@@ -309,7 +311,7 @@ async def test_a_seal_between_two_concurrent_calls_refuses_only_what_came_after(
             assert (row["refused"] == "late") == (row["address"] >> 20 > sealed)
 
 
-async def test_invalid_experiences_are_quarantined_on_request(store_url: str):
+async def test_invalid_experiences_are_quarantined_on_request(store_url: str) -> None:
     bad = rollout(task=1)
     bad.reward = float("nan")
     async with opened(store_url) as experiment:
@@ -322,7 +324,7 @@ async def test_invalid_experiences_are_quarantined_on_request(store_url: str):
         assert [row["refused"] for row in found] == [None, "invalid"]
 
 
-async def test_a_big_write_is_several_events_of_one_transaction(store_url: str):
+async def test_a_big_write_is_several_events_of_one_transaction(store_url: str) -> None:
     many = [rollout(task=task, run=run) for task in range(300) for run in range(8)]
     async with opened(store_url) as experiment:
         before = await own_commits(experiment)
@@ -334,7 +336,7 @@ async def test_a_big_write_is_several_events_of_one_transaction(store_url: str):
     assert found == [e.eid for e in many]
 
 
-async def test_a_write_that_is_bigger_than_a_statement_may_bind(store_url: str):
+async def test_a_write_that_is_bigger_than_a_statement_may_bind(store_url: str) -> None:
     many = [rollout(task=task) for task in range(7000)]
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
@@ -344,13 +346,13 @@ async def test_a_write_that_is_bigger_than_a_statement_may_bind(store_url: str):
         assert (receipt.written, receipt.duplicates) == (1, 7000)
 
 
-async def test_unplanned_batches_are_just_written(store_url: str):
+async def test_unplanned_batches_are_just_written(store_url: str) -> None:
     async with opened(store_url) as experiment:
         await experiment.writer("import").write(group("2024", "task"))
         assert await count(experiment.database, tables.batch) == 0
 
 
-async def test_a_stranger_s_tensors_come_back_as_they_were(store_url: str):
+async def test_a_stranger_s_tensors_come_back_as_they_were(store_url: str) -> None:
     odd = Experience(
         eid=rollout().eid,
         tokens=torch.arange(6, dtype=torch.int64),
@@ -383,7 +385,7 @@ async def test_a_stranger_s_tensors_come_back_as_they_were(store_url: str):
         _ = light.tokens
 
 
-async def test_changing_what_was_read_does_not_change_the_store(store_url: str):
+async def test_changing_what_was_read_does_not_change_the_store(store_url: str) -> None:
     async with opened(store_url) as experiment:
         await experiment.writer("e0").write(group())
         for experience in [e async for e in experiment.read()]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from tests.crash import roles
 from tests.crash.forking import CONTEXT, become
 
@@ -35,6 +37,7 @@ class Lives(threading.Thread):
         self.through = threading.Event()
         self.exit_code: int | None = None
 
+    @override
     def run(self) -> None:
         """Live and die."""
         for point in self._points:

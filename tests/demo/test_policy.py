@@ -31,7 +31,7 @@ def boundaries() -> Tensor:
     return torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
 
 
-def test_packed_and_padded_scores_are_equal():
+def test_packed_and_padded_scores_are_equal() -> None:
     policy, rows = make_policy(), make_rows()
     mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], True)
     padded = policy.logprobs(pad_sequence(rows, True), attention_mask=mask)
@@ -41,7 +41,7 @@ def test_packed_and_padded_scores_are_equal():
         assert one[~mask].eq(0).all()
 
 
-def test_packed_and_padded_gradients_are_equal():
+def test_packed_and_padded_gradients_are_equal() -> None:
     policy, rows = make_policy(), make_rows()
     mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], True)
     gradients = []
@@ -56,7 +56,7 @@ def test_packed_and_padded_gradients_are_equal():
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-12)
 
 
-def test_no_sequence_of_a_pack_sees_another_one():
+def test_no_sequence_of_a_pack_sees_another_one() -> None:
     policy, rows = make_policy(), make_rows()
     before = policy.logprobs(torch.cat(rows), cu_seqlens=boundaries()).logprob
     rows[2] = (rows[2] + 1) % 11
@@ -67,7 +67,7 @@ def test_no_sequence_of_a_pack_sees_another_one():
     assert not torch.equal(before[6:18], after[6:18])
 
 
-def test_a_token_is_scored_by_what_comes_before_it_alone():
+def test_a_token_is_scored_by_what_comes_before_it_alone() -> None:
     policy = make_policy()
     ids = torch.arange(8).unsqueeze(0)
     changed = ids.clone()
@@ -77,7 +77,7 @@ def test_a_token_is_scored_by_what_comes_before_it_alone():
     assert (one[5:] != other[5:]).all()
 
 
-def test_the_score_of_a_token_is_read_from_the_logits_before_it():
+def test_the_score_of_a_token_is_read_from_the_logits_before_it() -> None:
     policy, ids = make_policy(), torch.tensor([[3, 1, 4]])
     everything = policy(ids).log_softmax(-1)[0]
     scores = policy.logprobs(ids)
@@ -87,7 +87,7 @@ def test_the_score_of_a_token_is_read_from_the_logits_before_it():
     torch.testing.assert_close(scores.entropy[0, 2], entropy)
 
 
-def test_positions_that_are_given_are_used():
+def test_positions_that_are_given_are_used() -> None:
     policy, rows = make_policy(), make_rows()
     counted = torch.cat([torch.arange(length) for length in LENGTHS])
     ids, limits = torch.cat(rows), boundaries()
@@ -97,7 +97,7 @@ def test_positions_that_are_given_are_used():
     assert not torch.equal(given, moved)
 
 
-def test_reading_with_a_cache_gives_the_logits_of_reading_everything():
+def test_reading_with_a_cache_gives_the_logits_of_reading_everything() -> None:
     policy, ids = make_policy(), torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
     cache = policy.new_cache()
     policy.read(ids[:, :3], cache)
@@ -107,7 +107,7 @@ def test_reading_with_a_cache_gives_the_logits_of_reading_everything():
     torch.testing.assert_close(last, policy(ids[[1, 0, 1]])[:, -1], rtol=0, atol=1e-13)
 
 
-def test_weights_depend_on_the_seed_alone_and_leave_the_global_state():
+def test_weights_depend_on_the_seed_alone_and_leave_the_global_state() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     one = TransformerPolicy(CONFIG, seed=3).state_dict()
@@ -119,7 +119,7 @@ def test_weights_depend_on_the_seed_alone_and_leave_the_global_state():
     assert not torch.equal(one["head.weight"], other["head.weight"])
 
 
-def test_a_saved_policy_is_loaded_as_it_was(tmp_path):
+def test_a_saved_policy_is_loaded_as_it_was(tmp_path) -> None:
     policy, path = TransformerPolicy(CONFIG, seed=9), tmp_path / "policy-7.safetensors"
     policy.save(path, metadata={"version": 7})
     loaded = TransformerPolicy.load(path)
@@ -130,13 +130,13 @@ def test_a_saved_policy_is_loaded_as_it_was(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_equal_policies_are_equal_bytes(tmp_path):
+def test_equal_policies_are_equal_bytes(tmp_path) -> None:
     for name in "ab":
         TransformerPolicy(CONFIG).save(tmp_path / name, metadata={"b": 1, "a": 2})
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_a_policy_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_a_policy_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch) -> None:
     path, real, seen = tmp_path / "policy", os.fsync, []
 
     def watched(descriptor: int) -> None:
@@ -150,7 +150,7 @@ def test_a_policy_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert (folder, named_at_last) == (tmp_path, True)
 
 
-def test_a_save_that_fails_leaves_the_old_policy(tmp_path, monkeypatch):
+def test_a_save_that_fails_leaves_the_old_policy(tmp_path, monkeypatch) -> None:
     path = tmp_path / "policy"
     TransformerPolicy(CONFIG).save(path)
     old = path.read_bytes()
@@ -168,7 +168,7 @@ def test_a_save_that_fails_leaves_the_old_policy(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "content", [None, b"", b"not a policy at all", b"\x08" + b"\0" * 7 + b"{}      "]
 )
-def test_what_is_no_policy_is_refused_by_its_path(tmp_path, content):
+def test_what_is_no_policy_is_refused_by_its_path(tmp_path, content) -> None:
     path = tmp_path / "policy"
     if content is not None:
         path.write_bytes(content)
@@ -176,7 +176,7 @@ def test_what_is_no_policy_is_refused_by_its_path(tmp_path, content):
         TransformerPolicy.load(path)
 
 
-def test_weights_of_another_shape_than_the_config_are_refused(tmp_path):
+def test_weights_of_another_shape_than_the_config_are_refused(tmp_path) -> None:
     policy, path = TransformerPolicy(CONFIG), tmp_path / "policy"
     policy.config = PolicyConfig(vocab_size=11, width=32, heads=2)
     policy.save(path)
@@ -185,12 +185,12 @@ def test_weights_of_another_shape_than_the_config_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"width": 30}, {"layers": 0}, {"vocab_size": -1}])
-def test_an_impossible_shape_is_refused(wrong):
+def test_an_impossible_shape_is_refused(wrong) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
         PolicyConfig(**{"vocab_size": 11, "width": 32, "heads": 4, **wrong})
 
 
-def test_too_long_sequences_and_other_layouts_are_refused():
+def test_too_long_sequences_and_other_layouts_are_refused() -> None:
     policy = make_policy()
     with pytest.raises(InvalidArgumentError, match="max_length"):
         policy(torch.zeros(1, 13, dtype=torch.long))

@@ -29,20 +29,20 @@ TASKS_AND_RECIPES = [
 
 
 @pytest.mark.parametrize(("task", "recipe"), TASKS_AND_RECIPES)
-def test_every_task_has_its_recipe(task: Task, recipe: Recipe):
+def test_every_task_has_its_recipe(task: Task, recipe: Recipe) -> None:
     assert recipe_for(task) is recipe
     assert ADD_STRATEGY.get(recipe.strategy) is not None
 
 
 @pytest.mark.parametrize("task", [SortDigits(3), SortDigits(5), GuessNumber()])
-def test_a_recipes_policy_can_say_and_hear_everything_of_its_task(task):
+def test_a_recipes_policy_can_say_and_hear_everything_of_its_task(task) -> None:
     policy = TransformerPolicy(recipe_for(task).policy_config(task))
     made = rollout(policy, task, [(i, 0) for i in range(20)], batch=0, seed=0, policy_version=0)
     assert max(e.length for e in made) == task.max_length
     assert max(int(e.tokens.max()) for e in made) < task.vocab_size
 
 
-def test_random_weights_solve_next_to_nothing():
+def test_random_weights_solve_next_to_nothing() -> None:
     for seed in range(5):
         task = SortDigits(3)
         policy = TransformerPolicy(recipe_for(task).policy_config(task), seed=seed)
@@ -54,7 +54,7 @@ def recorded(experience: Experience) -> Tensor:
     return experience.logprobs
 
 
-def test_the_recipe_of_the_sorter_learns_one_digit():
+def test_the_recipe_of_the_sorter_learns_one_digit() -> None:
     task, recipe = SortDigits(1), SORT_THREE_DIGITS
     policy = TransformerPolicy(recipe.policy_config(task))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=recipe.learning_rate)

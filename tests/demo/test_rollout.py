@@ -34,7 +34,7 @@ def said(experiences: list[Experience]) -> dict[str, list[int]]:
 
 
 @BOTH
-def test_recorded_logprobs_are_the_policys(task):
+def test_recorded_logprobs_are_the_policys(task) -> None:
     policy = make_policy(task)
     for experience in generate(task):
         scores = policy.logprobs(experience.tokens.long().unsqueeze(0)).logprob[0]
@@ -44,7 +44,7 @@ def test_recorded_logprobs_are_the_policys(task):
 
 
 @BOTH
-def test_missing_pairs_are_generated_as_they_would_have_been(task):
+def test_missing_pairs_are_generated_as_they_would_have_been(task) -> None:
     whole, missing = generate(task), [ALL[7], ALL[2], ALL[10]]
     part = generate(task, missing)
     wanted = {uid: tokens for uid, tokens in said(whole).items() if uid in said(part)}
@@ -57,21 +57,21 @@ def test_missing_pairs_are_generated_as_they_would_have_been(task):
 
 @BOTH
 @pytest.mark.parametrize("changed", [{"seed": 2}, {"batch": "e0-2"}, {"version": 1}])
-def test_another_seed_batch_or_version_says_something_else(task, changed):
+def test_another_seed_batch_or_version_says_something_else(task, changed) -> None:
     first, second = said(generate(task)), said(generate(task, **changed))
     assert list(first.values()) != list(second.values())
 
 
-def test_nothing_missing_is_nothing_generated():
+def test_nothing_missing_is_nothing_generated() -> None:
     assert generate(SortDigits(3), []) == []
 
 
-def test_the_runs_of_a_task_differ():
+def test_the_runs_of_a_task_differ() -> None:
     responses = {e.response_text for e in generate(SortDigits(3), [(0, r) for r in range(8)])}
     assert len(responses) > 4
 
 
-def test_runs_are_whole_and_in_order():
+def test_runs_are_whole_and_in_order() -> None:
     experiences = generate(GuessNumber(8))
     assert [(e.eid.task, e.eid.run) for e in experiences if e.eid.step == 0] == ALL
     by_run: dict[str, list[Experience]] = {}
@@ -83,7 +83,7 @@ def test_runs_are_whole_and_in_order():
         assert all(e.reward == 0 and not e.info["solved"] for e in steps[:-1])
 
 
-def test_a_turn_goes_on_where_the_last_one_ended():
+def test_a_turn_goes_on_where_the_last_one_ended() -> None:
     task = GuessNumber(8)
     experiences = {e.eid: e for e in generate(task, version=3)}
     for eid, e in experiences.items():
@@ -97,14 +97,14 @@ def test_a_turn_goes_on_where_the_last_one_ended():
             assert e.tokens[-2].item() == (8 if hidden > guess else 9)
 
 
-def test_rewards_are_the_tasks():
+def test_rewards_are_the_tasks() -> None:
     task = SortDigits(3)
     for e in generate(task):
         verdict = task.judge(task.problem(1, "e0-1", e.eid.task), e.tokens[4:].tolist(), 0)
         assert (e.reward, e.info["solved"]) == (verdict.reward, verdict.solved)
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely():
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     task = SortDigits(1)
     policy = make_policy(task)
     runs = [(0, run) for run in range(4000)]
@@ -115,7 +115,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     assert error.max() < 4
 
 
-def test_evaluation_is_greedy_and_the_same_every_time():
+def test_evaluation_is_greedy_and_the_same_every_time() -> None:
     task = SortDigits(1)
     policy = make_policy(task)
     right = 0
@@ -126,13 +126,13 @@ def test_evaluation_is_greedy_and_the_same_every_time():
     assert evaluate(policy, task, 40, seed=5) == right / 40 == evaluate(policy, task, 40, seed=5)
 
 
-def test_draws_are_the_same_for_ever():
+def test_draws_are_the_same_for_ever() -> None:
     assert whole_draws(6, 10, "sort", 0, "e0-1", 0) == (9, 7, 0, 3, 1, 1)
     assert draws(3, "a", 7).tolist() == draws(5, "a", "7")[:3].tolist()
     assert draws(2, "a/b").tolist() != draws(2, "a", "b").tolist()
 
 
-def test_draws_are_uniform():
+def test_draws_are_uniform() -> None:
     numbers = draws(20_000, "uniform")
     assert 0 <= numbers.min() < numbers.max() < 1
     counts, _ = np.histogram(numbers, bins=20, range=(0, 1))

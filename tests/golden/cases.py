@@ -36,7 +36,7 @@ def decode(v: Any) -> Any:
 class Case:
     """One golden case with decoded inputs / outputs."""
 
-    def __init__(self, family: str, raw: dict[str, Any], tolerances: dict[str, Any]):
+    def __init__(self, family: str, raw: dict[str, Any], tolerances: dict[str, Any]) -> None:
         self.outputs: Any
         self.family, self.raw, self.id, self.raises = family, raw, raw["id"], raw.get("raises")
         self.registry, self.tags, self.method = (

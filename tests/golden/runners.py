@@ -44,7 +44,7 @@ class NotProvidedError(Exception):
 
 
 class Package:
-    def __init__(self):
+    def __init__(self) -> None:
         self.algo, exp, compat = (
             importlib.import_module("trinity_buffer." + m)
             for m in ("algorithm", "experience", "algorithm.compat")
@@ -116,7 +116,7 @@ def call_loss(name, kwargs, inputs, compat=True, logprob=None):
 
 
 def run_add_strategy(case, compat, writes):
-    async def write_async(exps):
+    async def write_async(exps) -> None:
         writes.append(list(exps))
 
     strategy = package().make(

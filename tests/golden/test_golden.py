@@ -15,14 +15,14 @@ FAMILIES = sorted(path.name.removesuffix(".json.gz") for path in HERE.glob("*.js
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_case_of_a_family_passes(family: str):
+def test_every_case_of_a_family_passes(family: str) -> None:
     rows, used = check_all(HERE, family, "*")
     failures = [failure for row in rows.values() for failure in row["failures"]]
     assert failures == []
     assert used.total() > 0
 
 
-def test_a_planted_defect_is_caught(monkeypatch: pytest.MonkeyPatch):
+def test_a_planted_defect_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """PPO's upper limit off by 0.01: a checker that lets this pass checks nothing."""
     module = sys.modules["trinity_buffer.algorithm.policy_loss_fn.ppo_policy_loss"]
     clipped = module.clipped_objective
@@ -33,13 +33,15 @@ def test_a_planted_defect_is_caught(monkeypatch: pytest.MonkeyPatch):
     assert sum(row["failed"] for row in rows.values()) > 10
 
 
-def test_the_checker_tells_success_from_nothing_to_check(capsys: pytest.CaptureFixture[str]):
+def test_the_checker_tells_success_from_nothing_to_check(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["--family", "step_wise_methods"]) == 0
     assert main(["--family", "no_such_family"]) == 2
     assert "no cases found" in capsys.readouterr().err
 
 
-def test_the_checker_runs_as_a_file(tmp_path: Path):
+def test_the_checker_runs_as_a_file(tmp_path: Path) -> None:
     command = [sys.executable, str(HERE / "check_golden.py"), "--family", "policy_loss_units"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -59,7 +59,7 @@ def _fill(connection: Connection, rows: dict[str, list[dict[str, Any]]]) -> None
             connection.execute(insert(table), typed)
 
 
-def test_every_revision_has_a_store_that_was_kept():
+def test_every_revision_has_a_store_that_was_kept() -> None:
     """If this fails: python -m tests.migration.kept, before the release of the new revision."""
     assert [revision for revision in migrations.revisions() if not kept(revision).exists()] == []
 
@@ -67,7 +67,7 @@ def test_every_revision_has_a_store_that_was_kept():
 @pytest.mark.parametrize("revision", migrations.revisions())
 async def test_a_kept_store_is_migrated_holds_and_goes_on(
     store_url: str, tmp_path: Path, revision: str
-):
+) -> None:
     source = laid_down(revision, tmp_path)
     url = f"sqlite:///{source}"
     if store_url.startswith("postgresql"):

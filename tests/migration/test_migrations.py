@@ -87,7 +87,7 @@ async def emptied(url: str) -> None:
         await tx.execute(text("DROP TABLE alembic_version"))
 
 
-async def test_a_created_and_a_migrated_store_have_one_schema(store_url: str):
+async def test_a_created_and_a_migrated_store_have_one_schema(store_url: str) -> None:
     async with open_store(store_url):
         pass
     created = await schema_of(store_url)
@@ -104,7 +104,7 @@ async def test_a_created_and_a_migrated_store_have_one_schema(store_url: str):
         assert "WITHOUT ROWID" in joined
 
 
-async def test_the_comparison_sees_what_a_missing_check_changes():
+async def test_the_comparison_sees_what_a_missing_check_changes() -> None:
     one = clauses_of("CREATE TABLE a (b INTEGER, CHECK (b > 1)) WITHOUT ROWID")
     assert one != clauses_of("CREATE TABLE a (b INTEGER) WITHOUT ROWID")
     assert one != clauses_of("CREATE TABLE a (b INTEGER, CHECK (b > 1))")
@@ -115,7 +115,7 @@ async def test_the_comparison_sees_what_a_missing_check_changes():
     assert two != clauses_of("CREATE TABLE a (c TEXT, b INTEGER)")
 
 
-async def test_a_filled_store_goes_down_and_up_again(store_url: str):
+async def test_a_filled_store_goes_down_and_up_again(store_url: str) -> None:
     async with open_store(store_url) as store:
         experiment = await store.experiment("sort", config={})
         await experiment.writer("e0").plan("b", [1, 2], 4)
@@ -131,7 +131,7 @@ async def test_a_filled_store_goes_down_and_up_again(store_url: str):
         assert [event.kind async for event in experiment.events()] == ["ExperimentCreated"]
 
 
-async def test_an_interrupted_migration_has_not_happened(store_url: str):
+async def test_an_interrupted_migration_has_not_happened(store_url: str) -> None:
     async with open_store(store_url) as store:
         await store.experiment("sort", config={})
     before = await schema_of(store_url)
@@ -148,7 +148,7 @@ async def go_down_and_fail(url: str) -> None:
         raise InvalidArgumentError("stop")
 
 
-def test_the_tables_are_those_of_the_last_migration():
+def test_the_tables_are_those_of_the_last_migration() -> None:
     assert migrations.revisions() == list(schema.KNOWN_REVISIONS)
     assert migrations.revisions()[-1] == tables.SCHEMA_REVISION
 
@@ -160,7 +160,7 @@ async def stamp(url: str, revision: str) -> None:
 
 async def test_an_older_store_is_refused_with_the_command_that_mends_it(
     store_url: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     async with open_store(store_url):
         pass
     monkeypatch.setattr(tables, "SCHEMA_REVISION", "0002")
@@ -169,7 +169,7 @@ async def test_an_older_store_is_refused_with_the_command_that_mends_it(
             pass
 
 
-async def test_a_newer_store_is_refused_with_the_command_that_mends_it(store_url: str):
+async def test_a_newer_store_is_refused_with_the_command_that_mends_it(store_url: str) -> None:
     async with open_store(store_url):
         pass
     await stamp(store_url, "9999")
@@ -180,7 +180,7 @@ async def test_a_newer_store_is_refused_with_the_command_that_mends_it(store_url
         await migrate(store_url)
 
 
-async def test_migrating_what_is_up_to_date_changes_nothing(store_url: str):
+async def test_migrating_what_is_up_to_date_changes_nothing(store_url: str) -> None:
     async with open_store(store_url):
         pass
     before = await schema_of(store_url)
@@ -188,7 +188,7 @@ async def test_migrating_what_is_up_to_date_changes_nothing(store_url: str):
     assert await schema_of(store_url) == before
 
 
-async def test_a_database_of_somebody_else_is_left_alone(store_url: str):
+async def test_a_database_of_somebody_else_is_left_alone(store_url: str) -> None:
     await create_foreign(store_url)
     before = await schema_of(store_url) if store_url.startswith("sqlite") else None
     for opening in (open_database(store_url), open_database(store_url, read_only=True)):
@@ -215,7 +215,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-async def test_a_text_file_is_no_store_and_stays_as_it_is(tmp_path: Path, read_only: bool):
+async def test_a_text_file_is_no_store_and_stays_as_it_is(tmp_path: Path, read_only: bool) -> None:
     file = tmp_path / "notes.db"
     file.write_text("Dear diary, " * 500)
     with pytest.raises(UnknownStoreError, match=re.escape(str(file))):
@@ -233,7 +233,9 @@ async def test_a_text_file_is_no_store_and_stays_as_it_is(tmp_path: Path, read_o
         ("", "is a directory; name a file in it"),
     ],
 )
-async def test_a_place_that_can_hold_no_store_is_named(tmp_path: Path, place: str, said: str):
+async def test_a_place_that_can_hold_no_store_is_named(
+    tmp_path: Path, place: str, said: str
+) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(UnknownStoreError, match=said):
         async with open_store(f"sqlite:///{tmp_path / place}"):
@@ -241,7 +243,7 @@ async def test_a_place_that_can_hold_no_store_is_named(tmp_path: Path, place: st
     assert names_in(tmp_path) == ["folder"]
 
 
-async def test_reading_creates_nothing(tmp_path: Path):
+async def test_reading_creates_nothing(tmp_path: Path) -> None:
     with pytest.raises(UnknownStoreError, match="there is no store to read"):
         async with open_store(f"sqlite:///{tmp_path / 'a.db'}", read_only=True):
             pass
@@ -251,7 +253,7 @@ async def test_reading_creates_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize("url", ["mysql://host/a", "sqlite:///:memory:", "sqlite://", "a://b://c"])
-async def test_a_url_that_can_be_no_store_is_refused(url: str):
+async def test_a_url_that_can_be_no_store_is_refused(url: str) -> None:
     with pytest.raises((InvalidArgumentError, StoreError)):
         async with open_store(url):
             pass

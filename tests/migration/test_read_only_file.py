@@ -44,7 +44,7 @@ def open_folder() -> Iterator[Path]:
         yield folder
 
 
-def test_a_file_that_cannot_be_written_is_read_and_not_changed(open_folder: Path):
+def test_a_file_that_cannot_be_written_is_read_and_not_changed(open_folder: Path) -> None:
     file = open_folder / "run.db"
 
     async def create() -> None:

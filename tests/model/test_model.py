@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from sqlalchemy import update
+from typing_extensions import override
 
 from tests.contract.making import rollout
 from trinity_buffer.errors import (
@@ -103,6 +104,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Run ``work`` to its end."""
         return self.runner.run(work)
 
+    @override
     def teardown(self) -> None:
         """Serve what is left, so that all that was annotated was served once; then close."""
         self.close_stream()
@@ -363,10 +365,10 @@ def check(machine: type[StoreMachine], histories: int, steps: int) -> None:
     )
 
 
-def test_the_store_and_the_model_agree(machine: type[StoreMachine]):
+def test_the_store_and_the_model_agree(machine: type[StoreMachine]) -> None:
     check(machine, histories=4, steps=20)
 
 
 @pytest.mark.long
-def test_the_store_and_the_model_agree_in_many_histories(machine: type[StoreMachine]):
+def test_the_store_and_the_model_agree_in_many_histories(machine: type[StoreMachine]) -> None:
     check(machine, histories=300, steps=60)

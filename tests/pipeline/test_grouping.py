@@ -40,7 +40,7 @@ def keys(units: Sequence[ReadyUnit]) -> list[list[str]]:
     return [["/".join(group.key) for group in unit.groups] for unit in units]
 
 
-def test_a_group_is_ready_when_its_planned_runs_are_there():
+def test_a_group_is_ready_when_its_planned_runs_are_there() -> None:
     it = grouping()
     it.know_batch(planned(tasks=[0, 1]), sealed=False)
     it.record(row(task=0, run=0), 0)
@@ -52,7 +52,7 @@ def test_a_group_is_ready_when_its_planned_runs_are_there():
     assert (it.num_waiting, it.num_waiting_groups) == (1, 1)
 
 
-def test_a_straggler_holds_back_nobody_in_other_groups():
+def test_a_straggler_holds_back_nobody_in_other_groups() -> None:
     it = grouping()
     for batch in range(5):
         it.know_batch(planned(batch, tasks=[0, 1]), sealed=False)
@@ -62,7 +62,7 @@ def test_a_straggler_holds_back_nobody_in_other_groups():
     assert keys(it.take_ready(0)) == [[f"{batch}/1"] for batch in range(5)]
 
 
-def test_units_come_sorted_by_task_run_and_step_numbers_as_numbers():
+def test_units_come_sorted_by_task_run_and_step_numbers_as_numbers() -> None:
     it = grouping("batch")
     it.know_batch(planned(tasks=["x", 10, 9], runs=1), sealed=False)
     for task, run, step in (("x", 0, 0), (10, 0, 1), (9, 0, 0), (10, 0, 0)):
@@ -71,7 +71,7 @@ def test_units_come_sorted_by_task_run_and_step_numbers_as_numbers():
     assert [(r.eid.task, r.eid.step) for r in unit.rows] == [(9, 0), (10, 0), (10, 1), ("x", 0)]
 
 
-def test_a_number_and_its_text_are_one_group():
+def test_a_number_and_its_text_are_one_group() -> None:
     it = grouping()
     it.know_batch(planned(7, tasks=["8"]), sealed=False)
     it.record(row("7", 8, 0), 0)
@@ -79,7 +79,7 @@ def test_a_number_and_its_text_are_one_group():
     assert keys(it.take_ready(0)) == [["7/8"]]
 
 
-def test_a_batch_waits_for_all_of_its_groups():
+def test_a_batch_waits_for_all_of_its_groups() -> None:
     it = grouping("batch")
     it.know_batch(planned(tasks=[0, 1]), sealed=False)
     for task in (0, 1):
@@ -92,7 +92,7 @@ def test_a_batch_waits_for_all_of_its_groups():
 
 
 @pytest.mark.parametrize("unit", ["group", "batch"])
-def test_a_seal_makes_ready_what_is_there(unit: Literal["group", "batch"]):
+def test_a_seal_makes_ready_what_is_there(unit: Literal["group", "batch"]) -> None:
     it = grouping(unit)
     it.know_batch(planned(tasks=[0, 1, 2]), sealed=False)
     it.record(row(task=0), 0)
@@ -106,7 +106,7 @@ def test_a_seal_makes_ready_what_is_there(unit: Literal["group", "batch"]):
     assert all(found.incomplete for found in units)
 
 
-def test_an_unplanned_batch_needs_a_number_a_seal_or_a_deadline():
+def test_an_unplanned_batch_needs_a_number_a_seal_or_a_deadline() -> None:
     without, number = grouping(), grouping(rollouts_per_group=2)
     for it in (without, number):
         for run in range(2):
@@ -118,7 +118,7 @@ def test_an_unplanned_batch_needs_a_number_a_seal_or_a_deadline():
     assert not unit.incomplete, "nobody said how many there should be"
 
 
-def test_an_unplanned_batch_is_no_unit_before_it_is_sealed():
+def test_an_unplanned_batch_is_no_unit_before_it_is_sealed() -> None:
     it = grouping("batch", rollouts_per_group=1)
     it.record(row(task=0), 0)
     it.record(row(task=1), 0)
@@ -127,14 +127,14 @@ def test_an_unplanned_batch_is_no_unit_before_it_is_sealed():
     assert keys(it.take_ready(0)) == [["b/0", "b/1"]]
 
 
-def test_a_plan_beats_the_rule():
+def test_a_plan_beats_the_rule() -> None:
     it = grouping(rollouts_per_group=1)
     it.know_batch(planned(runs=3), sealed=False)
     it.record(row(), 0)
     assert it.take_ready(0) == []
 
 
-def test_the_deadline_counts_from_the_first_experience_of_the_group():
+def test_the_deadline_counts_from_the_first_experience_of_the_group() -> None:
     it = grouping(deadline_s=10)
     assert it.next_deadline_us() is None
     it.know_batch(planned(tasks=[0, 1, 2]), sealed=False)
@@ -149,7 +149,7 @@ def test_the_deadline_counts_from_the_first_experience_of_the_group():
     assert it.next_deadline_us() is None, "a group without a first experience has no deadline"
 
 
-def test_the_deadline_of_one_group_closes_a_batch():
+def test_the_deadline_of_one_group_closes_a_batch() -> None:
     it = grouping("batch", deadline_s=10)
     it.know_batch(planned(tasks=[0, 1]), sealed=False)
     it.record(row(task=1), 0)
@@ -158,7 +158,7 @@ def test_the_deadline_of_one_group_closes_a_batch():
 
 
 @pytest.mark.parametrize("unit", ["group", "batch"])
-def test_what_comes_for_a_decided_group_is_late(unit: Literal["group", "batch"]):
+def test_what_comes_for_a_decided_group_is_late(unit: Literal["group", "batch"]) -> None:
     it = grouping(unit)
     it.know_batch(planned(tasks=[0, 1], runs=1), sealed=False)
     it.record(row(task=0), 0)
@@ -173,7 +173,7 @@ def test_what_comes_for_a_decided_group_is_late(unit: Literal["group", "batch"])
     assert it.take_late() == []
 
 
-def test_a_batch_is_decided_as_a_whole():
+def test_a_batch_is_decided_as_a_whole() -> None:
     it = grouping("batch", rollouts_per_group=1)
     it.know_decided([("b", "0")])
     other = row(task=1)
@@ -182,7 +182,7 @@ def test_a_batch_is_decided_as_a_whole():
     assert (it.take_ready(0), it.take_late()) == ([], [other])
 
 
-def test_refused_runs_count_as_stored_and_are_no_members():
+def test_refused_runs_count_as_stored_and_are_no_members() -> None:
     it = grouping()
     it.know_batch(planned(), sealed=False)
     it.record(row(run=0, refused="invalid"), 0)
@@ -193,7 +193,7 @@ def test_refused_runs_count_as_stored_and_are_no_members():
     assert not unit.incomplete
 
 
-def test_an_unplanned_task_of_a_planned_batch_is_not_planned():
+def test_an_unplanned_task_of_a_planned_batch_is_not_planned() -> None:
     it = grouping()
     it.know_batch(planned(tasks=[0], runs=1), sealed=False)
     it.record(row(task=0), 0)
@@ -207,7 +207,7 @@ def test_an_unplanned_task_of_a_planned_batch_is_not_planned():
 @pytest.mark.parametrize("unit", ["group", "batch"])
 def test_groups_without_members_that_were_ready_are_not_ready_again(
     unit: Literal["group", "batch"],
-):
+) -> None:
     it = grouping(unit)
     it.know_batch(planned(tasks=[0, 1, 2], runs=1), sealed=False)
     it.know_run(("b", "0"), 0)  # refused
@@ -226,7 +226,7 @@ def test_groups_without_members_that_were_ready_are_not_ready_again(
 @pytest.mark.parametrize(
     "wrong", [{"incomplete": "maybe"}, {"rollouts_per_group": 0}, {"deadline_s": -1.0}]
 )
-def test_impossible_rules_are_refused(wrong: dict[str, Any]):
+def test_impossible_rules_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
         GroupingRules(**wrong)
 

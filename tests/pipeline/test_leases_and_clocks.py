@@ -19,7 +19,7 @@ HOURS_AHEAD, HOURS_BEHIND = 5 * HOUR_US, -5 * HOUR_US
 @pytest.mark.parametrize("offset_us", [HOURS_AHEAD, HOURS_BEHIND])
 async def test_a_moved_clock_takes_no_lease_from_one_who_renews_it(
     store_url: str, monkeypatch: pytest.MonkeyPatch, offset_us: int
-):
+) -> None:
     async with open_store(store_url) as store:
         experiment = await store.experiment("run", config={})
         async with hold_lease(store.database, experiment.key, "trainer", ttl_s=0.4) as held:
@@ -34,7 +34,7 @@ async def test_a_moved_clock_takes_no_lease_from_one_who_renews_it(
 @pytest.mark.parametrize("offset_us", [0, HOURS_AHEAD, HOURS_BEHIND])
 async def test_a_silent_holder_is_replaced_whatever_the_clocks_say(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch, offset_us: int
-):
+) -> None:
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("run", config={})
         silent = TrainerLease(store.database, experiment.key, "trainer", ttl_s=60)
@@ -46,7 +46,7 @@ async def test_a_silent_holder_is_replaced_whatever_the_clocks_say(
         assert other.token == silent.token + 1
 
 
-async def test_who_does_not_wait_hears_who_is_at_work(sqlite_url: str):
+async def test_who_does_not_wait_hears_who_is_at_work(sqlite_url: str) -> None:
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("run", config={})
         async with hold_lease(store.database, experiment.key, "trainer") as held:
@@ -57,7 +57,7 @@ async def test_who_does_not_wait_hears_who_is_at_work(sqlite_url: str):
 
 async def test_the_lease_of_a_dead_process_is_free_at_once(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("run", config={})
         dead = TrainerLease(store.database, experiment.key, "trainer", ttl_s=3600)
@@ -71,7 +71,7 @@ async def test_the_lease_of_a_dead_process_is_free_at_once(
 
 async def test_who_waits_is_woken_when_the_connection_ends(
     postgres_url: str, postgres_server: PostgresServer
-):
+) -> None:
     async with open_store(postgres_url) as store:
         changes = store.database.changes
         state = await changes.state()

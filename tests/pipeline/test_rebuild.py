@@ -33,7 +33,7 @@ async def rebuilt(url: str, **options: Any) -> RebuildReport:
         return await rebuild(store.database, 1, **options)
 
 
-async def test_what_was_dropped_comes_out_equal(story: Story):
+async def test_what_was_dropped_comes_out_equal(story: Story) -> None:
     before = await everything(story.url)
     assert all(before.values()), "the story leaves a projection empty"
     async with unguarded(story.url) as tx:
@@ -44,13 +44,13 @@ async def test_what_was_dropped_comes_out_equal(story: Story):
     assert report.mended == {name: len(rows) for name, rows in sorted(before.items())}
 
 
-async def test_what_was_right_is_not_touched(story: Story):
+async def test_what_was_right_is_not_touched(story: Story) -> None:
     before = await everything(story.url)
     assert (await rebuilt(story.url)).mended == {}
     assert await everything(story.url) == before
 
 
-async def test_changed_missing_and_invented_rows_are_mended(story: Story):
+async def test_changed_missing_and_invented_rows_are_mended(story: Story) -> None:
     before = await everything(story.url)
     async with unguarded(story.url) as tx:
         await tx.execute(update(experience).values(reward=0.25))
@@ -71,7 +71,7 @@ async def test_changed_missing_and_invented_rows_are_mended(story: Story):
     assert await everything(story.url) == before
 
 
-async def test_differences_name_table_row_and_column(story: Story):
+async def test_differences_name_table_row_and_column(story: Story) -> None:
     async with unguarded(story.url) as tx:
         address = (await first_row(tx, experience))["address"]
         mine = experience.c.address == address
@@ -82,7 +82,7 @@ async def test_differences_name_table_row_and_column(story: Story):
     assert str(found) == wanted
 
 
-async def test_spans_of_any_size_find_the_same(story: Story, resize: Resize):
+async def test_spans_of_any_size_find_the_same(story: Story, resize: Resize) -> None:
     resize(rows_per_span=2)
     before = await everything(story.url)
     async with unguarded(story.url) as tx:
@@ -93,7 +93,7 @@ async def test_spans_of_any_size_find_the_same(story: Story, resize: Resize):
     assert await everything(story.url) == before
 
 
-async def test_a_log_that_contradicts_itself_changes_nothing(story: Story):
+async def test_a_log_that_contradicts_itself_changes_nothing(story: Story) -> None:
     body = dict((await events_of(story.url, "ExperiencesRecorded"))[0].body)
     position = await append_unfolded(story.url, "ExperiencesRecorded", body)
     before = await everything(story.url)
@@ -102,7 +102,7 @@ async def test_a_log_that_contradicts_itself_changes_nothing(story: Story):
     assert await everything(story.url) == before
 
 
-async def test_other_experiments_stay_as_they_are(store_url: str, tmp_path: Path):
+async def test_other_experiments_stay_as_they_are(store_url: str, tmp_path: Path) -> None:
     await tell(store_url, tmp_path / "one")
     await tell(store_url, tmp_path / "two", name="another")
     async with unguarded(store_url) as tx:
@@ -113,7 +113,7 @@ async def test_other_experiments_stay_as_they_are(store_url: str, tmp_path: Path
         assert await diff_projections(store.database, 1) == []
 
 
-async def test_others_see_all_of_the_change_or_none(sqlite_story: Story):
+async def test_others_see_all_of_the_change_or_none(sqlite_story: Story) -> None:
     """The projections are empty until they are whole, and writers go on meanwhile."""
     whole = {name: len(rows) for name, rows in (await everything(sqlite_story.url)).items()}
     async with unguarded(sqlite_story.url) as tx:
@@ -137,7 +137,7 @@ async def test_others_see_all_of_the_change_or_none(sqlite_story: Story):
     assert sqlite_story.name == "sort"
 
 
-async def test_writers_go_on_while_projections_are_rebuilt(story: Story):
+async def test_writers_go_on_while_projections_are_rebuilt(story: Story) -> None:
     async with unguarded(story.url) as tx:
         await tx.execute(update(experience).values(reward=0.25))
     stages: Counter[str] = Counter()

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from typing_extensions import override
 
 from tests.contract.making import (
     assert_conserved,
@@ -45,7 +46,7 @@ def nothing_seen() -> None:
     BatchWatcher.seen.clear()
 
 
-async def test_grpo_computes_what_the_formula_says(store_url: str):
+async def test_grpo_computes_what_the_formula_says(store_url: str) -> None:
     async with opened(store_url, rollouts_per_group=4) as experiment:
         await experiment.writer("e0").write(group(rewards=[0.0, 1.0, 1.0, 1.0]))
         report = await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
@@ -61,7 +62,7 @@ async def test_grpo_computes_what_the_formula_says(store_url: str):
         torch.testing.assert_close(advantages, mask * torch.tensor(value, dtype=torch.float32))
 
 
-async def test_units_are_whole_groups_and_steps_count_the_calls(store_url: str):
+async def test_units_are_whole_groups_and_steps_count_the_calls(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1], 2)
@@ -80,7 +81,7 @@ async def test_units_are_whole_groups_and_steps_count_the_calls(store_url: str):
 
 
 @pytest.mark.parametrize("unit", [Watcher, BatchWatcher])
-async def test_a_seal_closes_what_is_incomplete(store_url: str, unit: type[Watcher]):
+async def test_a_seal_closes_what_is_incomplete(store_url: str, unit: type[Watcher]) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1, 2], 2)
@@ -98,7 +99,7 @@ async def test_a_seal_closes_what_is_incomplete(store_url: str, unit: type[Watch
 @pytest.mark.parametrize("incomplete", ["keep", "reject"])
 async def test_an_incomplete_group_is_kept_or_rejected_as_configured(
     store_url: str, incomplete: str
-):
+) -> None:
     async with opened(store_url, incomplete=incomplete) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1], 2)
@@ -112,7 +113,7 @@ async def test_an_incomplete_group_is_kept_or_rejected_as_configured(
         await assert_conserved(experiment)
 
 
-async def test_an_unplanned_task_of_a_planned_batch_closes_no_other_group(store_url: str):
+async def test_an_unplanned_task_of_a_planned_batch_closes_no_other_group(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1], 2)
@@ -143,7 +144,7 @@ async def test_an_unplanned_task_of_a_planned_batch_closes_no_other_group(store_
         assert planned == {"0": True, "1": True, "stray": False}
 
 
-async def test_copies_are_rows_of_their_own_group(store_url: str):
+async def test_copies_are_rows_of_their_own_group(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1], 2)
@@ -169,7 +170,7 @@ async def test_copies_are_rows_of_their_own_group(store_url: str):
             assert torch.equal(microbatch["advantages"][:2], microbatch["advantages"][2:])
 
 
-async def test_a_list_filters_first_and_commits_once(store_url: str):
+async def test_a_list_filters_first_and_commits_once(store_url: str) -> None:
     async with opened(store_url, rollouts_per_group=2) as experiment:
         writer = experiment.writer("e0")
         await writer.write(group(task=0, rewards=[0.0, 1.0]) + group(task=1, rewards=[1.0, 1.0]))
@@ -181,7 +182,7 @@ async def test_a_list_filters_first_and_commits_once(store_url: str):
         await assert_conserved(experiment)
 
 
-async def test_two_sets_stand_side_by_side(store_url: str):
+async def test_two_sets_stand_side_by_side(store_url: str) -> None:
     async with opened(store_url, rollouts_per_group=2) as experiment:
         await experiment.writer("e0").write(group(runs=2))
         await run_strategy(experiment, "grpo")
@@ -193,7 +194,7 @@ async def test_two_sets_stand_side_by_side(store_url: str):
         await assert_conserved(experiment)
 
 
-async def test_another_configuration_under_a_taken_name_is_refused(store_url: str):
+async def test_another_configuration_under_a_taken_name_is_refused(store_url: str) -> None:
     async with opened(store_url, rollouts_per_group=2) as experiment:
         await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
         before = await contents(store_url)
@@ -218,7 +219,7 @@ class WithPair(Watcher):
         self.pair = pair
 
 
-async def test_the_same_arguments_again_are_the_same_configuration(store_url: str):
+async def test_the_same_arguments_again_are_the_same_configuration(store_url: str) -> None:
     async with opened(store_url) as experiment:
         for _ in range(2):
             await run_strategy(experiment, WithPair, {"pair": (3, 4)}, name="pairs")
@@ -226,7 +227,7 @@ async def test_the_same_arguments_again_are_the_same_configuration(store_url: st
             await run_strategy(experiment, WithPair, {"pair": {1, 2}}, name="other")
 
 
-async def test_a_class_of_the_user_s_own_is_a_strategy(store_url: str):
+async def test_a_class_of_the_user_s_own_is_a_strategy(store_url: str) -> None:
     async with opened(store_url, rollouts_per_group=2) as experiment:
         await experiment.writer("e0").write(group(runs=2))
         report = await run_strategy(experiment, Watcher)
@@ -241,6 +242,7 @@ class Bad(AddStrategy):
     families: ClassVar[tuple[str, ...]] = ("light",)
     fault: ClassVar[str] = ""
 
+    @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Write, and go wrong."""
         await self.writer.write(experiences)
@@ -259,7 +261,7 @@ class Bad(AddStrategy):
 )
 async def test_a_strategy_that_goes_wrong_leaves_the_store_as_it_was(
     store_url: str, fault: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     async with opened(store_url, rollouts_per_group=2) as experiment:
         await experiment.writer("e0").write(group(task=0, runs=2) + group(task=1, runs=2))
         consumer = StrategyConsumer(experiment, Bad)
@@ -276,7 +278,7 @@ async def test_a_strategy_that_goes_wrong_leaves_the_store_as_it_was(
         await assert_conserved(experiment)
 
 
-async def test_without_a_reward_there_is_no_advantage(store_url: str):
+async def test_without_a_reward_there_is_no_advantage(store_url: str) -> None:
     async with opened(store_url, rollouts_per_group=3) as experiment:
         some = [*group(runs=2), rollout(run=2, reward=None)]
         await experiment.writer("e0").write(some)
@@ -299,7 +301,7 @@ async def test_without_a_reward_there_is_no_advantage(store_url: str):
 )
 async def test_an_impossible_strategy_is_refused(
     store_url: str, strategy: Any, more: dict[str, Any], error: type[Exception], match: str
-):
+) -> None:
     async with opened(store_url) as experiment:
         before = await contents(store_url)
         with pytest.raises(error, match=match):

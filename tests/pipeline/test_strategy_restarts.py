@@ -37,7 +37,7 @@ def nothing_seen() -> None:
     BatchWatcher.seen.clear()
 
 
-async def test_a_straggling_group_holds_back_nobody_and_survives_a_restart(store_url: str):
+async def test_a_straggling_group_holds_back_nobody_and_survives_a_restart(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("slow", [0], 2)
@@ -55,7 +55,9 @@ async def test_a_straggling_group_holds_back_nobody_and_survives_a_restart(store
         await assert_conserved(again)
 
 
-async def test_a_following_consumer_ends_with_the_experiment_and_leaves_nothing(store_url: str):
+async def test_a_following_consumer_ends_with_the_experiment_and_leaves_nothing(
+    store_url: str,
+) -> None:
     async with opened(store_url) as experiment, opened(store_url) as other:
         report: list[ConsumerReport] = []
 
@@ -75,7 +77,7 @@ async def test_a_following_consumer_ends_with_the_experiment_and_leaves_nothing(
         assert report == [ConsumerReport(10, 0, 1, 1)]
 
 
-async def test_a_deadline_closes_a_group_by_itself_and_over_restarts(store_url: str):
+async def test_a_deadline_closes_a_group_by_itself_and_over_restarts(store_url: str) -> None:
     async with opened(store_url, deadline_s=0.3) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1], 2)
@@ -102,7 +104,7 @@ async def test_a_deadline_closes_a_group_by_itself_and_over_restarts(store_url: 
 
 async def test_a_restart_does_not_put_off_a_deadline(
     store_url: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     async with opened(store_url, deadline_s=1000.0) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1], 2)
@@ -117,7 +119,7 @@ async def test_a_restart_does_not_put_off_a_deadline(
         assert (await run_strategy(experiment, Watcher, name="all")).annotated == 1
 
 
-async def test_late_members_are_rejected_after_a_restart_too(store_url: str):
+async def test_late_members_are_rejected_after_a_restart_too(store_url: str) -> None:
     async with opened(store_url, rollouts_per_group=2) as experiment:
         writer = experiment.writer("e0")
         await writer.write(group(runs=2))
@@ -130,7 +132,7 @@ async def test_late_members_are_rejected_after_a_restart_too(store_url: str):
         await assert_conserved(again)
 
 
-async def test_quarantined_runs_complete_a_group_and_are_never_seen(store_url: str):
+async def test_quarantined_runs_complete_a_group_and_are_never_seen(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0", on_invalid="quarantine")
         await writer.plan("b", [0, 1], 2)
@@ -150,7 +152,7 @@ async def test_quarantined_runs_complete_a_group_and_are_never_seen(store_url: s
 
 async def test_empty_groups_are_counted_once_whoever_reads_the_seal(
     store_url: str, monkeypatch: pytest.MonkeyPatch, resize: Resize
-):
+) -> None:
     async with opened(store_url) as experiment, opened(store_url) as other:
         writer = experiment.writer("e0")
         consumers = [StrategyConsumer(of, Watcher, name="all") for of in (experiment, other)]
@@ -183,7 +185,7 @@ async def test_a_killed_consumer_is_followed_by_one_that_goes_on(
     times: list[int],
     monkeypatch: pytest.MonkeyPatch,
     resize: Resize,
-):
+) -> None:
     resize(experiences_per_commit=4)
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
@@ -209,7 +211,9 @@ async def test_a_killed_consumer_is_followed_by_one_that_goes_on(
 
 
 @pytest.mark.parametrize("number", [2, 6])
-async def test_competing_consumers_of_one_name_decide_each_unit_once(store_url: str, number: int):
+async def test_competing_consumers_of_one_name_decide_each_unit_once(
+    store_url: str, number: int
+) -> None:
     report: list[ConsumerReport] = []
 
     async def consume(unit: type[AddStrategy]) -> None:
@@ -242,7 +246,7 @@ async def test_competing_consumers_of_one_name_decide_each_unit_once(store_url: 
     assert (await problems_of(store_url)) == []
 
 
-async def test_more_waits_than_one_page_holds(store_url: str):
+async def test_more_waits_than_one_page_holds(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("slow", list(range(1100)), 5)

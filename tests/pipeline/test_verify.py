@@ -40,7 +40,7 @@ def told(report: VerifyReport) -> str:
 
 
 @pytest.mark.parametrize("quick", [False, True])
-async def test_a_store_that_nobody_harmed_holds(story: Story, quick: bool):
+async def test_a_store_that_nobody_harmed_holds(story: Story, quick: bool) -> None:
     report = await verified(story, quick=quick)
     assert report.ok, report
     assert (report.lost, report.duplicated) == (0, 0)
@@ -57,7 +57,7 @@ async def test_a_store_that_nobody_harmed_holds(story: Story, quick: bool):
 
 
 @pytest.mark.parametrize("quick", [False, True])
-async def test_a_lost_experience_is_lost_once_and_named(story: Story, quick: bool):
+async def test_a_lost_experience_is_lost_once_and_named(story: Story, quick: bool) -> None:
     last = (await events_of(story.url, "ExperiencesRecorded"))[-1]
     await delete_event(story.url, last.position)
     report = await verified(story, quick=quick)
@@ -66,13 +66,13 @@ async def test_a_lost_experience_is_lost_once_and_named(story: Story, quick: boo
     assert f"position {last.position}: there is no event" in told(report)
 
 
-async def test_a_deleted_event_loses_everything_that_it_held(story: Story):
+async def test_a_deleted_event_loses_everything_that_it_held(story: Story) -> None:
     await delete_event(story.url, (await events_of(story.url, "ExperiencesRecorded"))[0].position)
     report = await verified(story, quick=True)
     assert report.lost_items == tuple(f"experience b0/0/{run}/0/" for run in range(RUNS))
 
 
-async def test_a_lost_manifest_is_lost_once(story: Story):
+async def test_a_lost_manifest_is_lost_once(story: Story) -> None:
     leased = (await events_of(story.url, "BatchLeased"))[1]
     await delete_event(story.url, leased.position)
     report = await verified(story)
@@ -83,7 +83,7 @@ async def test_a_lost_manifest_is_lost_once(story: Story):
 
 async def test_a_committed_step_that_the_weights_did_not_go_through_is_lost(
     store_url: str, tmp_path: Path
-):
+) -> None:
     # told anew: the log names the folder of the checkpoint, which changes here
     story = await tell(store_url, tmp_path / "run")
     story.say_chain(story.manifests[1:])
@@ -97,7 +97,7 @@ async def test_a_committed_step_that_the_weights_did_not_go_through_is_lost(
     assert "its sha256 is" in told(report)
 
 
-async def test_a_manifest_that_was_committed_twice_is_there_twice(story: Story):
+async def test_a_manifest_that_was_committed_twice_is_there_twice(story: Story) -> None:
     body = dict((await events_of(story.url, "StepsCommitted"))[1].body)
     async with open_store(story.url) as store:
         key = (await store.experiment(story.name)).key
@@ -113,14 +113,14 @@ async def test_a_manifest_that_was_committed_twice_is_there_twice(story: Story):
         )
 
 
-async def test_a_batch_that_was_trained_twice_is_there_twice(story: Story):
+async def test_a_batch_that_was_trained_twice_is_there_twice(story: Story) -> None:
     story.say_chain([*story.manifests, story.manifests[1]])
     report = await verified(story)
     assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
     assert story.manifests[1].hex() in report.duplicated_items[0]
 
 
-async def test_two_manifests_with_one_row_are_an_experience_trained_twice(story: Story):
+async def test_two_manifests_with_one_row_are_an_experience_trained_twice(story: Story) -> None:
     leased = (await events_of(story.url, "BatchLeased"))[1]
     again = Manifest.from_body({**leased.body, "step": 4})
     position = await append_unfolded(story.url, "BatchLeased", again.body("trainer", 1))
@@ -132,7 +132,7 @@ async def test_two_manifests_with_one_row_are_an_experience_trained_twice(story:
     assert f"was given out at position {leased.position} before" in told(report)
 
 
-async def test_an_experience_that_two_events_recorded_is_there_twice(story: Story):
+async def test_an_experience_that_two_events_recorded_is_there_twice(story: Story) -> None:
     last = (await events_of(story.url, "ExperiencesRecorded"))[-1]
     position = await append_unfolded(story.url, "ExperiencesRecorded", dict(last.body))
     report = await verified(story, quick=True)
@@ -141,7 +141,7 @@ async def test_an_experience_that_two_events_recorded_is_there_twice(story: Stor
     assert report.duplicated_items == (f"experience b1/0/1/0/ {where}",)
 
 
-async def test_rewinding_is_no_loss_and_no_repetition(store_url: str, tmp_path: Path):
+async def test_rewinding_is_no_loss_and_no_repetition(store_url: str, tmp_path: Path) -> None:
     # told anew: the log names the folder of the checkpoint, which changes here
     story = await tell(store_url, tmp_path / "run")
     async with open_store(story.url) as store:
@@ -172,7 +172,7 @@ async def commit_anew(url: str, story: Story) -> None:
         )
 
 
-async def test_a_flipped_bit_is_found_where_it_is(story: Story):
+async def test_a_flipped_bit_is_found_where_it_is(story: Story) -> None:
     recorded = (await events_of(story.url, "ExperiencesRecorded"))[2]
     key = bytes(recorded.body["segment"])
     await change_segment(story.url, key, keep_checksum=True)
@@ -185,7 +185,7 @@ async def test_a_flipped_bit_is_found_where_it_is(story: Story):
     assert (await verified(story, quick=True)).ok
 
 
-async def test_content_that_is_another_is_found_by_its_digest(story: Story):
+async def test_content_that_is_another_is_found_by_its_digest(story: Story) -> None:
     recorded = (await events_of(story.url, "ExperiencesRecorded"))[2]
     await change_segment(story.url, bytes(recorded.body["segment"]), keep_checksum=False)
     report = await verified(story)
@@ -206,7 +206,7 @@ async def change_segment(url: str, key: bytes, *, keep_checksum: bool) -> None:
         await tx.execute(update(segment).where(*mine).values(values))
 
 
-async def test_a_missing_segment_is_named(story: Story):
+async def test_a_missing_segment_is_named(story: Story) -> None:
     key = bytes((await events_of(story.url, "ExperiencesAnnotated"))[0].body["segment"])
     async with unguarded(story.url) as tx:
         await tx.execute(segment.delete().where(segment.c.key == key))
@@ -216,7 +216,7 @@ async def test_a_missing_segment_is_named(story: Story):
     assert "is missing" in report.problems[0].what
 
 
-async def test_a_damaged_body_is_named(story: Story):
+async def test_a_damaged_body_is_named(story: Story) -> None:
     position = (await events_of(story.url, "PolicyPublished"))[0].position
     async with unguarded(story.url) as tx:
         mine = event.c.position == position
@@ -226,7 +226,7 @@ async def test_a_damaged_body_is_named(story: Story):
     assert "its body cannot be read" in report.problems[0].what
 
 
-async def test_a_manifest_that_is_not_its_digest_is_named(story: Story):
+async def test_a_manifest_that_is_not_its_digest_is_named(story: Story) -> None:
     leased = (await events_of(story.url, "BatchLeased"))[2]
     body = {**leased.body, "normalizer": 7.0}
     async with unguarded(story.url) as tx:
@@ -256,12 +256,12 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_projection_is_changed_once():
+def test_every_projection_is_changed_once() -> None:
     assert list(OTHER_VALUES) == [table.name for table in PROJECTIONS]
 
 
 @pytest.mark.parametrize("table", PROJECTIONS, ids=lambda table: table.name)
-async def test_a_changed_row_is_named(story: Story, table: Any):
+async def test_a_changed_row_is_named(story: Story, table: Any) -> None:
     async with unguarded(story.url) as tx:
         row = await first_row(tx, table)
         key = [column == row[column.name] for column in table.primary_key]
@@ -282,7 +282,7 @@ async def test_a_changed_row_is_named(story: Story, table: Any):
 @pytest.mark.parametrize(
     "table", [t for t in PROJECTIONS if t.name != "configuration"], ids=lambda table: table.name
 )
-async def test_a_quick_look_counts_rows(story: Story, table: Any):
+async def test_a_quick_look_counts_rows(story: Story, table: Any) -> None:
     async with unguarded(story.url) as tx:
         row = await first_row(tx, table)
         key = [column == row[column.name] for column in table.primary_key]
@@ -291,7 +291,7 @@ async def test_a_quick_look_counts_rows(story: Story, table: Any):
     assert f"projections: {table.name}: it has" in told(report)
 
 
-async def test_a_row_that_is_handed_out_and_not_there_breaks_the_equation(story: Story):
+async def test_a_row_that_is_handed_out_and_not_there_breaks_the_equation(story: Story) -> None:
     async with unguarded(story.url) as tx:
         row = await first_row(tx, delivery)
         await tx.execute(delivery.insert().values({**row, "address": row["address"] + 999}))
@@ -300,13 +300,15 @@ async def test_a_row_that_is_handed_out_and_not_there_breaks_the_equation(story:
     assert "conservation: trainer: the terms do not add up" in told(report)
 
 
-async def test_the_last_line_of_a_killed_explorer_counts_if_it_is_whole(sqlite_story: Story):
+async def test_the_last_line_of_a_killed_explorer_counts_if_it_is_whole(
+    sqlite_story: Story,
+) -> None:
     for last, lost in (("b9/0/0", 0), ("b9/0/0/0/", 1), ("b9/0/0\n", 1)):
         (sqlite_story.acknowledged / "e1.ack").write_text(f"b0/0/0/0/\n\n{last}")
         assert (await verified(sqlite_story, quick=True)).lost == lost
 
 
-async def test_evidence_that_cannot_be_read_is_refused(sqlite_story: Story, tmp_path: Path):
+async def test_evidence_that_cannot_be_read_is_refused(sqlite_story: Story, tmp_path: Path) -> None:
     async with open_store(sqlite_story.url, read_only=True) as store:
         experiment = await store.experiment(sqlite_story.name)
         with pytest.raises(InvalidArgumentError, match="no such file or folder"):
@@ -319,7 +321,7 @@ async def test_evidence_that_cannot_be_read_is_refused(sqlite_story: Story, tmp_
             await verify(experiment, consumer="grpo")
 
 
-async def test_verifying_goes_on_while_others_write(story: Story):
+async def test_verifying_goes_on_while_others_write(story: Story) -> None:
     async with open_store(story.url) as writing, open_store(story.url, read_only=True) as reading:
         writer = (await writing.experiment(story.name)).writer("e1")
         experiment = await reading.experiment(story.name)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
+from typing_extensions import override
 
 from tests.contract.making import (
     rows,
@@ -27,6 +28,7 @@ class Watcher(AddStrategy):
     annotates: ClassVar[bool] = False
     seen: ClassVar[list[tuple[int, list[str]]]] = []
 
+    @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Write all."""
         self.seen.append((step, [experience.eid.uid for experience in experiences]))

@@ -134,7 +134,7 @@ PLANTED_ON_POSTGRESQL: list[tuple[Plant, Check, str]] = [
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_the_guarantee_holds(check: Check, store_url: str, tmp_path: Path):
+async def test_the_guarantee_holds(check: Check, store_url: str, tmp_path: Path) -> None:
     await check(store_url, tmp_path)
 
 
@@ -165,7 +165,7 @@ async def test_the_plant_is_found(
     sqlite_url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-):
+) -> None:
     plant(monkeypatch)
     await red(check, sqlite_url, tmp_path, said)
 
@@ -178,12 +178,12 @@ async def test_the_plant_is_found_on_postgresql(
     postgres_url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-):
+) -> None:
     plant(monkeypatch)
     await red(check, postgres_url, tmp_path, said)
 
 
-async def test_a_receipt_before_the_commit_is_found(store_url: str, tmp_path: Path):
+async def test_a_receipt_before_the_commit_is_found(store_url: str, tmp_path: Path) -> None:
     await red(
         checks.acknowledged_is_durable_though_told_too_early,
         store_url,
@@ -192,7 +192,7 @@ async def test_a_receipt_before_the_commit_is_found(store_url: str, tmp_path: Pa
     )
 
 
-def test_every_plant_is_planted():
+def test_every_plant_is_planted() -> None:
     made = {
         value
         for name, value in vars(plants).items()

@@ -49,7 +49,7 @@ def put(other: Any, number_of_bytes: int = 100) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of writes")
 async def test_a_write_wakes_all_who_wait_and_nobody_polls(
     path: Path, other: Any, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(module, "FIRST_POLL_S", LONG_S)
     monkeypatch.setattr(module, "SLOWEST_WATCHED_POLL_S", LONG_S)
     changes = SQLiteChanges(path)
@@ -67,7 +67,7 @@ async def test_a_write_wakes_all_who_wait_and_nobody_polls(
 @pytest.mark.parametrize("watched", [True, False])
 async def test_no_commit_is_missed(
     path: Path, other: Any, watched: bool, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     if not watched:
         monkeypatch.setattr(file_watch, "watch", lambda _: None)
     changes = SQLiteChanges(path)
@@ -87,7 +87,7 @@ async def test_no_commit_is_missed(
 @pytest.mark.parametrize("watched", [True, False])
 async def test_a_wait_ends_in_time_and_can_be_cancelled(
     path: Path, other: Any, watched: bool, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     if not watched:
         monkeypatch.setattr(file_watch, "watch", lambda _: None)
     changes = SQLiteChanges(path)
@@ -107,7 +107,7 @@ async def test_a_wait_ends_in_time_and_can_be_cancelled(
 
 async def test_who_waits_for_nothing_hears_nothing(
     path: Path, other: Any, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     heard = 0
 
     def count(descriptor: int) -> None:
@@ -125,7 +125,7 @@ async def test_who_waits_for_nothing_hears_nothing(
     await changes.close()
 
 
-async def test_an_idle_wait_costs_next_to_nothing(path: Path, other: Any):
+async def test_an_idle_wait_costs_next_to_nothing(path: Path, other: Any) -> None:
     changes = SQLiteChanges(path)
     state = await changes.state()
     used, began = time.process_time(), time.monotonic()
@@ -136,13 +136,13 @@ async def test_an_idle_wait_costs_next_to_nothing(path: Path, other: Any):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of writes")
-def test_a_file_that_is_not_there_has_no_news(tmp_path: Path):
+def test_a_file_that_is_not_there_has_no_news(tmp_path: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     assert file_watch.watch(tmp_path / "none") is None
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-async def test_a_store_closes_after_the_server_that_it_listened_to_was_killed():
+async def test_a_store_closes_after_the_server_that_it_listened_to_was_killed() -> None:
     with PostgresServer() as server:
         server.create_database("gone")
         url = server.url("gone")

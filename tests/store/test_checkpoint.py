@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from pysqlite3 import dbapi2
+from typing_extensions import override
 
 from tests.conftest import Resize
 from tests.contract.making import group
@@ -32,7 +33,7 @@ def log_of(connection: Any) -> tuple[int, int]:
     return pages, copied
 
 
-def test_the_log_is_copied_while_a_writer_goes_on(tmp_path: Path, resize: Resize):
+def test_the_log_is_copied_while_a_writer_goes_on(tmp_path: Path, resize: Resize) -> None:
     resize(wal_pages_per_checkpoint=8)
     path = tmp_path / "a.db"
     sqlite.prepare_file(path)
@@ -53,7 +54,7 @@ def test_the_log_is_copied_while_a_writer_goes_on(tmp_path: Path, resize: Resize
         assert log_of(connection)[0] < pages, "copied as a whole, the log begins anew"
 
 
-def test_a_short_log_is_left_alone(tmp_path: Path):
+def test_a_short_log_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "a.db"
     sqlite.prepare_file(path)
     with closing(opened(path)) as connection, closing(Checkpointer(path)) as beside:
@@ -65,13 +66,14 @@ def test_a_short_log_is_left_alone(tmp_path: Path):
 
 def test_it_ends_when_it_is_closed_just_before_it_forgets_the_news(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     path = tmp_path / "a.db"
     sqlite.prepare_file(path)
     monkeypatch.setattr(checkpoint, "PAUSE_S", 0.001)
     beside = Checkpointer(path)
 
     class ClosedMeanwhile(threading.Event):
+        @override
         def clear(self) -> None:
             beside._closing.set()
             self.set()
@@ -86,7 +88,7 @@ def test_it_ends_when_it_is_closed_just_before_it_forgets_the_news(
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-async def test_who_writes_has_one_and_who_reads_has_none(tmp_path: Path, read_only: bool):
+async def test_who_writes_has_one_and_who_reads_has_none(tmp_path: Path, read_only: bool) -> None:
     url = f"sqlite:///{tmp_path / 'a.db'}"
     async with open_store(url) as store:
         experiment = await store.experiment("e", config={})
@@ -95,5 +97,5 @@ async def test_who_writes_has_one_and_who_reads_has_none(tmp_path: Path, read_on
         assert (store.database._checkpointer is None) == read_only
 
 
-def test_the_writers_own_limit_lies_behind_it():
+def test_the_writers_own_limit_lies_behind_it() -> None:
     assert sizes().wal_pages_per_checkpoint < sizes().wal_pages_limit / 4

@@ -30,7 +30,9 @@ WALKS = ("(experiment=?)", "(experiment=? AND address<?)")
 
 
 @pytest.mark.parametrize("name", ASKED_FOR_EACH_BATCH)
-async def test_a_batch_is_found_without_a_walk_through_the_experiment(sqlite_url: str, name: str):
+async def test_a_batch_is_found_without_a_walk_through_the_experiment(
+    sqlite_url: str, name: str
+) -> None:
     asked: list[tuple[str, Any]] = []
 
     def note(_connection: Any, _cursor: Any, statement: str, given: Any, *_: Any) -> None:

@@ -30,19 +30,19 @@ def library(version: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("version", ["3.7.0", "3.40.1", "3.44.5", "3.45.0", "3.50.6", "3.51.2"])
-def test_a_library_that_can_lose_commits_is_refused(version: str):
+def test_a_library_that_can_lose_commits_is_refused(version: str) -> None:
     with pytest.raises(UnsafeStoreError, match=rf"SQLite {version} .*install pysqlite3 >="):
         sqlite.require_safe_library(library(version))
 
 
 @pytest.mark.parametrize("version", ["3.6.23", "3.44.6", "3.50.7", "3.51.3", "3.52.0", "4.0.0"])
-def test_a_library_that_cannot_is_taken(version: str):
+def test_a_library_that_cannot_is_taken(version: str) -> None:
     assert sqlite.require_safe_library(library(version)) == version
 
 
 async def test_no_store_is_opened_with_an_affected_library(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(pysqlite3, "sqlite_version", "3.40.1")
     with pytest.raises(UnsafeStoreError, match="WAL-reset bug"):
         async with open_store(sqlite_url):
@@ -51,14 +51,14 @@ async def test_no_store_is_opened_with_an_affected_library(
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs", "cifs", "9p"])
-def test_a_network_file_system_is_refused_with_the_ways_out(tmp_path: Path, kind: str):
+def test_a_network_file_system_is_refused_with_the_ways_out(tmp_path: Path, kind: str) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path} {kind} rw 0 0\n")
     with pytest.raises(UnsafeStoreError, match=rf"{kind}.*local disk.*postgresql://"):
         sqlite.check_path(tmp_path / "run.db", read_only=False, mounts=mounts)
 
 
-def test_a_local_disk_inside_a_network_file_system_is_local(tmp_path: Path):
+def test_a_local_disk_inside_a_network_file_system_is_local(tmp_path: Path) -> None:
     mounts, local = tmp_path / "mounts", tmp_path / "with space"
     local.mkdir()
     escaped = str(local).replace(" ", "\\040")
@@ -70,7 +70,7 @@ def test_a_local_disk_inside_a_network_file_system_is_local(tmp_path: Path):
 
 async def test_no_store_is_opened_on_a_network_file_system(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(sqlite, "file_system_of", lambda *_: "nfs4")
     with pytest.raises(UnsafeStoreError, match="nfs4"):
         async with open_store(sqlite_url):
@@ -90,7 +90,7 @@ def _write(url: str, number: int) -> None:
     asyncio.run(work())
 
 
-def test_sixteen_processes_write_and_none_finds_it_locked(sqlite_url: str):
+def test_sixteen_processes_write_and_none_finds_it_locked(sqlite_url: str) -> None:
     """Whoever had ended with "database is locked" would have another exit code than 0."""
     asyncio.run(_create(sqlite_url))
     writers = [CONTEXT.Process(target=_write, args=(sqlite_url, n)) for n in range(PROCESSES)]

@@ -55,7 +55,7 @@ def digest_of(story: Story) -> str:
     return hashlib.sha256(Path(story.url.removeprefix("sqlite:///")).read_bytes()).hexdigest()
 
 
-def test_inspect_store_says_what_is_in_here(run: Run, story: Story):
+def test_inspect_store_says_what_is_in_here(run: Run, story: Story) -> None:
     before = digest_of(story)
     done = run("inspect_store.py", story.url, "--rollouts", 2)
     assert done.returncode == 0, done.stderr
@@ -66,7 +66,7 @@ def test_inspect_store_says_what_is_in_here(run: Run, story: Story):
     assert digest_of(story) == before
 
 
-def test_plot_run_draws_the_three_curves(run: Run, story: Story, tmp_path: Path):
+def test_plot_run_draws_the_three_curves(run: Run, story: Story, tmp_path: Path) -> None:
     picture = tmp_path / "run.png"
     done = run("plot_run.py", story.url, picture)
     assert done.returncode == 0, done.stderr
@@ -77,7 +77,7 @@ def test_plot_run_draws_the_three_curves(run: Run, story: Story, tmp_path: Path)
     assert "no gradient step of 'nobody'" in nobody.stderr
 
 
-def test_replay_run_gives_the_recorded_batches_to_another_loss(run: Run, story: Story):
+def test_replay_run_gives_the_recorded_batches_to_another_loss(run: Run, story: Story) -> None:
     before = digest_of(story)
     done = run("replay_run.py", story.url, "--experiment", "sort")
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pysqlite3 import dbapi2
+from typing_extensions import override
 
 from tests.postgres import PostgresServer
 
@@ -81,9 +82,11 @@ class SQLiteSite(Site):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
+    @override
     def fresh(self, name: str) -> str:
         return f"sqlite:///{self._folder / f'{name}.db'}"
 
+    @override
     def copy(self, url: str) -> str:
         path = _path_of(url)
         target = Path(tempfile.mkdtemp(prefix="copy-", dir=self._folder)) / "copy.db"
@@ -93,6 +96,7 @@ class SQLiteSite(Site):
                 shutil.copy(source, target.with_name(target.name + suffix))
         return f"sqlite:///{target}"
 
+    @override
     def remove(self, url: str) -> None:
         path = _path_of(url)
         if path.parent != self._folder:
@@ -101,6 +105,7 @@ class SQLiteSite(Site):
         for suffix in ("", "-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
 
+    @override
     def flip(self, url: str, draw: float) -> tuple[str, str]:
         connection = dbapi2.connect(str(_path_of(url)), isolation_level=None)
         connection.execute("DROP TRIGGER segment_forbids_update")
@@ -159,9 +164,11 @@ class SmallDiskSite(SQLiteSite):
         super().__init__(folder)
         self._ballast = _Ballast(folder)
 
+    @override
     def fill(self) -> None:
         self._ballast.fill()
 
+    @override
     def empty(self) -> None:
         self._ballast.empty()
 
@@ -188,9 +195,11 @@ class PostgresSite(Site):
         self._server = server
         self._copies = 0
 
+    @override
     def fresh(self, name: str) -> str:
         return self._server.create_database(name, tablespace=self.tablespace)
 
+    @override
     def copy(self, url: str) -> str:
         self._copies += 1
         name = _database_of(url)
@@ -201,9 +210,11 @@ class PostgresSite(Site):
         copy = f"{name}_copy_{self._copies}"
         return self._server.create_database(copy, template=name, tablespace=self.tablespace)
 
+    @override
     def remove(self, url: str) -> None:
         self._server.drop_database(_database_of(url))
 
+    @override
     def flip(self, url: str, draw: float) -> tuple[str, str]:
         name = _database_of(url)
         keys = self._server.execute(
@@ -223,6 +234,7 @@ class PostgresSite(Site):
         )
         return key, family
 
+    @override
     def hit(self, kind: str, url: str, draw: float) -> bool:
         if kind == "server killed":
             self._server.kill9()
@@ -239,6 +251,7 @@ class PostgresSite(Site):
                 os.kill(pid, signal.SIGKILL)
         return True
 
+    @override
     def settle(self) -> None:
         deadline = time.monotonic() + RECOVERY_S
         while True:
@@ -291,9 +304,11 @@ class SmallTablespaceSite(PostgresSite):
         server.create_tablespace(self.tablespace, tables)
         self._ballast = _Ballast(folder)
 
+    @override
     def fill(self) -> None:
         self._ballast.fill()
 
+    @override
     def empty(self) -> None:
         """Give the space back; a server that could not recover without it is started again."""
         self._ballast.empty()

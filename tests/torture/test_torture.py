@@ -13,7 +13,7 @@ from tests.torture.round import run_round
 
 # Some fifteen seconds each, with the start, the end and the proof.
 @pytest.mark.parametrize("store", ["sqlite", "postgresql"])
-def test_whatever_goes_wrong_nothing_is_lost_doubled_or_skipped(store: str, tmp_path: Path):
+def test_whatever_goes_wrong_nothing_is_lost_doubled_or_skipped(store: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         if store == "postgresql":
             site: sites.Site = stack.enter_context(sites.postgresql())
@@ -29,7 +29,7 @@ def test_whatever_goes_wrong_nothing_is_lost_doubled_or_skipped(store: str, tmp_
     assert report.faults["bit flipped"] == 1
 
 
-def test_a_seed_is_a_plan():
+def test_a_seed_is_a_plan() -> None:
     slots = {"e0": "explorer", "t0": "trainer", "r0": "reader"}
 
     def planned(seed: int, number: int) -> list[object]:

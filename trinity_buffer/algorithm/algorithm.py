@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, ABCMeta
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm.recipe import Recipe
 from trinity_buffer.algorithm.registry import ALGORITHM_TYPE
 
@@ -14,6 +16,7 @@ __all__ = ["ALGORITHM_TYPE", "AlgorithmType", "ConstantMeta", "Recipe"]
 class ConstantMeta(ABCMeta):
     """Metaclass of classes whose attributes stay as they were written; new ones may be added."""
 
+    @override
     def __setattr__(cls, name: str, value: Any) -> None:
         """Set an attribute that no class in the line of inheritance has.
 
@@ -25,6 +28,7 @@ class ConstantMeta(ABCMeta):
             raise AttributeError(f"{name} is already defined in {cls.__name__}; it is a constant")
         super().__setattr__(name, value)
 
+    @override
     def __delattr__(cls, name: str) -> None:
         """Refuse.
 

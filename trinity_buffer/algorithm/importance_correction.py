@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import default_arguments
 from trinity_buffer.algorithm.functional import (
@@ -87,6 +88,7 @@ class ImportanceCorrection(ABC):
 class NoCorrection(ImportanceCorrection):
     """Weights of 1: what the engine recorded is believed."""
 
+    @override
     def weigh(self, ratio: Tensor) -> Tensor:
         """Return ones."""
         return torch.ones_like(ratio)
@@ -103,6 +105,7 @@ class TokenTIS(ImportanceCorrection):
     def __init__(self, cap: float = 2.0) -> None:
         self.cap = _positive("cap", cap)
 
+    @override
     def weigh(self, ratio: Tensor) -> Tensor:
         """Return the ratio, at most ``cap``."""
         return ratio.clamp(max=self.cap)
@@ -126,6 +129,7 @@ class TokenMIS(ImportanceCorrection):
     def __init__(self, cap: float = 2.0) -> None:
         self.cap = _positive("cap", cap)
 
+    @override
     def weigh(self, ratio: Tensor) -> Tensor:
         """Return the ratio, or 0 above ``cap``."""
         return torch.where(ratio <= self.cap, ratio, 0.0)
@@ -155,6 +159,7 @@ class IcePop(ImportanceCorrection):
         self.low = low
         self.high = high
 
+    @override
     def weigh(self, ratio: Tensor) -> Tensor:
         """Return the ratio, or 0 outside the interval."""
         return torch.where((ratio >= self.low) & (ratio <= self.high), ratio, 0.0)

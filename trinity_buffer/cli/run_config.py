@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
 
@@ -111,7 +112,8 @@ class RunConfig(_Section):
     tokens_per_microbatch: int | None = Field(None, ge=1)
     layout: Literal["padded", "packed"] = "padded"
 
-    def model_post_init(self, context: Any) -> None:  # noqa: ARG002 - pydantic's signature
+    @override
+    def model_post_init(self, context: Any) -> None:
         """Refuse a commit interval that admission control would wait for in vain."""
         if self.max_staleness is not None and self.commit_every_steps > max(self.max_staleness, 1):
             raise InvalidArgumentError(
@@ -190,17 +192,17 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
         InvalidArgumentError: an override without ``=``, or of a key inside a plain value.
     """
     result = dict(values)
-    for override in overrides:
-        key, equals, text = override.partition("=")
+    for given in overrides:
+        key, equals, text = given.partition("=")
         if not equals:
-            raise InvalidArgumentError(f"override {override!r}: write it as section.key=value")
+            raise InvalidArgumentError(f"override {given!r}: write it as section.key=value")
         *sections, last = key.split(".")
         table = result
         for section in sections:
             inner = table.get(section) or {}
             if not isinstance(inner, Mapping):
                 raise InvalidArgumentError(
-                    f"override {override!r}: {section!r} is {inner!r}, which has no keys"
+                    f"override {given!r}: {section!r} is {inner!r}, which has no keys"
                 )
             table[section] = dict(inner)
             table = table[section]

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from trinity_buffer.codec.dtypes import DTYPES
 from trinity_buffer.codec.objects import AsTensor, unpack_object
@@ -69,6 +70,7 @@ class ObjectColumn(Sequence[Any]):
         self._offsets = offsets
         self._data = data
 
+    @override
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
@@ -76,6 +78,7 @@ class ObjectColumn(Sequence[Any]):
     def __getitem__(self, index: int) -> Any: ...
     @overload
     def __getitem__(self, index: slice) -> list[Any]: ...
+    @override
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return self.values(range(*index.indices(len(self))))
@@ -83,6 +86,7 @@ class ObjectColumn(Sequence[Any]):
             raise IndexError(f"row {index} of {len(self)}")
         return self.values([index % len(self)])[0]
 
+    @override
     def __iter__(self) -> Iterator[Any]:
         return iter(self.values(range(len(self))))
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from trinity_buffer.demo.policy_file import read_policy, write_policy
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
@@ -118,6 +119,7 @@ class _Attention(nn.Module):
         self.inward = nn.Linear(config.width, 3 * config.width, bias=False)
         self.outward = nn.Linear(config.width, config.width, bias=False)
 
+    @override
     def forward(
         self, hidden: Tensor, packed: _PackedRows | None, cache: KeyValueCache | None
     ) -> Tensor:
@@ -147,6 +149,7 @@ class _Block(nn.Module):
         self.feed_in = nn.Linear(config.width, 4 * config.width, bias=False)
         self.feed_out = nn.Linear(4 * config.width, config.width, bias=False)
 
+    @override
     def forward(
         self, hidden: Tensor, packed: _PackedRows | None, cache: KeyValueCache | None
     ) -> Tensor:
@@ -189,6 +192,7 @@ class TransformerPolicy(nn.Module):
                 deviation /= 10  # nearly uniform: a first guess that explores
             nn.init.normal_(weight, std=deviation, generator=generator)
 
+    @override
     def forward(
         self,
         input_ids: Tensor,

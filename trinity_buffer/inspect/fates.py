@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from trinity_buffer.store import inspection, queries
 from trinity_buffer.store.address import position_of
 from trinity_buffer.store.rows import ConsumerRow, ExperienceRow
@@ -44,6 +46,7 @@ class Fate:
     reason: str | None
     annotations: tuple[AnnotationRow, ...] = ()
 
+    @override
     def __str__(self) -> str:
         if self.state != "annotated":
             return self.state if self.reason is None else f"{self.state}: {self.reason}"

@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 from pysqlite3 import dbapi2
 from sqlalchemy.engine import URL
+from typing_extensions import override
 
 from trinity_buffer.errors import StoreError
 from trinity_buffer.store import file_watch
@@ -80,10 +81,12 @@ class SQLiteChanges(Changes):
     def _version(self) -> int:
         return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
 
+    @override
     async def state(self) -> tuple[int, int]:
         """Return (own commits, the others' commits)."""
         return self._own, self._version()
 
+    @override
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
         """Look after each write, and every 1 to 8 (with a watch: 50) ms, until the version moves.
 
@@ -123,6 +126,7 @@ class SQLiteChanges(Changes):
         self._event.set()
         self._event = anyio.Event()
 
+    @override
     async def close(self) -> None:
         """Close the polling connection."""
         if self._watch is not None:
@@ -165,11 +169,13 @@ class PostgresChanges(Changes):
         self._event.set()
         self._event = anyio.Event()
 
+    @override
     async def state(self) -> tuple[int, int]:
         """Return (own commits, notifications heard)."""
         await self._listen()
         return self._own, self._others
 
+    @override
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
         """Wait for a notification."""
         own = self._event
@@ -177,6 +183,7 @@ class PostgresChanges(Changes):
             with anyio.move_on_after(timeout_s):
                 await own.wait()
 
+    @override
     async def close(self) -> None:
         """Close the listening connection; a server that is gone is no error any more."""
         if self._connection is None:

@@ -27,6 +27,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.types import NULLTYPE
+from typing_extensions import override
 
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.tables import (
@@ -102,6 +103,7 @@ class Difference:
     live: Mapping[str, Any] | None
     folded: Mapping[str, Any] | None
 
+    @override
     def __str__(self) -> str:
         key = ", ".join(f"{name}={_shown(value)}" for name, value in self.key.items())
         if self.live is None:

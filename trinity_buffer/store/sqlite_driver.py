@@ -21,6 +21,7 @@ from sqlalchemy.dialects.sqlite.aiosqlite import (
     SQLiteDialect_aiosqlite,
 )
 from sqlalchemy.util.concurrency import await_only
+from typing_extensions import override
 
 from trinity_buffer.store.inline import InlineConnection
 
@@ -114,7 +115,8 @@ class Connection(AsyncAdapt_aiosqlite_connection):  # type: ignore[misc, unused-
         self._begin: str | None = None
         self._inline: InlineConnection | None = None
 
-    def cursor(self, server_side: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002 - SQLAlchemy's signature
+    @override
+    def cursor(self, server_side: bool = False) -> Any:
         """Return a cursor."""
         return _Cursor(self)
 
@@ -143,6 +145,7 @@ class Connection(AsyncAdapt_aiosqlite_connection):  # type: ignore[misc, unused-
             self._inline = InlineConnection(self._connection._conn)  # noqa: SLF001 - as above
         return run(self._inline)
 
+    @override
     def close(self) -> None:
         """Close the connection, and what looks at it."""
         inline, self._inline = self._inline, None
@@ -150,11 +153,13 @@ class Connection(AsyncAdapt_aiosqlite_connection):  # type: ignore[misc, unused-
             await_only(self._connection._execute(inline.close))  # noqa: SLF001 - as above
         super().close()
 
+    @override
     def rollback(self) -> None:
         """Roll back, without a trip where nothing has begun: the pool asks for it each time."""
         if self._has_begun():
             super().rollback()
 
+    @override
     def commit(self) -> None:
         """Commit, without a trip where nothing has begun."""
         if self._has_begun():
@@ -169,6 +174,7 @@ class Connection(AsyncAdapt_aiosqlite_connection):  # type: ignore[misc, unused-
 class _Driver(AsyncAdapt_aiosqlite_dbapi):  # type: ignore[misc, unused-ignore]
     """aiosqlite over pysqlite3, whose exceptions are not those of the standard library."""
 
+    @override
     def _init_dbapi_attributes(self) -> None:
         super()._init_dbapi_attributes()
         for name in (
@@ -178,6 +184,7 @@ class _Driver(AsyncAdapt_aiosqlite_dbapi):  # type: ignore[misc, unused-ignore]
         ):  # fmt: skip
             setattr(self, name, getattr(dbapi2, name))
 
+    @override
     def connect(self, *args: Any, **kwargs: Any) -> Any:
         """Open a connection, in a thread that does not keep the interpreter from ending."""
         opened = aiosqlite.Connection(lambda: dbapi2.connect(*args, **kwargs), iter_chunk_size=64)
@@ -192,6 +199,7 @@ class PySQLite3Dialect(SQLiteDialect_aiosqlite):
     supports_statement_cache = True
 
     @classmethod
+    @override
     def import_dbapi(cls) -> Any:
         """Return the driver."""
         return _Driver(aiosqlite, dbapi2)

@@ -31,6 +31,7 @@ from sqlalchemy import (
 from sqlalchemy import (
     event as listen_to,
 )
+from typing_extensions import override
 
 SCHEMA_REVISION = "0001"
 """The alembic revision that equals these tables; a test holds them together."""
@@ -51,10 +52,12 @@ class CanonicalJSON(TypeDecorator[Any]):
     impl = Text
     cache_ok = True
 
+    @override
     def process_bind_param(self, value: Any, dialect: Any) -> str | None:
         """Return the canonical text."""
         return None if value is None else json.dumps(value, sort_keys=True, separators=(",", ":"))
 
+    @override
     def process_result_value(self, value: str | None, dialect: Any) -> Any:
         """Return the value of the text."""
         return None if value is None else json.loads(value)

@@ -44,7 +44,7 @@ def evaluate(
 @pytest.mark.parametrize(("name", "arguments"), VARIANTS)
 def test_what_a_mask_hides_reaches_neither_value_nor_gradient(
     name: str, arguments: dict[str, Any], garbage: float
-):
+) -> None:
     clean = padded()
     hidden = ~clean["action_mask"]
     dirty = {
@@ -60,7 +60,7 @@ def test_what_a_mask_hides_reaches_neither_value_nor_gradient(
 
 
 @pytest.mark.parametrize(("name", "arguments"), VARIANTS)
-def test_metrics_are_detached_numbers(name: str, arguments: dict[str, Any]):
+def test_metrics_are_detached_numbers(name: str, arguments: dict[str, Any]) -> None:
     loss, metrics, _ = evaluate(name, arguments, padded())
     assert loss.shape == ()
     assert metrics
@@ -82,7 +82,7 @@ def _smooth(name: str, arguments: dict[str, Any]) -> bool:
     ("name", "arguments"),
     [p for p in VARIANTS if _smooth(*p.values)],  # type: ignore[arg-type]
 )
-def test_the_gradient_is_the_derivative(name: str, arguments: dict[str, Any]):
+def test_the_gradient_is_the_derivative(name: str, arguments: dict[str, Any]) -> None:
     loss_fn = make(name, arguments)
     batch = padded(seed=3)
     tensors = {key: batch[key] for key in loss_fn.select_keys}
@@ -96,7 +96,7 @@ def test_the_gradient_is_the_derivative(name: str, arguments: dict[str, Any]):
 
 @pytest.mark.parametrize("name", sorted(set(POLICY_LOSS_FN.names()) - GOOD_ADVANTAGE))
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_good_tokens_become_likelier_and_bad_ones_rarer(name: str, sign: float):
+def test_good_tokens_become_likelier_and_bad_ones_rarer(name: str, sign: float) -> None:
     batch = padded()
     batch["old_logprob"] = batch["logprob"].clone()
     batch["advantages"] = torch.full_like(batch["advantages"], sign)
@@ -108,7 +108,7 @@ def test_good_tokens_become_likelier_and_bad_ones_rarer(name: str, sign: float):
 
 
 @pytest.mark.parametrize("name", sorted(GOOD_ADVANTAGE))
-def test_recorded_tokens_become_likelier(name: str):
+def test_recorded_tokens_become_likelier(name: str) -> None:
     batch = padded()
     _, _, gradient = evaluate(name, POLICY_LOSS_FN.get(name).default_args(), batch)
     gradient, mask = gradient.clone(), batch["action_mask"].clone()
@@ -119,7 +119,7 @@ def test_recorded_tokens_become_likelier(name: str):
 
 
 @pytest.mark.parametrize("name", POLICY_LOSS_FN.names())
-def test_sixteen_bit_inputs_are_computed_in_thirty_two(name: str):
+def test_sixteen_bit_inputs_are_computed_in_thirty_two(name: str) -> None:
     batch = {
         key: value.bfloat16() if value.is_floating_point() else value
         for key, value in padded(torch.float32).items()
@@ -135,7 +135,7 @@ def test_sixteen_bit_inputs_are_computed_in_thirty_two(name: str):
 
 
 @pytest.mark.parametrize("name", POLICY_LOSS_FN.names())
-def test_a_loss_is_constructible_from_its_default_args(name: str):
+def test_a_loss_is_constructible_from_its_default_args(name: str) -> None:
     cls = POLICY_LOSS_FN.get(name)
     loss_fn = cls(**cls.default_args())
     assert loss_fn.select_keys
@@ -146,7 +146,7 @@ def test_a_loss_is_constructible_from_its_default_args(name: str):
 
 
 @pytest.mark.parametrize("name", KL_FN.names())
-def test_a_kl_loss_ignores_garbage_behind_the_mask(name: str):
+def test_a_kl_loss_ignores_garbage_behind_the_mask(name: str) -> None:
     clean = padded()
     hidden = ~clean["action_mask"]
     results = []
@@ -168,7 +168,7 @@ def test_a_kl_loss_ignores_garbage_behind_the_mask(name: str):
 
 
 @pytest.mark.parametrize("name", sorted(set(KL_FN.names()) - {"none"}))
-def test_the_gradient_of_a_kl_is_its_derivative(name: str):
+def test_the_gradient_of_a_kl_is_its_derivative(name: str) -> None:
     batch = padded(seed=5)
     kl = KL_FN.get(name)(kl_coef=0.5)
 
@@ -180,7 +180,7 @@ def test_the_gradient_of_a_kl_is_its_derivative(name: str):
 
 
 @pytest.mark.parametrize("name", ENTROPY_LOSS_FN.names())
-def test_an_entropy_loss_ignores_garbage_behind_the_mask(name: str):
+def test_an_entropy_loss_ignores_garbage_behind_the_mask(name: str) -> None:
     batch = padded()
     entropy = batch["entropy"].masked_fill(~batch["action_mask"], float("nan")).requires_grad_()
     loss, _ = ENTROPY_LOSS_FN.get(name)(0.5)(entropy, batch["action_mask"], batch["expert_mask"])

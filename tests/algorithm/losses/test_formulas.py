@@ -91,12 +91,12 @@ BY_TOKEN: list[tuple[str, dict[str, Any], list[float]]] = [
 @pytest.mark.parametrize(("name", "arguments", "tokens"), BY_TOKEN)
 def test_the_token_mean_of_a_loss_worked_out_by_hand(
     name: str, arguments: dict[str, Any], tokens: list[float]
-):
+) -> None:
     loss, _, _ = call(name, **arguments)
     assert loss == pytest.approx(sum(tokens) / 4, rel=1e-7, abs=1e-9)
 
 
-def test_gspo_and_gmpo_worked_out_by_hand():
+def test_gspo_and_gmpo_worked_out_by_hand() -> None:
     means = [MEAN * (1.0 - 2.0 + 0.5) / 3, -1.0]
     loss, metrics, _ = call("gspo", clip_range=0.2)
     assert loss == pytest.approx(-(means[0] + means[1]) / 2)
@@ -110,7 +110,7 @@ def test_gspo_and_gmpo_worked_out_by_hand():
 WHOLE_BATCH: dict[str, Any] = {"backend": "trinity", "per_pair": False}
 
 
-def test_dpo_compares_each_pair_and_the_reference_the_sum():
+def test_dpo_compares_each_pair_and_the_reference_the_sum() -> None:
     chosen, rejected = 0.1 * (0.1 + 0.2 + 0.3), 0.1 * 0.5
     loss, metrics, _ = call("dpo", beta=0.1)
     assert loss == pytest.approx(-math.log(sigmoid(chosen - rejected)))
@@ -127,7 +127,7 @@ def test_dpo_compares_each_pair_and_the_reference_the_sum():
     assert float(summed) == pytest.approx(math.log(2.0))
 
 
-def test_mix_weighs_its_two_kinds_and_chord_schedules_the_weight():
+def test_mix_weighs_its_two_kinds_and_chord_schedules_the_weight() -> None:
     ppo, sft = (-1.2 + 1.6 - 0.5) / 3, 1.5
     loss, metrics, _ = call("mix", mu=0.25, clip_range=0.2)
     assert loss == pytest.approx(0.75 * ppo + 0.25 * sft)
@@ -138,7 +138,7 @@ def test_mix_weighs_its_two_kinds_and_chord_schedules_the_weight():
     assert loss == pytest.approx(0.6 * ppo + 0.4 * phi)
 
 
-def test_the_share_of_an_expert_rises_falls_and_settles():
+def test_the_share_of_an_expert_rises_falls_and_settles() -> None:
     chord = MIXCHORDPolicyLossFn(
         clip_range=0.2, mu_warmup_steps=2, mu_decay_steps=4, mu_peak=0.8, mu_valley=0.2
     )
@@ -146,14 +146,14 @@ def test_the_share_of_an_expert_rises_falls_and_settles():
     assert mu == pytest.approx([0.0, 0.4, 0.8, 0.7121, 0.5, 0.2879, 0.2, 0.2], abs=1e-4)
 
 
-def test_rows_that_disagree_about_the_step_are_refused():
+def test_rows_that_disagree_about_the_step_are_refused() -> None:
     chord = MIXCHORDPolicyLossFn(backend="trinity", clip_range=0.2)
     old, mask, advantages = (BATCH[k] for k in ("old_logprob", "action_mask", "advantages"))
     with pytest.raises(InvalidArgumentError, match="step"):
         chord(LOGPROB, old, mask, advantages, BATCH["expert_mask"], torch.tensor([1, 2]))
 
 
-def test_a_soft_gate_fades_where_the_references_grows():
+def test_a_soft_gate_fades_where_the_references_grows() -> None:
     """At r = 8 a token pulls less than at r = 1; with the detached gate it pulls more."""
     advantages = torch.ones(1, 2, dtype=torch.float64)
     mask = torch.ones(1, 2, dtype=torch.bool)
@@ -171,7 +171,7 @@ def test_a_soft_gate_fades_where_the_references_grows():
     assert gates.tolist() == pytest.approx([2.0, 2.0 / 1.05])
 
 
-def test_clip_cov_holds_the_tokens_it_draws_and_no_others():
+def test_clip_cov_holds_the_tokens_it_draws_and_no_others() -> None:
     torch.manual_seed(0)
     loss, metrics, gradient = call(
         "clip_cov", clip_range=5.0, clip_cov_ratio=0.5, clip_cov_lb=-9.0, clip_cov_ub=9.0
@@ -197,7 +197,7 @@ KL = {
 
 
 @pytest.mark.parametrize("name", KL_FN.names())
-def test_a_kl_loss_worked_out_by_hand(name: str):
+def test_a_kl_loss_worked_out_by_hand(name: str) -> None:
     loss, metrics = KL_FN.get(name)(kl_coef=0.5).calculate_kl_loss(
         LOGPROB, BATCH["ref_logprob"], BATCH["action_mask"], old_logprob=BATCH["old_logprob"]
     )
@@ -207,7 +207,7 @@ def test_a_kl_loss_worked_out_by_hand(name: str):
         assert float(metrics["kl_loss"]) == pytest.approx(mean)
 
 
-def test_an_adaptive_coefficient_moves_towards_its_target():
+def test_an_adaptive_coefficient_moves_towards_its_target() -> None:
     kl = KL_FN.get("k1")(adaptive=True, kl_coef=0.1, target_kl=0.5, horizon=10)
     kl.update_kl_coef(0.55, 5)
     assert kl.kl_coef == pytest.approx(0.1 * 1.05)
@@ -227,7 +227,7 @@ def test_an_adaptive_coefficient_moves_towards_its_target():
         ("old_logprob", "ref_logprob", "action_mask"),
     ],
 )
-def test_a_kl_penalty_lowers_rewards_token_by_token(names: tuple[str, ...]):
+def test_a_kl_penalty_lowers_rewards_token_by_token(names: tuple[str, ...]) -> None:
     old, ref, mask = names
     batch = {
         "token_level_scores": torch.tensor([[0.0, 0.0, 1.0], [2.0, 0.0, 0.0]]).double(),
@@ -244,7 +244,7 @@ def test_a_kl_penalty_lowers_rewards_token_by_token(names: tuple[str, ...]):
         KL_FN.get("k1")().apply_kl_penalty_to_reward(batch)
 
 
-def test_an_entropy_bonus_counts_all_rows_or_the_usual_ones():
+def test_an_entropy_bonus_counts_all_rows_or_the_usual_ones() -> None:
     entropy = torch.tensor([[1.0, 2.0, 3.0], [6.0, 99.0, 99.0]])
     arguments = (entropy, BATCH["action_mask"], BATCH["expert_mask"])
     assert float(ENTROPY_LOSS_FN.get("default")(0.5)(*arguments)[0]) == pytest.approx(1.5)
@@ -270,7 +270,7 @@ CORRECTIONS = [
 @pytest.mark.parametrize(("name", "arguments", "expected"), CORRECTIONS)
 def test_importance_weights_worked_out_by_hand(
     name: str, arguments: dict[str, float], expected: list[float]
-):
+) -> None:
     correction = IMPORTANCE_CORRECTION.get(name)(**arguments)
     mask = BATCH["action_mask"]
     rollout = BATCH["old_logprob"].masked_fill(~mask, float("nan"))
@@ -300,19 +300,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("name", "arguments", "named"), REFUSED)
 def test_an_argument_that_cannot_be_right_is_refused_by_name(
     name: str, arguments: dict[str, Any], named: str
-):
+) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
         POLICY_LOSS_FN.get(name)(**arguments)
 
 
-def test_an_odd_number_of_rows_is_no_pairs():
+def test_an_odd_number_of_rows_is_no_pairs() -> None:
     dpo = POLICY_LOSS_FN.get("dpo")(backend="trinity")
     mask = torch.ones(3, 3, dtype=torch.bool)
     with pytest.raises(InvalidArgumentError, match="pairs"):
         dpo(torch.zeros(3, 3), torch.zeros(3, 3), mask)
 
 
-def test_an_importance_correction_refuses_limits_that_cannot_be_right():
+def test_an_importance_correction_refuses_limits_that_cannot_be_right() -> None:
     with pytest.raises(InvalidArgumentError, match="cap"):
         TokenTIS(cap=0.0)
     with pytest.raises(InvalidArgumentError, match="low"):

@@ -82,7 +82,9 @@ CASES += [
 
 
 @pytest.mark.parametrize(("loss", "leaf"), CASES)
-def test_padded_packed_accumulated_and_parallel_runs_have_one_gradient(loss: Loss, leaf: str):
+def test_padded_packed_accumulated_and_parallel_runs_have_one_gradient(
+    loss: Loss, leaf: str
+) -> None:
     for dtype in DTYPES:
         step = make_step(dtype)
         value, gradient = step.gradient(loss, leaf, WHOLE, packed=False)
@@ -96,7 +98,7 @@ def test_padded_packed_accumulated_and_parallel_runs_have_one_gradient(loss: Los
 @pytest.mark.parametrize(
     ("name", "arguments"), [v for v in variants(every_mode=True) if not v[0].startswith("mix")]
 )
-def test_a_layout_of_the_batch_itself_changes_nothing(name: str, arguments: dict[str, Any]):
+def test_a_layout_of_the_batch_itself_changes_nothing(name: str, arguments: dict[str, Any]) -> None:
     step = make_step(torch.float64)
     batch, _ = step.microbatch(WHOLE[0][0], packed=False)
     loss_fn = make(name, arguments)
@@ -110,7 +112,7 @@ def test_a_layout_of_the_batch_itself_changes_nothing(name: str, arguments: dict
 
 
 @pytest.mark.parametrize("mode", [m for m in AGGREGATION_MODES if "sum-" not in m])
-def test_usual_and_expert_rows_have_denominators_of_their_own(mode: str):
+def test_usual_and_expert_rows_have_denominators_of_their_own(mode: str) -> None:
     step = make_step(torch.float64)
     batch, _ = step.microbatch(WHOLE[0][0], packed=False)
     expert, layout = batch["expert_mask"], step.layout()
@@ -130,7 +132,7 @@ def test_usual_and_expert_rows_have_denominators_of_their_own(mode: str):
 
 
 @pytest.mark.parametrize("name", IMPORTANCE_CORRECTION.names())
-def test_importance_weights_do_not_depend_on_the_cut(name: str):
+def test_importance_weights_do_not_depend_on_the_cut(name: str) -> None:
     step, correction = make_step(torch.float64), IMPORTANCE_CORRECTION.get(name)()
     padded, _ = step.microbatch(WHOLE[0][0], packed=False)
     packed, cu_seqlens = step.microbatch(WHOLE[0][0], packed=True)
@@ -141,7 +143,7 @@ def test_importance_weights_do_not_depend_on_the_cut(name: str):
     torch.testing.assert_close(actual[packed["action_mask"]], expected[padded["action_mask"]])
 
 
-def test_a_layout_counts_tokens_sequences_groups_and_kinds():
+def test_a_layout_counts_tokens_sequences_groups_and_kinds() -> None:
     layout = make_step(torch.float32).layout()
     assert (layout.global_tokens, layout.global_sequences, layout.global_groups) == (18, 8, 4)
     assert layout.total.active_sequences == 6
@@ -152,7 +154,7 @@ def test_a_layout_counts_tokens_sequences_groups_and_kinds():
     assert Totals.count(packed["action_mask"], cu_seqlens=cu_seqlens) == Totals(18, 8, 8, 6)
 
 
-def test_dr_grpo_divides_by_the_constant_and_the_number_of_sequences():
+def test_dr_grpo_divides_by_the_constant_and_the_number_of_sequences() -> None:
     values = torch.tensor([[1.0, 2.0], [3.0, 50.0]])
     mask = torch.tensor([[1, 1], [1, 0]])
     loss = aggregate_loss(values, mask, "seq-mean-token-sum-const", normalizer=4)
@@ -167,14 +169,14 @@ def test_dr_grpo_divides_by_the_constant_and_the_number_of_sequences():
     assert float(argument_wins) == pytest.approx(2.0)
 
 
-def test_fully_masked_rows_count_unless_the_mode_says_active():
+def test_fully_masked_rows_count_unless_the_mode_says_active() -> None:
     values, mask = torch.ones(3, 2), torch.tensor([[1, 1], [1, 0], [0, 0]])
     assert float(aggregate_loss(values, mask, "seq-mean-token-sum")) == pytest.approx(1.0)
     assert float(aggregate_loss(values, mask, "active-seq-mean-token-sum")) == pytest.approx(1.5)
     assert float(aggregate_loss(values, mask, "active-seq-mean-token-mean")) == pytest.approx(1.0)
 
 
-def test_a_denominator_that_nobody_stated_is_refused():
+def test_a_denominator_that_nobody_stated_is_refused() -> None:
     total = Totals(tokens=3, sequences=2, groups=1)
     layout = BatchLayout(total=total, usual=total, expert=total)
     values, mask = torch.ones(2, 2), torch.ones(2, 2)
@@ -188,7 +190,7 @@ def test_a_denominator_that_nobody_stated_is_refused():
         BatchLayout.of_step(mask, expert_mask=torch.zeros(3))
 
 
-def test_an_empty_micro_batch_contributes_nothing():
+def test_an_empty_micro_batch_contributes_nothing() -> None:
     total = Totals(tokens=3, sequences=2, groups=1, active_sequences=2)
     layout = BatchLayout(total=total, usual=total, expert=total, normalizer=4.0)
     for mode in AGGREGATION_MODES:
@@ -201,14 +203,14 @@ def test_an_empty_micro_batch_contributes_nothing():
         assert float(aggregate_loss(torch.ones(0, 3), torch.ones(0, 3), mode)) == 0.0
 
 
-def test_sixteen_bit_losses_are_added_up_in_thirty_two():
+def test_sixteen_bit_losses_are_added_up_in_thirty_two() -> None:
     values = torch.full((1, 4096), 0.1, dtype=torch.bfloat16)
     loss = aggregate_loss(values, torch.ones(1, 4096), "token-mean")
     assert loss.dtype == torch.float32
     assert float(loss) == pytest.approx(float(values[0, 0]), rel=1e-5)
 
 
-def test_rows_of_a_packed_batch_are_its_segments():
+def test_rows_of_a_packed_batch_are_its_segments() -> None:
     total = Totals(tokens=5, sequences=3, groups=3)
     cu_seqlens = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     layout = BatchLayout(total=total, usual=total, expert=total, cu_seqlens=cu_seqlens)

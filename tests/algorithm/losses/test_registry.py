@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm import (
     KL_FN,
@@ -27,6 +28,7 @@ from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 class ReinforceLossFn(PolicyLossFn):
     """A loss as a user writes it: one method, plain names, no layout."""
 
+    @override
     def __call__(self, logprob: Tensor, action_mask: Tensor, advantages: Tensor) -> LossAndMetrics:
         """Return the loss."""
         loss = aggregate_loss(-advantages * logprob, action_mask, "seq-mean-token-mean")
@@ -40,14 +42,14 @@ TENSORS = {
 }
 
 
-def test_a_misspelt_name_is_answered_with_the_right_one():
+def test_a_misspelt_name_is_answered_with_the_right_one() -> None:
     with pytest.raises(UnknownNameError, match=r"did you mean 'gspo'.*sapo"):
         POLICY_LOSS_FN.get("gsop")
     with pytest.raises(UnknownNameError, match="low_var_kl"):
         KL_FN.get("low_var")
 
 
-def test_a_name_belongs_to_one_class():
+def test_a_name_belongs_to_one_class() -> None:
     registry: Registry[type] = Registry("thing")
     registry.register_module("one")(ReinforceLossFn)
     registry.register_module("one")(ReinforceLossFn)
@@ -58,7 +60,7 @@ def test_a_name_belongs_to_one_class():
 
 def test_an_installed_package_adds_its_loss_by_entry_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     (tmp_path / "their_loss.py").write_text(
         "from trinity_buffer.algorithm import PPOPolicyLossFn\n"
         "class TheirLossFn(PPOPolicyLossFn):\n    pass\n"
@@ -76,7 +78,7 @@ def test_an_installed_package_adds_its_loss_by_entry_point(
     sys.modules.pop("their_loss")
 
 
-def test_a_users_loss_is_one_method():
+def test_a_users_loss_is_one_method() -> None:
     loss_fn: Any = ReinforceLossFn()
     assert loss_fn.select_keys == ["response_mask", "advantages"]
     assert not loss_fn.takes_layout
@@ -89,7 +91,7 @@ def test_a_users_loss_is_one_method():
     assert float(loss) == pytest.approx(3.5)
 
 
-def test_a_call_may_use_the_backends_names_or_ours_or_positions():
+def test_a_call_may_use_the_backends_names_or_ours_or_positions() -> None:
     for backend in ("verl", "tinker", "trinity"):
         loss_fn = ReinforceLossFn(backend)
         assert float(loss_fn(**TENSORS)[0]) == pytest.approx(3.5)
@@ -97,7 +99,7 @@ def test_a_call_may_use_the_backends_names_or_ours_or_positions():
     assert ReinforceLossFn("tinker").select_keys == ["action_mask", "advantages"]
 
 
-def test_an_unknown_or_missing_tensor_is_named():
+def test_an_unknown_or_missing_tensor_is_named() -> None:
     loss_fn: Any = ReinforceLossFn()
     with pytest.raises(TypeError, match="'advantage'; did you mean 'advantages'"):
         loss_fn(logprob=TENSORS["logprob"], response_mask=1, advantage=1)
@@ -107,7 +109,7 @@ def test_an_unknown_or_missing_tensor_is_named():
         POLICY_LOSS_FN.get("ppo")(clip_rnage=0.2)  # type: ignore[call-arg]
 
 
-def test_defaults_are_read_off_the_signature_and_tuned():
+def test_defaults_are_read_off_the_signature_and_tuned() -> None:
     arguments = RECPolicyLossFn.default_args()
     assert arguments["epsilon_low_prime"] == 0.6
     assert arguments["clip_mode"] == "none"
@@ -115,7 +117,7 @@ def test_defaults_are_read_off_the_signature_and_tuned():
     assert "loss_agg_mode" not in arguments  # None: it follows the clip mode
 
 
-def test_the_way_back_to_the_reference_is_on_the_class():
+def test_the_way_back_to_the_reference_is_on_the_class() -> None:
     assert reference_kwargs("policy_loss_fn", "sapo") == {"detach_gate": True}
     assert reference_kwargs("policy_loss_fn", "dpo") == {"per_pair": False}
     assert reference_kwargs("kl_fn", "k1") == {}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.writer import BufferWriter, StagedWriter, WriteReceipt
@@ -17,6 +18,7 @@ class PlainWriter(BufferWriter):
     def __init__(self) -> None:
         self.writes: list[list[Experience]] = []
 
+    @override
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
         self.writes.append(list(experiences))
         return WriteReceipt(0, len(experiences), 0)

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from typing_extensions import override
 
 from tests.algorithm.strategies.rollouts import (
     PlainWriter,
@@ -42,7 +43,7 @@ SCORING = [
 ]
 
 
-async def test_grpo_scores_every_action_token_and_only_these():
+async def test_grpo_scores_every_action_token_and_only_these() -> None:
     writer = PlainWriter()
     exps = group([0.0, 2.0], mask=(1, 0, 1))
     count, metrics = await GRPOAddStrategy(writer, epsilon=0.0).add(exps, 0)
@@ -54,14 +55,14 @@ async def test_grpo_scores_every_action_token_and_only_these():
     assert metrics["group_advantages/reward_std/max"] == pytest.approx(2**0.5)
 
 
-async def test_advantages_and_returns_do_not_share_memory():
+async def test_advantages_and_returns_do_not_share_memory() -> None:
     exps = group([0.0, 2.0])
     await GRPOAddStrategy(PlainWriter()).add(exps, 0)
     tensor(exps[0].advantages).zero_()
     assert tensor(exps[0].returns).any()
 
 
-async def test_groups_are_written_one_by_one_in_order_of_first_appearance():
+async def test_groups_are_written_one_by_one_in_order_of_first_appearance() -> None:
     writer = PlainWriter()
     order: list[tuple[int | str, int]] = [("z", 0), (5, 0), ("z", 1), ("a", 0), (5, 1)]
     exps = [rollout(t, r, float(r)) for t, r in order]
@@ -69,14 +70,14 @@ async def test_groups_are_written_one_by_one_in_order_of_first_appearance():
     assert [[e.eid.task for e in some] for some in writer.writes] == [["z", "z"], [5, 5], ["a"]]
 
 
-async def test_opmd_takes_the_mean_off():
+async def test_opmd_takes_the_mean_off() -> None:
     exps = group([0.0, 1.0, 2.0])
     _, metrics = await OPMDAddStrategy(PlainWriter()).add(exps, 0)
     assert scores(exps) == [-1.0, 0.0, 1.0]
     assert metrics["group_advantages/group_baseline/mean"] == 1.0
 
 
-async def test_rank_bias_correction_lowers_the_reward_of_the_likeliest():
+async def test_rank_bias_correction_lowers_the_reward_of_the_likeliest() -> None:
     exps = [
         rollout(0, 0, 1.0, logprobs=torch.tensor([-0.1, -0.1])),
         rollout(0, 1, 1.0, logprobs=torch.tensor([-2.0, -2.0])),
@@ -87,7 +88,7 @@ async def test_rank_bias_correction_lowers_the_reward_of_the_likeliest():
     assert scores(exps) == pytest.approx([-(2**-0.5), 2**-0.5])
 
 
-async def test_step_wise_scores_all_steps_of_a_run_by_its_last():
+async def test_step_wise_scores_all_steps_of_a_run_by_its_last() -> None:
     writer = PlainWriter()
     steps = [(0, 0, None), (0, 1, 1.0), (1, 0, None), (1, 1, None), (1, 2, 0.0)]
     exps = [rollout(0, run, reward, step=step) for run, step, reward in steps]
@@ -97,21 +98,21 @@ async def test_step_wise_scores_all_steps_of_a_run_by_its_last():
     assert [len(some) for some in writer.writes] == [2, 3]
 
 
-async def test_step_wise_can_look_for_the_last_step_itself():
+async def test_step_wise_can_look_for_the_last_step_itself() -> None:
     exps = [rollout(0, 0, 5.0, step=1), rollout(0, 0, -1.0, step=0), rollout(0, 1, 1.0, step=0)]
     strategy = StepWiseGRPOStrategy(PlainWriter(), last_step="step")
     _, metrics = await strategy.add(exps, 0)
     assert metrics["group_advantages/reward_mean/mean"] == 3.0
 
 
-async def test_a_group_of_equal_rewards_is_annotated_with_zeros():
+async def test_a_group_of_equal_rewards_is_annotated_with_zeros() -> None:
     exps = group([0.1] * 7)
     count, _ = await GRPOAddStrategy(PlainWriter(), epsilon=0.0).add(exps, 0)
     assert count == 7
     assert scores(exps) == [0.0] * 7
 
 
-async def test_std_threshold_rejects_what_has_nothing_to_teach():
+async def test_std_threshold_rejects_what_has_nothing_to_teach() -> None:
     writer = StagedWriter()
     exps = [*group([1.0, 1.0], "equal"), *group([0.0, 1.0], "differ"), rollout("alone")]
     count, _ = await GRPOAddStrategy(writer, std_threshold=0.0).add(exps, 0)
@@ -121,7 +122,7 @@ async def test_std_threshold_rejects_what_has_nothing_to_teach():
     assert len(writer.rejections) == 3
 
 
-async def test_reward_variance_recognizes_seven_rewards_of_a_tenth_as_equal():
+async def test_reward_variance_recognizes_seven_rewards_of_a_tenth_as_equal() -> None:
     writer = StagedWriter()
     exps = [*group([0.1] * 7, "equal"), *group([0.1, 0.2], "differ")]
     await RewardVarianceAddStrategy(writer).add(exps, 0)
@@ -130,14 +131,14 @@ async def test_reward_variance_recognizes_seven_rewards_of_a_tenth_as_equal():
     assert [reason for _, reason in rejected(writer)] == ["zero_variance"] * 7
 
 
-async def test_reward_variance_says_filtered_where_rewards_do_differ():
+async def test_reward_variance_says_filtered_where_rewards_do_differ() -> None:
     writer = StagedWriter()
     await RewardVarianceAddStrategy(writer, variance_threshold=1.0).add(group([0.0, 0.5]), 0)
     assert [reason for _, reason in rejected(writer)] == ["filtered"] * 2
 
 
 @pytest.mark.parametrize("name", SCORING)
-async def test_no_experiences_are_no_write_and_no_metrics(name):
+async def test_no_experiences_are_no_write_and_no_metrics(name) -> None:
     writer = PlainWriter()
     assert await ADD_STRATEGY.get(name)(writer).add([], 0) == (0, {})
     assert writer.writes == []
@@ -145,7 +146,7 @@ async def test_no_experiences_are_no_write_and_no_metrics(name):
 
 @pytest.mark.parametrize("name", SCORING)
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
-async def test_a_missing_or_endless_reward_is_refused_before_the_first_write(name, bad):
+async def test_a_missing_or_endless_reward_is_refused_before_the_first_write(name, bad) -> None:
     writer = PlainWriter()
     exps = [*group([0.0, 1.0], "good"), rollout("bad", 3, bad)]
     for e in exps:
@@ -156,7 +157,7 @@ async def test_a_missing_or_endless_reward_is_refused_before_the_first_write(nam
 
 
 @pytest.mark.parametrize("name", SCORING)
-async def test_a_writer_that_can_is_told_what_is_invalid_and_the_rest_is_scored(name):
+async def test_a_writer_that_can_is_told_what_is_invalid_and_the_rest_is_scored(name) -> None:
     writer = StagedWriter()
     exps = [*group([0.0, 1.0], "good"), rollout("bad", 3, None)]
     for e in exps:
@@ -166,7 +167,7 @@ async def test_a_writer_that_can_is_told_what_is_invalid_and_the_rest_is_scored(
     assert {e.eid.task for e in written(writer)} == {"good"}
 
 
-async def test_a_run_with_a_step_that_cannot_be_used_is_rejected_whole():
+async def test_a_run_with_a_step_that_cannot_be_used_is_rejected_whole() -> None:
     writer = StagedWriter()
     exps = [rollout(0, 0, None, step=0), rollout(0, 0, None, step=1), rollout(0, 1, 1.0)]
     await StepWiseGRPOStrategy(writer).add(exps, 0)
@@ -174,21 +175,21 @@ async def test_a_run_with_a_step_that_cannot_be_used_is_rejected_whole():
     assert [e.eid.run for e in written(writer)] == [1]
 
 
-async def test_a_missing_mask_is_named():
+async def test_a_missing_mask_is_named() -> None:
     e = rollout()
     e.action_mask = None
     with pytest.raises(InvalidExperienceError, match=r"b/0/0/0/.*action_mask"):
         await GRPOAddStrategy(PlainWriter()).add([e], 0)
 
 
-async def test_rank_bias_correction_needs_logprobs_only_where_there_are_ranks():
+async def test_rank_bias_correction_needs_logprobs_only_where_there_are_ranks() -> None:
     await CorrectBiasAddStrategy(PlainWriter()).add([rollout()], 0)
     with pytest.raises(InvalidExperienceError, match="logprobs"):
         await CorrectBiasAddStrategy(PlainWriter()).add(group([0.0, 1.0]), 0)
 
 
 @pytest.mark.parametrize("name", SCORING)
-async def test_the_order_of_the_experiences_does_not_change_their_advantages(name):
+async def test_the_order_of_the_experiences_does_not_change_their_advantages(name) -> None:
     exps = [rollout(t, r, (3 * t + 7 * r) % 5 / 4) for t in range(3) for r in range(4)]
     for e in exps:
         e.logprobs = torch.tensor([-1.0, -1.0 - e.eid.run])
@@ -201,7 +202,7 @@ async def test_the_order_of_the_experiences_does_not_change_their_advantages(nam
 
 
 @pytest.mark.parametrize("name", ["grpo", "opmd", "correct_bias", "rec"])
-async def test_the_advantages_of_a_group_sum_to_zero(name):
+async def test_the_advantages_of_a_group_sum_to_zero(name) -> None:
     exps = group([0.3, 0.9, -1.2, 4.0])
     for e in exps:
         e.logprobs = torch.tensor([-1.0, -1.0 - e.eid.run])
@@ -210,21 +211,21 @@ async def test_the_advantages_of_a_group_sum_to_zero(name):
 
 
 @pytest.mark.parametrize("name", ADD_STRATEGY.names())
-def test_every_strategy_says_what_it_needs_and_lists_its_defaults(name):
+def test_every_strategy_says_what_it_needs_and_lists_its_defaults(name) -> None:
     cls = ADD_STRATEGY.get(name)
     assert cls.unit_for() in ("group", "batch")
     assert set(cls.families_for()) <= {"light", "tokens", "text", "heavy"}
     assert not set(cls.default_args()) & {"writer", "rng", "on_unknown"}
 
 
-def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant():
+def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(InvalidArgumentError, match="'epsilom'; did you mean 'epsilon'"):
         GRPOAddStrategy(PlainWriter(), epsilom=1e-3)
     with pytest.raises(InvalidArgumentError, match="did you mean 'std_floor'"):
         CorrectBiasAddStrategy(PlainWriter(), std_flor=0.0)
 
 
-def test_a_misspelt_argument_can_be_swallowed_as_the_reference_does():
+def test_a_misspelt_argument_can_be_swallowed_as_the_reference_does() -> None:
     strategy = GRPOAddStrategy(PlainWriter(), on_unknown="ignore", epsilom=1e-3)
     assert strategy.epsilon == 1e-6
 
@@ -245,15 +246,16 @@ def test_a_misspelt_argument_can_be_swallowed_as_the_reference_does():
         ("best_of_group", {"num_kept": 0}, "num_kept"),
     ],
 )
-def test_a_value_that_cannot_be_right_is_named(name, arguments, named):
+def test_a_value_that_cannot_be_right_is_named(name, arguments, named) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
         ADD_STRATEGY.get(name)(PlainWriter(), **arguments)
 
 
-async def test_a_strategy_may_return_copies_of_what_it_was_given():
+async def test_a_strategy_may_return_copies_of_what_it_was_given() -> None:
     class CopyingStrategy(GRPOAddStrategy):
         """GRPO on copies."""
 
+        @override
         def calculate_group_advantage(self, group_id, exps):
             return super().calculate_group_advantage(group_id, [copy.copy(e) for e in exps])
 
@@ -264,15 +266,17 @@ async def test_a_strategy_may_return_copies_of_what_it_was_given():
     assert exps[0].advantages is None
 
 
-async def test_a_strategy_of_ones_own_needs_two_methods():
+async def test_a_strategy_of_ones_own_needs_two_methods() -> None:
     class LengthStrategy(GroupAdvantageStrategy):
         """The shorter of the runs of a task are better."""
 
         needs = ("action_mask",)
 
+        @override
         def group_experiences(self, exps):
             return group_by(exps, "task")
 
+        @override
         def calculate_group_advantage(self, group_id, exps):
             for e in exps:
                 e.advantages = -e.action_mask.float() * len(e.action_mask)

@@ -41,7 +41,7 @@ def mode_of_loss(algorithm: Algorithm) -> object:
 
 
 @pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
-def test_every_algorithm_builds_and_its_loss_has_a_gradient(name):
+def test_every_algorithm_builds_and_its_loss_has_a_gradient(name) -> None:
     algorithm = build(name)
     logprob = (microbatch()["old_logprob"] + 0.05).requires_grad_()
     layout = BatchLayout.of_step(
@@ -57,7 +57,7 @@ def test_every_algorithm_builds_and_its_loss_has_a_gradient(name):
 
 
 @pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
-def test_every_algorithm_says_what_it_is(name):
+def test_every_algorithm_says_what_it_is(name) -> None:
     kind = ALGORITHM_TYPE.get(name)
     algorithm = build(name)
     assert kind.name() == algorithm.name == name
@@ -68,7 +68,7 @@ def test_every_algorithm_says_what_it_is(name):
     assert algorithm.needs_reference <= kind.use_reference
 
 
-def test_constants_stay_what_they_are():
+def test_constants_stay_what_they_are() -> None:
     with pytest.raises(AttributeError, match="use_critic is already defined"):
         GRPOAlgorithm.use_critic = True
     with pytest.raises(AttributeError, match="constant"):
@@ -78,7 +78,7 @@ def test_constants_stay_what_they_are():
     assert GRPOAlgorithm.use_critic is False
 
 
-def test_a_new_attribute_may_be_added_and_a_subclass_may_differ():
+def test_a_new_attribute_may_be_added_and_a_subclass_may_differ() -> None:
     class Mine(GRPOAlgorithm):
         """GRPO with a critic."""
 
@@ -90,7 +90,7 @@ def test_a_new_attribute_may_be_added_and_a_subclass_may_differ():
     assert build(Mine).strategies[0].cls is GRPOAddStrategy
 
 
-def test_the_users_argument_beats_the_recipes_and_this_the_tuned_and_this_the_signature():
+def test_the_users_argument_beats_the_recipes_and_this_the_tuned_and_this_the_signature() -> None:
     assert build("ppo").choices["policy_loss_fn"].args["clip_range"] == 0.2  # tuned
     assert build("dapo").choices["policy_loss_fn"].args["clip_range_high"] == 0.28  # recipe
     mine = build("dapo", policy_loss_fn_args={"clip_range_high": 0.3})
@@ -99,23 +99,23 @@ def test_the_users_argument_beats_the_recipes_and_this_the_tuned_and_this_the_si
     assert mine.choices["policy_loss_fn"].args["clip_ratio_c"] == 3.0  # signature
 
 
-def test_the_recipes_arguments_belong_to_the_recipes_own_part():
+def test_the_recipes_arguments_belong_to_the_recipes_own_part() -> None:
     other = build("dapo", policy_loss_fn="sft")
     assert other.choices["policy_loss_fn"].args == {"loss_agg_mode": "token-mean"}
 
 
-def test_a_part_may_be_a_name_or_a_class():
+def test_a_part_may_be_a_name_or_a_class() -> None:
     by_name = build("grpo", policy_loss_fn="gspo")
     by_class = build("grpo", policy_loss_fn=GSPOLossFn)
     assert by_name.choices["policy_loss_fn"] == by_class.choices["policy_loss_fn"]
 
 
-def test_gspo_keeps_its_own_aggregation_and_the_other_losses_follow_it():
+def test_gspo_keeps_its_own_aggregation_and_the_other_losses_follow_it() -> None:
     assert build("gspo").loss_agg_mode == "seq-mean-token-mean"
     assert mode_of_loss(build("gspo")) == "seq-mean-token-mean"
 
 
-def test_one_aggregation_mode_can_be_set_for_all():
+def test_one_aggregation_mode_can_be_set_for_all() -> None:
     algorithm = build("gspo", loss_agg_mode="token-mean")
     assert algorithm.loss_agg_mode == mode_of_loss(algorithm) == "token-mean"
     other = build(
@@ -127,7 +127,7 @@ def test_one_aggregation_mode_can_be_set_for_all():
     assert other.loss_agg_mode == "token-mean"
 
 
-def test_strategies_are_chosen_one_by_one():
+def test_strategies_are_chosen_one_by_one() -> None:
     algorithm = build(
         "grpo",
         add_strategy=["reward_variance", "grpo"],
@@ -138,7 +138,7 @@ def test_strategies_are_chosen_one_by_one():
     assert build("grpo", add_strategy_args={"epsilon": 0.1}).strategies[0].args["epsilon"] == 0.1
 
 
-def test_the_loss_is_policy_minus_entropy_plus_divergence():
+def test_the_loss_is_policy_minus_entropy_plus_divergence() -> None:
     batch, logprob = microbatch(), microbatch()["old_logprob"] + 0.05
     entropy = torch.rand(4, 5, generator=torch.Generator().manual_seed(1))
     plain, _ = build("grpo", kl_loss_fn="none", entropy_loss_fn="none").loss(logprob, batch)
@@ -150,7 +150,7 @@ def test_the_loss_is_policy_minus_entropy_plus_divergence():
     assert metrics["actor/kl_loss"] > 0
 
 
-def test_a_correction_weighs_the_advantages():
+def test_a_correction_weighs_the_advantages() -> None:
     batch, logprob = microbatch(), microbatch()["old_logprob"] + 0.05
     plain, _ = build("asymre").loss(logprob, batch)
     corrected, metrics = build("asymre", importance_correction="token_tis").loss(logprob, batch)
@@ -158,7 +158,7 @@ def test_a_correction_weighs_the_advantages():
     assert "actor/rollout_is/weight" in metrics
 
 
-def test_entropy_is_not_needed_where_it_weighs_nothing():
+def test_entropy_is_not_needed_where_it_weighs_nothing() -> None:
     logprob = microbatch()["old_logprob"]
     assert not build("grpo").needs_entropy
     build("grpo").loss(logprob, microbatch())
@@ -169,13 +169,13 @@ def test_entropy_is_not_needed_where_it_weighs_nothing():
 
 
 @pytest.mark.parametrize("missing", ["advantages", "old_logprob", "action_mask", "ref_logprob"])
-def test_a_missing_tensor_is_named_with_who_needs_it(missing):
+def test_a_missing_tensor_is_named_with_who_needs_it(missing) -> None:
     batch = {key: value for key, value in microbatch().items() if key != missing}
     with pytest.raises(InvalidArgumentError, match=f"needs the tensor '{missing}'.*holds"):
         build("grpo").loss(batch.get("old_logprob", torch.zeros(4, 5)), batch)
 
 
-def test_data_of_another_schema_are_refused_with_what_would_fit():
+def test_data_of_another_schema_are_refused_with_what_would_fit() -> None:
     build("dpo").check_schema("dpo")
     with pytest.raises(InvalidArgumentError, match=r"'dpo'.*'experience'.*grpo"):
         build("dpo").check_schema("experience")
@@ -198,12 +198,12 @@ def test_data_of_another_schema_are_refused_with_what_would_fit():
         ({"sample_strategy": "mix", "sample_strategy_args": {"ratio": 1}}, "expert_data_ratio"),
     ],
 )
-def test_what_nothing_takes_is_refused_with_what_was_meant(user, message):
+def test_what_nothing_takes_is_refused_with_what_was_meant(user, message) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         build("grpo", **user)
 
 
-def test_an_unknown_algorithm_or_part_is_refused_with_what_was_meant():
+def test_an_unknown_algorithm_or_part_is_refused_with_what_was_meant() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'grpo'"):
         build("gripo")
     with pytest.raises(UnknownNameError, match="did you mean 'gspo'"):
@@ -211,7 +211,7 @@ def test_an_unknown_algorithm_or_part_is_refused_with_what_was_meant():
 
 
 @pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
-def test_effective_arguments_say_everything_that_building_uses(name):
+def test_effective_arguments_say_everything_that_building_uses(name) -> None:
     found = effective_args(name)
     built = build(name)
     assert found["algorithm"] == name

@@ -24,7 +24,7 @@ async def duplicated(exps, **arguments):
     return writer
 
 
-async def test_the_batch_is_filled_up_with_whole_copies_evenly():
+async def test_the_batch_is_filled_up_with_whole_copies_evenly() -> None:
     exps = batch(2, 5)
     writer = await duplicated(exps)
     sources = Counter(original_uid(e) or e.eid.uid for e in written(writer))
@@ -34,7 +34,7 @@ async def test_the_batch_is_filled_up_with_whole_copies_evenly():
     assert [reason for _, reason in rejected(writer)] == ["zero_variance"] * 15
 
 
-async def test_every_uid_is_fresh_and_every_copy_names_its_original():
+async def test_every_uid_is_fresh_and_every_copy_names_its_original() -> None:
     writer = await duplicated(batch(2, 3))
     originals = {e.eid.uid for e in written(writer) if original_uid(e) is None}
     assert len({e.eid.uid for e in written(writer)}) == len(written(writer))
@@ -44,7 +44,7 @@ async def test_every_uid_is_fresh_and_every_copy_names_its_original():
     assert len({e.eid.tid for e in copies}) == 3
 
 
-async def test_a_copy_shares_the_tensors_and_keeps_an_info_of_its_own():
+async def test_a_copy_shares_the_tensors_and_keeps_an_info_of_its_own() -> None:
     exps = batch(1, 1)
     exps[0].info["prompt"] = "p"
     writer = await duplicated(exps)
@@ -54,19 +54,19 @@ async def test_a_copy_shares_the_tensors_and_keeps_an_info_of_its_own():
     assert "copy_of" not in original.info
 
 
-async def test_text_ids_and_ids_that_look_like_copies_do_not_collide():
+async def test_text_ids_and_ids_that_look_like_copies_do_not_collide() -> None:
     exps = [*group([0.0, 1.0], "a"), *group([0.0, 1.0], "a~c1"), *group([1.0] * 8, "x")]
     writer = await duplicated(exps)
     assert len({e.eid.uid for e in written(writer)}) == len(written(writer)) == 12
 
 
-async def test_a_last_copy_stays_whole_unless_the_size_is_to_be_exact():
+async def test_a_last_copy_stays_whole_unless_the_size_is_to_be_exact() -> None:
     exps = [*group([0.0, 1.0, 2.0], "a"), *group([1.0, 1.0], "x")]
     assert len(written(await duplicated(exps))) == 6
     assert len(written(await duplicated(exps, exact_size=True))) == 5
 
 
-async def test_the_same_batch_draws_the_same_copies_in_every_process():
+async def test_the_same_batch_draws_the_same_copies_in_every_process() -> None:
     exps = batch(4, 9)
     first, second = await duplicated(exps), await duplicated(exps)
     assert [e.eid.uid for e in written(first)] == [e.eid.uid for e in written(second)]
@@ -74,20 +74,20 @@ async def test_the_same_batch_draws_the_same_copies_in_every_process():
     assert [e.eid.uid for e in written(first)] != [e.eid.uid for e in written(other)]
 
 
-async def test_a_generator_of_ones_own_decides_the_order():
+async def test_a_generator_of_ones_own_decides_the_order() -> None:
     exps = batch(4, 9)
     first = await duplicated(exps, rng=random.Random(3))
     second = await duplicated(exps, rng=random.Random(3))
     assert [e.eid.uid for e in written(first)] == [e.eid.uid for e in written(second)]
 
 
-async def test_a_batch_without_anything_to_teach_is_left_empty():
+async def test_a_batch_without_anything_to_teach_is_left_empty() -> None:
     writer = await duplicated(batch(0, 3))
     assert written(writer) == []
     assert len(writer.rejections) == 9
 
 
-async def test_the_references_ids_are_there_on_request_and_refuse_texts():
+async def test_the_references_ids_are_there_on_request_and_refuse_texts() -> None:
     exps = [*group([0.0, 1.0], 0), *group([1.0, 1.0], 1)]
     writer = await duplicated(exps, copy_ids="offset")
     assert [e.eid.task for e in written(writer)] == [0, 0, 2, 2]

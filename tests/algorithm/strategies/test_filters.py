@@ -29,7 +29,7 @@ def graded(outcomes, task, rewards=None):
     return exps
 
 
-async def test_dynamic_sampling_keeps_groups_with_successes_and_failures():
+async def test_dynamic_sampling_keeps_groups_with_successes_and_failures() -> None:
     writer = StagedWriter()
     exps = [*graded([1, 1], "all"), *graded([0, 0], "none"), *graded([0, 1], "some")]
     count, metrics = await DynamicSamplingAddStrategy(writer).add(exps, 0)
@@ -42,7 +42,7 @@ async def test_dynamic_sampling_keeps_groups_with_successes_and_failures():
     assert metrics == {"kept_groups": 1, "all_wrong_groups": 1, "all_correct_groups": 1}
 
 
-async def test_an_outcome_gate_drops_failures_that_a_shaped_reward_tells_apart():
+async def test_an_outcome_gate_drops_failures_that_a_shaped_reward_tells_apart() -> None:
     writer = StagedWriter()
     exps = [*graded([0, 0], "failed", [0.1, 0.4]), *graded([1, 1], "solved", [1.0, 0.8])]
     await OutcomeGateAddStrategy(writer).add(exps, 0)
@@ -50,7 +50,7 @@ async def test_an_outcome_gate_drops_failures_that_a_shaped_reward_tells_apart()
     assert {reason for _, reason in rejected(writer)} == {"all_wrong"}
 
 
-async def test_the_outcome_may_be_in_info_and_the_reward_stands_in_for_it():
+async def test_the_outcome_may_be_in_info_and_the_reward_stands_in_for_it() -> None:
     writer = StagedWriter()
     exps = [*group([0.0, 0.0], "info"), *group([-1.0, 2.0], "reward")]
     exps[0].info["pass"] = 1.0
@@ -59,12 +59,12 @@ async def test_the_outcome_may_be_in_info_and_the_reward_stands_in_for_it():
     assert {e.eid.task for e in written(writer)} == {"info", "reward"}
 
 
-async def test_neither_outcome_nor_reward_is_refused():
+async def test_neither_outcome_nor_reward_is_refused() -> None:
     with pytest.raises(InvalidExperienceError, match="reward"):
         await DynamicSamplingAddStrategy(PlainWriter()).add([rollout(reward=None)], 0)
 
 
-async def test_the_best_run_of_each_group_is_kept():
+async def test_the_best_run_of_each_group_is_kept() -> None:
     writer = StagedWriter()
     exps = [*group([0.0, 2.0, 2.0], "a"), *group([-1.0, -3.0], "b")]
     await BestOfGroupAddStrategy(writer, min_reward=0.0).add(exps, 0)
@@ -76,12 +76,12 @@ async def test_the_best_run_of_each_group_is_kept():
 @pytest.mark.parametrize(
     ("length", "charge"), [(6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0), (99, -1.0)]
 )
-def test_the_overlong_penalty_grows_linearly_before_the_limit(length, charge):
+def test_the_overlong_penalty_grows_linearly_before_the_limit(length, charge) -> None:
     strategy = OverlongPenaltyAddStrategy(PlainWriter(), max_length=10, cache_length=4)
     assert strategy.penalty_of(length) == charge
 
 
-async def test_the_overlong_penalty_reaches_the_advantages_of_the_strategy_behind_it():
+async def test_the_overlong_penalty_reaches_the_advantages_of_the_strategy_behind_it() -> None:
     writer = StagedWriter()
     exps = [rollout(0, 0, 1.0, mask=(1,) * 2), rollout(0, 1, 1.0, mask=(1,) * 8)]
     strategy = compose(

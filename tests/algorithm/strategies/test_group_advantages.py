@@ -29,7 +29,7 @@ def liked(rewards, likelihoods, task=0):
     return exps
 
 
-def test_grpo_returns_the_groups_one_after_the_other():
+def test_grpo_returns_the_groups_one_after_the_other() -> None:
     exps = [rollout(t, r, float(r)) for r in range(2) for t in (3, 1)]
     kept, metrics = GRPOGroupedAdvantage(epsilon=0.0).process(exps)
     assert [e.eid.task for e in kept] == [3, 3, 1, 1]
@@ -38,14 +38,14 @@ def test_grpo_returns_the_groups_one_after_the_other():
     assert metrics["group_advantages/reward_mean/mean"] == 0.5
 
 
-def test_a_threshold_leaves_out_equal_groups_and_groups_of_one():
+def test_a_threshold_leaves_out_equal_groups_and_groups_of_one() -> None:
     exps = [*group([0.1] * 7, 1), *group([0.0, 1.0], 2), rollout(3)]
     kept, metrics = GRPOGroupedAdvantage(std_threshold=0.0).process(exps)
     assert {e.eid.task for e in kept} == {2}
     assert metrics["filtered_count"] == 8
 
 
-def test_left_out_groups_are_replaced_by_copies_with_addresses_of_their_own():
+def test_left_out_groups_are_replaced_by_copies_with_addresses_of_their_own() -> None:
     exps = [*group([1.0, 1.0], 1), *group([0.0, 1.0], 2), *group([0.5, 0.5], 3)]
     duplicating = GRPOGroupedAdvantage(std_threshold=0.0, duplicate_experiences=True)
     kept, _ = duplicating.process(exps)
@@ -55,14 +55,14 @@ def test_left_out_groups_are_replaced_by_copies_with_addresses_of_their_own():
     assert scores(kept[2:4]) == scores(kept[:2])
 
 
-def test_the_deviation_of_the_batch_keeps_hard_and_easy_groups_comparable():
+def test_the_deviation_of_the_batch_keeps_hard_and_easy_groups_comparable() -> None:
     exps = [*group([0.0, 1.0], 1), *group([0.0, 3.0], 2)]
     kept, _ = GRPOGroupedAdvantage(epsilon=0.0, std_cal_level="batch").process(exps)
     std = torch.tensor([0.0, 1.0, 0.0, 3.0]).std().item()
     assert scores(kept) == pytest.approx([-0.5 / std, 0.5 / std, -1.5 / std, 1.5 / std])
 
 
-def test_penalized_rewards_give_advantages_that_sum_to_zero_and_the_references_do_not():
+def test_penalized_rewards_give_advantages_that_sum_to_zero_and_the_references_do_not() -> None:
     exps = liked([1.0, 0.0, 1.0, 1.0], [-1.0, -2.0, -3.0, -0.5])
     kept, _ = GRPOGroupedAdvantage(rank_penalty=0.25).process(exps)
     assert sum(scores(kept)) == pytest.approx(0.0, abs=1e-5)
@@ -70,7 +70,7 @@ def test_penalized_rewards_give_advantages_that_sum_to_zero_and_the_references_d
     assert abs(sum(scores(raw))) > 0.1
 
 
-def test_what_is_read_and_how_much_at_once_follows_from_the_options():
+def test_what_is_read_and_how_much_at_once_follows_from_the_options() -> None:
     assert GRPOGroupedAdvantage.families_for() == ("light",)
     assert GRPOGroupedAdvantage.families_for(rank_penalty=0.1) == ("light", "tokens")
     assert GRPOGroupedAdvantage.unit_for() == "group"
@@ -80,7 +80,7 @@ def test_what_is_read_and_how_much_at_once_follows_from_the_options():
     assert GiGPOAdvantageFn.unit_for(anchor_scope="batch") == "batch"
 
 
-def test_opmd_and_asymre_differ_by_the_shift():
+def test_opmd_and_asymre_differ_by_the_shift() -> None:
     exps = group([0.0, 1.0])
     OPMDGroupAdvantage().process(exps)
     assert scores(exps) == [-0.5, 0.5]
@@ -90,20 +90,20 @@ def test_opmd_and_asymre_differ_by_the_shift():
     assert metrics["group_advantages/reward_mean/mean"] == 0.5
 
 
-def test_reinforce_is_the_reward():
+def test_reinforce_is_the_reward() -> None:
     exps = group([0.25, -1.0])
     REINFORCEGroupAdvantage().process(exps)
     assert scores(exps) == [0.25, -1.0]
 
 
-def test_rec_divides_by_the_deviation_of_the_population():
+def test_rec_divides_by_the_deviation_of_the_population() -> None:
     exps = group([0.0, 2.0])
     RECGroupedAdvantage(std_normalize=True, epsilon=0.0).process(exps)
     assert scores(exps) == [-1.0, 1.0]
     RECGroupedAdvantage().process([rollout(reward=3.0)])
 
 
-def test_rec_drops_random_bad_answers_until_the_numbers_are_equal():
+def test_rec_drops_random_bad_answers_until_the_numbers_are_equal() -> None:
     exps = group([1.0, 0.0, 0.0, 0.0])
     kept, metrics = RECGroupedAdvantage(drop="balance").process(exps)
     assert sorted(scores(kept)) == [-0.5, 0.0, 0.0, 0.5]
@@ -113,7 +113,7 @@ def test_rec_drops_random_bad_answers_until_the_numbers_are_equal():
     assert scores(again) == scores(exps)
 
 
-def test_step_wise_skips_whole_tasks():
+def test_step_wise_skips_whole_tasks() -> None:
     exps = [
         rollout(task, run, float(run * task), step=step)
         for task in (0, 1)
@@ -131,7 +131,7 @@ def visit(run, step, state, reward=None, task=0, **info):
     return rollout(task, run, reward, step=step, info={"env_state_hash": state, **info})
 
 
-def test_gigpo_adds_the_comparison_of_steps_taken_in_one_state():
+def test_gigpo_adds_the_comparison_of_steps_taken_in_one_state() -> None:
     exps = [visit(0, 0, "s"), visit(0, 1, "t", 1.0), visit(1, 0, "s", 0.0), visit(2, 0, "u", 0.5)]
     _, metrics = GiGPOAdvantageFn(gamma=0.5, epsilon=0.0, omega=2.0).process(exps)
     # runs: 1, 0, 0.5; state s: returns 0.5 and 0, hence +0.25 and -0.25
@@ -140,7 +140,7 @@ def test_gigpo_adds_the_comparison_of_steps_taken_in_one_state():
     assert metrics["gigpo/anchor_groups_size_gt1"] == 1
 
 
-def test_gigpo_anchors_stay_within_a_task_unless_asked():
+def test_gigpo_anchors_stay_within_a_task_unless_asked() -> None:
     exps = [visit(0, 0, "s", 1.0, task=0), visit(0, 0, "s", 0.0, task=1)]
     _, metrics = GiGPOAdvantageFn().process(exps)
     assert metrics["gigpo/anchor_groups_size_gt1"] == 0
@@ -148,7 +148,7 @@ def test_gigpo_anchors_stay_within_a_task_unless_asked():
     assert metrics["gigpo/anchor_groups_size_gt1"] == 1
 
 
-def test_gigpo_takes_step_rewards_where_there_are_some():
+def test_gigpo_takes_step_rewards_where_there_are_some() -> None:
     exps = [
         visit(0, 0, "a", step_reward=1.0),
         visit(0, 1, "b", step_reward=2.0),
@@ -158,25 +158,25 @@ def test_gigpo_takes_step_rewards_where_there_are_some():
     assert scores(exps) == [1.0, 1.0, -1.0]
 
 
-def test_gigpo_names_a_broken_step_reward():
+def test_gigpo_names_a_broken_step_reward() -> None:
     with pytest.raises(InvalidExperienceError, match=r"b/0/0/0/.*step_reward.*nan"):
         GiGPOAdvantageFn().process([visit(0, 0, "a", step_reward=float("nan"))])
 
 
 @pytest.mark.parametrize("name", PIPELINE)
-def test_nothing_in_nothing_out(name):
+def test_nothing_in_nothing_out(name) -> None:
     kept, _ = ADVANTAGE_FN.get(name)()([])
     assert kept == []
     assert not ADVANTAGE_FN.get(name).compute_in_trainer()
 
 
 @pytest.mark.parametrize("name", PIPELINE)
-def test_an_experience_that_cannot_be_scored_is_named(name):
+def test_an_experience_that_cannot_be_scored_is_named(name) -> None:
     with pytest.raises(InvalidExperienceError, match=r"b/0/1/0/.*reward"):
         ADVANTAGE_FN.get(name)()([rollout(0, 0, 1.0), rollout(0, 1, None)])
 
 
-def test_misspelt_arguments_are_refused():
+def test_misspelt_arguments_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="did you mean 'std_threshold'"):
         GRPOGroupedAdvantage(std_treshold=0.0)
     with pytest.raises(InvalidArgumentError, match="did you mean 'omega'"):

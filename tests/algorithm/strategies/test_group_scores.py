@@ -11,46 +11,46 @@ from trinity_buffer.errors import InvalidArgumentError
 rewards = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=2, max_size=12)
 
 
-def test_scores_are_the_distance_from_the_mean_in_sample_deviations():
+def test_scores_are_the_distance_from_the_mean_in_sample_deviations() -> None:
     found = group_scores.normalized_scores([1.0, 2.0, 3.0], epsilon=0.0)
     assert found.tolist() == [-1.0, 0.0, 1.0]
 
 
-def test_ddof_0_takes_the_deviation_of_the_population():
+def test_ddof_0_takes_the_deviation_of_the_population() -> None:
     found = group_scores.normalized_scores([0.0, 2.0], epsilon=0.0, ddof=0)
     assert found.tolist() == [-1.0, 1.0]
 
 
-def test_epsilon_is_added_to_the_deviation():
+def test_epsilon_is_added_to_the_deviation() -> None:
     found = group_scores.normalized_scores([0.0, 2.0], epsilon=1.0, ddof=0)
     assert found.tolist() == [-0.5, 0.5]
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-6, 1e-12])
 @pytest.mark.parametrize("value", [0.1, 0.3, -7.7, 1e6 + 0.1, 1e-9])
-def test_seven_equal_rewards_are_equal_whatever_their_binary_form(value, epsilon):
+def test_seven_equal_rewards_are_equal_whatever_their_binary_form(value, epsilon) -> None:
     assert not group_scores.normalized_scores([value] * 7, epsilon=epsilon).any()
     assert group_scores.variance([value] * 7) == 0.0
 
 
-def test_without_a_floor_equal_rewards_are_divided_by_rounding_noise():
+def test_without_a_floor_equal_rewards_are_divided_by_rounding_noise() -> None:
     noisy = [0.1, 0.1, 0.30000000000000004 - 0.2]
     assert np.abs(group_scores.normalized_scores(noisy, epsilon=0.0, std_floor=0.0)).max() > 0.1
     assert not group_scores.normalized_scores(noisy, epsilon=0.0).any()
 
 
-def test_the_floor_is_relative_small_differences_of_small_rewards_count():
+def test_the_floor_is_relative_small_differences_of_small_rewards_count() -> None:
     assert group_scores.variance([1e-9, 2e-9]) > 0
     assert group_scores.variance([1.0, 1.0 + 1e-9]) == 0.0
 
 
-def test_a_group_of_one_scores_its_reward_or_nothing():
+def test_a_group_of_one_scores_its_reward_or_nothing() -> None:
     assert group_scores.normalized_scores([3.0], epsilon=0.0).tolist() == [3.0]
     found = group_scores.normalized_scores([3.0], epsilon=0.0, single_member="zero")
     assert found.tolist() == [0.0]
 
 
-def test_the_logavgexp_baseline_lies_between_mean_and_maximum():
+def test_the_logavgexp_baseline_lies_between_mean_and_maximum() -> None:
     assert group_scores.baseline([0.0, 1.0], "logavgexp", 1.0) == pytest.approx(
         np.log((1 + np.e) / 2)
     )
@@ -59,18 +59,18 @@ def test_the_logavgexp_baseline_lies_between_mean_and_maximum():
     assert group_scores.baseline([5.0], "mean") == 0.0
 
 
-def test_likelihood_ranks_give_the_likeliest_the_highest_and_ties_by_order():
+def test_likelihood_ranks_give_the_likeliest_the_highest_and_ties_by_order() -> None:
     assert group_scores.likelihood_ranks([-1.0, -3.0, -2.0, -2.0]).tolist() == [0.75, 0, 0.25, 0.5]
 
 
 @given(rewards)
-def test_scores_sum_to_zero(values):
+def test_scores_sum_to_zero(values) -> None:
     found = group_scores.normalized_scores(values, epsilon=1e-6)
     assert found.sum() == pytest.approx(0.0, abs=1e-6)
 
 
 @given(rewards, st.randoms(use_true_random=False))
-def test_the_order_of_a_group_does_not_matter(values, random):
+def test_the_order_of_a_group_does_not_matter(values, random) -> None:
     order = list(range(len(values)))
     random.shuffle(order)
     whole = group_scores.normalized_scores(values, epsilon=1e-6)
@@ -83,7 +83,7 @@ def test_the_order_of_a_group_does_not_matter(values, random):
     st.floats(0.1, 10),
     st.floats(-10, 10),
 )
-def test_scores_do_not_change_with_scale_and_offset_of_the_rewards(values, scale, offset):
+def test_scores_do_not_change_with_scale_and_offset_of_the_rewards(values, scale, offset) -> None:
     whole = group_scores.normalized_scores(values, epsilon=0.0)
     moved = group_scores.normalized_scores([scale * v + offset for v in values], epsilon=0.0)
     assert moved == pytest.approx(whole, abs=1e-9)
@@ -99,6 +99,6 @@ def test_scores_do_not_change_with_scale_and_offset_of_the_rewards(values, scale
         (0.0, 1, 0.0, "none", "single_member"),
     ],
 )
-def test_a_choice_that_cannot_be_right_is_named(epsilon, ddof, std_floor, single, named):
+def test_a_choice_that_cannot_be_right_is_named(epsilon, ddof, std_floor, single, named) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
         group_scores.check_scale(epsilon, ddof, std_floor, single)

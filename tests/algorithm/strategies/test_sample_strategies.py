@@ -17,10 +17,10 @@ from trinity_buffer.errors import InvalidArgumentError
 class ScriptedReader:
     """Hands out its experiences in order and remembers what it was asked."""
 
-    def __init__(self, experiences):
+    def __init__(self, experiences) -> None:
         self.experiences = experiences
         self.position = 0
-        self.asked = []
+        self.asked: list[tuple[int, int]] = []
 
     async def read(self, batch_size, *, min_policy_version=0):
         self.asked.append((batch_size, min_policy_version))
@@ -31,11 +31,11 @@ class ScriptedReader:
     def state_dict(self):
         return {"position": self.position}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state) -> None:
         self.position = state["position"]
 
 
-async def test_the_default_takes_what_comes_next_and_says_how_old_it_is():
+async def test_the_default_takes_what_comes_next_and_says_how_old_it_is() -> None:
     exps = group([0.5, -1.0, 2.0])
     exps[0].info = {"model_version": 4, "model_version_drift": 1}
     exps[1].info = {"model_version": 2}
@@ -50,7 +50,7 @@ async def test_the_default_takes_what_comes_next_and_says_how_old_it_is():
 @pytest.mark.parametrize(
     ("staleness", "step", "oldest"), [(0, 5, 4), (2, 5, 2), (2, 1, 0), (float("inf"), 9, 0)]
 )
-async def test_staleness_control_asks_for_young_enough_data(staleness, step, oldest):
+async def test_staleness_control_asks_for_young_enough_data(staleness, step, oldest) -> None:
     reader = ScriptedReader(group([1.0]))
     await StalenessControlSampleStrategy(reader, max_staleness=staleness).sample(step)
     assert reader.asked == [(1, oldest)]
@@ -59,12 +59,12 @@ async def test_staleness_control_asks_for_young_enough_data(staleness, step, old
 @pytest.mark.parametrize(
     ("ratio", "size", "expert"), [(0.5, 8, 4), (0.2, 5, 1), (0.34, 5, 2), (0.0, 5, 0), (1.0, 5, 5)]
 )
-def test_mix_rounds_the_experts_share_up(ratio, size, expert):
+def test_mix_rounds_the_experts_share_up(ratio, size, expert) -> None:
     plan = MixSampleStrategy(expert_data_ratio=ratio).plan(1, size)
     assert plan == SamplePlan(size - expert, expert)
 
 
-async def test_mix_marks_both_kinds_and_gives_the_expert_empty_columns():
+async def test_mix_marks_both_kinds_and_gives_the_expert_empty_columns() -> None:
     expert = rollout("e", 0, None, mask=(1, 1, 1))
     usual = rollout("u", 0, 1.0, logprobs=torch.tensor([-1.0, -1.0]))
     strategy = MixSampleStrategy(
@@ -80,7 +80,7 @@ async def test_mix_marks_both_kinds_and_gives_the_expert_empty_columns():
     assert tensor(usual.logprobs).tolist() == [-1.0, -1.0]
 
 
-async def test_a_state_that_was_saved_goes_on_where_it_was():
+async def test_a_state_that_was_saved_goes_on_where_it_was() -> None:
     usual, expert = ScriptedReader(group([1.0] * 4)), ScriptedReader(group([1.0] * 4))
     strategy = MixSampleStrategy(usual, batch_size=4, expert_reader=expert)
     await strategy.sample(1)
@@ -90,7 +90,7 @@ async def test_a_state_that_was_saved_goes_on_where_it_was():
     assert usual.position == expert.position == 2
 
 
-async def test_a_strategy_without_readers_can_plan_but_not_sample():
+async def test_a_strategy_without_readers_can_plan_but_not_sample() -> None:
     assert DefaultSampleStrategy().plan(1, 4) == SamplePlan(4)
     with pytest.raises(InvalidArgumentError, match="reader="):
         await DefaultSampleStrategy().sample(1)
@@ -98,7 +98,7 @@ async def test_a_strategy_without_readers_can_plan_but_not_sample():
         await MixSampleStrategy(ScriptedReader([]), batch_size=2).sample(1)
 
 
-def test_values_and_names_that_cannot_be_right_are_refused():
+def test_values_and_names_that_cannot_be_right_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="expert_data_ratio"):
         MixSampleStrategy(expert_data_ratio=1.5)
     with pytest.raises(InvalidArgumentError, match="max_staleness"):
@@ -111,7 +111,7 @@ def test_values_and_names_that_cannot_be_right_are_refused():
     }
 
 
-async def test_an_experience_without_a_reward_is_shown_without_one():
+async def test_an_experience_without_a_reward_is_shown_without_one() -> None:
     strategy = DefaultSampleStrategy(ScriptedReader([rollout(reward=None)]))
     _, _, samples = await strategy.sample(1)
     assert samples == [{"prompt": None, "response": None}]

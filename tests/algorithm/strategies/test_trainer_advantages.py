@@ -82,7 +82,7 @@ def packed(batch):
 
 
 @pytest.mark.parametrize("name", TRAINER)
-def test_both_vocabularies_give_the_same(name):
+def test_both_vocabularies_give_the_same(name) -> None:
     ours, _ = ADVANTAGE_FN.get(name)()(step())
     theirs = {VERL.get(key, key): value for key, value in step().items()}
     theirs["uid"] = [str(i) for i in theirs["uid"].tolist()]
@@ -93,7 +93,7 @@ def test_both_vocabularies_give_the_same(name):
 
 
 @pytest.mark.parametrize("name", TRAINER)
-def test_a_packed_batch_gives_the_same_as_a_padded_one(name):
+def test_a_packed_batch_gives_the_same_as_a_padded_one(name) -> None:
     padded, metrics = ADVANTAGE_FN.get(name)()(step())
     flat, flat_metrics = ADVANTAGE_FN.get(name)()(packed(step()))
     for column in ("advantages", "returns", "action_mask"):
@@ -104,7 +104,7 @@ def test_a_packed_batch_gives_the_same_as_a_padded_one(name):
 
 
 @pytest.mark.parametrize("name", TRAINER)
-def test_what_lies_outside_the_mask_does_not_matter(name):
+def test_what_lies_outside_the_mask_does_not_matter(name) -> None:
     clean, _ = ADVANTAGE_FN.get(name)()(step())
     dirty = step()
     for key in ("values", "old_logprob", "rollout_logprob", "teacher_logprob", "entropy", "necs"):
@@ -115,7 +115,7 @@ def test_what_lies_outside_the_mask_does_not_matter(name):
 
 
 @pytest.mark.parametrize("name", TRAINER)
-def test_a_step_without_action_tokens_has_no_advantages(name):
+def test_a_step_without_action_tokens_has_no_advantages(name) -> None:
     batch = step()
     batch["action_mask"] = torch.zeros_like(batch["action_mask"])
     found, metrics = ADVANTAGE_FN.get(name)()(batch)
@@ -124,7 +124,7 @@ def test_a_step_without_action_tokens_has_no_advantages(name):
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforceplusplus", "clipb"])
-def test_ranks_that_sum_their_statistics_find_what_one_rank_finds(name):
+def test_ranks_that_sum_their_statistics_find_what_one_rank_finds(name) -> None:
     whole, _ = ADVANTAGE_FN.get(name)()(step())
     halves = [{key: value[rows] for key, value in step().items()} for rows in ([0, 1], [2, 3])]
     # What the other rank says, call by call: recorded in a dry run of as many rounds as there are.
@@ -149,14 +149,14 @@ def test_ranks_that_sum_their_statistics_find_what_one_rank_finds(name):
     assert torch.equal(mask, whole["action_mask"])
 
 
-def test_generalized_advantages_by_hand():
+def test_generalized_advantages_by_hand() -> None:
     rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.25, 0.5]])
     found = generalized_advantages(rewards, values, gamma=0.5, lam=0.5)
     # deltas: .5*.25-.5 = -.375; .5*.5-.25 = 0; 1-.5 = .5
     assert found.tolist() == [[-0.375 + 0.25 * 0.125, 0.125, 0.5]]
 
 
-def test_time_passes_only_at_action_tokens():
+def test_time_passes_only_at_action_tokens() -> None:
     rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]])
     holes = [[True, False, True, False]]
     spread_rewards = torch.tensor([[0.0, 0.0, 1.0, 0.0]])
@@ -167,7 +167,7 @@ def test_time_passes_only_at_action_tokens():
     assert not sparse[:, [1, 3]].any()
 
 
-def test_a_reward_on_a_token_of_the_environment_counts_for_the_action_before_it():
+def test_a_reward_on_a_token_of_the_environment_counts_for_the_action_before_it() -> None:
     mask = torch.tensor([[True, False, True]])
     late = discounted_returns(torch.tensor([[0.0, 2.0, 1.0]]), 0.5, mask)
     early = discounted_returns(torch.tensor([[2.0, 0.0, 1.0]]), 0.5, mask)
@@ -175,7 +175,7 @@ def test_a_reward_on_a_token_of_the_environment_counts_for_the_action_before_it(
     assert late.tolist() == [[2.5, 0.0, 1.0]]
 
 
-def test_ppo_counts_a_reward_on_a_token_of_the_environment_for_the_action_before_it():
+def test_ppo_counts_a_reward_on_a_token_of_the_environment_for_the_action_before_it() -> None:
     mask = torch.tensor([[True, False, True]])
     values = torch.tensor([[0.5, 9.0, 0.25]])
     late, early = (
@@ -185,14 +185,14 @@ def test_ppo_counts_a_reward_on_a_token_of_the_environment_for_the_action_before
     assert torch.equal(late, early)
 
 
-def test_ppo_returns_are_what_the_critic_should_have_said():
+def test_ppo_returns_are_what_the_critic_should_have_said() -> None:
     batch, _ = PPOAdvantageFn(gamma=1.0, lam=1.0)(step())
     rewards, mask = batch["token_level_rewards"], batch["action_mask"]
     assert torch.allclose(batch["returns"], discounted_returns(rewards, 1.0, mask), atol=1e-6)
 
 
 @pytest.mark.parametrize("cls", [PPOAdvantageFn, REINFORCEPLUSPLUSAdvantageFn])
-def test_whitened_advantages_have_mean_0_and_deviation_1(cls):
+def test_whitened_advantages_have_mean_0_and_deviation_1(cls) -> None:
     batch, _ = cls()(step())
     chosen = batch["advantages"][batch["action_mask"]]
     assert float(chosen.mean()) == pytest.approx(0.0, abs=1e-6)
@@ -200,7 +200,7 @@ def test_whitened_advantages_have_mean_0_and_deviation_1(cls):
 
 
 @pytest.mark.parametrize("cls", [PPOAdvantageFn, REINFORCEPLUSPLUSAdvantageFn])
-def test_one_action_token_alone_has_advantage_0(cls):
+def test_one_action_token_alone_has_advantage_0(cls) -> None:
     batch = step()
     batch["action_mask"] = torch.zeros_like(batch["action_mask"])
     batch["action_mask"][0, 1] = True
@@ -217,13 +217,13 @@ def last_rewards(rewards):
     return batch
 
 
-def test_rloo_compares_with_the_mean_of_the_others():
+def test_rloo_compares_with_the_mean_of_the_others() -> None:
     batch, _ = RLOOAdvantageFn()(last_rewards([1.0, 0.0, 5.0, 2.0]))
     assert batch["advantages"].max(-1).values.tolist() == [1.0, 0.0, 3.0, 0.0]
     assert batch["advantages"].min(-1).values.tolist() == [0.0, -1.0, 0.0, -3.0]
 
 
-def test_remax_compares_with_the_greedy_answer():
+def test_remax_compares_with_the_greedy_answer() -> None:
     batch = last_rewards([1.0, 0.0, 5.0, 2.0])
     batch["reward_baselines"] = torch.tensor([0.5, 0.5, 5.0, 2.0])
     found, _ = REMAXAdvantageFn()(batch)
@@ -232,7 +232,7 @@ def test_remax_compares_with_the_greedy_answer():
     assert not found["advantages"][2:].any()
 
 
-def test_grpo_in_the_trainer_scores_rows_by_their_group():
+def test_grpo_in_the_trainer_scores_rows_by_their_group() -> None:
     batch, _ = GRPOAdvantageFn(epsilon=0.0)(last_rewards([0.0, 2.0, 1.0, 1.0]))
     half = 2**-0.5
     assert batch["advantages"][0].tolist() == pytest.approx([0.0, -half, -half, -half, 0.0])
@@ -240,7 +240,7 @@ def test_grpo_in_the_trainer_scores_rows_by_their_group():
     assert not batch["advantages"][2:].any()
 
 
-def test_distillation_pulls_towards_the_teacher():
+def test_distillation_pulls_towards_the_teacher() -> None:
     batch = step()
     found, metrics = OnPolicyDistillAdvantage(kl_coef=0.5)(batch)
     gap = 0.5 * (batch["teacher_logprob"] - batch["old_logprob"])
@@ -249,7 +249,7 @@ def test_distillation_pulls_towards_the_teacher():
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_divergence_advantages_are_the_gradient_of_the_divergence(weight):
+def test_divergence_advantages_are_the_gradient_of_the_divergence(weight) -> None:
     draw = torch.Generator().manual_seed(1)
     logits = torch.randn(6, generator=draw, dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(6, generator=draw, dtype=torch.float64).log_softmax(-1)
@@ -277,7 +277,7 @@ def test_divergence_advantages_are_the_gradient_of_the_divergence(weight):
         assert float(metrics["jsd/mean"]) >= 0
 
 
-def test_divergence_advantages_never_reward_leaving_the_teacher_and_the_references_do():
+def test_divergence_advantages_never_reward_leaving_the_teacher_and_the_references_do() -> None:
     gap = step()["old_logprob"] - step()["teacher_logprob"]
     away = step()["action_mask"] & (gap > 0)
     found, _ = JSDAdvantage()(step())
@@ -286,7 +286,7 @@ def test_divergence_advantages_never_reward_leaving_the_teacher_and_the_referenc
     assert (theirs["advantages"][away] > 0).all()
 
 
-def test_divergence_advantages_stay_finite_where_the_student_is_sure():
+def test_divergence_advantages_stay_finite_where_the_student_is_sure() -> None:
     batch = step()
     batch["old_logprob"] = torch.full_like(batch["old_logprob"], -1e4)
     for weight in (0.5, 1.0):
@@ -294,7 +294,7 @@ def test_divergence_advantages_stay_finite_where_the_student_is_sure():
         assert torch.isfinite(found["advantages"]).all()
 
 
-def test_clip_b_drops_the_tokens_of_bad_answers_that_move_entropy_most():
+def test_clip_b_drops_the_tokens_of_bad_answers_that_move_entropy_most() -> None:
     batch = last_rewards([0.0, 2.0, 1.0, 1.0])
     batch["rollout_logprob"] = torch.full_like(batch["rollout_logprob"], -1.0)
     batch["entropy"] = torch.ones_like(batch["entropy"])
@@ -306,7 +306,7 @@ def test_clip_b_drops_the_tokens_of_bad_answers_that_move_entropy_most():
     assert float(metrics["frac_clipped_pos"]) == 0.0
 
 
-def test_clip_b_keeps_the_tokens_of_good_answers_wherever_they_are():
+def test_clip_b_keeps_the_tokens_of_good_answers_wherever_they_are() -> None:
     batch = last_rewards([0.0, 2.0, 1.0, 1.0])
     batch["rollout_logprob"] = torch.full_like(batch["rollout_logprob"], -1.0)
     batch["entropy"] = torch.ones_like(batch["entropy"])
@@ -315,7 +315,7 @@ def test_clip_b_keeps_the_tokens_of_good_answers_wherever_they_are():
     assert torch.equal(found["action_mask"], step()["action_mask"])
 
 
-def test_clip_b_keeps_everything_where_all_tokens_are_alike():
+def test_clip_b_keeps_everything_where_all_tokens_are_alike() -> None:
     batch = last_rewards([0.0, 2.0, 1.0, 1.0])
     batch["rollout_logprob"] = torch.full_like(batch["rollout_logprob"], -1.0)
     batch["entropy"] = torch.ones_like(batch["entropy"])
@@ -323,7 +323,7 @@ def test_clip_b_keeps_everything_where_all_tokens_are_alike():
     assert torch.equal(found["action_mask"], step()["action_mask"])
 
 
-def test_clip_v_drops_no_more_than_its_share():
+def test_clip_v_drops_no_more_than_its_share() -> None:
     free, metrics = ClipVAdvantageFn(mu=0.0, max_frac=1.0)(step())
     few, few_metrics = ClipVAdvantageFn(mu=0.0, max_frac=0.1)(step())
     assert float(metrics["frac_clipped"]) > float(few_metrics["frac_clipped"]) > 0
@@ -331,7 +331,7 @@ def test_clip_v_drops_no_more_than_its_share():
     assert int(free["action_mask"].sum()) < int(few["action_mask"].sum())
 
 
-def test_clip_v_drops_tokens_without_an_advantage_beside_its_share():
+def test_clip_v_drops_tokens_without_an_advantage_beside_its_share() -> None:
     batch = last_rewards([0.0, 2.0, 1.0, 1.0])  # rows 2 and 3 have advantage 0
     batch["necs"] = torch.zeros_like(batch["necs"])
     batch["entropy"] = torch.ones_like(batch["entropy"])
@@ -346,7 +346,7 @@ def test_clip_v_drops_tokens_without_an_advantage_beside_its_share():
     assert dropped.nonzero().tolist() == [[0, 1], [0, 2], [0, 3], [2, 1]]
 
 
-def test_the_expected_entropy_change_is_the_mean_over_the_vocabulary():
+def test_the_expected_entropy_change_is_the_mean_over_the_vocabulary() -> None:
     logits = torch.tensor([[0.0, 1.0, -1.0]], dtype=torch.float64)
     logprobs = logits.log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
@@ -357,7 +357,7 @@ def test_the_expected_entropy_change_is_the_mean_over_the_vocabulary():
     assert float(expected_entropy_change(logits)) == pytest.approx(by_hand)
 
 
-def test_entropy_change_is_the_derivative_of_the_entropy():
+def test_entropy_change_is_the_derivative_of_the_entropy() -> None:
     logits = torch.tensor([0.3, 1.0, -1.0], dtype=torch.float64, requires_grad=True)
     logprobs = logits.log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs).sum()
@@ -366,7 +366,7 @@ def test_entropy_change_is_the_derivative_of_the_entropy():
 
 
 @pytest.mark.parametrize("name", TRAINER)
-def test_a_missing_column_is_named_with_what_there_is(name):
+def test_a_missing_column_is_named_with_what_there_is(name) -> None:
     mask = {"action_mask": step()["action_mask"]}
     with pytest.raises(InvalidArgumentError, match=r"the batch has no '.*holds action_mask"):
         ADVANTAGE_FN.get(name)()(mask)
@@ -387,6 +387,6 @@ def test_a_missing_column_is_named_with_what_there_is(name):
         ("rloo", {"epsilon": 1.0}, "epsilon"),
     ],
 )
-def test_an_argument_that_cannot_be_right_is_named(name, arguments, named):
+def test_an_argument_that_cannot_be_right_is_named(name, arguments, named) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
         ADVANTAGE_FN.get(name)(**arguments)

@@ -51,7 +51,7 @@ def steps():
     ]
 
 
-async def test_it_registers_itself_and_computes_what_ours_does(ported):
+async def test_it_registers_itself_and_computes_what_ours_does(ported) -> None:
     assert ADD_STRATEGY.get("step_wise_grpo") is ported
     assert issubclass(ported, AddStrategy)
     theirs, ours = steps(), steps()
@@ -68,13 +68,13 @@ async def test_it_registers_itself_and_computes_what_ours_does(ported):
     ]
 
 
-async def test_it_composes_with_a_filter_of_ours(ported):
+async def test_it_composes_with_a_filter_of_ours(ported) -> None:
     writer = StagedWriter()
     count, _ = await compose(writer, ["outcome_gate", ported]).add(steps(), 1)
     assert count == sum(len(some) for some in writer.groups) == 12
 
 
-def test_what_it_does_not_declare_is_assumed(ported):
+def test_what_it_does_not_declare_is_assumed(ported) -> None:
     assert ported.unit_for(epsilon=1e-3) == "group"
     assert ported.families_for() == ("light", "tokens", "text")
     assert ported.default_args() == {"epsilon": 1e-6, "enable_step_norm": False}

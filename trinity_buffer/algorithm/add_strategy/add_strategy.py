@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.annotating import Problem, annotate, reward_of, unusable
 from trinity_buffer.algorithm.arguments import (
@@ -165,6 +167,7 @@ class GroupAdvantageStrategy(AddStrategy):
         """Return the fields without which a member of the group ``exps`` cannot be scored."""
         return self.needs
 
+    @override
     async def add(self, exps: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Score all groups, then write them one by one, in order of first appearance."""
         groups = {
@@ -227,6 +230,7 @@ class GRPOAddStrategy(GroupAdvantageStrategy):
         self.single_member: group_scores.SingleMember = single_member
         self.std_threshold = std_threshold
 
+    @override
     def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
         """Return the runs of each task."""
         return group_by(exps, "task")
@@ -235,6 +239,7 @@ class GRPOAddStrategy(GroupAdvantageStrategy):
         """Return the rewards that enter the statistics, shape ``(G,)``."""
         return group_scores.as_rewards([reward_of(e) for e in exps])
 
+    @override
     def calculate_group_advantage(
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, float]]:
@@ -271,10 +276,12 @@ class OPMDAddStrategy(GroupAdvantageStrategy):
         self.opmd_baseline = opmd_baseline
         self.tau = tau
 
+    @override
     def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
         """Return the runs of each task."""
         return group_by(exps, "task")
 
+    @override
     def calculate_group_advantage(
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, float]]:
@@ -314,6 +321,7 @@ class RewardVarianceAddStrategy(AddStrategy):
         self.variance_threshold = variance_threshold
         self.std_floor = std_floor
 
+    @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Write the groups whose rewards differ, unchanged."""
         groups = list(group_by(self.usable(experiences), "task").values())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy, Unit
 from trinity_buffer.algorithm.advantage_fn import (
     ASYMREGroupAdvantage,
@@ -33,20 +35,24 @@ class AdvantageAddStrategy(AddStrategy):
         self.advantage = self.advantage_fn(**kwargs)
 
     @classmethod
+    @override
     def default_args(cls) -> dict[str, Any]:
         """Return the defaults of the advantage function."""
         return cls.advantage_fn.default_args()
 
     @classmethod
+    @override
     def unit_for(cls, **arguments: Any) -> Unit:
         """Return the unit that the advantage function needs."""
         return cls.advantage_fn.unit_for(**arguments)
 
     @classmethod
+    @override
     def families_for(cls, **arguments: Any) -> tuple[str, ...]:
         """Return the column families that the advantage function reads."""
         return cls.advantage_fn.families_for(**arguments)
 
+    @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Score all groups, then write them one by one, in order of first appearance."""
         if not experiences:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.algorithm.arguments import made as made_of
@@ -35,6 +37,7 @@ class CompositeAddStrategy(AddStrategy):
         super().__init__(writer)
         self.stages = list(stages)
 
+    @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Run all stages, then write what the last one wrote.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, GRPOAddStrategy
 from trinity_buffer.algorithm.annotating import likelihood_of, reward_of
@@ -35,10 +37,12 @@ class CorrectBiasAddStrategy(GRPOAddStrategy):
         super().__init__(writer, epsilon, **kwargs)
         self.rank_penalty = rank_penalty
 
+    @override
     def needs_of(self, exps: Sequence[Experience]) -> Sequence[str]:
         """Return the fields of GRPO, and logprobs where there is somebody to rank against."""
         return (*self.needs, "logprobs") if len(exps) > 1 else self.needs
 
+    @override
     def rewards_of(self, exps: Sequence[Experience]) -> group_scores.Rewards:
         """Return the penalized rewards, shape ``(G,)``."""
         rewards = group_scores.as_rewards([reward_of(e) for e in exps])

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.add_strategy.add_strategy import (
     ADD_STRATEGY,
@@ -72,6 +74,7 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
         self.seed = seed
         self.rng = rng
 
+    @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Write the informative groups, then their copies, a write each."""
         groups = list(group_by(self.usable(experiences), "task").values())

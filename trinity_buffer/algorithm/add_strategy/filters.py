@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
 from trinity_buffer.algorithm.annotating import reward_of
 from trinity_buffer.errors import InvalidArgumentError
@@ -54,6 +56,7 @@ class OutcomeGateAddStrategy(AddStrategy):
         self.min_correct = min_correct
         self.min_wrong = min_wrong
 
+    @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
         """Write the groups that pass, unchanged."""
         groups = list(group_by(self._judged(experiences), "task").values())
@@ -153,6 +156,7 @@ class BestOfGroupAddStrategy(AddStrategy):
         self.num_kept = num_kept
         self.min_reward = min_reward
 
+    @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
         """Write the best of each group; the others are rejected as ``filtered``."""
         groups = group_by(self.usable(experiences), "task").values()
@@ -212,6 +216,7 @@ class OverlongPenaltyAddStrategy(AddStrategy):
         over = length - (self.max_length - self.cache_length)
         return -self.penalty * min(max(over / self.cache_length, 0.0), 1.0)
 
+    @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
         """Write all groups, with the lowered rewards."""
         usable = self.usable(experiences)

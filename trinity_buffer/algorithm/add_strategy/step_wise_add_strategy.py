@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
 from trinity_buffer.algorithm.annotating import annotate, reward_of, run_problem
@@ -79,6 +81,7 @@ class StepWiseGRPOStrategy(AddStrategy):
                 annotate(experience, scores[run_id] / length)
         return run_exps
 
+    @override
     async def add(self, exps: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Score all tasks, then write run by run, in order of first appearance."""
         tasks = [self._sound(group_by(task, "run")) for task in group_by(exps, "task").values()]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.rows import Columns, Result, Rows
 from trinity_buffer.algorithm.annotating import Problem, unusable
@@ -81,6 +82,7 @@ class PipelineAdvantage(AdvantageFn):
     needs: ClassVar[tuple[str, ...]] = ("reward", "action_mask")
 
     @classmethod
+    @override
     def compute_in_trainer(cls) -> bool:
         """Return False."""
         return False
@@ -115,6 +117,7 @@ class PipelineAdvantage(AdvantageFn):
     def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
         """Set the advantages of ``exps``; return those that are kept, and metrics."""
 
+    @override
     def __call__(
         self, exps: list[Experience], **kwargs: Any
     ) -> tuple[list[Experience], dict[str, Any]]:
@@ -133,6 +136,7 @@ class GroupAdvantage(PipelineAdvantage):
         """Return the fields without which a member of the group ``exps`` cannot be scored."""
         return self.needs
 
+    @override
     def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
         """Yield what keeps experiences from being scored, group by group."""
         for group in self.group_experiences(list(exps)).values():
@@ -146,6 +150,7 @@ class GroupAdvantage(PipelineAdvantage):
     ) -> tuple[list[Experience], dict[str, Any]]:
         """Set the advantages of one group; return the members that are kept, and its metrics."""
 
+    @override
     def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
         """Score all groups; the result is ordered by group."""
         self.check(exps)
@@ -172,6 +177,7 @@ class TrainerAdvantage(AdvantageFn):
     tensors: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
+    @override
     def compute_in_trainer(cls) -> bool:
         """Return True."""
         return True
@@ -180,6 +186,7 @@ class TrainerAdvantage(AdvantageFn):
     def compute(self, rows: Rows) -> Result:
         """Return the advantages of ``rows``."""
 
+    @override
     def __call__(
         self,
         exps: MutableMapping[str, Any],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
@@ -33,6 +35,7 @@ class ASYMREGroupAdvantage(GroupAdvantage):
         super().__init__(**kwargs)
         self.baseline_shift = baseline_shift
 
+    @override
     def calculate_group_advantage(
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, Any]]:
@@ -60,6 +63,7 @@ class ASYMREAdvantageFn(TrainerAdvantage):
         """Return the scores of one group."""
         return rewards - shifted_baseline(rewards, self.baseline_shift)
 
+    @override
     def compute(self, rows: Rows) -> Result:
         """Return the score of each row on its action tokens."""
         like = rows.raw("token_level_rewards")

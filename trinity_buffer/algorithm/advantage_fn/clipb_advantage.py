@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
 from trinity_buffer.algorithm.advantage_fn.entropy_clip import (
     NEGLIGIBLE_STD,
@@ -33,6 +35,7 @@ class ClipBAdvantageFn(GRPOAdvantageFn):
         super().__init__(epsilon, **kwargs)
         self.mu = mu
 
+    @override
     def compute(self, rows: Rows) -> Result:
         """Return the advantages, and the mask without what is dropped."""
         advantages = super().compute(rows).advantages

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
 from trinity_buffer.algorithm.advantage_fn.entropy_clip import (
@@ -44,6 +45,7 @@ class ClipVAdvantageFn(GRPOAdvantageFn):
         self.mu = mu
         self.max_frac = max_frac
 
+    @override
     def compute(self, rows: Rows) -> Result:
         """Return the advantages, and the mask without what is dropped."""
         advantages = super().compute(rows).advantages

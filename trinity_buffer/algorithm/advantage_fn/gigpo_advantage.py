@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, PipelineAdvantage, Unit
@@ -82,10 +83,12 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         self.std_floor = std_floor
 
     @classmethod
+    @override
     def unit_for(cls, **arguments: Any) -> Unit:
         """Return ``"batch"`` if anchors reach across tasks."""
         return "batch" if arguments.get("anchor_scope") == "batch" else "group"
 
+    @override
     def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
         """Yield the runs that lack a mask on any step, or a reward, or have a broken one."""
         yield from run_problems(exps, self._rewarded)
@@ -96,6 +99,7 @@ class GiGPOAdvantageFn(PipelineAdvantage):
                 if bad is not None:
                     yield Problem(steps, bad[0], f"{self.step_reward_key} (a reward) is {bad[1]}")
 
+    @override
     def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
         """Score all runs and steps; the order stays."""
         if not exps:

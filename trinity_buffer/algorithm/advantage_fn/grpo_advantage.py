@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
@@ -84,21 +85,25 @@ class GRPOGroupedAdvantage(GroupAdvantage):
         self.seed = seed
 
     @classmethod
+    @override
     def unit_for(cls, **arguments: Any) -> Unit:
         """Return ``"batch"`` if the deviation or the copies need one."""
         whole = arguments.get("std_cal_level") == "batch" or arguments.get("duplicate_experiences")
         return "batch" if whole else "group"
 
     @classmethod
+    @override
     def families_for(cls, **arguments: Any) -> tuple[str, ...]:
         """Return the light family, and the tokens' if likelihoods are ranked."""
         return ("light",) if arguments.get("rank_penalty") is None else ("light", "tokens")
 
+    @override
     def needs_of(self, exps: Sequence[Experience]) -> Sequence[str]:
         """Return the usual fields, and logprobs where likelihoods are ranked."""
         ranked = self.rank_penalty is not None and len(exps) > 1
         return (*self.needs, "logprobs") if ranked else self.needs
 
+    @override
     def calculate_group_advantage(
         self, group_id: str, exps: Group, precomputed_std: float | Tensor | None = None
     ) -> tuple[Group, dict[str, Any]]:
@@ -120,6 +125,7 @@ class GRPOGroupedAdvantage(GroupAdvantage):
             annotate(experience, float(score))
         return exps, metrics
 
+    @override
     def process(self, exps: Group) -> tuple[Group, dict[str, Any]]:
         """Score all groups, leave out those below the threshold, copy others in their place."""
         self.check(exps)
@@ -206,6 +212,7 @@ class GRPOAdvantageFn(TrainerAdvantage):
             single_member=self.single_member,
         )
 
+    @override
     def compute(self, rows: Rows) -> Result:
         """Return the score of each row on its action tokens."""
         like = rows.raw("token_level_rewards")

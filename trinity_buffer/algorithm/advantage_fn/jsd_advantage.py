@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
@@ -104,6 +105,7 @@ class JSDAdvantage(TrainerAdvantage):
         self.chunk_size = chunk_size
         self.estimator = estimator
 
+    @override
     def compute(self, rows: Rows) -> Result:
         """Return the scaled advantage of each action token."""
         student = rows["old_logprob"] / self.temperature

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
@@ -60,10 +62,12 @@ class StepWiseGRPOAdvantageFn(PipelineAdvantage):
         self.single_member: group_scores.SingleMember = single_member
 
     @classmethod
+    @override
     def unit_for(cls, **arguments: Any) -> Unit:
         """Return ``"batch"`` if the deviation needs one."""
         return "batch" if arguments.get("std_cal_level") == "batch" else "group"
 
+    @override
     def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
         """Yield the runs that lack a mask on any step, or a reward on the last."""
         return run_problems(exps, lambda steps: steps[-1])
@@ -89,6 +93,7 @@ class StepWiseGRPOAdvantageFn(PipelineAdvantage):
                 annotate(step, scores[run_id] / length)
         return run_exps
 
+    @override
     def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
         """Score all tasks; the result is ordered by task and run."""
         if not exps:

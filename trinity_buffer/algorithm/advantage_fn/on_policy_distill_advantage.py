@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import row_statistics, row_sums
@@ -25,6 +27,7 @@ class OnPolicyDistillAdvantage(TrainerAdvantage):
         super().__init__(**kwargs)
         self.kl_coef = kl_coef
 
+    @override
     def compute(self, rows: Rows) -> Result:
         """Return the scaled log-ratio of each action token."""
         gap = rows["teacher_logprob"] - rows["old_logprob"]

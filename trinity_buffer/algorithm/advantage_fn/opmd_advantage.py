@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
@@ -32,6 +34,7 @@ class OPMDGroupAdvantage(GroupAdvantage):
         self.opmd_baseline = opmd_baseline
         self.tau = tau
 
+    @override
     def calculate_group_advantage(
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, Any]]:
@@ -74,6 +77,7 @@ class OPMDAdvantageFn(TrainerAdvantage):
         """Return the scores of one group."""
         return rewards - group_scores.baseline(rewards, self.opmd_baseline, self.tau)
 
+    @override
     def compute(self, rows: Rows) -> Result:
         """Return the score of each row on its action tokens."""
         like = rows.raw("token_level_rewards")

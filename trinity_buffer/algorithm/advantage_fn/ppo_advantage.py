@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import generalized_advantages, whitened
@@ -49,6 +51,7 @@ class PPOAdvantageFn(TrainerAdvantage):
         self.lam = lam
         self.mask_aware = mask_aware
 
+    @override
     def compute(self, rows: Rows) -> Result:
         """Return whitened advantages, and returns from the unwhitened ones."""
         rewards = rows.raw("token_level_rewards")

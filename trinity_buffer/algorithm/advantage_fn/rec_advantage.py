@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, GroupAdvantage
@@ -52,6 +53,7 @@ class RECGroupedAdvantage(GroupAdvantage):
         self.std_floor = std_floor
         self.seed = seed
 
+    @override
     def calculate_group_advantage(
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, Any]]:

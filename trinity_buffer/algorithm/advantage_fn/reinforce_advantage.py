@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, GroupAdvantage
 from trinity_buffer.algorithm.annotating import annotate, reward_of
 from trinity_buffer.experience import Experience
@@ -16,6 +18,7 @@ class REINFORCEGroupAdvantage(GroupAdvantage):
 
     reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore"}
 
+    @override
     def calculate_group_advantage(
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, Any]]:

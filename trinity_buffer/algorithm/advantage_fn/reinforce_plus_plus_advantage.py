@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.ppo_advantage import check_discount
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
@@ -30,6 +32,7 @@ class REINFORCEPLUSPLUSAdvantageFn(TrainerAdvantage):
         self.gamma = gamma
         self.mask_aware = mask_aware
 
+    @override
     def compute(self, rows: Rows) -> Result:
         """Return whitened returns, and the returns."""
         rewards = rows.raw("token_level_rewards")

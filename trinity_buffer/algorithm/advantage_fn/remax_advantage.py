@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import discounted_returns
@@ -26,6 +28,7 @@ class REMAXAdvantageFn(TrainerAdvantage):
         super().__init__(**kwargs)
         self.mask_aware = mask_aware
 
+    @override
     def compute(self, rows: Rows) -> Result:
         """Return the rewards that are still to come, less the baseline."""
         if self.mask_aware:

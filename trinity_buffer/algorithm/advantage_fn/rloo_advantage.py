@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.group_rows import broadcast, scored_rows
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
@@ -17,6 +19,7 @@ class RLOOAdvantageFn(TrainerAdvantage):
         size = len(rewards)
         return rewards if size == 1 else (rewards - rewards.mean()) * (size / (size - 1))
 
+    @override
     def compute(self, rows: Rows) -> Result:
         """Return the score of each row on its action tokens."""
         like = rows.raw("token_level_rewards")

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import default_arguments
 from trinity_buffer.algorithm.functional import aggregate_loss, mask_of_rows
@@ -60,6 +61,7 @@ class EntropyLossFn(ABC):
 class DefaultEntropyLossFn(EntropyLossFn):
     """The entropy of all action tokens."""
 
+    @override
     def __call__(
         self,
         entropy: Tensor,
@@ -78,6 +80,7 @@ class DefaultEntropyLossFn(EntropyLossFn):
 class MixEntropyLossFn(EntropyLossFn):
     """The entropy of the usual rows: an expert's tokens are no exploration. 0 if there are none."""
 
+    @override
     def __call__(
         self,
         entropy: Tensor,
@@ -107,6 +110,7 @@ class MixEntropyLossFn(EntropyLossFn):
 class DummyEntropyLossFn(EntropyLossFn):
     """No entropy bonus."""
 
+    @override
     def __call__(
         self,
         entropy: Tensor,

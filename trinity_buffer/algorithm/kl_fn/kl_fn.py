@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import default_arguments
 from trinity_buffer.algorithm.functional import (
@@ -148,12 +149,14 @@ class KLFn(ABC):
 class DummyKLFn(KLFn):
     """No divergence: a loss of 0, rewards as they are."""
 
+    @override
     def calculate_kl(
         self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
     ) -> Tensor:
         """Return zeros."""
         return torch.zeros_like(logprob)
 
+    @override
     def calculate_kl_loss(
         self,
         logprob: Tensor,
@@ -167,6 +170,7 @@ class DummyKLFn(KLFn):
         """Return 0 and nothing to log."""
         return torch.zeros((), device=logprob.device), {}
 
+    @override
     def apply_kl_penalty_to_reward(
         self, batch: MutableMapping[str, Any], *, layout: BatchLayout | None = None
     ) -> tuple[MutableMapping[str, Any], Metrics]:
@@ -179,6 +183,7 @@ class DummyKLFn(KLFn):
 class K1Fn(KLFn):
     """``logprob - ref_logprob``: unbiased, of any sign; as a loss its gradient is 0 on average."""
 
+    @override
     def calculate_kl(
         self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
     ) -> Tensor:
@@ -190,6 +195,7 @@ class K1Fn(KLFn):
 class K2Fn(KLFn):
     """``(logprob - ref_logprob)^2 / 2``: its gradient is that of the KL divergence on average."""
 
+    @override
     def calculate_kl(
         self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
     ) -> Tensor:
@@ -201,6 +207,7 @@ class K2Fn(KLFn):
 class K3Fn(KLFn):
     """``exp(x) - 1 - x`` with ``x = ref_logprob - logprob``: unbiased and never negative (GRPO)."""
 
+    @override
     def calculate_kl(
         self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
     ) -> Tensor:
@@ -213,6 +220,7 @@ class K3Fn(KLFn):
 class LowVarKLFn(KLFn):
     """k3 with a log-ratio cut to ± 20 and a result cut to ± 10."""
 
+    @override
     def calculate_kl(
         self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
     ) -> Tensor:
@@ -225,6 +233,7 @@ class LowVarKLFn(KLFn):
 class AbsFn(KLFn):
     """``|logprob - ref_logprob|``: no divergence, a distance."""
 
+    @override
     def calculate_kl(
         self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
     ) -> Tensor:
@@ -239,6 +248,7 @@ class CorrectedK3Fn(K3Fn):
     (DeepSeek-V3.2, arXiv:2512.02556, section 3.1.) Plain k3 without ``old_logprob``.
     """
 
+    @override
     def calculate_kl(
         self, logprob: Tensor, ref_logprob: Tensor, old_logprob: Tensor | None = None
     ) -> Tensor:

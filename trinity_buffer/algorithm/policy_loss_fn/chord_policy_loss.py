@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import (
     aggregate_loss,
@@ -43,6 +44,7 @@ class SFTISLossFn(PolicyLossFn):
         super().__init__(backend)
         self.loss_agg_mode = aggregation_mode(loss_agg_mode)
 
+    @override
     def __call__(
         self, logprob: Tensor, action_mask: Tensor, *, layout: BatchLayout | None = None
     ) -> LossAndMetrics:
@@ -75,6 +77,7 @@ class SFTPhiLossFn(PolicyLossFn):
         self.loss_agg_mode = aggregation_mode(loss_agg_mode)
         self.cutoff_prob = cutoff_prob
 
+    @override
     def __call__(
         self, logprob: Tensor, action_mask: Tensor, *, layout: BatchLayout | None = None
     ) -> LossAndMetrics:
@@ -176,6 +179,7 @@ class MIXCHORDPolicyLossFn(PolicyLossFn):
         settled = torch.where(at >= warmup + decay, self.mu_valley, falling)
         return torch.where(at < warmup, rising, settled)
 
+    @override
     def __call__(
         self,
         logprob: Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import (
     aggregate_loss,
@@ -54,6 +55,7 @@ class CISPOPolicyLossFn(PolicyLossFn):
         self.mask_clip_range_high = mask_clip_range_high
         self.loss_agg_mode = aggregation_mode(loss_agg_mode)
 
+    @override
     def __call__(
         self,
         logprob: Tensor,

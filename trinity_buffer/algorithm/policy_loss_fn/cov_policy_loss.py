@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import (
     aggregate_loss,
@@ -77,6 +78,7 @@ class ClipCovLossFn(PolicyLossFn):
         self.clip_cov_ub = clip_cov_ub
         self.loss_agg_mode = aggregation_mode(loss_agg_mode)
 
+    @override
     def __call__(
         self,
         logprob: Tensor,
@@ -136,6 +138,7 @@ class KLCovLossFn(PolicyLossFn):
         self.kl_cov_coef = kl_cov_coef
         self.loss_agg_mode = aggregation_mode(loss_agg_mode)
 
+    @override
     def __call__(
         self,
         logprob: Tensor,

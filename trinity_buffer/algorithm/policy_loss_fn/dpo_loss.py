@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import (
     aggregate_rows,
@@ -49,6 +50,7 @@ class DPOLossFn(PolicyLossFn):
         self.label_smoothing = label_smoothing
         self.per_pair = per_pair
 
+    @override
     def __call__(
         self,
         logprob: Tensor,

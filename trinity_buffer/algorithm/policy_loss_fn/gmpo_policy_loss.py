@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import (
     aggregate_rows,
@@ -41,6 +42,7 @@ class GMPOLossFn(PolicyLossFn):
         self.low = clip_range_low
         self.high = clip_range_high
 
+    @override
     def __call__(
         self,
         logprob: Tensor,

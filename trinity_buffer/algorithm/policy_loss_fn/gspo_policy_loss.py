@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import (
     aggregate_loss,
@@ -55,6 +56,7 @@ class GSPOLossFn(PolicyLossFn):
         self.low, self.high = clip_limits(clip_range, clip_range_low, clip_range_high)
         self.loss_agg_mode = aggregation_mode(loss_agg_mode, "seq-mean-token-mean")
 
+    @override
     def __call__(
         self,
         logprob: Tensor,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import aggregation_mode, mask_of_rows
 from trinity_buffer.algorithm.layout import BatchLayout
@@ -196,6 +197,7 @@ class MIXPolicyLossFn(PolicyLossFn):
         )
         self.kinds = TwoKindsLoss(usual, expert, scales)
 
+    @override
     def __call__(
         self,
         logprob: Tensor,

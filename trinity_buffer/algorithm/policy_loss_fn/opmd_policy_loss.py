@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import (
     aggregate_loss,
@@ -38,6 +39,7 @@ class OPMDPolicyLossFn(PolicyLossFn):
         self.tau = tau
         self.loss_agg_mode = aggregation_mode(loss_agg_mode)
 
+    @override
     def __call__(
         self,
         logprob: Tensor,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import default_arguments, did_you_mean
 from trinity_buffer.errors import UnknownNameError
@@ -58,6 +59,7 @@ class PolicyLossFn(ABC):
     per_microbatch: ClassVar[bool] = False
     _tensors: ClassVar[tuple[str, ...]] = ()
 
+    @override
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Read the tensors off the signature, and let callers use the backend's names for them."""
         super().__init_subclass__(**kwargs)

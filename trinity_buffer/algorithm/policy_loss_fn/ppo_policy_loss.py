@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import (
     aggregate_loss,
@@ -70,6 +71,7 @@ class PPOPolicyLossFn(PolicyLossFn):
         self.delta_sequence_masking = delta_sequence_masking
         self.fallback_to_policy_gradient = fallback_to_policy_gradient
 
+    @override
     def __call__(
         self,
         logprob: Tensor,

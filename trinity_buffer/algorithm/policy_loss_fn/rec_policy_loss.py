@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.functional import (
@@ -97,6 +98,7 @@ class RECPolicyLossFn(PolicyLossFn):
         default = "seq-mean-token-mean" if by_sequence else "token-mean"
         self.loss_agg_mode = aggregation_mode(loss_agg_mode, default)
 
+    @override
     def __call__(
         self,
         logprob: Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import (
     aggregate_loss,
@@ -63,6 +64,7 @@ class SAPOPolicyLossFn(PolicyLossFn):
         tau = torch.full_like(ratio, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
         return torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
 
+    @override
     def __call__(
         self,
         logprob: Tensor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import (
     aggregate_loss,
@@ -31,6 +32,7 @@ class SFTLossFn(PolicyLossFn):
         super().__init__(backend)
         self.loss_agg_mode = aggregation_mode(loss_agg_mode)
 
+    @override
     def __call__(
         self, logprob: Tensor, action_mask: Tensor, *, layout: BatchLayout | None = None
     ) -> LossAndMetrics:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import (
     aggregate_loss,
@@ -41,6 +42,7 @@ class sPPOPolicyLossFn(PolicyLossFn):  # noqa: N801 - the documented name
         self.epsilon = epsilon
         self.loss_agg_mode = aggregation_mode(loss_agg_mode)
 
+    @override
     def __call__(
         self,
         logprob: Tensor,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from trinity_buffer.algorithm.sample_strategy.sample_strategy import (
     SAMPLE_STRATEGY,
@@ -62,11 +63,13 @@ class MixSampleStrategy(SampleStrategy):
         self.expert_data_ratio = expert_data_ratio
         self.sft_dataset_name = sft_dataset_name
 
+    @override
     def plan(self, step: int, size: int) -> SamplePlan:
         """Return how ``size`` units are divided."""
         expert = math.ceil(self.expert_data_ratio * size)
         return SamplePlan(size - expert, expert)
 
+    @override
     async def sample(self, step: int) -> Sampled:
         """Return the policy's own experiences, then the expert's."""
         plan = self.plan(step, self.batch_size)
@@ -78,6 +81,7 @@ class MixSampleStrategy(SampleStrategy):
         mark(expert, step, is_expert=True)
         return [*usual, *expert], version_metrics(usual), representative_samples(usual)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Return how far both readers are."""
         return {
@@ -85,6 +89,7 @@ class MixSampleStrategy(SampleStrategy):
             for name, reader in self._readers().items()
         }
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
         for name, reader in self._readers().items():

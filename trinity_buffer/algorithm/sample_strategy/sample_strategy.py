@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm.arguments import (
     declared_arguments,
     default_arguments,
@@ -107,10 +109,12 @@ class SampleStrategy(ABC):
 class DefaultSampleStrategy(SampleStrategy):
     """Takes what comes next."""
 
+    @override
     def plan(self, step: int, size: int) -> SamplePlan:
         """Return ``size`` units of any age."""
         return SamplePlan(size)
 
+    @override
     async def sample(self, step: int) -> Sampled:
         """Return what the reader has next."""
         plan = self.plan(step, self.batch_size)
@@ -147,6 +151,7 @@ class StalenessControlSampleStrategy(DefaultSampleStrategy):
         if not self.max_staleness >= 0:
             raise InvalidArgumentError(f"max_staleness must not be negative: {max_staleness!r}")
 
+    @override
     def plan(self, step: int, size: int) -> SamplePlan:
         """Return ``size`` units that are young enough."""
         oldest = max(step - self.max_staleness - 1, 0)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
@@ -53,15 +54,18 @@ class MicroBatch(Mapping[str, Any]):
     multi_modal_inputs: list[dict[str, Tensor]] = field(default_factory=list)
     policy_versions: list[int | None] = field(default_factory=list)
 
+    @override
     def __getitem__(self, key: str) -> Any:
         return self.tensors[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.tensors[key] = value
 
+    @override
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
 
+    @override
     def __len__(self) -> int:
         return len(self.tensors)
 

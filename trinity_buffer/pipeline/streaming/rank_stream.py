@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, chain
 from trinity_buffer.pipeline.streaming.stream_options import TrainStep
@@ -16,6 +18,7 @@ from trinity_buffer.store import trainer_queries
 class RankStream(TrainStream):
     """Looks like rank 0's stream to its trainer; it leases nothing, its commit is a word."""
 
+    @override
     async def prepare(self) -> None:
         """Join the other ranks, find the last commit and what was handed out after it."""
         await self._ranks.join()
@@ -30,6 +33,7 @@ class RankStream(TrainStream):
         self._again = len(steps)
         self._next_step = self._committed + 1
 
+    @override
     async def run(self) -> None:
         """Serve what rank 0 leases until it says that there is no more."""
         try:
@@ -39,6 +43,7 @@ class RankStream(TrainStream):
         finally:
             self._ready.end()
 
+    @override
     async def _feed(self) -> None:
         while True:
             state = await self._database.changes.state()
@@ -57,6 +62,7 @@ class RankStream(TrainStream):
             if not leased:
                 await self._ranks.wait_for_news(state)
 
+    @override
     async def commit(
         self,
         step: TrainStep,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.grouping import GroupingRules
@@ -19,6 +21,7 @@ class RecordedStrategy(AddStrategy):
     annotates: ClassVar[bool] = False
     needs: ClassVar[tuple[str, ...]] = ()
 
+    @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Write everything."""
         await self.writer.write(experiences)

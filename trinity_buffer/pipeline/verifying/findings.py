@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from trinity_buffer.store.conservation import PlanCounts, StrategyCounts, TrainerCounts
 
 
@@ -23,6 +25,7 @@ class Problem:
     where: str
     what: str
 
+    @override
     def __str__(self) -> str:
         return f"{self.check}: {self.where}: {self.what}"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from typing_extensions import override
+
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
@@ -41,6 +43,7 @@ class SQLWriter(BufferWriter):
         self._users = 0
         self.actor = actor
 
+    @override
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
         """Record ``experiences``; on return they are durable.
 
@@ -63,6 +66,7 @@ class SQLWriter(BufferWriter):
             call.learn(outcome)
         return call.receipt(0)
 
+    @override
     async def plan(
         self,
         batch: Key,
@@ -97,6 +101,7 @@ class SQLWriter(BufferWriter):
             policy_version,
         )
 
+    @override
     async def missing(self, batch: Key) -> list[tuple[Key, int]]:
         """Return the planned (task, run) pairs that are not stored: what is left to generate.
 
@@ -130,6 +135,7 @@ class SQLWriter(BufferWriter):
         async with self._database.reading() as tx:
             return await queries.count_in_batch(tx, self._experiment, batch)
 
+    @override
     async def seal(self, batch: Key, expected: int) -> None:
         """Record that the batch is complete with ``expected`` experiences; again is a no-op.
 
@@ -138,11 +144,13 @@ class SQLWriter(BufferWriter):
         """
         await planning.seal(self._database, self._experiment, self.actor, batch, expected)
 
+    @override
     async def acquire(self) -> int:
         """Register one more user; return how many there are."""
         self._users += 1
         return self._users
 
+    @override
     async def release(self) -> int:
         """Take back one `acquire`; return how many users are left."""
         self._users = max(0, self._users - 1)
