@@ -116,6 +116,19 @@ async def test_two_at_once_do_not_get_in_each_others_way(store_url: str) -> None
         assert await head_of(experiment) == 1 + 4 * 8 + 8
 
 
+async def test_on_sqlite_a_second_trip_begins_when_the_first_is_over(sqlite_url: str) -> None:
+    async with opened(sqlite_url) as experiment:
+        begun = [threading.Event(), threading.Event()]
+
+        async def work(number: int) -> bool:
+            begun[number].set()
+            return begun[1 - number].wait(0.1)
+
+        trips = (experiment.database.together(partial(work, number)) for number in range(2))
+        # The second finds that the first was there; the first has met nobody.
+        assert sorted(await asyncio.gather(*trips)) == [False, True]
+
+
 async def test_a_read_only_store_refuses_to_write_in_it_too(store_url: str) -> None:
     async with opened(store_url):
         pass

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import pytest
 from pysqlite3 import dbapi2
 
 from tests.postgres import PostgresServer
+from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import changes as module
-from trinity_buffer.store import file_watch, sqlite
+from trinity_buffer.store import file_watch, log, sqlite
 from trinity_buffer.store.changes import SQLiteChanges
+from trinity_buffer.store.transaction import Transaction
 
 LONG_S = 60.0
 
@@ -62,6 +65,33 @@ async def test_a_write_wakes_all_who_wait_and_nobody_polls(
             put(other)
     assert await changes.state() != state
     await changes.close()
+
+
+@pytest.mark.parametrize("way", ["writing", "write", "together"])
+async def test_a_commit_of_this_process_is_told_to_it_and_not_looked_for(
+    sqlite_url: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FIRST_POLL_S", LONG_S)
+    monkeypatch.setattr(module, "SLOWEST_POLL_S", LONG_S)
+    monkeypatch.setattr(file_watch, "watch", lambda _: None)
+    async with open_store(sqlite_url) as store:
+        database, key = store.database, (await store.experiment("e", config={})).key
+
+        async def work(tx: Transaction) -> None:
+            event = new_event("PolicyPublished", {"version": 1, "uri": "", "digest": ""})
+            await log.append(tx, key, [event], actor="t", now_us=now_us())
+
+        with anyio.fail_after(LONG_S / 4):
+            async with anyio.create_task_group() as group:
+                group.start_soon(database.changes.changed, await database.changes.state())
+                await anyio.wait_all_tasks_blocked()
+                if way == "writing":
+                    async with database.writing() as tx:
+                        await work(tx)
+                elif way == "write":
+                    await database.write(work)
+                else:
+                    await database.together(partial(database.write, work))
 
 
 @pytest.mark.parametrize("watched", [True, False])

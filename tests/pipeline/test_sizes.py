@@ -1,0 +1,279 @@
+"""No size of a page, block, span or batch changes a result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sqlalchemy import delete, select, update
+from torch import Tensor
+
+from tests.conftest import Resize
+from tests.contract.making import rollout, rows
+from tests.pipeline.planting import everything, unguarded
+from tests.stories import Story
+from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.annotating.scoring import assign_rewards
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.history.compaction import compact
+from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
+from trinity_buffer.pipeline.history.replay import replayed_steps
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.sizes import Sizes, resized
+from trinity_buffer.store import retention
+from trinity_buffer.store.tables import PROJECTIONS, experience, segment
+
+TASKS, RUNS = 7, 2
+ROWS = TASKS * RUNS
+NAMES = [field.name for field in fields(Sizes) if not field.name.startswith("wal_")]
+ANY_SIZES = st.fixed_dictionaries({name: st.integers(1, 5) for name in NAMES})
+
+
+def small(size: int) -> dict[str, int]:
+    """Return this size for everything, and parts of a segment that are some bytes long."""
+    return dict.fromkeys(NAMES, size) | {"bytes_per_part": 50 * size}
+
+
+def experiences() -> list[Experience]:
+    """Return all rows in the order of their groups; every third group has equal rewards."""
+    return [
+        rollout("b", task, run, reward=float(run and task % 3), length=3 + task, seed=run)
+        for task in range(TASKS)
+        for run in range(RUNS)
+    ]
+
+
+async def write_all(experiment: Experiment) -> None:
+    """Write one call of many rows, then many calls of one row at once."""
+    writer, some = experiment.writer("e0"), experiences()
+    await writer.plan("b", list(range(TASKS)), RUNS)
+    await writer.write(some[: ROWS // 2])
+    async with anyio.create_task_group() as group:
+        for one in some[ROWS // 2 :]:
+            group.start_soon(writer.write, [one])
+    await writer.seal("b", ROWS)
+
+
+def described(step: TrainStep) -> list[Any]:
+    """Return the numbers of a step."""
+    keys = ("input_ids", "action_mask", "advantages", "rollout_logprob", "token_level_rewards")
+    return [[m[key].tolist() for key in keys] for m in step.microbatches]
+
+
+def _listed(values: Tensor | None) -> list[float] | None:
+    return None if values is None else values.tolist()
+
+
+async def lived(url: str) -> dict[str, Any]:
+    """Let a run happen in an empty store; return what must not depend on any size."""
+    async with open_store(url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": RUNS})
+        await write_all(experiment)
+        scored = await assign_rewards(experiment, "length", lambda e: float(len(e.tokens)))
+        reports = [
+            await run_strategy(experiment, "grpo", {"epsilon": 1e-6}),
+            await run_strategy(experiment, ["reward_variance", "grpo"], name="varied"),
+            await run_strategy(experiment, "grpo", {"epsilon": 0.5}, name="l", rewards="length"),
+        ]
+        served = []
+        async with experiment.train_stream(strategy="l", groups_per_step=3) as stream:
+            async for step in stream:
+                served.append(described(step))
+                await stream.commit(step)
+        await experiment.finish("enough")
+        log = [event.position async for event in experiment.events(follow=True)]
+        assert log == list(range(1, len(log) + 1))
+        verified = await verify(experiment)
+        assert verified.problems == (), verified
+        assert await diff_projections(store.database, experiment.key) == []
+        assert [described(step) async for step in replayed_steps(experiment)] == served
+        read = [e async for e in experiment.read()]
+    mended = await spoilt_and_rebuilt(url)
+    return {
+        "served": served,
+        "reports": reports,
+        "scored": scored,
+        "read": [(e.eid.uid, e.reward, e.tokens.tolist(), _listed(e.logprobs)) for e in read],
+        "counted": (verified.experiences, verified.manifests, verified.plans),
+        "sets": [(one.consumer, one.annotated, one.rejected) for one in verified.strategies],
+        "mended": mended,
+    }
+
+
+async def spoilt_and_rebuilt(url: str) -> int:
+    """Empty all projections; return how many rows of experiences `rebuild` has made again."""
+    before = await everything(url)
+    async with unguarded(url) as tx:
+        for table in PROJECTIONS:
+            await tx.execute(delete(table))
+    async with open_store(url) as store:
+        report = await rebuild(store.database, 1)
+    assert await everything(url) == before
+    return report.mended["experience"]
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run comes to with the sizes that users have."""
+    return anyio.run(lived, f"sqlite:///{tmp_path_factory.mktemp('usual') / 'a.db'}")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+async def test_a_run_of_small_pages_comes_to_the_same(
+    store_url: str, size: int, resize: Resize, usual: Mapping[str, Any]
+) -> None:
+    assert len(usual["served"]) == 3
+    assert usual["mended"] == usual["scored"] == ROWS
+    resize(**small(size))
+    assert await lived(store_url) == usual
+
+
+@pytest.mark.long
+@settings(max_examples=15)
+@given(sizes=ANY_SIZES)
+def test_a_run_of_any_sizes_comes_to_the_same(sizes: dict[str, int], usual: Mapping[str, Any]) -> None:
+    with TemporaryDirectory() as folder, resized(**sizes):
+        assert anyio.run(lived, f"sqlite:///{folder}/a.db") == usual
+
+
+@pytest.mark.parametrize("size", [2, 3])
+async def test_a_changed_row_of_an_early_span_is_found(story: Story, size: int, resize: Resize) -> None:
+    resize(**small(size))
+    async with unguarded(story.url) as tx:
+        first = (await tx.execute(select(experience.c.address).order_by("address"))).scalars().all()
+        mine = experience.c.address == first[size]
+        await tx.execute(update(experience).where(mine).values(reward=0.123))
+    async with open_store(story.url) as store:
+        report = await verify(await store.experiment(story.name))
+        (problem,) = report.problems
+        assert f"address={first[size]}" in problem.what
+        assert (await rebuild(store.database, 1)).mended == {"experience": 1}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+async def test_each_damaged_segment_is_named(story: Story, size: int, resize: Resize) -> None:
+    resize(segments_per_audit=size, events_per_page=3)
+    async with unguarded(story.url) as tx:
+        keys = {bytes(key) for key in (await tx.execute(select(segment.c.key))).scalars()}
+        await tx.execute(update(segment).values(checksum=0))
+    async with open_store(story.url, read_only=True) as store:
+        report = await verify(await store.experiment(story.name))
+    assert {one.where.split()[1] for one in report.problems} == {key.hex() for key in keys}
+
+
+async def test_what_may_leave_does_not_depend_on_the_page(store_url: str, resize: Resize) -> None:
+    """A segment of two groups stays until both are trained, wherever a page ends."""
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": RUNS})
+        some = experiences()
+        for start in range(0, ROWS, 3):
+            await experiment.writer("e0").write(some[start : start + 3])
+        await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+        async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
+            for _ in range(5):
+                await stream.commit(await anext(stream))
+        stored = await rows(store.database, experience)
+        done = [row["segment"] for row in stored if int(row["task"]) < 5]
+        left = {row["segment"] for row in stored if int(row["task"]) >= 5}
+        wanted = [key for key in dict.fromkeys(done) if key not in left]
+        assert len(wanted) == 3
+        for limit in range(1, ROWS + 2):
+            assert await leaving(experiment, limit) == wanted, limit
+        resize(rows_per_file=4)
+        report = await compact(experiment, keep_steps=0, archive=None, delete=True)
+        assert report.segments == len(wanted)
+        assert (await verify(experiment)).problems == ()
+
+
+async def leaving(experiment: Experiment, limit: int) -> list[bytes]:
+    """Return what may leave, asked in pages of ``limit`` rows."""
+    found: list[bytes] = []
+    after = -1
+    async with experiment.database.reading() as tx:
+        while page := await retention.finished_segments(
+            tx, experiment.key, keep_steps=0, after=after, limit=limit
+        ):
+            after, keys = page
+            found += keys
+    return found
+
+
+async def test_a_rebuild_lets_others_write_at_every_stage(story: Story, resize: Resize) -> None:
+    """Somebody else's write is through before the next page is folded or compared."""
+    resize(events_per_page=3, rows_per_span=3, tail_events=1)
+    stages: dict[str, int] = {}
+
+    async def write(number: int) -> None:
+        async with open_store(story.url) as store:
+            experiment = await store.experiment(story.name)
+            await experiment.publish_policy(number, "elsewhere")
+
+    def meanwhile(stage: str, done: int, total: int) -> None:
+        stages[stage] = stages.get(stage, 0) + 1
+        if stages[stage] > 2:
+            return
+        other = Thread(target=anyio.run, args=(write, 100 + len(stages)), daemon=True)
+        other.start()
+        other.join(10)
+        assert not other.is_alive(), f"a rebuild keeps a writer waiting during {stage}"
+
+    async with unguarded(story.url) as tx:
+        await tx.execute(update(experience).values(reward=0.25))
+    async with open_store(story.url) as store:
+        report = await rebuild(store.database, 1, meanwhile)
+        assert await diff_projections(store.database, 1) == []
+    assert report.mended == {"experience": 18}
+    assert min(stages["fold"], stages["compare"]) > 2
+
+
+async def test_a_log_is_folded_before_the_lock_and_not_under_it(story: Story, resize: Resize) -> None:
+    resize(events_per_page=2)
+    told: list[tuple[str, int, int]] = []
+    async with open_store(story.url) as store:
+        await rebuild(store.database, 1, lambda *one: told.append(one))
+    folded = [done for stage, done, _ in told if stage == "fold"]
+    head = told[0][2]
+    assert folded == sorted({*range(2, head + 1, 2), head})
+
+
+@pytest.mark.long
+async def test_a_run_that_crosses_the_real_sizes(store_url: str, tmp_path: Path) -> None:
+    """17,408 rows in 272 writes: more than a span, a page of events and one of rows."""
+    number, runs = 272, 64
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": runs})
+        writer = experiment.writer("e0")
+        for task in range(number):
+            await writer.write(
+                [rollout("b", task, r, reward=float(r % 3), length=4) for r in range(runs)]
+            )
+        report = await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+        assert (report.annotated, report.waiting) == (number * runs, 0)
+        steps = 0
+        async with experiment.train_stream(strategy="grpo", groups_per_step=16) as stream:
+            async for step in stream:
+                steps += len(step.manifest.experiences)
+                await stream.commit(step)
+        assert steps == number * runs
+        assert len([e async for e in experiment.read(families=("light",))]) == number * runs
+        assert (await verify(experiment)).problems == ()
+        async with unguarded(store_url) as tx:
+            first = (await tx.execute(select(experience.c.address).order_by("address"))).scalars()
+            mine = experience.c.address == next(iter(first))
+            await tx.execute(update(experience).where(mine).values(reward=9.0))
+        assert len((await verify(experiment)).problems) == 1
+        assert (await rebuild(store.database, 1)).mended == {"experience": 1}
+        gone = await compact(experiment, keep_steps=1, archive=tmp_path / "archive")
+        assert gone.segments == number - 16
+        assert (await verify(experiment)).problems == ()
