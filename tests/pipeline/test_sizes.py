@@ -21,6 +21,7 @@ from tests.contract.making import rollout, rows
 from tests.pipeline.planting import everything, unguarded
 from tests.stories import Story
 from trinity_buffer.experience import Experience
+from trinity_buffer.inspect import groups
 from trinity_buffer.pipeline.annotating.scoring import assign_rewards
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
@@ -142,13 +143,17 @@ async def test_a_run_of_small_pages_comes_to_the_same(
 @pytest.mark.long
 @settings(max_examples=15)
 @given(sizes=ANY_SIZES)
-def test_a_run_of_any_sizes_comes_to_the_same(sizes: dict[str, int], usual: Mapping[str, Any]) -> None:
+def test_a_run_of_any_sizes_comes_to_the_same(
+    sizes: dict[str, int], usual: Mapping[str, Any]
+) -> None:
     with TemporaryDirectory() as folder, resized(**sizes):
         assert anyio.run(lived, f"sqlite:///{folder}/a.db") == usual
 
 
 @pytest.mark.parametrize("size", [2, 3])
-async def test_a_changed_row_of_an_early_span_is_found(story: Story, size: int, resize: Resize) -> None:
+async def test_a_changed_row_of_an_early_span_is_found(
+    story: Story, size: int, resize: Resize
+) -> None:
     resize(**small(size))
     async with unguarded(story.url) as tx:
         first = (await tx.execute(select(experience.c.address).order_by("address"))).scalars().all()
@@ -237,7 +242,9 @@ async def test_a_rebuild_lets_others_write_at_every_stage(story: Story, resize: 
     assert min(stages["fold"], stages["compare"]) > 2
 
 
-async def test_a_log_is_folded_before_the_lock_and_not_under_it(story: Story, resize: Resize) -> None:
+async def test_a_log_is_folded_before_the_lock_and_not_under_it(
+    story: Story, resize: Resize
+) -> None:
     resize(events_per_page=2)
     told: list[tuple[str, int, int]] = []
     async with open_store(story.url) as store:
@@ -277,3 +284,30 @@ async def test_a_run_that_crosses_the_real_sizes(store_url: str, tmp_path: Path)
         gone = await compact(experiment, keep_steps=1, archive=tmp_path / "archive")
         assert gone.segments == number - 16
         assert (await verify(experiment)).problems == ()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+async def test_who_takes_over_finds_all_that_waits(store_url: str, size: int, resize: Resize):
+    resize(waiting_rows_per_page=size)
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": RUNS + 1})
+        await experiment.writer("e0").write(experiences())
+        report = await run_strategy(experiment, "grpo")
+        assert (report.annotated, report.waiting, report.waiting_groups) == (0, ROWS, TASKS)
+        last = [rollout("b", task, RUNS, reward=1.0, length=3) for task in range(TASKS)]
+        await experiment.writer("e0").write(last)
+        report = await run_strategy(experiment, "grpo")
+        assert (report.annotated, report.waiting) == (ROWS + TASKS, 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+async def test_the_newest_groups_are_found_on_every_page(
+    sqlite_url: str, size: int, resize: Resize
+):
+    resize(rows_per_page=size)
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        await experiment.writer("e0").write(experiences())
+        for limit in range(1, TASKS + 2):
+            found = [group.task for group in await groups(experiment, limit=limit)]
+            assert found == list(range(TASKS))[::-1][:limit]
