@@ -41,8 +41,7 @@ BROAD_EXCEPTS = {
     f"{PACKAGE}/pipeline/streaming/train_stream.py:run": "handed to whoever reads the stream",
 }
 LAZY_IMPORTS = {
-    f"{PACKAGE}/pipeline/history/compaction.py:_parquet": "pyarrow is an extra",
-    f"{PACKAGE}/pipeline/history/compaction.py:_write_file": "pyarrow is an extra",
+    f"{PACKAGE}/pipeline/archive_file.py:_parquet": "pyarrow is an extra",
     f"{PACKAGE}/store/bulk.py:_copy": "asyncpg is an extra that users of SQLite do not have",
     "benchmarks/learning_report.py:_plot": "matplotlib is an extra, and slow to import",
     f"{PACKAGE}/cli/demo.py:_accuracy": "torch, which would take a core from the run it watches",

@@ -126,7 +126,7 @@ class DamagedSegmentError(StoreError):
 
 
 class ArchivedSegmentError(StoreError):
-    """The tensors were archived or deleted by ``compact``; the message says where they are."""
+    """``compact`` deleted the tensors, or archived them to a file that cannot be read now."""
 
 
 class CursorConflictError(StoreError):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
+from trinity_buffer.errors import ArchivedSegmentError, InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.identity import EID, Key, order_of
 
 __all__ = [
@@ -80,9 +80,9 @@ class Experience:
     ``multi_turn``, ``chosen`` and ``rejected`` make it ``dpo``, else it is ``single_turn`` and
     every response token is trained.
 
-    One that was read from a store may hold only some `FAMILIES` of fields; asking for a field that
-    was not loaded raises AttributeError. ``prompt_length``, `length` and `response_length` are
-    always known.
+    One that was read from a store may hold only some `FAMILIES` of fields; another one raises
+    AttributeError, or ArchivedSegmentError if ``compact`` took it away for good (``archived`` says
+    why). ``prompt_length``, `length` and `response_length` are always known.
 
     Args:
         eid: address; a mapping of its five fields is accepted.
@@ -107,8 +107,7 @@ class Experience:
         rejected: ``[Rr]`` int32, the other one.
         multi_modal_inputs: name -> tensor, for the model's other senses.
         teacher_logprobs: ``[R]`` float32, for distillation.
-        routed_experts: ``[L - 1, layers, topk]`` uint8, for replay of the routing in a mixture of
-            experts.
+        routed_experts: ``[L - 1, layers, topk]`` uint8, to replay a mixture's routing.
         custom_fields: entries of ``info`` that become columns of the batch.
 
     Raises:
@@ -121,6 +120,7 @@ class Experience:
     reward: float | None
     experience_type: ExperienceType
     address: int | None
+    archived: str | None = None
     tokens: Tensor
     logprobs: Tensor | None
     token_level_reward: Tensor | None
@@ -260,6 +260,8 @@ class Experience:
         family = _FAMILY_OF.get(name)
         if family is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if self.archived is not None:
+            raise ArchivedSegmentError(f"{name} of {self.eid}: {self.archived}")
         loaded = tuple(f for f, fields in FAMILIES.items() if fields[0] in self.__dict__)
         raise AttributeError(
             f"{name} of {self.__dict__.get('eid')} was not loaded: the reader declares "
@@ -318,9 +320,8 @@ class Experience:
         size = self.tokens.numel()
         if self.truncate_status == "prompt_truncated":
             known = self.logprobs
-            return torch.zeros(
-                max(0, size - self.prompt_length) if known is None else len(known), dtype=torch.bool
-            )
+            masked = max(0, size - self.prompt_length) if known is None else len(known)
+            return torch.zeros(masked, dtype=torch.bool)
         if self.prompt_length < 1:
             raise InvalidExperienceError(
                 f"experience {self.eid.uid}: prompt_length is {self.prompt_length}, a single-turn "

@@ -89,7 +89,11 @@ def test_a_second_set_stands_beside_the_first_and_old_tensors_leave(
     archive = str(tmp_path / "archive")
     code, gone, _ = command("compact", "--store", run, "--keep-steps", "1", "--archive", archive)
     assert (code, gone["segments"]) == (0, 3)
+    code, same, _ = command("replay", "--store", run)
+    assert (code, same["identical"]) == (0, True), "an archive is read as the store is"
+    assert command("verify", "--store", run)[0] == 0
+    for file in Path(archive).iterdir():
+        file.unlink()
     code, _, said = command("replay", "--store", run)
     assert code == 2
-    assert "archived to" in said
-    assert command("verify", "--store", run)[0] == 0
+    assert "put it back" in said

@@ -317,17 +317,18 @@ class StoreMachine(RuleBasedStateMachine):
         assert report.mended == {}
 
     @precondition(lambda self: self.stream is None and self.model.committed)
-    @rule()
-    def compact(self) -> None:
+    @rule(delete=st.booleans())
+    def compact(self, delete: bool) -> None:
         """Only what every trainer is done with goes, and what was trained can still be told."""
-        self.run(compact(self.experiment, keep_steps=0, archive=None, delete=True))
+        archive = None if delete else self.folder
+        self.run(compact(self.experiment, keep_steps=0, archive=archive, delete=delete))
 
     @invariant()
     def rebuilt_is_live(self) -> None:
         assert self.run(diff_projections(self.store.database, self.experiment.key)) == []
 
-    @rule()
-    def verify(self) -> None:
+    @rule(families=st.sampled_from([(), ("light",), ("light", "tokens", "text", "heavy")]))
+    def verify(self, families: tuple[str, ...]) -> None:
         """Everything adds up, in the program's own words and in the model's."""
         report = self.run(verify(self.experiment))
         assert report.problems == ()
@@ -335,7 +336,7 @@ class StoreMachine(RuleBasedStateMachine):
         async def addresses() -> set[Address]:
             return {
                 (str(event_row.eid.batch), int(event_row.eid.task), event_row.eid.run)
-                async for event_row in self.experiment.read(families=(), include_refused=True)
+                async for event_row in self.experiment.read(families=families, include_refused=True)
             }
 
         assert self.run(addresses()) == self.model.stored

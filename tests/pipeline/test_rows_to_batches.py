@@ -14,7 +14,7 @@ import torch
 from tests.conftest import Resize
 from trinity_buffer.algorithm.layout import Totals
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline import loading
+from trinity_buffer.pipeline import stored_segments
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming import row_loader
@@ -176,7 +176,7 @@ async def test_a_segment_is_read_once_for_all_the_steps_that_its_rows_go_to(
 
     async def counted(database: Any, keys: Sequence[bytes], families: Sequence[str]) -> Any:
         read.update(keys)
-        return await loading.read_segments(database, keys, families)
+        return await stored_segments.read_segments(database, keys, families)
 
     monkeypatch.setattr(row_loader, "read_segments", counted)
     resize(bytes_kept=bytes_kept)

@@ -229,10 +229,10 @@ def nobody_looks_at_checksums(patch: Patch) -> None:
 def damage_ends_the_stream(patch: Patch) -> None:
     """9: a blob that cannot be read is an error for ever, not a rejection."""
 
-    async def none(self: RowLoader, manifest: Manifest) -> list[int]:
-        return []
+    async def none(self: RowLoader, manifest: Manifest) -> dict[int, str]:
+        return {}
 
-    patch.setattr(RowLoader, "damaged", none)
+    patch.setattr(RowLoader, "unreadable", none)
 
 
 def everybody_may_plan(patch: Patch) -> None:

@@ -260,6 +260,8 @@ def _print_experience(found: ExperienceView) -> None:
     )
     if found.refused is not None:
         out.print(f"refused: {found.refused}", markup=False)
+    if found.archived is not None:
+        out.print(found.archived, markup=False)
     out.print(table("tensors", _TENSOR_COLUMNS, _tensor_rows(found.tensors)))
     for name, value in found.objects.items():
         out.print(f"{name}: {value}", markup=False)

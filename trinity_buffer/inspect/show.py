@@ -60,6 +60,7 @@ class ExperienceView:
         address: ``position:slot`` in the log.
         recorded_at: seconds since 1970; ``actor`` recorded it.
         refused: why no strategy will see it, mostly None.
+        archived: why tensors and objects cannot be had any more, None where they can.
         tensors: its fields in numbers.
         objects: texts, messages, ``info`` and ``metrics``, as they are.
         sets: what became of it, by annotation set.
@@ -79,6 +80,7 @@ class ExperienceView:
     refused: str | None
     digest: str
     segment: str
+    archived: str | None
     tensors: dict[str, TensorSummary]
     objects: dict[str, Any]
     sets: tuple[SetView, ...]
@@ -148,6 +150,7 @@ def _view(
         refused=row.refused,
         digest=row.digest.hex(),
         segment=row.segment.hex(),
+        archived=recorded.archived,
         tensors={name: one for segment in segments for name, one in summaries(segment, slot)},
         objects=_objects(segments, slot),
         sets=tuple(sets),

@@ -15,6 +15,7 @@ from trinity_buffer.algorithm.add_strategy import AddStrategy, compose
 from trinity_buffer.algorithm.arguments import made
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import (
+    ArchivedSegmentError,
     CodecError,
     ConflictingStrategyError,
     CursorConflictError,
@@ -29,7 +30,7 @@ from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading import damaged_among, load_experiences
+from trinity_buffer.pipeline.loading import load_experiences, unreadable_among
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, segments
 from trinity_buffer.store.dialect import lock_experiment
@@ -232,18 +233,19 @@ class StrategyConsumer:
     async def _load_readable(
         self, rows: Sequence[ExperienceRow], verdicts: Verdicts
     ) -> list[Experience]:
-        """Return the experiences that can be read; the others are rejected as ``damaged``."""
+        """Return the experiences that can be read; others are ``deleted`` or ``damaged``."""
         if not rows:
             return []
         try:
             return await self._load_experiences(rows)
-        except (CodecError, DamagedSegmentError):
+        except (ArchivedSegmentError, CodecError, DamagedSegmentError):
             keys = (row.segment for row in rows)
-            damaged = await damaged_among(self.experiment.database, keys, self._families)
-            if not damaged:
+            reasons = await unreadable_among(self.experiment.database, keys, self._families)
+            if not reasons:
                 raise
-        gone = {row.address for row in rows if row.segment in damaged}
-        verdicts.reject([row for row in rows if row.address in gone], "damaged")
+        gone = {row.address for row in rows if row.segment in reasons}
+        for reason in sorted(set(reasons.values())):
+            verdicts.reject([row for row in rows if reasons.get(row.segment) == reason], reason)
         if self.rules.incomplete == "reject":
             broken = {row.eid.tid for row in rows if row.address in gone}
             short = [row for row in rows if row.eid.tid in broken and row.address not in gone]
@@ -267,6 +269,9 @@ class StrategyConsumer:
     async def _load_experiences(self, rows: Sequence[ExperienceRow]) -> list[Experience]:
         database, key = self.experiment.database, self.experiment.key
         experiences = await load_experiences(database, key, rows, self._families)
+        for experience in experiences:
+            if experience.archived is not None:
+                raise ArchivedSegmentError(f"{experience.eid}: {experience.archived}")
         if self._scoring is not None:
             async with database.reading() as tx:
                 addresses = [row.address for row in rows]

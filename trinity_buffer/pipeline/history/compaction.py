@@ -6,19 +6,16 @@ when every trainer of the experiment has committed, before its horizon, all that
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
 
 import anyio.to_thread
 
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.archive_file import require_pyarrow, write_archive
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.sizes import sizes
@@ -67,9 +64,9 @@ async def compact(
         raise InvalidArgumentError("compact: give a folder to archive to, or delete=True, not both")
     if keep_steps < 0:
         raise InvalidArgumentError(f"keep_steps={keep_steps}: it must not be negative")
-    parquet = None if archive is None else _parquet()
-    total, size, after = 0, 0, -1
-    files: list[str] = []
+    if archive is not None:
+        require_pyarrow()
+    total, size, after, files = 0, 0, -1, list[str]()
     while True:
         async with experiment.database.reading() as tx:
             page = await retention.finished_segments(
@@ -84,7 +81,7 @@ async def compact(
             stored = await segments.read(tx, keys, FAMILIES)
         uri = None
         if archive is not None:
-            write = partial(_write_file, parquet, archive, experiment.name, stored)
+            write = partial(write_archive, archive, experiment.name, stored)
             uri = await anyio.to_thread.run_sync(write)
             files.append(uri)
         reached("before-compact")
@@ -102,45 +99,3 @@ async def _forget(
         await log.append(tx, experiment.key, [event], actor=actor, now_us=now_us())
         await segments.delete(tx, keys)
         reached("inside-compact")
-
-
-def _parquet() -> Any:
-    try:
-        from pyarrow import parquet  # noqa: PLC0415 - an optional extra
-    except ImportError as error:
-        raise InvalidArgumentError(
-            "archiving needs pyarrow: pip install 'trinity-buffer[parquet]', or use delete=True"
-        ) from error
-    return parquet
-
-
-def _write_file(
-    parquet: Any,
-    folder: Path,
-    experiment: str,
-    stored: dict[tuple[bytes, str], list[tuple[int, int, bytes]]],
-) -> str:
-    """Write one file, durably and under a name that its content gives it; return its path."""
-    import pyarrow  # noqa: PLC0415
-
-    rows = [
-        {"experiment": experiment, "segment": key, "family": family, "part": part}
-        | {"checksum": checksum, "data": data}
-        for (key, family), parts in sorted(stored.items())
-        for part, checksum, data in parts
-    ]
-    name = hashlib.blake2b(b"".join(sorted({key for key, _ in stored})), digest_size=8).hexdigest()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidArgumentError(f"archive folder {folder}: {error.strerror}") from error
-    path = (folder / f"{quote(experiment, safe='')}-{name}.parquet").absolute()
-    temporary = path.with_suffix(".writing")
-    parquet.write_table(pyarrow.Table.from_pylist(rows), temporary, compression="zstd")
-    with temporary.open("rb") as handle:
-        os.fsync(handle.fileno())
-    temporary.rename(path)
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-    return str(path)

@@ -13,13 +13,10 @@ from torch import Tensor
 from trinity_buffer.codec import Column, decode_segment
 from trinity_buffer.errors import DamagedSegmentError, UnknownExperimentError
 from trinity_buffer.identity import EID
+from trinity_buffer.pipeline.archive_file import SegmentParts
 from trinity_buffer.pipeline.background import in_thread
-from trinity_buffer.pipeline.loading import (
-    SegmentParts,
-    damaged_among,
-    joined,
-    read_segments,
-)
+from trinity_buffer.pipeline.loading import unreadable_among
+from trinity_buffer.pipeline.stored_segments import joined, read_segments
 from trinity_buffer.pipeline.streaming.blocks import Array, Block, Field, Value, blocks_of, runs
 from trinity_buffer.pipeline.streaming.log_rows import (
     Annotated,
@@ -136,6 +133,7 @@ class RowLoader:
         Raises:
             CodecError: the body of an event cannot be read.
             DamagedSegmentError: a checksum does not hold.
+            ArchivedSegmentError: tensors have left the database, and cannot be fetched.
             UnknownExperimentError: rows come from an experiment that the store does not hold.
         """
         if not any(manifest.source):
@@ -152,24 +150,26 @@ class RowLoader:
                 parts.append((rows, found))
         return _merged(parts, len(manifest.experiences))
 
-    async def damaged(self, manifest: Manifest) -> list[int]:
-        """Return the places of the rows whose experience or annotation cannot be read."""
-        found: list[int] = []
+    async def unreadable(self, manifest: Manifest) -> dict[int, str]:
+        """Return the places of the rows that can never be read -> ``deleted`` or ``damaged``."""
+        found: dict[int, str] = {}
         for number, name in enumerate(("", *manifest.sources)):
             places = manifest.rows_of(number) if manifest.source else [*range(len(manifest.groups))]
             if places:
                 loader = self if number == 0 else await self._other(name)
-                found += await loader.damaged_rows(manifest, places)
+                found |= await loader.unreadable_rows(manifest, places)
         return found
 
-    async def damaged_rows(self, manifest: Manifest, places: Sequence[int]) -> list[int]:
-        """Return which of ``places``, all of this experiment, cannot be read; see `damaged`."""
+    async def unreadable_rows(self, manifest: Manifest, places: Sequence[int]) -> dict[int, str]:
+        """Return which of ``places``, all of this experiment, and why; see `unreadable`."""
         recorded = await self._keys_of([manifest.experiences[place] for place in places])
         annotated = await self._keys_of([manifest.annotations[place] for place in places])
-        bad = await damaged_among(self._database, (key for key in recorded if key), FAMILIES)
-        bad |= await damaged_among(self._database, (key for key in annotated if key), ANNOTATION)
+        given = (key for key in recorded if key)
+        computed = (key for key in annotated if key)
+        bad = await unreadable_among(self._database, given, FAMILIES)
+        bad |= await unreadable_among(self._database, computed, ANNOTATION)
         keys = zip(places, recorded, annotated, strict=True)
-        return [place for place, *used in keys if not bad.isdisjoint(used)]
+        return {place: bad[key] for place, *used in keys for key in used if key in bad}
 
     async def _keys_of(self, addresses: Sequence[int]) -> list[bytes | None]:
         """Return of each row the key of its segment; None: it has no tensors."""
@@ -209,7 +209,8 @@ class RowLoader:
         events = await self._rows.events({position_of(at) for at in (*experiences, *annotated)})
         keys = {event.segment for event in events.values() if event.segment}
         missing = [key for key in keys if key not in self._segments]
-        parts = await read_segments(self._database, missing, (*FAMILIES, *ANNOTATION))
+        stored = await read_segments(self._database, missing, (*FAMILIES, *ANNOTATION))
+        parts = stored.all_parts()
         return await in_thread(self._gather, experiences, annotated, events, missing, parts)
 
     def _gather(

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trinity_buffer.errors import CodecError, DamagedSegmentError, InvalidArgumentError
+from trinity_buffer.errors import (
+    ArchivedSegmentError,
+    CodecError,
+    DamagedSegmentError,
+    InvalidArgumentError,
+)
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.collate import row_lengths
 from trinity_buffer.pipeline.streaming.manifest import Manifest
@@ -55,11 +60,11 @@ class StepRows:
             manifest = planned_manifest(step, self._set, taken, self._options)
             try:
                 rows = await self._loader.load(manifest)
-            except (CodecError, DamagedSegmentError):
-                places = await self._loader.damaged(manifest)
-                if not places:
+            except (ArchivedSegmentError, CodecError, DamagedSegmentError):
+                unreadable = await self._loader.unreadable(manifest)
+                if not unreadable:
                     raise
-                taken = await self._left_of(taken, _named(manifest, places, "damaged"))
+                taken = await self._left_of(taken, _named(manifest, unreadable))
                 continue
             unfit = await self._unfit(manifest, rows)
             if unfit:
@@ -76,7 +81,7 @@ class StepRows:
         if "advantages" in needs:
             await self._require_advantages(rows, manifest)
         lacking = {p for field in needs for p in rows_without(rows, field, manifest.source)}
-        unfit = dict(_named(manifest, sorted(lacking), "invalid"))
+        unfit = dict(_named(manifest, dict.fromkeys(sorted(lacking), "invalid")))
         if self._pairs and limit is not None:
             sizes = row_lengths(manifest, rows, longest=True)
             large = [
@@ -84,7 +89,7 @@ class StepRows:
                 for place, size in enumerate(sizes)
                 if size > limit and not _source_of(manifest, place)
             ]
-            unfit |= _named(manifest, large, "oversize")
+            unfit |= _named(manifest, dict.fromkeys(large, "oversize"))
         return unfit
 
     async def _require_advantages(self, rows: LoadedRows, manifest: Manifest) -> None:
@@ -128,5 +133,5 @@ def _source_of(manifest: Manifest, place: int) -> int:
     return manifest.source[place] if manifest.source else 0
 
 
-def _named(manifest: Manifest, places: Sequence[int], reason: str) -> Unfit:
-    return {(_source_of(manifest, p), manifest.annotations[p]): reason for p in places}
+def _named(manifest: Manifest, reasons: Mapping[int, str]) -> Unfit:
+    return {(_source_of(manifest, p), manifest.annotations[p]): why for p, why in reasons.items()}

@@ -1,0 +1,110 @@
+"""Segments by key, from the database or from the archive that they went to; knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from trinity_buffer.errors import ArchivedSegmentError, StoreError
+from trinity_buffer.pipeline.archive_file import SegmentParts, read_archive
+from trinity_buffer.pipeline.background import in_thread
+from trinity_buffer.sizes import sizes
+from trinity_buffer.store import segments
+from trinity_buffer.store.database import Database
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """Why the tensors of a segment cannot be had.
+
+    Attributes:
+        why: for people: the event that took them out of the database, and what to do.
+        deleted: for good. Otherwise they are in an archive that cannot be read here and now.
+    """
+
+    why: str
+    deleted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSegments:
+    """What was found of some segments.
+
+    Attributes:
+        parts: unchecked, see `joined`; a family that a segment does not have is not in it.
+        absent: key -> why, of those that have left the database and cannot be fetched.
+    """
+
+    parts: SegmentParts
+    absent: Mapping[bytes, Absence]
+
+    def all_parts(self) -> SegmentParts:
+        """Return the parts.
+
+        Raises:
+            ArchivedSegmentError: one of the segments is absent.
+        """
+        for key, absence in self.absent.items():
+            raise ArchivedSegmentError(f"segment {key.hex()}: {absence.why}")
+        return self.parts
+
+
+async def read_segments(
+    database: Database, keys: Iterable[bytes], families: Sequence[str]
+) -> StoredSegments:
+    """Return the parts of some segments; those that were archived come from their archive."""
+    found: SegmentParts = {}
+    absent: dict[bytes, Absence] = {}
+    wanted = list(dict.fromkeys(keys)) if families else []
+    size = sizes().segments_per_load
+    for start in range(0, len(wanted), size):
+        some = wanted[start : start + size]
+        found |= await database.read(partial(segments.read, keys=some, families=families))
+    there = {key for key, _ in found}
+    if gone := [key for key in wanted if key not in there]:
+        fetched = await _fetched(database, gone, families)
+        found |= fetched.parts
+        absent |= fetched.absent
+    return StoredSegments(found, absent)
+
+
+async def _fetched(
+    database: Database, keys: Sequence[bytes], families: Sequence[str]
+) -> StoredSegments:
+    """Return what the archives hold of segments of which the database holds nothing."""
+    left = await database.read(partial(segments.archived_at, keys=keys))
+    found: SegmentParts = {}
+    absent: dict[bytes, Absence] = {}
+    by_event: dict[tuple[int, str | None], list[bytes]] = {}
+    for key, event in left.items():
+        by_event.setdefault(event, []).append(key)
+    for (position, uri), some in by_event.items():
+        if uri is None:
+            why = (
+                f"the tensors were deleted for good by the event at position {position} "
+                "(SegmentsArchived): only a backup that is older has them"
+            )
+            absent |= dict.fromkeys(some, Absence(why, deleted=True))
+            continue
+        try:
+            found |= await in_thread(read_archive, uri, some, families)
+        except StoreError as error:
+            why = (
+                f"the tensors were archived to {uri} by the event at position {position} "
+                f"(SegmentsArchived), and {error}"
+            )
+            absent |= dict.fromkeys(some, Absence(why, deleted=False))
+    return StoredSegments(found, absent)
+
+
+def joined(parts: SegmentParts) -> dict[bytes, dict[str, bytes]]:
+    """Return key -> family -> blob. Computes checksums: call it off the event loop.
+
+    Raises:
+        DamagedSegmentError: a checksum does not hold.
+    """
+    found: dict[bytes, dict[str, bytes]] = {}
+    for (key, family), some in parts.items():
+        found.setdefault(key, {})[family] = segments.joined(key, family, some)
+    return found
