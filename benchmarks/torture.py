@@ -6,7 +6,7 @@ python -m benchmarks.torture --seed 1 --first-round 17 --rounds 1    # the fault
 
 Each round has a fresh store. The seed decides which faults come when, to whom, and what each
 process brings along; the scheduler of the machine decides the rest. Exit code 1: something did not
-hold.
+hold, or a kind of fault never took effect.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from subprocess import CalledProcessError
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.measuring import commit
 from tests.torture import sites
+from tests.torture.kinds import KINDS
+from tests.torture.plan import Plan
 from tests.torture.round import RoundReport, run_round
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -38,10 +40,12 @@ RECORD = DOCS / "torture.jsonl"
 PAGE = DOCS / "reliability.md"
 BEGIN, END = "<!-- torture: begin -->", "<!-- torture: end -->"
 SUMS = (
-    "events", "experiences", "acknowledged", "steps", "kills", "lost", "duplicated", "skipped",
-    "replayed", "different",
+    "events", "experiences", "acknowledged", "steps", "kills", "own_kills", "lives", "lost",
+    "duplicated", "skipped", "replayed", "different",
 )  # fmt: skip
 ROUND_S = 12.0
+COMMAND = ("python", "-m", "benchmarks.torture")
+AGAIN = "again: "
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,12 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="trinity-torture-"))
     reports: list[RoundReport] = []
-    with ExitStack() as stack:
-        site = _site(asked.store, folder, stack)
+    with sites.opened(asked.store, folder) as site:
+        if "small disk" not in site.kind:
+            print("no small disk can be mounted here: no `disk full`", file=sys.stderr)
         for number in _numbers(asked, begin):
-            report = run_round(
-                asked.seed, number, site, folder / str(number), seconds=asked.round_seconds
-            )
+            report = _round(asked, number, site, folder / str(number))
             reports.append(report)
             print(_line(report), file=sys.stderr, flush=True)
             if report.problems:
@@ -66,10 +69,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.record:
         record(summary)
     if summary["problems"]:
-        print(f"what is left of the last round: {folder}", file=sys.stderr)
+        last = reports[-1].number
+        print(f"what is left of round {last}, its store too: {folder / str(last)}", file=sys.stderr)
+        print(f"{AGAIN}{_again(asked, last)}", file=sys.stderr)
         return 1
     shutil.rmtree(folder)
     return 0
+
+
+def _round(asked: argparse.Namespace, number: int, site: sites.Site, folder: Path) -> RoundReport:
+    plan = Plan(asked.seed, number, site.kind, frozenset(asked.without))
+    say = partial(print, file=sys.stderr, flush=True) if asked.verbose else lambda _: None
+    return run_round(plan, site, folder, seconds=asked.round_seconds, say=say)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,6 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--store", choices=("sqlite", "postgresql"), default="sqlite")
     parser.add_argument("--round-seconds", type=float, default=ROUND_S, help="of faults, per round")
+    parser.add_argument(
+        "--without", metavar="KIND", action="append", default=[], choices=[k.name for k in KINDS],
+        help="let no such fault come, which the run must notice; may be given again: %(choices)s",
+    )  # fmt: skip
+    parser.add_argument("--verbose", action="store_true", help="say each fault that is inflicted")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--record", action="store_true", help=f"append to {RECORD}, renew {PAGE}")
     return parser
@@ -87,19 +103,6 @@ def _parser() -> argparse.ArgumentParser:
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """The docstring as it is, and the defaults."""
-
-
-def _site(store: str, folder: Path, stack: ExitStack) -> sites.Site:
-    """Return where stores are made: on a disk that can be filled, if we may mount one."""
-    try:
-        if store == "postgresql":
-            return stack.enter_context(sites.small_tablespace())
-        return stack.enter_context(sites.small_disk())
-    except CalledProcessError:
-        if store == "postgresql":
-            return stack.enter_context(sites.postgresql())
-        (folder / "stores").mkdir()
-        return sites.SQLiteSite(folder / "stores")
 
 
 def _numbers(asked: argparse.Namespace, begin: float) -> Iterator[int]:
@@ -115,24 +118,27 @@ def _numbers(asked: argparse.Namespace, begin: float) -> Iterator[int]:
 
 
 def _line(report: RoundReport) -> str:
-    faults = ", ".join(f"{kind} {count}" for kind, count in sorted(report.faults.items()))
     verdict = "holds" if not report.problems else "\n  ".join(["FAILED", *report.problems])
     return (
         f"round {report.number}: {report.seconds:.0f} s, {report.events} events, "
-        f"{report.steps} steps; {faults}: {verdict}"
+        f"{report.steps} steps; {_counted(report.faults)}; {report.lives} lives, "
+        f"{report.own_kills} ended by us; {_counted(report.ended)}: {verdict}"
     )
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
 
 
 def _summary(
     asked: argparse.Namespace, reports: Sequence[RoundReport], seconds: float
 ) -> dict[str, Any]:
-    faults: Counter[str] = Counter()
-    for report in reports:
-        faults.update(report.faults)
+    faults = sum((report.faults for report in reports), Counter[str]())
+    ended = sum((report.ended for report in reports), Counter[str]())
     sums = {name: sum(getattr(report, name) for report in reports) for name in SUMS}
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": " ".join(["python -m benchmarks.torture", *_given(asked)]),
+        "command": shlex.join([*COMMAND, *_given(asked)]),
         "store": reports[-1].store if reports else asked.store,
         "commit": commit(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
@@ -141,24 +147,35 @@ def _summary(
         "seconds": round(seconds),
         **sums,
         "faults": dict(sorted(faults.items())),
+        "ended": dict(sorted(ended.items())),
         "problems": [f"round {r.number}: {p}" for r in reports for p in r.problems],
     }
 
 
 def _given(asked: argparse.Namespace) -> list[str]:
     given = ["--store", asked.store, "--seed", str(asked.seed)]
+    given += [word for kind in asked.without for word in ("--without", kind)]
+    if asked.round_seconds != ROUND_S:
+        given += ["--round-seconds", f"{asked.round_seconds:g}"]
     if asked.rounds is None:
         return ["--minutes", f"{asked.minutes:g}", *given]
     return ["--rounds", str(asked.rounds), "--first-round", str(asked.first_round), *given]
 
 
+def _again(asked: argparse.Namespace, number: int) -> str:
+    """Return the command that runs one round again."""
+    one = {**vars(asked), "rounds": 1, "first_round": number}
+    return shlex.join([*COMMAND, *_given(argparse.Namespace(**one))])
+
+
 def _told(summary: dict[str, Any]) -> str:
     identical = "bit-identical" if not summary["different"] else f"{summary['different']} DIFFER"
-    faults = ", ".join(f"{kind} {count}" for kind, count in summary["faults"].items())
     lines = [
         f"{summary['rounds']} rounds in {summary['seconds']} s on {summary['store']}, "
         f"seed {summary['seed']}",
-        f"{summary['kills']} kills; {faults}",
+        _counted(summary["faults"]),
+        f"{summary['lives']} lives, {summary['own_kills']} ended by us",
+        _counted(summary["ended"]) or "nobody ended with an error",
         f"{summary['events']} events, {summary['experiences']} experiences, "
         f"{summary['acknowledged']} acknowledged, {summary['steps']} gradient steps",
         *summary["problems"],
@@ -186,7 +203,7 @@ def table() -> str:
     )
     for row in rows:
         kinds = ("kill", "kill at a crash point", "lives")
-        others = ", ".join(f"{k} {n}" for k, n in row["faults"].items() if k not in kinds)
+        others = _counted({k: n for k, n in row["faults"].items() if k not in kinds})
         replayed = f"{row['replayed']} of {row['replayed']} identical"
         if row["different"]:
             replayed = f"{row['different']} of {row['replayed']} differ"

@@ -42,7 +42,7 @@ def _nothing(point: str) -> None:
     """Do nothing: nobody asked for a crash."""
 
 
-def _armed(wanted: str) -> Callable[[str], None]:
+def _armed(wanted: str, last_words: Callable[[str], None] = _nothing) -> Callable[[str], None]:
     name, _, count = wanted.partition(":")
     if name not in CRASH_POINTS:
         raise ValueError(
@@ -56,6 +56,7 @@ def _armed(wanted: str) -> Callable[[str], None]:
         if point == name:
             left -= 1
             if left == 0:
+                last_words(point)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     return count_down

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
+from multiprocessing import forkserver
 
 from trinity_buffer import crash_points
 
@@ -27,18 +29,24 @@ CONTEXT.set_forkserver_preload(
 _PR_SET_PDEATHSIG = 1
 
 
-def become(log: str, crash_at: str | None) -> None:
+def become(
+    log: str,
+    crash_at: str | None,
+    last_words: Callable[[str], None] = crash_points._nothing,
+) -> None:
     """Turn the forked process into one life: say everything to ``log``, die at ``crash_at``.
 
-    It reads the environment variable of the crash points itself, as they were imported before the
-    fork, and dies with the server that it was forked from.
+    It arms the crash point itself, as they were imported before the fork. It dies with the server
+    that it was forked from, and that one with the process that started it: a server ends when
+    nobody has its pipe open any more, so what is born of it must let go of the pipe.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     before = crash_points.reached
-    armed = crash_points._nothing if crash_at is None else crash_points._armed(crash_at)
+    armed = crash_points._nothing if crash_at is None else crash_points._armed(crash_at, last_words)
     for module in list(sys.modules.values()):
         if getattr(module, "reached", None) is before:
             module.reached = armed  # type: ignore[attr-defined]  # the modules that imported it

@@ -3,86 +3,80 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from tests.torture.inflict import Fault
+from tests.torture.kinds import KINDS, Brought, Inflicted, Kind
 from tests.torture.roles import Life
-from trinity_buffer.crash_points import CRASH_POINTS
 
-LEASE_TTL_S = 1.0
-HOUR_S = 3600.0
-
-_POINTS = {
-    "explorer": ("plan", "append"),
-    "strategy": ("annotate",),
-    "trainer": ("lease", "step", "checkpoint", "commit"),
-    "reader": (),
-}
-
-# How often, relative to each other. Kills at crash points are not here: lives bring their own.
-_EVERYWHERE = {"kill": 8, "pause": 3}
-_SERVER = {**_EVERYWHERE, "backend terminated": 2, "backend killed": 1, "server killed": 1}
-_WEIGHTS = {
-    "sqlite": _EVERYWHERE,
-    "sqlite on a small disk": {**_EVERYWHERE, "disk full": 2},
-    "postgresql": _SERVER,
-    "postgresql on a small disk": {**_SERVER, "disk full": 2},
-}
+MEAN_GAP_S = 0.2
+"""From one fault to the next."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """Something that happens to a process, or to the store.
+class Plan:
+    """The faults of round ``number``.
 
     Attributes:
-        at_s: seconds after the start of the round.
-        kind: such as ``kill``.
-        slot: whose process; of no meaning where the store is hit.
-        lasts_s: of a pause, or of a full disk.
-        draw: a number in [0, 1) for what the plan cannot know, such as which backends there are.
+        site: what kind of site its store is at.
+        without: kinds that do not come, and are missed all the same.
     """
 
-    at_s: float
-    kind: str
-    slot: str
-    lasts_s: float
-    draw: float
+    seed: int
+    number: int
+    site: str
+    without: frozenset[str] = frozenset()
 
+    def kinds(self) -> list[Kind]:
+        """Return the kinds that must take effect."""
+        return [kind for kind in KINDS if kind.where in self.site]
 
-def faults(
-    seed: int, number: int, site: str, slots: dict[str, str], seconds: float, mean_gap_s: float
-) -> list[Fault]:
-    """Return the faults of round ``number`` in their order.
+    def comes(self) -> list[Kind]:
+        """Return those that do come."""
+        return [kind for kind in self.kinds() if kind.name not in self.without]
 
-    Args:
-        site: a key of the table of weights above.
-        slots: name -> role.
-    """
-    draw = random.Random(f"{seed}/{number}/faults")
-    weights = _WEIGHTS[site]
-    # Half of all pauses hit trainers: it is them whose lease runs out.
-    favoured = [name for name, role in slots.items() if role == "trainer"]
-    found: list[Fault] = []
-    at_s = 0.0
-    while (at_s := at_s + draw.uniform(0.2, 1.8) * mean_gap_s) < seconds:
-        (kind,) = draw.choices(list(weights), list(weights.values()))
-        pool = favoured if kind == "pause" and draw.random() < 0.5 else list(slots)
-        lasts_s = draw.uniform(0.2, 2.5) * LEASE_TTL_S if kind == "pause" else draw.uniform(0.1, 1)
-        found.append(Fault(at_s, kind, draw.choice(pool), lasts_s, draw.random()))
-    return found
+    def inflicted(self) -> list[Inflicted]:
+        """Return those that come from outside."""
+        return [kind for kind in self.comes() if isinstance(kind, Inflicted)]
 
+    def brought(self) -> list[Brought]:
+        """Return those that processes bring along."""
+        return [kind for kind in self.comes() if isinstance(kind, Brought)]
 
-def lives(seed: int, number: int, site: str, slot: str, role: str) -> Iterator[Life]:
-    """Yield the lives of one process, without end."""
-    draw = random.Random(f"{seed}/{number}/{slot}")
-    points = [p for p in CRASH_POINTS if p.endswith(_POINTS[role])] if _POINTS[role] else []
-    while True:
-        crash_at = None
-        if points and draw.random() < 0.8:
-            crash_at = f"{draw.choice(points)}:{draw.randint(1, 3)}"
-        clock_s = draw.choice((-1, 1)) * draw.uniform(1, 9) * HOUR_S if draw.random() < 0.3 else 0.0
-        jump = None
-        if draw.random() < 0.2:
-            jump = (draw.uniform(0, 2), draw.uniform(-9, 9) * HOUR_S)
-        full = site.startswith("sqlite") and role != "reader" and draw.random() < 0.15
-        yield Life(crash_at, clock_s, jump, draw.randint(0, 12) if full else None)
+    def first_faults(self, slots: Mapping[str, str]) -> list[Fault]:
+        """Return one fault of each kind that comes from outside."""
+        draw = self._draw("first faults")
+        return [
+            Fault(0.0, kind.name, draw.choice(list(slots)), draw.random())
+            for kind in self.inflicted()
+        ]
+
+    def first_lives(self, slots: Mapping[str, str]) -> list[tuple[Brought, Life]]:
+        """Return one life with each kind that processes bring along."""
+        draw = self._draw("first lives")
+        return [(k, Life(**k.life(draw, slots[k.first]))) for k in self.brought()]
+
+    def faults(self, slots: Mapping[str, str], seconds: float) -> list[Fault]:
+        """Return the faults of ``seconds`` in their order; ``slots`` are name -> role."""
+        draw = self._draw("faults")
+        weights = {kind.name: kind.weight for kind in self.inflicted()}
+        found: list[Fault] = []
+        at_s = 0.0
+        while weights and (at_s := at_s + draw.uniform(0.2, 1.8) * MEAN_GAP_S) < seconds:
+            (kind,) = draw.choices(list(weights), list(weights.values()))
+            found.append(Fault(at_s, kind, draw.choice(list(slots)), draw.random()))
+        return found
+
+    def lives(self, slot: str, role: str) -> Iterator[Life]:
+        """Yield the lives of one process, without end."""
+        draw = self._draw(slot)
+        while True:
+            life = Life()
+            for kind in self.brought():
+                if draw.random() < kind.chance:
+                    life = life.with_fault(kind.life(draw, role))
+            yield life
+
+    def _draw(self, of: str) -> random.Random:
+        return random.Random(f"{self.seed}/{self.number}/{of}")

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from tests.crash.forking import CONTEXT
+from tests.torture.effects import note
+from tests.torture.inflict import EXPERIMENT
+from tests.torture.plan import Plan
 from tests.torture.roles import Life, live
 from tests.torture.sites import Site
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
@@ -21,12 +24,11 @@ from trinity_buffer.store.conservation import PlanCounts, StrategyCounts, Traine
 if TYPE_CHECKING:
     from tests.torture.round import RoundReport
 
-EXPERIMENT = "torture"
 CONSUMERS = {"trainer": "grpo", "second": "other"}
 REPLAY_LIMIT_S = 300.0
 
 
-def examine(report: RoundReport, site: Site, url: str, folder: Path, seed: str) -> None:
+def examine(report: RoundReport, plan: Plan, site: Site, url: str, folder: Path) -> None:
     """Put into ``report`` everything that does not hold."""
     replays = _start_replays(url, folder)
     anyio.run(_verify, report, url, folder)
@@ -34,7 +36,12 @@ def examine(report: RoundReport, site: Site, url: str, folder: Path, seed: str) 
     for consumer, process in replays.items():
         process.join(REPLAY_LIMIT_S)
         _take_replay(report, folder, consumer, process)
-    _damage(report, site, url, random.Random(f"{seed}/flip").random())
+    if "bit flipped" not in plan.without:
+        copy = site.copy(url)
+        key, family = site.flip(copy, random.Random(f"{plan.seed}/{plan.number}/flip").random())
+        if anyio.run(_go_on_damaged, report, copy, key, family):
+            note(folder, "bit flipped")
+        site.remove(copy)
 
 
 async def _verify(report: RoundReport, url: str, folder: Path) -> None:
@@ -106,21 +113,17 @@ def _take_replay(report: RoundReport, folder: Path, consumer: str, process: Any)
         report.problems.append(f"replay of {consumer!r} came out otherwise: {found}")
 
 
-def _damage(report: RoundReport, site: Site, url: str, draw: float) -> None:
-    """Flip a bit in a copy: `verify` must name the segment, and everybody must go on without it."""
-    copy = site.copy(url)
-    key, family = site.flip(copy, draw)
-    report.faults["bit flipped"] += 1
-    anyio.run(_go_on_damaged, report, copy, key, family)
-    site.remove(copy)
+async def _go_on_damaged(report: RoundReport, url: str, key: str, family: str) -> bool:
+    """Everybody must go on without the segment of which a bit was flipped.
 
-
-async def _go_on_damaged(report: RoundReport, url: str, key: str, family: str) -> None:
+    Returns whether `verify` named it, and nothing else.
+    """
     async with open_store(url) as store:
         experiment = await store.experiment(EXPERIMENT)
         found = await verify(experiment)
         named = [p for p in found.problems if p.check == "segments" and key in p.where]
-        if not named or set(found.problems) != set(named):
+        is_named = bool(named) and set(found.problems) == set(named)
+        if not is_named:
             report.problems.append(f"bit flipped in {key} {family}: {found.problems}")
         await run_strategy(experiment, "grpo", name="on damaged data")
         for annotation_set in (*CONSUMERS.values(), "on damaged data"):
@@ -130,6 +133,7 @@ async def _go_on_damaged(report: RoundReport, url: str, key: str, family: str) -
                 async for step in stream:
                     await stream.commit(step)
         report.problems += _left_over(await verify(experiment), key, family)
+    return is_named
 
 
 def _left_over(found: VerifyReport, key: str, family: str) -> list[str]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import anyio
 
 from tests.crash.forking import become
+from tests.torture.effects import note
 from trinity_buffer.cli import roles
 from trinity_buffer.cli.run_algorithm import algorithm_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
@@ -54,30 +56,56 @@ class Life:
     clock_jump: tuple[float, float] | None = None
     pages: int | None = None
 
+    def with_fault(self, values: Mapping[str, Any]) -> Life:
+        """Return a life that has these values too."""
+        return replace(self, **values)
+
 
 def live(role: str, arguments: Mapping[str, Any], life: Life, log: str) -> None:
-    """Be ``role`` until the end, or until something ends it; say which of our errors it was."""
-    become(log, life.crash_at)
-    _move_clock(life)
+    """Be ``role`` until the end, or until something ends it; say which of our errors it was.
+
+    What takes effect is noted in the folder of ``log``.
+    """
+    folder = Path(log).parent
+    become(log, life.crash_at, lambda _: note(folder, "kill at a crash point"))
+    _move_clock(life, folder)
     if life.pages is not None:
         _shrink_disk(arguments["url"], life.pages)
     try:
         globals()[role](**arguments)
     except TrinityBufferError as error:
+        if "disk is full" in str(error):
+            note(folder, "disk full" if life.pages is None else "database full")
         sys.stdout.write(f"ENDED {type(error).__name__}: {error}\n")
         traceback.print_exc()
         sys.stdout.flush()
         os._exit(REFUSED)
 
 
-def _move_clock(life: Life) -> None:
-    def move(seconds: float) -> None:
-        events._offset_us = int(seconds * 1e6)
+class _WrongClock:
+    """The module ``time`` of a process whose wall clock is wrong; who reads it notes that once."""
 
-    move(life.clock_s)
+    def __init__(self, seconds: float, folder: Path, kind: str) -> None:
+        self._offset_ns = int(seconds * 1e9)
+        self._noted = False
+        self._note = (folder, kind)
+
+    def time_ns(self) -> int:
+        if not self._noted:
+            self._noted = True
+            note(*self._note)
+        return time.time_ns() + self._offset_ns
+
+
+def _move_clock(life: Life, folder: Path) -> None:
+    def move(seconds: float, kind: str) -> None:
+        vars(events)["time"] = _WrongClock(seconds, folder, kind)
+
+    if life.clock_s:
+        move(life.clock_s, "clock wrong")
     if life.clock_jump is not None:
         after_s, seconds = life.clock_jump
-        timer = threading.Timer(after_s, move, (seconds,))
+        timer = threading.Timer(after_s, move, (seconds, "clock jumped"))
         timer.daemon = True
         timer.start()
 
@@ -100,19 +128,19 @@ def _shrink_disk(url: str, pages: int) -> None:
 
 
 class _Insistent:
-    """A writer that sends many calls again: afterwards, at the same time, or changed."""
+    """A writer that sends many calls again, in turn: afterwards, at the same time, or changed."""
 
-    def __init__(self, writer: Any, seed: str, counted: Path) -> None:
+    def __init__(self, writer: Any, kinds: Sequence[str], folder: Path) -> None:
         self._writer = writer
-        self._random = random.Random(seed)
-        self._counted = counted
+        self._kinds = cycle(("", *kinds))
+        self._folder = folder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._writer, name)
 
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
-        how = self._random.choice(("once", "again", "at once", "changed"))
-        if how == "at once":
+        kind = next(self._kinds)
+        if kind == "write sent twice at once":
             receipts: list[WriteReceipt] = []
             try:
                 async with anyio.create_task_group() as group:
@@ -122,15 +150,15 @@ class _Insistent:
                 raise errors.exceptions[0] from None
         else:
             receipts = [await self._writer.write(experiences)]
-        if how == "again":
+        if kind == "write sent again":
             receipts.append(await self._writer.write(experiences))
-        if how == "changed":
+        if kind == "changed write sent":
             await self._refused(experiences)
         if len(receipts) > 1:
             assert sorted(r.written for r in receipts) in ([0, len(experiences)], [0, 0]), receipts
             assert receipts[0].uids == receipts[1].uids
-        if how != "once":
-            _append(self._counted, f"{how}\n")
+        if kind:
+            note(self._folder, kind)
         return max(receipts, key=lambda receipt: receipt.written)
 
     async def _into(self, found: list[WriteReceipt], experiences: Sequence[Experience]) -> None:
@@ -149,13 +177,12 @@ class _Insistent:
         raise AssertionError("the store took another content for EIDs that it has")
 
 
-def _append(path: Path, text: str) -> None:
-    with path.open("a") as file:
-        file.write(text)
+def explorer(url: str, experiment: str, actor: str, folder: str, sends: Sequence[str]) -> None:
+    """Explore until the experiment is finished.
 
-
-def explorer(url: str, experiment: str, actor: str, folder: str, seed: str) -> None:
-    """Explore until the experiment is finished."""
+    Args:
+        sends: the kinds of sending something again, in turn.
+    """
     roles.use_one_thread()
 
     async def main() -> None:
@@ -172,8 +199,7 @@ def explorer(url: str, experiment: str, actor: str, folder: str, seed: str) -> N
             first = roles.first_policy(config)
             sampler = TaskSampler(first, roles.task_of(config), config.seed)
             made = Explorer(opened, sampler, settings)
-            counted = Path(folder) / f"{actor}.resent"
-            made._writer = _Insistent(made._writer, seed, counted)  # type: ignore[assignment]
+            made._writer = _Insistent(made._writer, sends, Path(folder))  # type: ignore[assignment]
             await made.run(lambda _: None)
 
     anyio.run(main)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import anyio
 
-from tests.torture import plan, proof
-from tests.torture.fleet import Fleet, Slot
+from tests.torture import effects, proof
+from tests.torture.fleet import LEASE_TTL_S, Fleet, Slot
+from tests.torture.inflict import EXPERIMENT, SHARED, Fault, Scene
+from tests.torture.plan import Plan
 from tests.torture.sites import Site
 from trinity_buffer.cli.run_config import resolved
 from trinity_buffer.pipeline.store import open_store
 
-EXPERIMENT = "torture"
 CONFIG = {
     "task": {"digits": 1},
     "model": {"width": 8, "layers": 1, "heads": 1},
@@ -25,12 +26,14 @@ CONFIG = {
     "rollouts_per_group": 2,
     "groups_per_step": 2,
     "max_staleness": 2,
-    "lease_ttl_s": plan.LEASE_TTL_S,
+    "lease_ttl_s": LEASE_TTL_S,
 }
 STEPS_AFTERWARDS = 3
 """Every trainer must get so much further when the faults have stopped."""
 
-CALM_LIMIT_S = 60.0
+CALM_LIMIT_S = 180.0
+EFFECT_LIMIT_S = 300.0
+"""Until every kind of fault has taken effect once."""
 
 
 @dataclass(slots=True)
@@ -38,17 +41,22 @@ class RoundReport:
     """What happened in one round, and what was found afterwards.
 
     Attributes:
-        faults: by kind, how often.
+        faults: by kind, how often they took effect.
+        ended: by name, how many processes ended with one of our own errors.
+        lives: how many processes were started.
+        own_kills: how many were killed only to clean up, or to be born with a fault.
         replayed: checkpoints that an undisturbed replay wrote and that the log knows the digest of.
         different: how many of these came out otherwise.
         problems: whatever is wrong, in words; a round is good if there are none.
     """
 
-    seed: int
     number: int
     store: str
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
+    ended: Counter[str] = field(default_factory=Counter)
+    lives: int = 0
+    own_kills: int = 0
     events: int = 0
     experiences: int = 0
     acknowledged: int = 0
@@ -62,79 +70,67 @@ class RoundReport:
 
     @property
     def kills(self) -> int:
-        """How many processes were killed with SIGKILL."""
+        """How many processes faults killed with SIGKILL."""
         return self.faults["kill"] + self.faults["kill at a crash point"]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
-        return {**asdict(self), "faults": dict(self.faults), "kills": self.kills}
 
-
-def slots_of(seed: int, number: int, url: str, folder: Path, site: str) -> list[Slot]:
+def slots_of(plan: Plan, url: str, folder: Path) -> list[Slot]:
     """Return the processes of a round: two of everything that may be there twice."""
     common = {"url": url, "experiment": EXPERIMENT}
     where = {**common, "folder": str(folder)}
     roles: dict[str, tuple[str, dict[str, Any]]] = {}
+    sends = [kind.name for kind in plan.comes() if "write" in kind.name]
     for name in ("e0", "e1"):
-        own = {"actor": name, "seed": f"{seed}/{number}/{name}"}
-        roles[name] = ("explorer", {**where, **own})
+        roles[name] = ("explorer", {**where, "actor": name, "sends": sends})
     for name, of, epsilon in (("g0", "grpo", 1e-6), ("g1", "grpo", 1e-6), ("o0", "other", 1e-2)):
         roles[name] = ("strategy", {**common, "name": of, "args": {"epsilon": epsilon}})
     for name, of, on in (
-        ("t0", "trainer", "grpo"),
-        ("t1", "trainer", "grpo"),
+        ("t0", SHARED, "grpo"),
+        ("t1", SHARED, "grpo"),
         ("s0", "second", "other"),
     ):
-        trains = {"consumer": of, "strategy": on, "publishes": of == "trainer"}
+        trains = {"consumer": of, "strategy": on, "publishes": of == SHARED}
         roles[name] = ("trainer", {**where, **trains})
     roles["r0"] = ("reader", {**common, "path": str(folder / "r0.read")})
     return [
-        Slot(name, role, args, plan.lives(seed, number, site, name, role), folder / f"{name}.log")
+        Slot(name, role, args, plan.lives(name, role), folder / f"{name}.log")
         for name, (role, args) in roles.items()
     ]
 
 
 def run_round(
-    seed: int,
-    number: int,
+    plan: Plan,
     site: Site,
     folder: Path,
     *,
     seconds: float,
-    mean_gap_s: float = 0.3,
     say: Callable[[str], None] = lambda _: None,
 ) -> RoundReport:
     """Torture one fresh store for about ``seconds``, and return what was found.
 
+    Each kind of fault comes once before that, and the round waits until it has taken effect. The
+    store of a round that failed is copied into ``folder``.
+
     Args:
         folder: an empty folder for checkpoints, acknowledgements and logs; on a disk with space.
-        mean_gap_s: from one fault of the plan to the next.
         say: hears of every fault.
     """
     begin = time.monotonic()
-    report = RoundReport(seed, number, site.kind)
-    url = site.fresh(f"round_{number}")
+    report = RoundReport(plan.number, site.kind)
+    url = site.fresh(f"round_{plan.number}")
     (folder / "acks").mkdir(parents=True)
     anyio.run(_create, url)
-    fleet = Fleet(slots_of(seed, number, url, folder, site.kind))
-    fleet.start()
-    try:
-        roles = {slot.name: slot.role for slot in fleet.slots.values()}
-        planned = plan.faults(seed, number, site.kind, roles, seconds, mean_gap_s)
-        _go_on(fleet, url, report, "at first", steps=1)
-        fleet.become_wild()
-        _inflict(planned, fleet, site, url, say)
-        _end_calmly(fleet, site, url, report)
-    finally:
-        report.problems += [f"{name} did not end" for name in fleet.stop()]
-    report.faults += fleet.counts
-    report.problems += fleet.unexpected
-    for file in folder.glob("*.resent"):
-        report.faults["write sent again"] += len(file.read_text().splitlines())
+    scene = Scene(Fleet(slots_of(plan, url, folder), folder), site, url, folder)
+    _live_through(plan, scene, report, seconds, say)
     if not report.problems:
-        proof.examine(report, site, url, folder, f"{seed}/{number}")
+        proof.examine(report, plan, site, url, folder)
+    report.faults = effects.seen(folder)
     if not report.problems:
-        site.remove(url)
+        never = [kind.name for kind in plan.kinds() if kind.name not in report.faults]
+        report.problems += [f"{kind}: never took effect" for kind in never]
+    if report.problems:
+        site.keep(url, folder)
+    site.remove(url)
     report.seconds = time.monotonic() - begin
     return report
 
@@ -144,26 +140,54 @@ async def _create(url: str) -> None:
         await store.experiment(EXPERIMENT, config=resolved(CONFIG).model_dump())
 
 
-def _inflict(
-    planned: list[plan.Fault], fleet: Fleet, site: Site, url: str, say: Callable[[str], None]
+def _live_through(
+    plan: Plan, scene: Scene, report: RoundReport, seconds: float, say: Callable[[str], None]
 ) -> None:
+    """Let the processes of a round live, suffer and end."""
+    fleet = scene.fleet
+    slots = {slot.name: slot.role for slot in fleet.slots.values()}
+    fleet.start()
+    try:
+        if _go_on(fleet, scene.url, report, "at first", steps=1):
+            fleet.become_wild({k.first: (k.name, life) for k, life in plan.first_lives(slots)})
+            _each_once(plan, scene, slots, say)
+            _inflict(plan, scene, plan.faults(slots, seconds), say)
+            _end_calmly(fleet, scene.site, scene.url, report)
+    finally:
+        report.problems += [f"{name} did not end" for name in fleet.stop()]
+    report.problems += fleet.unexpected
+    report.lives, report.own_kills, report.ended = fleet.lives, fleet.own_kills, fleet.ended
+
+
+def _each_once(
+    plan: Plan, scene: Scene, slots: Mapping[str, str], say: Callable[[str], None]
+) -> None:
+    """Inflict each kind until it has taken effect; wait until those have that come by themselves.
+
+    What has not after `EFFECT_LIMIT_S` will be missed at the end of the round.
+    """
+    firsts = {fault.kind: fault for fault in plan.first_faults(slots)}
+    awaited = [kind.name for kind in plan.comes() if not kind.at_the_end]
+    deadline = time.monotonic() + EFFECT_LIMIT_S
+    for kind in [*firsts, *awaited]:
+        while kind not in effects.seen(scene.folder):
+            if scene.fleet.unexpected or time.monotonic() > deadline:
+                return
+            if kind in firsts:
+                _inflict(plan, scene, [firsts[kind]], say)
+            scene.fleet.tend(time.monotonic() + 0.1)
+
+
+def _inflict(plan: Plan, scene: Scene, faults: list[Fault], say: Callable[[str], None]) -> None:
+    """Inflict each fault at its time."""
+    does = {kind.name: kind.do for kind in plan.inflicted()}
     begin = time.monotonic()
-    for fault in planned:
-        fleet.tend(begin + fault.at_s)
-        if fleet.unexpected:
+    for fault in faults:
+        scene.fleet.tend(begin + fault.at_s)
+        if scene.fleet.unexpected:
             return
         say(f"{fault.at_s:6.2f} s  {fault.kind} {fault.slot}")
-        if fault.kind == "kill":
-            fleet.kill(fault.slot)
-        elif fault.kind == "pause":
-            fleet.pause(fault.slot, fault.lasts_s)
-        elif fault.kind == "disk full":
-            site.fill()
-            fleet.tend(time.monotonic() + fault.lasts_s)
-            site.empty()
-            fleet.counts["disk full"] += 1
-        elif site.hit(fault.kind, url, fault.draw):
-            fleet.counts[fault.kind] += 1
+        does[fault.kind](scene, fault)
 
 
 def _end_calmly(fleet: Fleet, site: Site, url: str, report: RoundReport) -> None:
@@ -191,7 +215,7 @@ def _go_on(fleet: Fleet, url: str, report: RoundReport, when: str, *, steps: int
     return False
 
 
-TRAINERS = ("trainer", "second")
+TRAINERS = (SHARED, "second")
 
 
 async def _committed(url: str) -> dict[str, int]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import psutil
 from pysqlite3 import dbapi2
 from typing_extensions import override
 
@@ -42,6 +42,10 @@ class Site(ABC):
     @abstractmethod
     def copy(self, url: str) -> str:
         """Return the URL of a copy of a store that nobody has open."""
+
+    @abstractmethod
+    def keep(self, url: str, folder: Path) -> None:
+        """Leave in ``folder`` a copy of a store that nobody has open; it outlives the site."""
 
     @abstractmethod
     def remove(self, url: str) -> None:
@@ -88,13 +92,17 @@ class SQLiteSite(Site):
 
     @override
     def copy(self, url: str) -> str:
+        folder = Path(tempfile.mkdtemp(prefix="copy-", dir=self._folder))
+        self.keep(url, folder)
+        return f"sqlite:///{folder / 'store.db'}"
+
+    @override
+    def keep(self, url: str, folder: Path) -> None:
         path = _path_of(url)
-        target = Path(tempfile.mkdtemp(prefix="copy-", dir=self._folder)) / "copy.db"
         for suffix in ("", "-wal"):
             source = path.with_name(path.name + suffix)
             if source.exists():
-                shutil.copy(source, target.with_name(target.name + suffix))
-        return f"sqlite:///{target}"
+                shutil.copy(source, folder / f"store.db{suffix}")
 
     @override
     def remove(self, url: str) -> None:
@@ -138,25 +146,44 @@ class _Ballast:
         self._file.unlink(missing_ok=True)
 
 
-@contextmanager
-def _mounted(size_bytes: int) -> Iterator[Path]:
-    """Mount a small file system, for root only; unmount it at the end.
+_CLONE_NEWNS = 0x00020000
+
+
+def _hide_mounts() -> None:
+    """Give this process mounts of its own: the kernel undoes them when it and its children end.
+
+    However it ends. Who was born before does not see them.
 
     Raises:
-        CalledProcessError: it cannot be mounted.
+        OSError: only root may, and not everywhere.
     """
-    folder = tempfile.mkdtemp(prefix="trinity-disk-")
-    mount = ("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", folder)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS) != 0:
+        raise OSError(ctypes.get_errno(), "no mounts of our own")
+    subprocess.run(("mount", "--make-rprivate", "/"), check=True, capture_output=True)
+
+
+@contextmanager
+def _mounted(folder: Path, size_bytes: int) -> Iterator[Path]:
+    """Mount a small file system in ``folder``, for root only; unmount it at the end.
+
+    Raises:
+        OSError, CalledProcessError: it cannot be mounted.
+    """
+    _hide_mounts()
+    disk = folder / "disk"
+    disk.mkdir()
+    mount = ("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(disk))
     subprocess.run(mount, check=True, capture_output=True)
     try:
-        yield Path(folder)
+        yield disk
     finally:
-        subprocess.run(("umount", "-l", folder), check=True)
-        Path(folder).rmdir()
+        subprocess.run(("umount", "-l", str(disk)), check=True)
+        disk.rmdir()
 
 
 class SmallDiskSite(SQLiteSite):
-    """Files on a file system of 64 MiB, which can be filled: `small_disk` mounts it."""
+    """Files on a file system of 64 MiB, which can be filled."""
 
     kind = "sqlite on a small disk"
 
@@ -171,17 +198,6 @@ class SmallDiskSite(SQLiteSite):
     @override
     def empty(self) -> None:
         self._ballast.empty()
-
-
-@contextmanager
-def small_disk() -> Iterator[SmallDiskSite]:
-    """Have a place for SQLite that can be filled.
-
-    Raises:
-        CalledProcessError: it cannot be mounted.
-    """
-    with _mounted(DISK_BYTES) as folder:
-        yield SmallDiskSite(folder)
 
 
 class PostgresSite(Site):
@@ -209,6 +225,11 @@ class PostgresSite(Site):
         self._server.execute(gone)
         copy = f"{name}_copy_{self._copies}"
         return self._server.create_database(copy, template=name, tablespace=self.tablespace)
+
+    @override
+    def keep(self, url: str, folder: Path) -> None:
+        self.settle()
+        self._server.dump(_database_of(url), folder / "store.sql")
 
     @override
     def remove(self, url: str) -> None:
@@ -244,11 +265,14 @@ class PostgresSite(Site):
         if not pids:
             return False
         pid = pids[int(draw * len(pids))]
-        with suppress(ProcessLookupError, RuntimeError):  # it has just ended
+        try:
             if kind == "backend terminated":
-                self._server.execute(f"SELECT pg_terminate_backend({pid})")
-            else:
-                os.kill(pid, signal.SIGKILL)
+                return self._server.execute(f"SELECT pg_terminate_backend({pid}, 9000)") == "t"
+            backend = psutil.Process(pid)
+            backend.kill()
+            backend.wait(RECOVERY_S)
+        except (psutil.NoSuchProcess, RuntimeError):
+            return False  # it has just ended
         return True
 
     @override
@@ -279,15 +303,8 @@ def _database_of(url: str) -> str:
     return url.partition("?")[0].rpartition("/")[2]
 
 
-@contextmanager
-def postgresql() -> Iterator[PostgresSite]:
-    """Start a durable server, and remove it at the end."""
-    with PostgresServer(durable=True) as server:
-        yield PostgresSite(server)
-
-
 class SmallTablespaceSite(PostgresSite):
-    """The same, its tables on a file system that can be filled: `small_tablespace` mounts it.
+    """The same, its tables on a file system that can be filled.
 
     The server's own log lies elsewhere: where that is full, the server stops as if it was killed,
     which is a fault of its own.
@@ -300,7 +317,8 @@ class SmallTablespaceSite(PostgresSite):
         super().__init__(server)
         tables = folder / "tables"
         tables.mkdir()
-        folder.chmod(0o755)
+        for above in (folder, folder.parent):
+            above.chmod(0o755)  # the server is another user
         server.create_tablespace(self.tablespace, tables)
         self._ballast = _Ballast(folder)
 
@@ -316,11 +334,18 @@ class SmallTablespaceSite(PostgresSite):
 
 
 @contextmanager
-def small_tablespace() -> Iterator[SmallTablespaceSite]:
-    """Start a durable server whose tables can be left without space, and remove it at the end.
+def opened(store: str, folder: Path) -> Iterator[Site]:
+    """Have a place for stores of ``"sqlite"`` or ``"postgresql"``; remove it at the end.
 
-    Raises:
-        CalledProcessError: the file system cannot be mounted.
+    It is on a disk that can be filled, in ``folder``, if we may mount one.
     """
-    with _mounted(TABLESPACE_BYTES) as folder, PostgresServer(durable=True) as server:
-        yield SmallTablespaceSite(server, folder)
+    with ExitStack() as stack:
+        disk: Path | None = None
+        with suppress(OSError, subprocess.CalledProcessError):
+            size_bytes = DISK_BYTES if store == "sqlite" else TABLESPACE_BYTES
+            disk = stack.enter_context(_mounted(folder, size_bytes))
+        if store == "sqlite":
+            yield SQLiteSite(folder) if disk is None else SmallDiskSite(disk)
+            return
+        server = stack.enter_context(PostgresServer(durable=True))
+        yield PostgresSite(server) if disk is None else SmallTablespaceSite(server, disk)
