@@ -25,17 +25,16 @@ demo: setup      ## four processes train a small policy through one store
 test: setup      ## everything that a bare Linux can run, on all cores
 	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal -q $(ARGS)
 
-check: setup     ## what CI runs: format, lint, types, floors, tests, a minute of torture
+check: setup     ## what CI runs: format, lint, types, floors, all tests, a minute of torture
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -m long tests/plants
 	$(BIN)/python -m benchmarks.torture --minutes 1
-	$(MAKE) --no-print-directory test
+	$(MAKE) --no-print-directory test long
 
-long: setup      ## the long tests, and those of a GPU where there is one
-	$(BIN)/python -m pytest -q -m "long or gpu" $(ARGS) || test $$? -eq 5
+long: setup      ## the long tests, on all cores
+	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal -q -m long -o faulthandler_timeout=900 $(ARGS)
 
 fmt: setup       ## format, and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .

@@ -69,11 +69,3 @@ def store_url(request: pytest.FixtureRequest) -> str:
     fixture = {"sqlite": "sqlite_url", "postgresql": "postgres_url"}[request.param]
     url: str = request.getfixturevalue(fixture)
     return url
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave ``gpu`` tests out where there is no GPU: they are not skipped, they do not exist."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and not Path("/dev/nvidiactl").exists():
-        config.hook.pytest_deselected(items=marked)
-        items[:] = [item for item in items if item not in marked]

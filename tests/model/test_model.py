@@ -44,6 +44,7 @@ T = TypeVar("T")
 
 TASKS, RUNS = 2, 2
 BATCHES = ("b0", "b1", "b2")
+TURNS_PER_COMPARISON = 10
 EXPERIMENTS = count()
 
 batches = st.sampled_from(BATCHES)
@@ -95,6 +96,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.delivered: list[TrainStep] = []
         self.orphans: list[TrainStep] = []
         self.expired = False
+        self.turns = 0
         self.opened = AsyncExitStack()
         self.store: Store = self.run(self.opened.enter_async_context(open_store(self.url)))
         config = {"groups_per_step": 1, "rollouts_per_group": RUNS}
@@ -112,6 +114,7 @@ class StoreMachine(RuleBasedStateMachine):
         while self.stream is not None:
             self.train()
         assert {*self.model.steps.values()} == {*self.model.annotated}
+        self.compare()
         self.trainers.close()
         self.run(self.opened.aclose())
         self.runner.close()
@@ -325,6 +328,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def rebuilt_is_live(self) -> None:
+        """Compared now and then and in the end: it takes ten times as long as a rule."""
+        self.turns += 1
+        if self.turns % TURNS_PER_COMPARISON == 0:
+            self.compare()
+
+    def compare(self) -> None:
         assert self.run(diff_projections(self.store.database, self.experiment.key)) == []
 
     @rule(families=st.sampled_from([(), ("light",), ("light", "tokens", "text", "heavy")]))
@@ -371,5 +380,8 @@ def test_the_store_and_the_model_agree(machine: type[StoreMachine]) -> None:
 
 
 @pytest.mark.long
-def test_the_store_and_the_model_agree_in_many_histories(machine: type[StoreMachine]) -> None:
-    check(machine, histories=300, steps=60)
+@pytest.mark.parametrize("part", range(10))
+def test_the_store_and_the_model_agree_in_many_histories(
+    machine: type[StoreMachine], part: int
+) -> None:
+    check(machine, histories=30, steps=60)

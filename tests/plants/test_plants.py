@@ -11,7 +11,7 @@ import pytest
 
 from tests.plants import checks, plants, trainer_checks
 
-pytestmark = pytest.mark.long  # a minute; `make check` runs it beside the rest
+pytestmark = pytest.mark.long  # a minute, in all
 
 Check = Callable[[str, Path], Awaitable[None]]
 Plant = Callable[[pytest.MonkeyPatch], None]
