@@ -5,7 +5,7 @@ READY := .venv/.ready
 SOURCES := trinity_buffer migrations tools benchmarks tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check long fmt bench torture migrate
+.PHONY: help setup demo test check long fmt bench torture proofs migrate
 
 help:            ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -41,10 +41,13 @@ fmt: setup       ## format, and mend what ruff can mend
 	$(BIN)/ruff format .
 
 bench: setup     ## the figures of docs/performance.md
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m benchmarks.run $(ARGS)
 
 torture: setup   ## kill, pause, starve and confuse everything: make torture ARGS="--store postgresql"
 	$(BIN)/python -m benchmarks.torture --minutes 30 --seed 1 --record $(ARGS)
+
+proofs: setup    ## recorded figures that are older than their code: make proofs ARGS=--run
+	$(BIN)/python -m benchmarks.proofs $(ARGS)
 
 migrate: setup   ## bring a store up to date: make migrate URL=sqlite:///runs/sort.db
 	$(BIN)/trinity-buffer migrate --store $(URL)

@@ -21,7 +21,6 @@ from benchmarks.throughput import EXPERIMENT
 from benchmarks.workload import RUNS, calls, experiences
 from trinity_buffer.pipeline.store import open_store
 
-BLOCKS = 5
 WRITES_PER_BLOCK = 50
 PAUSES_S = (0.12, 0.2)
 """Between a delivery and the next write: by then every poller has become slow."""
@@ -73,15 +72,16 @@ def _delivered(trainer: Role, number: int) -> float:
             return float(at)
 
 
-async def _ours(site: Site, block: int) -> list[float]:
+async def _ours(site: Site, block: int, writes: int) -> list[float]:
     url, found = site.new_url(), []
-    groups = calls(experiences(WRITES_PER_BLOCK, first_task=block * WRITES_PER_BLOCK), RUNS)
+    groups = calls(experiences(writes, first_task=block * writes), RUNS)
+    pauses = random.Random(block)
     async with open_store(url) as store:
         experiment = await store.experiment(EXPERIMENT, config={"rollouts_per_group": RUNS})
         writer = experiment.writer(actor="explorer-0")
         with _roles("", url) as trainer:
             for group in groups:
-                await asyncio.sleep(random.uniform(*PAUSES_S))
+                await asyncio.sleep(pauses.uniform(*PAUSES_S))
                 began = time.monotonic()
                 receipt = await writer.write(group)
                 found.append(_delivered(trainer, receipt.position) - began)
@@ -89,30 +89,35 @@ async def _ours(site: Site, block: int) -> list[float]:
     return found
 
 
-def _bare(folder: Path) -> list[float]:
+def _bare(folder: Path, block: int, writes: int) -> list[float]:
     path, found = folder / "bare.db", []
     blob = os.urandom(RUNS * 12_352)  # as many bytes as a group has on the disk
     empty_copy(path)
+    pauses = random.Random(block)
     with closing(connect(path)) as connection:
         for table in ("written", "scored"):
             connection.execute(f"CREATE TABLE {table} (id INTEGER PRIMARY KEY, data BLOB)")
         with _roles("bare-", str(path)) as trainer:
-            for number in range(1, WRITES_PER_BLOCK + 1):
-                time.sleep(random.uniform(*PAUSES_S))
+            for number in range(1, writes + 1):
+                time.sleep(pauses.uniform(*PAUSES_S))
                 began = time.monotonic()
                 connection.execute("INSERT INTO written VALUES (?, ?)", (number, blob))
                 found.append(_delivered(trainer, number) - began)
     return found
 
 
-def latency(site: Site, _tasks: int, repetitions: int) -> Iterator[Figure]:
-    """Measure write to delivered; the limit is bare sqlite3 that polls every millisecond."""
+def latency(site: Site, tasks: int, repetitions: int) -> Iterator[Figure]:
+    """Measure write to delivered; the limit is bare sqlite3 that polls every millisecond.
+
+    A repetition is a block of writes to a new store, of a group each.
+    """
+    writes = min(WRITES_PER_BLOCK, tasks)
     ours: list[list[float]] = []
     bare: list[list[float]] = []
-    for block in range(max(repetitions, BLOCKS)):
-        ours.append(asyncio.run(_ours(site, block)))
+    for block in range(repetitions):
+        ours.append(asyncio.run(_ours(site, block, writes)))
         with tempfile.TemporaryDirectory() as folder:
-            bare.append(_bare(Path(folder)))
+            bare.append(_bare(Path(folder), block, writes))
     for name, share in (("p50", 0.5), ("p99", 0.99)):
         of_blocks = [
             percentile(own, share) / percentile(raw, share)

@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT))  # so that it runs as a script too
 from benchmarks.learning_progress import to_stderr  # noqa: E402
 from benchmarks.learning_report import write_report  # noqa: E402
 from benchmarks.learning_run import run, trained_teacher  # noqa: E402
-from benchmarks.learning_setups import SETUPS  # noqa: E402
-from benchmarks.measuring import commit  # noqa: E402
+from benchmarks.learning_setups import SETUPS, Setup  # noqa: E402
+from benchmarks.provenance import provenance  # noqa: E402
 
 RESULTS = ROOT / "docs" / "learning.jsonl"
 KEPT = ROOT / ".benchmarks"
@@ -42,13 +42,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--again", action="store_true", help="also what has a result already")
     parser.add_argument("--report", action="store_true", help="write docs/learning.md")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--small", action="store_true", help="two small steps: does it run at all?")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     names = list(SETUPS) if asked.all else asked.algorithm
     if not names and not asked.report:
         parser.error("name --algorithm NAME, or --all, or --report")
+    if asked.small and asked.results == RESULTS:
+        parser.error(f"--small proves nothing that belongs into {RESULTS}: name another --results")
     seeds = [int(seed) for seed in asked.seeds.split(",")]
-    for line in measured(names, seeds, asked.results, again=asked.again):
+    setups = {name: SETUPS[name].small() if asked.small else SETUPS[name] for name in names}
+    for line in measured(setups, seeds, asked.results, again=asked.again):
         shown = {key: line[key] for key in ("algorithm", "seed", "reached", "best", "cpu_s")}
         print(json.dumps(shown), flush=True)
     if asked.report:
@@ -56,19 +60,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measured(
-    names: Sequence[str], seeds: Sequence[int], results: Path, *, again: bool
+    setups: Mapping[str, Setup], seeds: Sequence[int], results: Path, *, again: bool
 ) -> Iterator[dict[str, Any]]:
     """Run what has no result yet, append each result to the file as it comes, and yield it."""
     lines = read_results(results)
     known = {(line["algorithm"], line["seed"], line["setup"]): line for line in lines}
     skipped = 0
-    for name, seed in product(names, seeds):
-        recorded = known.get((name, seed, SETUPS[name].digest))
+    for (name, setup), seed in product(setups.items(), seeds):
+        recorded = known.get((name, seed, setup.digest))
         if recorded is not None and not again:
             skipped += 1
             to_stderr(f"{name}, seed {seed}: {told(recorded)}; skipped")
             continue
-        line = measure(name, seed)
+        line = measure(name, setup, seed)
         results.parent.mkdir(parents=True, exist_ok=True)
         with results.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -86,10 +90,11 @@ def told(line: Mapping[str, Any]) -> str:
     return f"recorded at {line['commit']} ({said})"
 
 
-def measure(name: str, seed: int) -> dict[str, Any]:
+def measure(name: str, setup: Setup, seed: int) -> dict[str, Any]:
     """Run an algorithm from one seed and return its result."""
-    setup = SETUPS[name]
-    teacher = trained_teacher(KEPT) if setup.teacher else None
+    small = setup != SETUPS[name]
+    teacher = trained_teacher(KEPT, small=small) if setup.teacher else None
+    command = f"python benchmarks/learning.py --algorithm {name} --seeds {seed} --again"
     with tempfile.TemporaryDirectory() as folder:
         outcome = run(name, setup, seed, Path(folder), teacher)
     return {
@@ -102,7 +107,7 @@ def measure(name: str, seed: int) -> dict[str, Any]:
         "reached": outcome.reached,
         "best": max(accuracy for _, accuracy in outcome.curve),
         "cpu_s": round(outcome.cpu_s, 1),
-        "commit": commit(),
+        **provenance(command + " --small" * small, seed),
         "curve": outcome.curve,
     }
 

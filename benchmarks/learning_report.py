@@ -19,7 +19,7 @@ greedy answers to 512 fresh problems reach the threshold within the stated numbe
 with every seed. `sort` is three digits to be sorted (chance: 0.1 %); `guess` is a number below 8 to
 be found in four turns.
 
-```
+```sh
 python benchmarks/learning.py --all      # about a minute of one core per run; goes on where it was
 python benchmarks/learning.py --report   # this page
 ```

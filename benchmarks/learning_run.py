@@ -288,9 +288,10 @@ def _example(
     )
 
 
-def trained_teacher(folder: Path) -> Path:
+def trained_teacher(folder: Path, *, small: bool = False) -> Path:
     """Return the file of a policy that has learnt the task from solutions, trained once."""
     setup = replace(SETUPS["sft"], threshold=2.0, max_steps=150, groups_per_step=128)
+    setup = setup.small() if small else setup
     path = folder / f"teacher-{setup.digest}.safetensors"
     if not path.exists():
         to_stderr(f"trains a teacher once, kept as {path}")

@@ -1,22 +1,13 @@
-"""Measurements that can be compared: ours and the limit in turns, medians, and on what machine."""
+"""Measurements that can be compared: ours and the limit in turns, and medians."""
 
 from __future__ import annotations
 
 import gc
-import os
-import platform
 import statistics
 import subprocess
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import pysqlite3
-import torch
-
-import trinity_buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +35,6 @@ class Figure:
     ratio_low: float
     ratio_high: float
     repetitions: int
-
-    def line(self, machine: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is printed and kept."""
-        return {**asdict(self), **machine}
 
 
 def interleaved(
@@ -86,33 +73,10 @@ def figure_of_rates(
     )
 
 
-def machine() -> dict[str, Any]:
-    """Return what the figures depend on beside the code."""
-    return {
-        "at": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "sqlite": pysqlite3.sqlite_version,
-        "version": trinity_buffer.__version__,
-    }
-
-
 def commit() -> str:
-    """Return the commit of the code that is measured; "" outside of a checkout."""
+    """Return the commit of the code that runs; "" outside of a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -3,6 +3,7 @@
 python -m benchmarks.run                          # all of it, on SQLite
 python -m benchmarks.run --only write,stream --repetitions 9
 python -m benchmarks.run --backend postgresql
+python -m benchmarks.run --repetitions 9 --record    # kept, and in docs/performance.md
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from benchmarks import throughput
 from benchmarks.latency import latency
-from benchmarks.measuring import machine
+from benchmarks.performance import PAGE, RECORD, record
+from benchmarks.provenance import provenance
 from benchmarks.sites import site
 from benchmarks.workload import TASKS
 
@@ -37,7 +40,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=("sqlite", "postgresql"), default="sqlite")
     parser.add_argument("--tasks", type=int, default=TASKS, help="groups of 8 runs each")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--append", type=Path, help="a file that keeps the lines too")
+    parser.add_argument("--record", action="store_true", help=f"append to {RECORD}, renew {PAGE}")
     parser.add_argument("--folder", type=Path, help="where SQLite's files lie meanwhile")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -45,11 +48,18 @@ def main() -> None:
         for name in asked.only.split(","):
             with site(asked.backend, Path(folder)) as place:
                 for figure in OPERATIONS[name](place, asked.tasks, asked.repetitions):
-                    line = json.dumps(figure.line(machine()))
-                    print(line, flush=True)
-                    if asked.append is not None:
-                        with asked.append.open("a") as kept:
-                            kept.write(line + "\n")
+                    row = {**asdict(figure), **provenance(_command(name, asked))}
+                    print(json.dumps(row), flush=True)
+                    if asked.record:
+                        record(row)
+
+
+def _command(operation: str, asked: argparse.Namespace) -> str:
+    """Return what records the figures of one operation again."""
+    return (
+        f"python -m benchmarks.run --only {operation} --backend {asked.backend} "
+        f"--tasks {asked.tasks} --repetitions {asked.repetitions} --record"
+    )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 python -m benchmarks.verify                       # a million experiences; again: goes on, or looks
 python -m benchmarks.verify --experiences 100000 --store /tmp/verify.db
+python -m benchmarks.verify --record              # kept, and in the table of docs/reliability.md
 
 Each look is a whole process, as a user starts it, so that its imports count. Beside it stands what
 no look can be quicker than: the bytes of the file, read and put through BLAKE2b, in the same run.
@@ -24,7 +25,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.measuring import machine
+from benchmarks.performance import LOOKS, RECORD, record
+from benchmarks.provenance import provenance
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.explorer.acknowledgements import Acknowledgements
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
@@ -148,16 +150,28 @@ def main() -> None:
         "--store", type=Path, default=Path(tempfile.gettempdir()) / "trinity-buffer-verify.db"
     )
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--record", action="store_true", help=f"append to {RECORD}, renew {LOOKS}")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     asyncio.run(fill(asked.store, asked.experiences))
     acknowledged = ("--acknowledged", str(asked.store.with_suffix(".acks")))
     looks = {"full": (), "full, acknowledged": acknowledged, "quick": ("--quick",)}
+    lines: list[dict[str, Any]] = []
     for _ in range(asked.repetitions):
-        print(json.dumps({"op": "bare", **bare(asked.store), **machine()}), flush=True)
-        for name, arguments in looks.items():
-            line = {"op": "verify", "case": name, **look(asked.store, arguments), **machine()}
-            print(json.dumps(line), flush=True)
+        lines.append({"case": "bare", **bare(asked.store)})
+        lines += [{"case": name, **look(asked.store, given)} for name, given in looks.items()]
+        for line in lines[-1 - len(looks) :]:
+            print(json.dumps({"op": "verify", **line}), flush=True)
+    if asked.record:
+        command = (
+            f"python -m benchmarks.verify --experiences {asked.experiences} "
+            f"--repetitions {asked.repetitions} --record"
+        )
+        for case in ("full", "full, acknowledged", "quick", "bare"):
+            some = [line for line in lines if line["case"] == case]
+            middle = sorted(some, key=lambda line: line["wall_s"])[len(some) // 2]
+            row = {"op": "verify", "backend": "sqlite", **middle, "repetitions": len(some)}
+            record({**row, **provenance(command)})
 
 
 if __name__ == "__main__":

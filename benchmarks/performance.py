@@ -1,0 +1,127 @@
+"""The record of what was measured, and the tables of the documents that are made of it.
+
+python -m benchmarks.performance     # write the tables again
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+RECORD = DOCS / "performance.jsonl"
+PAGE = DOCS / "performance.md"
+LOOKS = DOCS / "reliability.md"
+
+Row = Mapping[str, Any]
+
+
+class Line(NamedTuple):
+    """A line of a table: what was measured, and what it should be."""
+
+    op: str
+    case: str
+    what: str
+    goal: str = ""
+
+
+SPEEDS = (
+    Line("write", "64 per call, one caller", "durable write, 64 per call, one caller", "0.35"),
+    Line("write", "8 per call, one caller", "durable write, 8 per call, one caller"),
+    Line("write", "1 per call, one caller", "durable write, 1 per call, one caller"),
+    Line("write", "1 per call, 64 callers", "durable write, 1 per call, 64 callers"),
+    Line("annotate", "grpo, groups of 8", "GRPO over groups of 8"),
+    Line("stream", "batches of 256, padded", "stream, collated batches of 256, padded", "0.1"),
+    Line("stream", "batches of 256, packed", "stream, collated batches of 256, packed", "0.1"),
+    Line("latency", "write to delivered, p50", "write to delivered, three processes, p50", "15 ms"),
+    Line("latency", "write to delivered, p99", "write to delivered, p99", "60 ms"),
+)
+VERIFYING = (
+    Line("verify", "full", "all of it", "60"),
+    Line("verify", "full, acknowledged", "all of it, `--acknowledged` with a uid for each"),
+    Line("verify", "quick", "`--quick`", "5"),
+    Line("verify", "bare", "the bytes of the file, read and hashed"),
+)
+
+
+def record(row: Row) -> None:
+    """Append a result to the record, and write the tables again."""
+    with RECORD.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    write_tables()
+
+
+def write_tables() -> None:
+    """Write the table of each page from the newest result of each figure on SQLite."""
+    newest = newest_rows()
+    _replace(PAGE, "speeds", speeds(newest))
+    _replace(LOOKS, "verify", verifying(newest))
+
+
+def newest_rows() -> dict[tuple[str, str], Row]:
+    """Return the last result on SQLite of each operation and case."""
+    rows = [json.loads(line) for line in RECORD.read_text().splitlines()]
+    return {(row["op"], row["case"]): row for row in rows if row["backend"] == "sqlite"}
+
+
+def speeds(newest: Mapping[tuple[str, str], Row]) -> str:
+    """Return the table of docs/performance.md."""
+    head = (
+        "| what | ours | bare | ratio (lowest–highest) | goal | measured |\n" + "|---" * 6 + "|\n"
+    )
+    return head + _lines(
+        SPEEDS, newest, lambda row: [_rate(row, "ours"), _rate(row, "limit"), _ratio(row)]
+    )
+
+
+def verifying(newest: Mapping[tuple[str, str], Row]) -> str:
+    """Return the table of docs/reliability.md about how long `verify` takes."""
+    head = "| look at a store | experiences | seconds | goal | measured |\n" + "|---" * 5 + "|\n"
+    return head + _lines(VERIFYING, newest, lambda row: [_number(row), f"{row['wall_s']:.1f}"])
+
+
+def _lines(
+    lines: tuple[Line, ...],
+    newest: Mapping[tuple[str, str], Row],
+    cells: Callable[[Row], list[str]],
+) -> str:
+    text = ""
+    for line in lines:
+        row = newest.get((line.op, line.case))
+        if row is not None:
+            every = [line.what, *cells(row), line.goal, f"{row['date']}, {_commit(row)}"]
+            text += "| " + " | ".join(every) + " |\n"
+    return text
+
+
+def _commit(row: Row) -> str:
+    noted = f"before {row['noted']}" if "noted" in row else "commit unknown"
+    return row["commit"] or noted
+
+
+def _number(row: Row) -> str:
+    return f"{row['experiences']:,}" if "experiences" in row else ""
+
+
+def _rate(row: Row, of: str) -> str:
+    if row["unit"] == "ms":
+        return f"{row[of]:g} ms"
+    return f"{row[of]:,} /s"
+
+
+def _ratio(row: Row) -> str:
+    if row["ratio"] is None:
+        return ""
+    return f"{row['ratio']:g} ({row['ratio_low']:g}–{row['ratio_high']:g})"
+
+
+def _replace(page: Path, name: str, table: str) -> None:
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    head, rest = page.read_text().split(begin)
+    page.write_text(f"{head}{begin}\n{table}{end}{rest.split(end)[1]}")
+
+
+if __name__ == "__main__":
+    write_tables()
