@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ async def replayed_steps(
     for recorded in steps[:last]:
         link = chain(link, recorded.manifest_digest)
         if recorded.step >= first:
-            manifest, skipped = await _recorded(experiment, recorded)
+            manifest = await _manifest(experiment, recorded)
             rows = await loader.load(manifest)
             collate = partial(
                 collate_step, manifest, rows, rank=rank, world=world_size, device=device
@@ -68,32 +67,14 @@ async def replayed_steps(
             microbatches = await anyio.to_thread.run_sync(collate)
             versions = [one for one in rows.facts.policy_versions if one is not None]
             yield TrainStep(
-                manifest.step,
-                microbatches,
-                manifest,
-                link,
-                recorded=True,
-                policy_versions=versions,
-                skipped=skipped,
+                manifest.step, microbatches, manifest, link, recorded=True, policy_versions=versions
             )
 
 
-async def _recorded(experiment: Experiment, recorded: StepRow) -> tuple[Manifest, bool]:
-    """Return the manifest of a step, and whether its commit says that it was skipped."""
-    places = [at for at in (recorded.leased_at, recorded.committed_at) if at is not None]
+async def _manifest(experiment: Experiment, recorded: StepRow) -> Manifest:
     async with experiment.database.reading() as tx:
-        stored = await log.read_at(tx, experiment.key, places)
-    leased, *committed = (decoded("", event).body for event in stored)
-    skipped = any(recorded.step in body.get("skipped_steps", ()) for body in committed)
-    return Manifest.from_body(leased), skipped
-
-
-@dataclass(frozen=True, slots=True)
-class _Replayed:
-    """Steps, and where to ask for the names of their rows."""
-
-    steps: AsyncIterator[TrainStep]
-    loader: RowLoader
+        (stored,) = await log.read_at(tx, experiment.key, [recorded.leased_at])
+    return Manifest.from_body(decoded("", stored).body)
 
 
 class ReplayStream:
@@ -104,17 +85,10 @@ class ReplayStream:
     """
 
     def __init__(
-        self,
-        portal: BlockingPortal,
-        replayed: _Replayed,
-        resume: Resume | None,
-        *,
-        repeat_skips: bool,
+        self, portal: BlockingPortal, steps: AsyncIterator[TrainStep], resume: Resume | None
     ) -> None:
         self._portal = portal
-        self._steps = replayed.steps
-        self._loader = replayed.loader
-        self._repeat_skips = repeat_skips
+        self._steps = steps
         self.resume = resume
 
     def __iter__(self) -> Iterator[TrainStep]:
@@ -124,7 +98,6 @@ class ReplayStream:
         step = self._portal.call(self._receive)
         if step is None:
             raise StopIteration
-        step.skipped &= self._repeat_skips
         return step
 
     async def _receive(self) -> TrainStep | None:
@@ -138,43 +111,31 @@ class ReplayStream:
         policy: str | Path | None = None,
         environment: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
-        skipped: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         """Do nothing: a replay changes no store."""
-
-    def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
-        """Return the uids of rows of a step, by their places in its manifest."""
-        return self._portal.call(self._loader.uids, step.manifest, rows)
 
     def finish(self, reason: str) -> None:
         """Do nothing: a replay changes no store."""
 
 
 @asynccontextmanager
-async def _opened(url: str, experiment: str, options: dict[str, Any]) -> AsyncIterator[_Replayed]:
+async def _opened(
+    url: str, experiment: str, options: dict[str, Any]
+) -> AsyncIterator[AsyncIterator[TrainStep]]:
     async with open_store(url, read_only=True) as store:
-        found = await store.experiment(experiment)
-        loader = RowLoader(found.database, LogRows(found.database, found.key))
-        yield _Replayed(replayed_steps(found, **options), loader)
+        yield replayed_steps(await store.experiment(experiment), **options)
 
 
 @contextmanager
 def open_replay_stream(
-    url: str,
-    *,
-    experiment: str,
-    from_checkpoint: Path | None = None,
-    repeat_skips: bool = True,
-    **options: Any,
+    url: str, *, experiment: str, from_checkpoint: Path | None = None, **options: Any
 ) -> Iterator[ReplayStream]:
     """Open the recorded steps of a trainer as a stream that `Trainer` takes; see `replayed_steps`.
 
     Args:
         from_checkpoint: folder of the checkpoint to begin with; ``first`` is the step after it.
-        repeat_skips: leave out the steps that the recorded weights did not go through; False where
-            another loss is tried, which may come through them.
     """
     first = options.get("first", 1)
     resume = None if from_checkpoint is None else Resume(first - 1, from_checkpoint, None, b"")
-    with in_portal(_opened(url, experiment, options)) as (portal, replayed):
-        yield ReplayStream(portal, replayed, resume, repeat_skips=repeat_skips)
+    with in_portal(_opened(url, experiment, options)) as (portal, steps):
+        yield ReplayStream(portal, steps, resume)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,6 @@ class RankStream(TrainStream):
         policy: str | Path | None = None,
         environment: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
-        skipped: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         """Tell rank 0 that this rank went through every step up to ``step``; rank 0 commits them.
 
@@ -80,7 +79,7 @@ class RankStream(TrainStream):
         Raises:
             LeaseLostError: the ranks assembled anew without this one.
         """
-        del checkpoint, policy, environment, metrics, skipped
+        del checkpoint, policy, environment, metrics
         if step.step <= self._committed:
             return
         if step.step not in self._delivered:

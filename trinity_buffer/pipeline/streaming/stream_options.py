@@ -145,8 +145,6 @@ class TrainStep:
             through the step.
         recorded: True if this step was leased before a restart and is served again.
         policy_versions: of the experiences, where known.
-        skipped: True in a replay of a step whose commit says that the weights did not go through
-            it.
     """
 
     step: int
@@ -155,7 +153,6 @@ class TrainStep:
     chain: bytes
     recorded: bool
     policy_versions: list[int] = field(default_factory=list)
-    skipped: bool = False
 
     def compute(
         self,

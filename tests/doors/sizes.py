@@ -1,0 +1,45 @@
+"""How a command that takes long is run here: as it is written, with these arguments behind it.
+
+For `make`, they go into its ``ARGS``. Of several beginnings that fit, the longest counts.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+DEMO = (
+    "--set max_steps=2 --set groups_per_step=2 --set groups_per_batch=1 --set rollouts_per_group=4 "
+    "--set model.width=8 --set model.layers=1 --set model.heads=1 --set evaluation.problems=8"
+)
+BENCH = "--tasks 2 --repetitions 1"
+TORTURE = "--rounds 1 --round-seconds 2"
+SIZES = {
+    "make demo": DEMO,
+    "make test": "-n 0 tests/codec/test_bodies.py",
+    "make long": "tests/doors/test_make.py -k fmt",
+    "make torture": TORTURE,
+    "make bench": BENCH,
+    "make proofs": "--only nothing",  # --run takes hours; tests/benchmarks runs it small
+    "make migrate": "URL=runs/demo.db",
+    "trinity-buffer demo": DEMO,
+    "trinity-buffer explore": "--batches 10",
+    "python benchmarks/learning.py": "--small --seeds 0 --results runs/learning.jsonl",
+    "python -m benchmarks.proofs": "--only nothing",
+    "python -m benchmarks.run": BENCH,
+    "python -m benchmarks.verify": "--experiences 64 --repetitions 1 --store runs/verify.db",
+    "python -m benchmarks.torture": TORTURE,
+}
+
+
+def sized(command: str) -> str:
+    """Return the command with the arguments that make it small."""
+    words = shlex.split(command)
+    fitting = [start for start in SIZES if words[: len(start.split())] == start.split()]
+    if not fitting:
+        return command
+    more = SIZES[max(fitting, key=len)]
+    if words[0] != "make" or more.startswith("URL="):
+        return f"{command} {more}"
+    given = [word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")]
+    others = [word for word in words if not word.startswith("ARGS=")]
+    return f"{shlex.join(others)} ARGS={shlex.quote(' '.join([*given, more]))}"

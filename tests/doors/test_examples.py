@@ -1,0 +1,31 @@
+"""Each command's `--help` shows an example, and the example runs after a demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.doors.finding import examples, helps
+from tests.doors.sizes import sized
+from tests.doors.workshop import call, run
+
+EXAMPLES = examples()
+IN_PROCESSES = {"demo"}
+"""They start processes of their own."""
+
+
+def test_every_command_shows_an_example() -> None:
+    assert sorted(EXAMPLES) == sorted(helps())
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - IN_PROCESSES))
+def test_the_example_of_a_help_runs(site: Path, name: str) -> None:
+    code, said = call(EXAMPLES[name])
+    assert code == 0, f"{EXAMPLES[name]}\n{said}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(IN_PROCESSES))
+def test_the_example_of_a_help_runs_in_processes(tmp_path: Path, name: str) -> None:
+    assert "lost 0, duplicated 0" in run(sized(EXAMPLES[name]), tmp_path)
