@@ -60,6 +60,9 @@ def test_objects_come_back_row_by_row(values) -> None:
     assert list(found) == values
     assert [found[row] for row in range(len(values))] == values
     assert found[-2:] == values[-2:]
+    for beyond in (len(values), -len(values) - 1):
+        with pytest.raises(IndexError, match="row"):
+            found[beyond]
 
 
 def test_a_blob_is_one_msgpack_document() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from tests.algorithm.strategies.rollouts import group
@@ -10,6 +11,7 @@ from trinity_buffer.algorithm.add_strategy import (
     DuplicateInformativeAddStrategy,
     DynamicSamplingAddStrategy,
 )
+from trinity_buffer.algorithm.advantage_fn import RLOOAdvantageFn
 from trinity_buffer.algorithm.advantage_fn.token_scores import discounted_returns, row_statistics
 from trinity_buffer.writer import StagedWriter
 
@@ -51,3 +53,7 @@ def test_one_row_has_no_deviation() -> None:
 
 def test_returns_begin_at_the_last_token() -> None:
     assert discounted_returns(torch.tensor([[0.0, 0.0, 8.0]]), 0.5).tolist() == [[2.0, 4.0, 8.0]]
+
+
+def test_rloo_scores_a_group_of_one_with_its_reward() -> None:
+    assert RLOOAdvantageFn().score(np.array([2.0])).tolist() == [2.0]

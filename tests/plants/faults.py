@@ -1,0 +1,360 @@
+"""Faults at the edges: what somebody who wants a bug to survive would change in the package.
+
+Each is a change of the text of one file, and the fast test that turns red under it. `faulty` makes
+the changes in a copy of the repository; `docs/faults.md` shows them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        what: what is wrong under it, for `docs/faults.md`.
+        file: path in the package.
+        old, new: the text that is there once, and what takes its place.
+        test: file and function that turn red.
+    """
+
+    what: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+    @property
+    def package(self) -> str:
+        """The part of the package that it is in."""
+        return self.file.rpartition("/")[0] or self.file.removesuffix(".py")
+
+
+FAULTS = [
+    Fault(
+        "verify drops the spans that are full",
+        "store/expectation.py",
+        "            self._full.append(part)\n",
+        "",
+        "tests/pipeline/test_sizes.py::test_a_changed_row_of_an_early_span_is_found",
+    ),
+    Fault(
+        "a log that is read again ends after its first page",
+        "pipeline/history/refold.py",
+        "        if len(page) < limit:\n            return",
+        "        return",
+        "tests/pipeline/test_sizes.py::test_a_log_is_folded_before_the_lock_and_not_under_it",
+    ),
+    Fault(
+        "verify skips every full block of segments",
+        "pipeline/verifying/segment_audit.py",
+        "            yield some\n            some, total",
+        "            some, total",
+        "tests/pipeline/test_sizes.py::test_each_damaged_segment_is_named",
+    ),
+    Fault(
+        "a strategy passes over what lies beyond its page of events",
+        "pipeline/annotating/unit_reader.py",
+        "page[-1].position if len(page) == limit else head",
+        "head",
+        "tests/pipeline/test_sizes.py::test_a_run_of_small_pages_comes_to_the_same",
+    ),
+    Fault(
+        "compaction takes a segment for whole whose rows go on on the next page",
+        "store/retention.py",
+        "        whole.pop()  # its other rows are on the next page\n",
+        "",
+        "tests/pipeline/test_sizes.py::test_what_may_leave_does_not_depend_on_the_page",
+    ),
+    Fault(
+        "compaction ends after its first page",
+        "pipeline/history/compaction.py",
+        "        if page is None:",
+        "        if page is None or after >= 0:",
+        "tests/pipeline/test_sizes.py::test_what_may_leave_does_not_depend_on_the_page",
+    ),
+    Fault(
+        "a rebuild holds the write lock throughout",
+        "pipeline/history/rebuild.py",
+        "    async with scratch_for(database, experiment) as scratch:\n",
+        "    async with database.writing() as tx, scratch_for(database, experiment) as scratch:\n        await lock_experiment(tx, experiment)\n",  # noqa: E501 - a text of the package
+        "tests/pipeline/test_sizes.py::test_a_rebuild_lets_others_write_at_every_stage",
+    ),
+    Fault(
+        "a commit is not told to those who wait in its process",
+        "store/database.py",
+        "        self.changes.notify()\n",
+        "",
+        "tests/store/test_changes.py::test_a_commit_of_this_process_is_told_to_it_and_not_looked_for",
+    ),
+    Fault(
+        "two trips at once, without the write lock",
+        "store/database.py",
+        "        async with self._write_lock:\n            done, wrote = await self._inline(run)\n",
+        "        done, wrote = await self._inline(run)\n",
+        "tests/contract/test_together.py::test_on_sqlite_a_second_trip_begins_when_the_first_is_over",
+    ),
+    Fault(
+        "the first row of a page of ready rows is passed over",
+        "store/trainer_queries.py",
+        'annotation.c.address >= bindparam("start")',
+        'annotation.c.address > bindparam("start")',
+        "tests/contract/test_ready_rows.py::test_events_of_a_single_row_are_all_found",
+    ),
+    Fault(
+        "the last rows, which fill no statement, lose one",
+        "store/bulk.py",
+        "rows[whole:])",
+        "rows[whole + 1 :])",
+        "tests/contract/test_together.py::test_any_number_of_rows_is_added_each_once",
+    ),
+    Fault(
+        "a part that is missing in the middle of a segment is not missed",
+        "store/segments.py",
+        "if part != expected or checksum(data) != recorded",
+        "if checksum(data) != recorded",
+        "tests/store/test_segment_parts.py::test_a_part_that_is_missing_before_the_last_is_damage",
+    ),
+    Fault(
+        "of the newest groups the second page is lost",
+        "store/inspection.py",
+        "        before = int(rows[-1].address)\n",
+        "        break\n",
+        "tests/pipeline/test_sizes.py::test_the_newest_groups_are_found_on_every_page",
+    ),
+    Fault(
+        "the row after the last is the first",
+        "codec/columns.py",
+        "-len(self) <= index < len(self)",
+        "-len(self) <= index <= len(self)",
+        "tests/codec/test_segments.py::test_objects_come_back_row_by_row",
+    ),
+    Fault(
+        "an object of one byte is none",
+        "codec/columns.py",
+        "if ends[row] < ends[row + 1]",
+        "if ends[row] + 1 < ends[row + 1]",
+        "tests/codec/test_segments.py::test_objects_come_back_row_by_row",
+    ),
+    Fault(
+        "bytes behind the last column are not noticed",
+        "codec/segments.py",
+        "if end_of_body != len(view) or",
+        "if end_of_body > len(view) or",
+        "tests/codec/test_segments.py::test_a_blob_with_a_tail_is_a_codec_error",
+    ),
+    Fault(
+        "the next version is read as if it were this one",
+        "codec/segments.py",
+        "if version > SEGMENT_VERSION:",
+        "if version > SEGMENT_VERSION + 1:",
+        "tests/codec/test_segments.py::test_a_newer_segment_says_upgrade",
+    ),
+    Fault(
+        "two columns may share bytes",
+        "codec/segments.py",
+        "if offset < used or offset + size",
+        "if offset + size",
+        "tests/codec/test_segments.py::test_a_header_that_lies_is_a_codec_error",
+    ),
+    Fault(
+        "run 0 of a task is never missing",
+        "pipeline/writing/planning.py",
+        "for run in range(planned.rollouts_per_group)]",
+        "for run in range(1, planned.rollouts_per_group)]",
+        "tests/contract/test_planning.py::test_what_is_missing_of_a_plan_shrinks_as_runs_are_stored",
+    ),
+    Fault(
+        "a plan of no rollouts is taken",
+        "pipeline/writing/planning.py",
+        "not 1 <= rollouts_per_group",
+        "not 0 <= rollouts_per_group",
+        "tests/contract/test_planning.py::test_an_impossible_plan_is_refused",
+    ),
+    Fault(
+        "one group too many waits for the trainer",
+        "pipeline/writing/planning.py",
+        "backlog.undelivered >= bound",
+        "backlog.undelivered > bound",
+        "tests/contract/test_planning.py::test_admission_is_what_the_formula_says",
+    ),
+    Fault(
+        "who takes over reads one page of what waits",
+        "pipeline/annotating/unit_reader.py",
+        "            after = page[-1].address\n",
+        "            after = page[-1].address\n            break\n",
+        "tests/pipeline/test_sizes.py::test_who_takes_over_finds_all_that_waits",
+    ),
+    Fault(
+        "who takes over passes over a waiting row at each end of a page",
+        "pipeline/annotating/unit_reader.py",
+        "            after = page[-1].address\n",
+        "            after = page[-1].address + 1\n",
+        "tests/pipeline/test_sizes.py::test_who_takes_over_finds_all_that_waits",
+    ),
+    Fault(
+        "a group whose deadline is now stays open",
+        "pipeline/annotating/grouping.py",
+        "since is not None and since <= deadline_us",
+        "since is not None and since < deadline_us",
+        "tests/pipeline/test_grouping.py::test_the_deadline_of_one_group_closes_a_batch",
+    ),
+    Fault(
+        "a batch whose last group is decided is forgotten one group early",
+        "pipeline/annotating/grouping.py",
+        "if all(group.decided for group in batch.groups.values())",
+        "if any(group.decided for group in batch.groups.values())",
+        "tests/pipeline/test_grouping.py::test_a_group_is_ready_when_its_planned_runs_are_there",
+    ),
+    Fault(
+        "the bound for negative advantages holds for all",
+        "algorithm/policy_loss_fn/ppo_policy_loss.py",
+        "torch.where(negative, torch.minimum(bound, worse), worse)",
+        "torch.minimum(bound, worse)",
+        "tests/algorithm/losses/test_edges.py::test_the_bound_of_a_ratio_holds_for_negative_advantages_alone",
+    ),
+    Fault(
+        "a ratio bound of 1 is taken",
+        "algorithm/policy_loss_fn/ppo_policy_loss.py",
+        "if not clip_ratio_c > 1.0:",
+        "if not clip_ratio_c >= 1.0:",
+        "tests/algorithm/losses/test_formulas.py::test_an_argument_that_cannot_be_right_is_refused_by_name",
+    ),
+    Fault(
+        "an advantage at the threshold is a success",
+        "algorithm/policy_loss_fn/topr_policy_loss.py",
+        "advantages <= self.advantage_threshold",
+        "advantages < self.advantage_threshold",
+        "tests/algorithm/losses/test_edges.py::test_topr_takes_an_advantage_at_its_threshold_for_a_failure",
+    ),
+    Fault(
+        "a pair of DPO with equal rewards is a right answer",
+        "algorithm/policy_loss_fn/dpo_loss.py",
+        "(chosen > rejected)",
+        "(chosen >= rejected)",
+        "tests/algorithm/losses/test_edges.py::test_a_pair_of_equal_rewards_is_not_won",
+    ),
+    Fault(
+        "CISPO leaves out a token without an advantage",
+        "algorithm/policy_loss_fn/cispo_policy_loss.py",
+        "(advantages > 0)",
+        "(advantages >= 0)",
+        "tests/algorithm/losses/test_edges.py::test_cispo_lets_a_token_without_an_advantage_be_whatever_its_ratio",
+    ),
+    Fault(
+        "RLOO scores a group of one with zero",
+        "algorithm/advantage_fn/rloo_advantage.py",
+        "rewards if size == 1 else",
+        "rewards * 0 if size == 1 else",
+        "tests/algorithm/strategies/test_edges.py::test_rloo_scores_a_group_of_one_with_its_reward",
+    ),
+    Fault(
+        "a reward on the last token, which the mask leaves out, is lost",
+        "algorithm/advantage_fn/token_scores.py",
+        "        here = rewards[..., t] + pending\n        delta",
+        "        here = rewards[..., t]\n        delta",
+        "tests/algorithm/strategies/test_trainer_advantages.py::test_ppo_counts_a_reward_on_a_token_of_the_environment_for_the_action_before_it",
+    ),
+    Fault(
+        "a return begins before the last token",
+        "algorithm/advantage_fn/token_scores.py",
+        "for t in reversed(range(rewards.shape[-1])):",
+        "for t in reversed(range(rewards.shape[-1] - 1)):",
+        "tests/algorithm/strategies/test_edges.py::test_returns_begin_at_the_last_token",
+    ),
+    Fault(
+        "the value after an environment's token is that token's",
+        "algorithm/advantage_fn/token_scores.py",
+        "next_value = values[..., t].where(acts, next_value)",
+        "next_value = values[..., t]",
+        "tests/algorithm/strategies/test_trainer_advantages.py::test_time_passes_only_at_action_tokens",
+    ),
+    Fault(
+        "the deviation of one row is not a number",
+        "algorithm/advantage_fn/token_scores.py",
+        "if len(sums) > 1 else",
+        "if len(sums) > 0 else",
+        "tests/algorithm/strategies/test_edges.py::test_one_row_has_no_deviation",
+    ),
+    Fault(
+        "an outcome at the threshold is right",
+        "algorithm/add_strategy/filters.py",
+        "outcome > self.correct_threshold",
+        "outcome >= self.correct_threshold",
+        "tests/algorithm/strategies/test_edges.py::test_an_outcome_at_the_threshold_is_wrong_and_one_success_is_enough",
+    ),
+    Fault(
+        "a group with as few successes as are enough is left out",
+        "algorithm/add_strategy/filters.py",
+        "if correct < self.min_correct:",
+        "if correct <= self.min_correct:",
+        "tests/algorithm/strategies/test_edges.py::test_an_outcome_at_the_threshold_is_wrong_and_one_success_is_enough",
+    ),
+    Fault(
+        "of equal rewards the later run is kept",
+        "algorithm/add_strategy/filters.py",
+        "key=lambda i: reward_of(group[i]), reverse=True)",
+        "key=lambda i: (reward_of(group[i]), i), reverse=True)",
+        "tests/algorithm/strategies/test_edges.py::test_of_equal_rewards_the_earlier_run_is_kept",
+    ),
+    Fault(
+        "a run at the least reward is left out",
+        "algorithm/add_strategy/filters.py",
+        "reward_of(e) >= self.min_reward",
+        "reward_of(e) > self.min_reward",
+        "tests/algorithm/strategies/test_edges.py::test_a_run_at_the_least_reward_is_kept",
+    ),
+    Fault(
+        "the last copy of a batch is one too many",
+        "algorithm/add_strategy/duplicate_add_strategy.py",
+        "while kept and written < target:",
+        "while kept and written <= target:",
+        "tests/algorithm/strategies/test_edges.py::test_a_batch_that_is_full_gets_no_copy",
+    ),
+    Fault(
+        "a write of nothing is a group",
+        "writer.py",
+        "        if experiences:\n            self.groups.append",
+        "        if True:\n            self.groups.append",
+        "tests/test_writer.py::test_a_write_of_nothing_is_no_group",
+    ),
+    Fault(
+        "a group changes with the list that was written",
+        "writer.py",
+        "self.groups.append(list(experiences))",
+        "self.groups.append(experiences)  # type: ignore",
+        "tests/test_writer.py::test_a_write_is_a_group_that_later_changes_of_the_list_leave_alone",
+    ),
+    Fault(
+        "a second rejection replaces the first",
+        "writer.py",
+        "self.rejections.extend((experience, reason) for experience in experiences)",
+        "self.rejections = [(experience, reason) for experience in experiences]",
+        "tests/test_writer.py::test_rejections_add_up_in_their_order",
+    ),
+    Fault(
+        "the receipt of a strategy names no experience",
+        "writer.py",
+        "tuple(e.eid.uid for e in experiences))",
+        "())",
+        "tests/test_writer.py::test_a_write_is_a_group_that_later_changes_of_the_list_leave_alone",
+    ),
+    Fault(
+        "a writer without plans takes one in silence",
+        "writer.py",
+        '        """Record what a batch will hold, before it is generated; wait until there is room."""\n        raise InvalidArgumentError(_NO_PLANS.format(batch, type(self).__name__))',  # noqa: E501 - a text of the package
+        "        return True",
+        "tests/test_writer.py::test_a_writer_without_plans_says_so",
+    ),
+]
+
+
+def table() -> str:
+    """Return the faults as a table of Markdown."""
+    lines = ["| fault | in | turns red |", "|---|---|---|"]
+    for fault in FAULTS:
+        name = fault.test.rpartition("::")[2]
+        lines.append(f"| {fault.what} | `{fault.file}` | `{name}` |")
+    return "\n".join(lines) + "\n"
