@@ -9,6 +9,8 @@ TrinityBufferError
 │   ├── ConflictingPlanError            one batch, two plans
 │   ├── ConflictingSealError            one batch, two counts
 │   └── ConflictingStrategyError        one annotation set, two configurations
+├── TrainingError (RuntimeError)        a run that cannot go on: more of the same would not mend it
+│   └── NonFiniteError                  a loss, gradient or weight that is NaN or infinite
 ├── CodecError (ValueError)             bytes that are not ours, or damaged
 │   └── CodecVersionError               bytes of a newer version
 └── StoreError (RuntimeError)
@@ -69,6 +71,14 @@ class ConflictingSealError(ConflictError):
 
 class ConflictingStrategyError(ConflictError):
     """An annotation set of this name has another configuration; choose another ``name=``."""
+
+
+class TrainingError(TrinityBufferError, RuntimeError):
+    """A run cannot go on, and a restart would not mend it; the message says what to look at."""
+
+
+class NonFiniteError(TrainingError):
+    """A loss, a gradient or weights that are NaN or infinite; none of it was kept."""
 
 
 class CodecError(TrinityBufferError, ValueError):

@@ -71,6 +71,7 @@ class Demo:
     chaos_every_s: float | None = None
     limit_s: float | None = None
     console: Console = field(default_factory=Console)
+    _numbers: RunNumbers = field(default_factory=RunNumbers)
     _supervisor: Supervisor = field(default_factory=lambda: Supervisor({}, Path()))
 
     def run(self) -> int:
@@ -78,7 +79,10 @@ class Demo:
         try:
             return anyio.run(self._run)
         except KeyboardInterrupt:
-            self.console.print("\nstopped; run the same command again to go on where it was")
+            self.console.print(
+                f"\ninterrupted at step {self._numbers.step}; run the same command again to go on "
+                "where it was"
+            )
             return 0
         finally:
             # again: an impatient second Ctrl-C may have cut the first one short
@@ -90,14 +94,15 @@ class Demo:
             for folder in (self.paths.logs, self.paths.checkpoints, self.paths.acknowledgements):
                 made_folder(folder)  # after the store was opened: it may be refused
             experiment = await self._experiment(store)
-            numbers = RunNumbers()
+            numbers = self._numbers
+            failed: str | None = None
             supervisor = self._supervisor = Supervisor(
                 self._commands(), self.paths.logs, self.chaos_every_s, self.config.seed
             )
             if not await experiment.is_finished():
                 supervisor.start()
                 try:
-                    await self._watch(experiment, numbers, supervisor, begin)
+                    failed = await self._watch(experiment, numbers, supervisor, begin)
                 finally:
                     with anyio.CancelScope(shield=True):
                         await anyio.to_thread.run_sync(supervisor.stop)
@@ -107,7 +112,10 @@ class Demo:
                 )
                 async for event in experiment.events():
                     numbers.take(event)
-            return await self._conclude(experiment, numbers, supervisor, time.monotonic() - begin)
+            seconds = time.monotonic() - begin
+            if failed is None and not numbers.trained:
+                failed = f"nothing was trained in {seconds:.0f} s: {numbers.rejected} rejected"
+            return await self._conclude(experiment, supervisor, seconds, failed)
 
     async def _experiment(self, store: Any) -> Experiment:
         if self.experiment in await store.experiments():
@@ -145,8 +153,12 @@ class Demo:
 
     async def _watch(
         self, experiment: Experiment, numbers: RunNumbers, supervisor: Supervisor, begin: float
-    ) -> None:
-        """Show the run until it is finished, its time is up, or a process cannot be kept alive."""
+    ) -> str | None:
+        """Show the run until it is finished, its time is up, or a process cannot be kept alive.
+
+        Returns what the process said last that cannot be kept alive.
+        """
+        failed = None
         async with AsyncExitStack() as stack:
             live = None
             if self.console.is_terminal:
@@ -159,10 +171,7 @@ class Demo:
             while numbers.finished is None and not self._time_is_up(begin):
                 broken = supervisor.tend()
                 if broken is not None:
-                    self.console.print(
-                        f"[red]{broken.name} ends again and again: {broken.last_line()}"
-                    )
-                    self.console.print(f"its log: {broken.log}")
+                    failed = f"{broken.name} gave up: {broken.last_line()} (log: {broken.log})"
                     break
                 if live is not None:
                     title = f"{self.experiment} · {self.paths.store}"
@@ -179,6 +188,7 @@ class Demo:
             if numbers.finished is not None:
                 await self._wait_for_children(supervisor)
             group.cancel_scope.cancel()
+        return failed
 
     def _time_is_up(self, begin: float) -> bool:
         return self.limit_s is not None and time.monotonic() - begin > self.limit_s
@@ -194,19 +204,28 @@ class Demo:
                 await anyio.sleep(0.05)  # processes have no event to wait for on every platform
 
     async def _conclude(
-        self, experiment: Experiment, numbers: RunNumbers, supervisor: Supervisor, seconds: float
+        self, experiment: Experiment, supervisor: Supervisor, seconds: float, failed: str | None
     ) -> int:
         checkpoint = await self._last_checkpoint(experiment)
         report = await verify(
             experiment, acknowledged=self.paths.acknowledgements, checkpoint=checkpoint
         )
-        accuracy = await anyio.to_thread.run_sync(self._accuracy, checkpoint)
-        self._show(numbers, report, supervisor, seconds)
-        self.console.print(f"accuracy {accuracy:.2f}", highlight=False, soft_wrap=True)
-        self.console.print(
-            f"lost {report.lost}, duplicated {report.duplicated}", highlight=False, soft_wrap=True
-        )
-        return 0 if report.ok else 1
+        self._show(self._numbers, report, supervisor, seconds)
+        if failed is None:
+            accuracy = await anyio.to_thread.run_sync(self._accuracy, checkpoint)
+            self._say(f"accuracy {accuracy:.2f}")
+        self._say(f"lost {report.lost}, duplicated {report.duplicated}")
+        if failed is not None:
+            self._say(f"failed: {failed}", style="red")
+        elif self._numbers.finished is None:
+            self._say(
+                f"cut short by --limit {self.limit_s:g} at step {self._numbers.step}: run the same "
+                "command again to go on"
+            )
+        return 0 if report.ok and failed is None else 1
+
+    def _say(self, line: str, *, style: str | None = None) -> None:
+        self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     async def _last_checkpoint(self, experiment: Experiment) -> Path | None:
         found = await experiment.last_checkpoint(self.config.trainer)
@@ -242,7 +261,9 @@ class Demo:
             soft_wrap=True,
         )
         say(
-            f"{numbers.rollouts.total} rollouts, {numbers.step} gradient steps, {seconds:.0f} s"
+            f"{numbers.rollouts.total} rollouts, {numbers.step} gradient steps"
+            + (f" ({len(numbers.skipped)} skipped: not finite)" if numbers.skipped else "")
+            + f", {seconds:.0f} s"
             + (f", {supervisor.kills} processes killed" if supervisor.kills else ""),
             highlight=False,
         )
@@ -250,7 +271,10 @@ class Demo:
         if numbers.rewards and view.save_curve(picture, numbers, self.experiment):
             say(f"curve: {picture}", highlight=False, soft_wrap=True)
         wrong = "; ".join(map(str, report.problems[:3]))
-        say(f"verify: {'everything holds' if report.ok else f'FAILED: {wrong}'}")
+        verdict = "everything holds" if report.ok else f"FAILED: {wrong}"
+        if not numbers.trained:
+            verdict += " of what was stored, and nothing was trained"
+        say(f"verify: {verdict}")
         say(f"store: {self.paths.store}   logs: {self.paths.logs}", highlight=False, soft_wrap=True)
         say("try next:")
         for command in (

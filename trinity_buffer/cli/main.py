@@ -15,7 +15,7 @@ from trinity_buffer.cli import (
     maintenance_commands,
     run_commands,
 )
-from trinity_buffer.cli.supervisor import end_with_parent
+from trinity_buffer.cli.supervisor import end_with_parent, exit_code_of
 from trinity_buffer.errors import TrinityBufferError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -26,12 +26,12 @@ history_commands.register(app)
 
 
 def run_command() -> None:
-    """Run the command; our errors are one sentence and exit code 2."""
+    """Run the command; our errors are one sentence, and exit code 1 (failed) or 2 (refused)."""
     try:
         app()
     except TrinityBufferError as error:
         sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(2) from None
+        raise SystemExit(exit_code_of(error)) from None
 
 
 def main() -> NoReturn:

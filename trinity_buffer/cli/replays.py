@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ def replay(
     last = committed if last is None else last
     _require_same(environment)
     span = {"consumer": config.trainer, "first": first, "last": last}
+    span["repeat_skips"] = not overrides
     digest, losses = _trained_again(url, experiment, config, from_checkpoint, span, say)
     recorded = digests.get(last)
     unchanged = not overrides and recorded is not None
@@ -113,7 +114,7 @@ def _trained_again(
             url, experiment=experiment, from_checkpoint=from_checkpoint, **span
         ) as stream,
     ):
-        settings = settings_of(config, Path(scratch))
+        settings = replace(settings_of(config, Path(scratch)), max_skipped_steps=None)
         trainer = trainer_on(stream, config, algorithm_of(config), settings)
         trainer.run(tell)
         return digest_of(save_checkpoint(Path(scratch), trainer.state) / POLICY_FILE), losses

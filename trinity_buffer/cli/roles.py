@@ -19,6 +19,7 @@ from trinity_buffer.cli.run_config import RunConfig, of_experiment
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler, evaluate
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
+from trinity_buffer.errors import TrainingError
 from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings
 from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport, run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
@@ -139,6 +140,7 @@ def settings_of(config: RunConfig, checkpoints: Path) -> TrainerSettings:
         recompute_old_logprob=config.recompute_old_logprob,
         commit_every_steps=config.commit_every_steps,
         max_steps=config.max_steps,
+        max_skipped_steps=config.max_skipped_steps,
     )
 
 
@@ -198,6 +200,12 @@ def train(
             return measured.reached
 
         trainer.run(tell, measure=measured)
+        if not trainer.state.step:
+            raise TrainingError(
+                f"no step was trained of {experiment}: nothing is ready for the trainer "
+                f"{config.trainer!r}; `trinity-buffer stats` tells what waits and `trinity-buffer "
+                "rejected` what was left out, and why"
+            )
         if follow:
             reason = f"accuracy {measured.accuracy:.3f} at step {trainer.state.step}"
             stream.finish(reason)
@@ -228,6 +236,7 @@ def line_of(report: StepReport) -> str:
     """Return one step in one line."""
     numbers = {name: round(value, 4) for name, value in report.metrics.items()}
     again = ", served again" if report.recorded else ""
+    again += ", skipped: non_finite" if report.skipped else ""
     return (
         f"step {report.step}: loss {report.loss:.4f}, reward {report.reward:.3f}, "
         f"staleness {report.staleness:.1f}, "

@@ -106,6 +106,9 @@ class RunConfig(_Section):
     )
     commit_every_steps: int = Field(1, ge=1)
     max_steps: int | None = Field(None, ge=1)
+    max_skipped_steps: int = Field(
+        3, ge=1, description="in a row, of a loss or gradient that is not finite; then it ends"
+    )
     lease_ttl_s: float = Field(
         30.0, gt=0, description="a trainer that is silent for so long may be replaced"
     )

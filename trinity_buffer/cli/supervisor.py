@@ -14,14 +14,59 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trinity_buffer.errors import (
+    CodecVersionError,
+    ConflictError,
+    InvalidArgumentError,
+    ReadOnlyStoreError,
+    SchemaOutdatedError,
+    SchemaTooNewError,
+    TrainingError,
+    TrinityBufferError,
+    UnknownExperimentError,
+    UnknownStoreError,
+    UnsafeStoreError,
+)
+
 RESTARTS_WITHOUT_CHAOS = 3
 FRIENDLY_EXIT_S = 1.2
 """How long a process has to end by itself before it is killed, which loses nothing either."""
 
+LAST_BYTES = 4_096
+"""So much of a log is read for its last line."""
+
 ENDS_WITH_PARENT = "TRINITY_BUFFER_ENDS_WITH_PARENT"
 """Environment variable: end as with Ctrl-C when the process that started this one is gone."""
 
+GIVEN_UP = 3
+"""Exit code of a supervised process whose error a restart would not mend; nobody else sees it."""
+
+_FINAL = (2, GIVEN_UP)  # 2: the command itself was refused
+
+_BEYOND_RESTART = (
+    InvalidArgumentError,
+    ConflictError,
+    TrainingError,
+    CodecVersionError,
+    UnknownStoreError,
+    UnknownExperimentError,
+    SchemaOutdatedError,
+    SchemaTooNewError,
+    UnsafeStoreError,
+    ReadOnlyStoreError,
+)
+
 _PR_SET_PDEATHSIG = 1
+
+
+def exit_code_of(error: TrinityBufferError) -> int:
+    """Return how a command ends with ``error``: 1 failed, 2 refused.
+
+    A supervised one tells its supervisor instead whether to start it again.
+    """
+    if os.environ.get(ENDS_WITH_PARENT):
+        return GIVEN_UP if isinstance(error, _BEYOND_RESTART) else 1
+    return 1 if isinstance(error, TrainingError) else 2
 
 
 def end_with_parent() -> None:
@@ -56,7 +101,7 @@ class Child:
         """Return what it said last."""
         try:
             with self.log.open("rb") as handle:
-                handle.seek(max(0, self.log.stat().st_size - 400))
+                handle.seek(max(0, self.log.stat().st_size - LAST_BYTES))
                 lines = handle.read().decode(errors="replace").splitlines()
         except OSError:
             return ""
@@ -120,7 +165,11 @@ class Supervisor:
         return sum(child.kills for child in self.children)
 
     def tend(self) -> Child | None:
-        """Restart what died, kill what is due; return a process that cannot be kept alive."""
+        """Restart what died, kill what is due; return a process that cannot be kept alive.
+
+        One that was refused, or that says that a restart would not mend its error, is not started
+        again.
+        """
         if self.chaos_every_s is not None and time.monotonic() >= self._next_kill:
             # Who is still starting has nothing to lose, and on a machine that takes longer to start
             # a process than the time between two kills nobody would ever come to work.
@@ -135,7 +184,10 @@ class Supervisor:
         for child in self.children:
             if child.process is None or child.alive or child.process.returncode == 0:
                 continue
-            if child.restarts - child.kills >= RESTARTS_WITHOUT_CHAOS:
+            if (
+                child.process.returncode in _FINAL
+                or child.restarts - child.kills >= RESTARTS_WITHOUT_CHAOS
+            ):
                 return child
             child.restarts += 1
             self._spawn(child)

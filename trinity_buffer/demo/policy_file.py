@@ -13,6 +13,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from trinity_buffer.errors import CheckpointError
+from trinity_buffer.trainer.policy import all_finite
 
 _METADATA_KEY = "trinity_buffer_policy"
 
@@ -39,9 +40,14 @@ def read_policy(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and weights, on the CPU.
 
     Raises:
-        CheckpointError: there is no such file, or it is not a policy.
+        CheckpointError: there is no such file, it is not a policy, or its weights are not finite.
     """
     header, tensors = _read(path, with_tensors=True)
+    if not all_finite(tensors.values()):
+        raise CheckpointError(
+            f"{path}: the weights hold NaN or Inf, nothing can be sampled from them; publish an "
+            "older checkpoint"
+        )
     return header["config"], tensors
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from trinity_buffer.demo.draws import draws
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.demo.tasks import Problem, Task, Tokens, Verdict
+from trinity_buffer.errors import NonFiniteError
 from trinity_buffer.experience import EID, Experience, Key
 
 
@@ -82,6 +83,9 @@ def rollout(
         batch: id of the batch.
         seed: of the experiment.
         policy_version: names the weights of ``policy``; recorded as ``info["model_version"]``.
+
+    Raises:
+        NonFiniteError: the policy's log-probabilities are NaN or infinite; nothing is returned.
     """
     problems = {
         index: task.problem(seed, batch, index) for index in dict.fromkeys(p[0] for p in pairs)
@@ -89,6 +93,13 @@ def rollout(
     needed = task.turns * task.response_length
     numbers = [draws(needed, "run", seed, policy_version, batch, *pair) for pair in pairs]
     played = _play(policy, task, [problems[index] for index, _ in pairs], np.array(numbers))
+    said = [turn.logprobs for turns in played for turn in turns]
+    if said and not bool(torch.cat(said).isfinite().all()):
+        raise NonFiniteError(
+            f"policy version {policy_version} says log-probabilities that are NaN or infinite: its "
+            "weights are too large; lower optimizer.learning_rate, and go on from an older step "
+            "with `train --resume-from`"
+        )
     return [
         _experience(task, turn, EID(batch, index, run, step), policy_version)
         for (index, run), turns in zip(pairs, played, strict=True)

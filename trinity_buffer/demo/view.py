@@ -69,6 +69,7 @@ class RunNumbers:
     Attributes:
         rewards: (gradient step or policy version, mean reward of a write).
         accuracies: (gradient step, accuracy), as the trainer measured them.
+        skipped: committed steps that the weights did not go through.
     """
 
     rollouts: Rate = field(default_factory=Rate)
@@ -77,6 +78,7 @@ class RunNumbers:
     rejected: int = 0
     leased_rows: int = 0
     step: int = 0
+    skipped: set[int] = field(default_factory=set)
     policy: int = 0
     recent_reward: float = 0.0
     staleness: float = 0.0
@@ -102,6 +104,8 @@ class RunNumbers:
     def _committed(self, body: Body, at: float) -> None:
         self.steps.add(len(body["steps"]), at)
         self.step = body["steps"][-1]
+        self.skipped = {step for step in self.skipped if step < body["steps"][0]}
+        self.skipped |= set(body.get("skipped_steps", ()))
         if "accuracy" in body["metrics"]:
             self.accuracies.append((self.step, body["metrics"]["accuracy"]))
 
@@ -138,6 +142,11 @@ class RunNumbers:
     def accuracy(self) -> float | None:
         """The last measured accuracy."""
         return self.accuracies[-1][1] if self.accuracies else None
+
+    @property
+    def trained(self) -> int:
+        """How many committed steps the weights went through."""
+        return self.step - len(self.skipped)
 
     @property
     def waiting(self) -> int:

@@ -129,7 +129,9 @@ def _leased(body: Body) -> str:
 def _committed(body: Body) -> str:
     steps = body["steps"]
     numbers = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    return f"{numbers} of {body['consumer']}, checkpoint {body['checkpoint'] or 'none'}"
+    line = f"{numbers} of {body['consumer']}, checkpoint {body['checkpoint'] or 'none'}"
+    skipped = body.get("skipped_steps")
+    return line if not skipped else f"{line}, skipped ({body['skipped']}): {_some(skipped)}"
 
 
 _SUMMARIES: dict[str, Callable[[Body], str]] = {

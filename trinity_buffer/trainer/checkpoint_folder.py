@@ -17,9 +17,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from trinity_buffer.errors import CheckpointError
+from trinity_buffer.errors import CheckpointError, NonFiniteError
 from trinity_buffer.pipeline.checkpoint import MANIFESTS_FILE, read_manifests
-from trinity_buffer.trainer.policy import AnyPolicy, Critic, Trainable
+from trinity_buffer.trainer.policy import AnyPolicy, Critic, Trainable, all_finite
 
 POLICY_FILE = "policy.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -78,10 +78,14 @@ def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
 
     Raises:
         CheckpointError: somebody removed the folder meanwhile.
+        NonFiniteError: a weight or a number of an optimizer is NaN or infinite; no folder is left.
     """
     folder = _fresh_folder(root, state.step)
     try:
         _write(folder, state)
+    except NonFiniteError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     except (OSError, SafetensorError) as error:
         # The folder itself is the last to go: a file that is missing says enough.
         if folder.is_dir() and not isinstance(error, FileNotFoundError):
@@ -93,7 +97,23 @@ def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
     return folder
 
 
+def _require_finite(state: TrainerState[Any]) -> None:
+    """Return if all weights, and all that the optimizers keep, are finite; one look at a device."""
+    pairs = [(state.policy, state.optimizer), *([] if state.critic is None else [state.critic])]
+    for model, optimizer in pairs:
+        values = (value for entries in optimizer.state.values() for value in entries.values())
+        kept = [value for value in values if isinstance(value, torch.Tensor)]
+        for what, tensors in (("the weights", [*model.parameters()]), ("the optimizer", kept)):
+            if not all_finite(tensors):
+                raise NonFiniteError(
+                    f"no checkpoint of step {state.step} was written: {what} of a "
+                    f"{type(model).__name__} hold NaN or Inf; lower the learning rate or "
+                    "max_gradient_norm, and go on from the last checkpoint"
+                )
+
+
 def _write(folder: Path, state: TrainerState[Any]) -> None:
+    _require_finite(state)
     state.policy.save(folder / POLICY_FILE)
     tensors, groups = _optimizer_tensors(state.optimizer)
     tensors["rng"] = torch.get_rng_state()

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self, TypeVar
 
+import torch
 from torch import Tensor, nn
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether no number of ``tensors`` is NaN or infinite, with one look at the device."""
+    flags = [tensor.detach().isfinite().all() for tensor in tensors]
+    # An optimizer keeps its count of steps on the processor, and the rest beside the weights.
+    return not flags or bool(torch.stack([flag.to(flags[-1].device) for flag in flags]).all())
 
 
 class TokenScores(NamedTuple):
@@ -36,7 +44,7 @@ class Trainable(Protocol):
         """Return a model of this kind with the weights that `save` wrote to ``path``.
 
         Raises:
-            CheckpointError: there is no such file, or it is none of these.
+            CheckpointError: there is no such file, it is none of these, or it is not finite.
         """
         ...
 

@@ -30,6 +30,8 @@ class TrainerSettings:
         recompute_old_logprob: compute ``old_logprob`` before each step, whatever the stream brings;
             a replay's brings what explorers recorded.
         max_steps: end after this gradient step; None: when the stream ends.
+        max_skipped_steps: end when so many steps in a row were skipped because their loss or
+            gradient norm was not finite; None: never (a replay repeats what was recorded).
     """
 
     checkpoints: Path
@@ -46,10 +48,13 @@ class TrainerSettings:
     value_clip_range: float | None = None
     recompute_old_logprob: bool = False
     max_steps: int | None = None
+    max_skipped_steps: int | None = 3
 
     def __post_init__(self) -> None:
         if self.commit_every_steps < 1 or self.keep_checkpoints < 1:
             raise InvalidArgumentError("commit_every_steps and keep_checkpoints must be at least 1")
+        if self.max_skipped_steps is not None and self.max_skipped_steps < 1:
+            raise InvalidArgumentError("max_skipped_steps must be at least 1, or None")
 
     def rate_at(self, step: int) -> float:
         """Return the learning rate of gradient step ``step``, from 1; nothing else decides it."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.crash_points import reached
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, NonFiniteError
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.stream_options import TrainStep
@@ -26,6 +26,7 @@ from trinity_buffer.trainer.checkpoint_folder import (
 )
 from trinity_buffer.trainer.critic import ValueLossFn
 from trinity_buffer.trainer.models import Models, prepare, require_models, scores_of, values_of
+from trinity_buffer.trainer.non_finite import largest_rows
 from trinity_buffer.trainer.parallel import OneProcess, Processes
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable
 from trinity_buffer.trainer.settings import TrainerSettings
@@ -40,6 +41,7 @@ class StepReport:
     Attributes:
         staleness: mean of (step - 1 - policy version) over the rows whose version is known.
         seconds: from the arrival of the batch to the end of its commit, if there was one.
+        skipped: the loss or the gradient norm was not finite, and the weights are what they were.
     """
 
     step: int
@@ -52,6 +54,7 @@ class StepReport:
     seconds: float
     recorded: bool
     committed: bool
+    skipped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -105,6 +108,9 @@ class Trainer(Generic[AnyPolicy]):
         for name, coefficient in self.state.coefficients.items():
             getattr(algorithm, name).kl_coef = coefficient
         critic = None if self.state.critic is None else self.state.critic[0]
+        self._skipped: dict[int, list[str]] = {}  # step -> uids, until they are committed
+        self._look_at: list[str] = []
+        self._skipped_in_a_row = 0
         self._models = Models(self.state.policy, critic, reference, teacher)
         require_models(algorithm, self._models)
 
@@ -128,28 +134,36 @@ class Trainer(Generic[AnyPolicy]):
     ) -> None:
         """Train until the stream ends, ``max_steps`` is reached, or ``report`` returns True.
 
-        What was trained is committed before it returns.
+        What was trained is committed before it returns. A step whose loss or gradient norm is not
+        finite changes nothing; its commit says so.
 
         Args:
             report: hears of every step.
             measure: called after every step with its number; what it returns is recorded with the
                 step's commit.
+
+        Raises:
+            NonFiniteError: ``max_skipped_steps`` in a row were skipped, which is committed; or the
+                weights themselves are not finite, which is not.
         """
         last: TrainStep | None = None
         if self._reached(self.state.step):
             return
         for step in self._stream:
             begin = time.perf_counter()
-            loss, norm, metrics = self._train(step)
+            metrics = self._train(step)
             self._remember(step)
-            metrics |= {"loss": loss, "gradient_norm": norm, **measure(step.step)}
+            metrics |= measure(step.step)
             last = step
-            ending = self._reached(step.step)
+            ending = self._reached(step.step) or self._gives_up
             committed = ending or step.step % self._settings.commit_every_steps == 0
             if committed:
                 self._commit(step, metrics)
                 last = None
-            stop = report(_report_of(step, loss, norm, metrics, begin, committed=committed))
+            skipped = self._skipped_in_a_row > 0
+            stop = report(_report_of(step, metrics, begin, committed=committed, skipped=skipped))
+            if self._gives_up:
+                raise self._given_up(step)
             if stop or ending:
                 break
         if last is not None:
@@ -158,29 +172,83 @@ class Trainer(Generic[AnyPolicy]):
     def _reached(self, step: int) -> bool:
         return self._settings.max_steps is not None and step >= self._settings.max_steps
 
-    def _train(self, step: TrainStep) -> tuple[float, float, dict[str, float]]:
+    def _train(self, step: TrainStep) -> dict[str, float]:
+        """Step the optimizers if all is finite; return the numbers of the step."""
+        coefficients = self._coefficients()
         reduce = self._processes.sum if self._processes.world_size > 1 else None
         if self._settings.recompute_old_logprob:
             for microbatch in step.microbatches:
                 microbatch.tensors.pop("old_logprob", None)
         found = prepare(step, self._algorithm, self._models, reduce=reduce)
-        policy, optimizer = self.state.policy, self.state.optimizer
-        optimizer.zero_grad(set_to_none=True)
+        self.state.optimizer.zero_grad(set_to_none=True)
         parts = []
         for microbatch in step.microbatches:
             loss, metrics = self._loss(microbatch)
             loss.backward()
             parts.append({"loss": loss.detach(), **metrics})
-        norm = self._clipped(policy)
-        _set_rate(optimizer, self._settings.rate_at(step.step))
-        reached("before-step")
-        optimizer.step()
+        found |= _combined(parts)
+        deciding = [found["loss"], self._clipped(self.state.policy)]
+        found["gradient_norm"] = deciding[1]
         if self.state.critic is not None:
-            found |= self._train_critic(step, *self.state.critic)
+            metrics, norm = self._critic_gradient(step, *self.state.critic)
+            found |= metrics
+            deciding += [metrics["critic/value_loss"], norm]
+        finite, numbers = self._read_back(deciding, found)
+        if finite and not step.skipped:
+            self._step(step)
+            self._adapt(step, numbers)
+            self._skipped_in_a_row = 0
+        else:
+            self._skip(step, coefficients)
+        return numbers
+
+    def _read_back(
+        self, deciding: Sequence[Tensor], found: Mapping[str, Any]
+    ) -> tuple[bool, dict[str, float]]:
+        """Return whether all of ``deciding`` is finite, on all ranks, and ``found`` as numbers.
+
+        One decision for all ranks, and one look at the device.
+        """
+        scalars = [torch.as_tensor(one, dtype=torch.float64).cpu() for one in found.values()]
+        flags = torch.stack([torch.as_tensor(one).detach().isfinite() for one in deciding])
+        broken = self._processes.sum((~flags.all()).to(torch.float32))
+        flag, *numbers = torch.stack([broken.double().cpu(), *scalars]).tolist()
+        return flag == 0, dict(zip(found, numbers, strict=True))
+
+    def _step(self, step: TrainStep) -> None:
+        """Let the optimizers take their steps."""
+        _set_rate(self.state.optimizer, self._settings.rate_at(step.step))
+        reached("before-step")
+        self.state.optimizer.step()
+        if self.state.critic is not None:
+            _set_rate(self.state.critic[1], self._settings.critic_rate_at(step.step))
+            self.state.critic[1].step()
         reached("after-step")
-        numbers = {name: float(value) for name, value in (found | _combined(parts)).items()}
-        self._adapt(step, numbers)
-        return numbers.pop("loss"), norm, numbers
+
+    def _skip(self, step: TrainStep, coefficients: Mapping[str, float]) -> None:
+        """Leave weights, optimizers and coefficients as they were; note which rows to look at."""
+        for name, coefficient in coefficients.items():
+            getattr(self._algorithm, name).kl_coef = coefficient
+        self.state.optimizer.zero_grad(set_to_none=True)
+        if self.state.critic is not None:
+            self.state.critic[1].zero_grad(set_to_none=True)
+        rows = largest_rows(step, self._algorithm, self.state.policy, self._processes)
+        self._look_at = self._skipped[step.step] = self._stream.uids(step, rows)
+        self._skipped_in_a_row += 1
+
+    @property
+    def _gives_up(self) -> bool:
+        most = self._settings.max_skipped_steps
+        return most is not None and self._skipped_in_a_row >= most
+
+    def _given_up(self, step: TrainStep) -> NonFiniteError:
+        uids = ", ".join(self._look_at) or "none was found"
+        return NonFiniteError(
+            f"loss or gradient norm were not finite in {self._skipped_in_a_row} steps in a row, up "
+            f"to step {step.step}, and none of them changed the weights: look at the rows with the "
+            f"largest terms ({uids}) with `trinity-buffer show UID`, lower the learning rate "
+            f"({self._settings.learning_rate:g}), or go on from an older step with resume_from="
+        )
 
     def _loss(self, microbatch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         scores = scores_of(self.state.policy, microbatch)
@@ -188,9 +256,10 @@ class Trainer(Generic[AnyPolicy]):
             scores.logprob, microbatch, entropy=scores.entropy, layout=microbatch.layout
         )
 
-    def _train_critic(
+    def _critic_gradient(
         self, step: TrainStep, critic: Critic, optimizer: torch.optim.Optimizer
-    ) -> dict[str, Tensor]:
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the metrics of the critic's loss, and the norm of its gradient."""
         optimizer.zero_grad(set_to_none=True)
         parts = []
         for microbatch in step.microbatches:
@@ -203,16 +272,13 @@ class Trainer(Generic[AnyPolicy]):
             )
             loss.backward()
             parts.append(metrics)
-        self._clipped(critic)
-        _set_rate(optimizer, self._settings.critic_rate_at(step.step))
-        optimizer.step()
-        return _combined(parts)
+        return _combined(parts), self._clipped(critic)
 
-    def _clipped(self, model: Trainable) -> float:
+    def _clipped(self, model: Trainable) -> Tensor:
         """Average the gradients over the ranks, scale them down to the limit, return their norm."""
         self._processes.average_gradients(model)
         limit = self._settings.max_gradient_norm
-        return float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), limit).detach()
 
     def _adapt(self, step: TrainStep, numbers: Mapping[str, float]) -> None:
         """Let an adaptive coefficient of the loss take its step; that of a penalty has done so."""
@@ -224,12 +290,17 @@ class Trainer(Generic[AnyPolicy]):
     def _remember(self, step: TrainStep) -> None:
         """Note what the weights went through: true from here on, committed or not."""
         digests: Sequence[bytes] = (*self.state.manifests, step.manifest.digest)
-        adaptive = {
+        self.state = replace(
+            self.state, step=step.step, manifests=digests, coefficients=self._coefficients()
+        )
+
+    def _coefficients(self) -> dict[str, float]:
+        """Return the coefficients that adapt from step to step."""
+        return {
             name: getattr(self._algorithm, name).kl_coef
             for name in ("kl_loss", "kl_penalty")
             if getattr(self._algorithm, name).adaptive
         }
-        self.state = replace(self.state, step=step.step, manifests=digests, coefficients=adaptive)
 
     def _commit(self, step: TrainStep, metrics: dict[str, float]) -> None:
         if self._processes.rank:
@@ -238,7 +309,14 @@ class Trainer(Generic[AnyPolicy]):
         reached("before-checkpoint")
         folder = save_checkpoint(self._settings.checkpoints, self.state)
         reached("after-checkpoint")
-        self._stream.commit(step, checkpoint=folder, policy=folder / POLICY_FILE, metrics=metrics)
+        self._stream.commit(
+            step,
+            checkpoint=folder,
+            policy=folder / POLICY_FILE,
+            metrics=metrics,
+            skipped=self._skipped,
+        )
+        self._skipped = {}
         remove_old(
             self._settings.checkpoints,
             keep=self._settings.keep_checkpoints,
@@ -261,27 +339,22 @@ def _combined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 
 def _report_of(
-    step: TrainStep,
-    loss: float,
-    norm: float,
-    metrics: dict[str, float],
-    begin: float,
-    *,
-    committed: bool,
+    step: TrainStep, metrics: dict[str, float], begin: float, *, committed: bool, skipped: bool
 ) -> StepReport:
     rewards = torch.cat([m["token_level_rewards"].flatten() for m in step.microbatches]).sum()
     lags = [step.step - 1 - version for version in step.policy_versions]
     rows = len(step.manifest.experiences)
     return StepReport(
         step=step.step,
-        loss=loss,
+        loss=metrics["loss"],
         reward=float(rewards) / max(rows, 1),
-        gradient_norm=norm,
+        gradient_norm=metrics["gradient_norm"],
         staleness=sum(lags) / len(lags) if lags else 0.0,
         rows=rows,
         tokens=step.microbatches[0].layout.global_tokens,
         seconds=time.perf_counter() - begin,
         recorded=step.recorded,
         committed=committed,
+        skipped=skipped,
         metrics=metrics,
     )

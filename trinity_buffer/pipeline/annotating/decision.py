@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.grouping import Group
-from trinity_buffer.pipeline.annotation_encoding import encode_annotations
+from trinity_buffer.pipeline.annotation_encoding import ANNOTATED, encode_annotations
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.store import segments
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.writer import StagedWriter
+
+_Kept = Mapping[str, Sequence[Experience]]
+"""What a strategy wrote, by group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,23 @@ class Verdicts:
             )
         return kept
 
+    def _leave_out_broken(self, kept: _Kept) -> _Kept:
+        """Return what is finite; reject the others as ``invalid``, with all copies of theirs."""
+        if _all_finite([experience for group in kept.values() for experience in group]):
+            return kept
+        broken = {
+            self._address(experience)
+            for group in kept.values()
+            for experience in group
+            if not _all_finite([experience])
+        }
+        self.reasons.update(dict.fromkeys(broken, "invalid"))
+        left = {
+            tid: [experience for experience in group if self._address(experience) not in broken]
+            for tid, group in kept.items()
+        }
+        return {tid: group for tid, group in left.items() if group}
+
     def _address(self, experience: Experience) -> int:
         address = experience.address
         if address is None or address not in self.given:
@@ -88,7 +111,7 @@ class Verdicts:
 
     def decision(
         self,
-        kept: Mapping[str, Sequence[Experience]],
+        kept: _Kept,
         *,
         seen: int,
         calls: int,
@@ -103,6 +126,7 @@ class Verdicts:
             after: where the cursor must be for the commit to hold. For groups without rows: others
                 are decided once because each row can be taken once.
         """
+        kept = self._leave_out_broken(kept)
         common = {"consumer": self.strategy, "seen": seen, "calls": calls}
         first = {} if after is None else {"after": after}
         events, rows = [], []
@@ -118,7 +142,7 @@ class Verdicts:
                 "experiences": [experience.address for experience in experiences],
                 "groups": [number for number, group in enumerate(kept.values()) for _ in group],
                 "planned": [self.planned.get(tid, False) for tid in kept],
-                "metrics": self.metrics,
+                "metrics": list(map(_finite, self.metrics)),
             }
             events.append(new_event("ExperiencesAnnotated", body))
         left_out = sum(planned and tid not in kept for tid, planned in self.planned.items())
@@ -134,3 +158,20 @@ class Verdicts:
             }
             events.append(new_event("ExperiencesRejected", body))
         return Decision(events, rows, len(experiences), len(self.reasons))
+
+
+def _all_finite(experiences: Sequence[Experience]) -> bool:
+    """Return whether all that a strategy computed for ``experiences`` is finite."""
+    tensors = [
+        value
+        for experience in experiences
+        for name in ANNOTATED
+        if (value := experience.__dict__.get(name)) is not None
+    ]
+    return not tensors or bool(
+        torch.cat([t.detach().double().flatten() for t in tensors]).isfinite().all()
+    )
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ async def replayed_steps(
     for recorded in steps[:last]:
         link = chain(link, recorded.manifest_digest)
         if recorded.step >= first:
-            manifest = await _manifest(experiment, recorded)
+            manifest, skipped = await _recorded(experiment, recorded)
             rows = await loader.load(manifest)
             collate = partial(
                 collate_step, manifest, rows, rank=rank, world=world_size, device=device
@@ -67,14 +68,32 @@ async def replayed_steps(
             microbatches = await anyio.to_thread.run_sync(collate)
             versions = [one for one in rows.facts.policy_versions if one is not None]
             yield TrainStep(
-                manifest.step, microbatches, manifest, link, recorded=True, policy_versions=versions
+                manifest.step,
+                microbatches,
+                manifest,
+                link,
+                recorded=True,
+                policy_versions=versions,
+                skipped=skipped,
             )
 
 
-async def _manifest(experiment: Experiment, recorded: StepRow) -> Manifest:
+async def _recorded(experiment: Experiment, recorded: StepRow) -> tuple[Manifest, bool]:
+    """Return the manifest of a step, and whether its commit says that it was skipped."""
+    places = [at for at in (recorded.leased_at, recorded.committed_at) if at is not None]
     async with experiment.database.reading() as tx:
-        (stored,) = await log.read_at(tx, experiment.key, [recorded.leased_at])
-    return Manifest.from_body(decoded("", stored).body)
+        stored = await log.read_at(tx, experiment.key, places)
+    leased, *committed = (decoded("", event).body for event in stored)
+    skipped = any(recorded.step in body.get("skipped_steps", ()) for body in committed)
+    return Manifest.from_body(leased), skipped
+
+
+@dataclass(frozen=True, slots=True)
+class _Replayed:
+    """Steps, and where to ask for the names of their rows."""
+
+    steps: AsyncIterator[TrainStep]
+    loader: RowLoader
 
 
 class ReplayStream:
@@ -85,10 +104,17 @@ class ReplayStream:
     """
 
     def __init__(
-        self, portal: BlockingPortal, steps: AsyncIterator[TrainStep], resume: Resume | None
+        self,
+        portal: BlockingPortal,
+        replayed: _Replayed,
+        resume: Resume | None,
+        *,
+        repeat_skips: bool,
     ) -> None:
         self._portal = portal
-        self._steps = steps
+        self._steps = replayed.steps
+        self._loader = replayed.loader
+        self._repeat_skips = repeat_skips
         self.resume = resume
 
     def __iter__(self) -> Iterator[TrainStep]:
@@ -98,6 +124,7 @@ class ReplayStream:
         step = self._portal.call(self._receive)
         if step is None:
             raise StopIteration
+        step.skipped &= self._repeat_skips
         return step
 
     async def _receive(self) -> TrainStep | None:
@@ -111,31 +138,43 @@ class ReplayStream:
         policy: str | Path | None = None,
         environment: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
+        skipped: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         """Do nothing: a replay changes no store."""
+
+    def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
+        """Return the uids of rows of a step, by their places in its manifest."""
+        return self._portal.call(self._loader.uids, step.manifest, rows)
 
     def finish(self, reason: str) -> None:
         """Do nothing: a replay changes no store."""
 
 
 @asynccontextmanager
-async def _opened(
-    url: str, experiment: str, options: dict[str, Any]
-) -> AsyncIterator[AsyncIterator[TrainStep]]:
+async def _opened(url: str, experiment: str, options: dict[str, Any]) -> AsyncIterator[_Replayed]:
     async with open_store(url, read_only=True) as store:
-        yield replayed_steps(await store.experiment(experiment), **options)
+        found = await store.experiment(experiment)
+        loader = RowLoader(found.database, LogRows(found.database, found.key))
+        yield _Replayed(replayed_steps(found, **options), loader)
 
 
 @contextmanager
 def open_replay_stream(
-    url: str, *, experiment: str, from_checkpoint: Path | None = None, **options: Any
+    url: str,
+    *,
+    experiment: str,
+    from_checkpoint: Path | None = None,
+    repeat_skips: bool = True,
+    **options: Any,
 ) -> Iterator[ReplayStream]:
     """Open the recorded steps of a trainer as a stream that `Trainer` takes; see `replayed_steps`.
 
     Args:
         from_checkpoint: folder of the checkpoint to begin with; ``first`` is the step after it.
+        repeat_skips: leave out the steps that the recorded weights did not go through; False where
+            another loss is tried, which may come through them.
     """
     first = options.get("first", 1)
     resume = None if from_checkpoint is None else Resume(first - 1, from_checkpoint, None, b"")
-    with in_portal(_opened(url, experiment, options)) as (portal, steps):
-        yield ReplayStream(portal, steps, resume)
+    with in_portal(_opened(url, experiment, options)) as (portal, replayed):
+        yield ReplayStream(portal, replayed, resume, repeat_skips=repeat_skips)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,25 @@ import anyio.to_thread
 from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.store.log import NewEvent
+
+NON_FINITE = "non_finite"
+"""Why the weights did not go through a step that is committed all the same."""
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that are finite: a number of an event is a number."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def skips(skipped: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+    """Return what ``StepsCommitted`` says of skipped steps; nothing where there are none."""
+    if not skipped:
+        return {}
+    return {
+        "skipped": NON_FINITE,
+        "skipped_steps": list(skipped),
+        "largest_rows": [list(uids) for uids in skipped.values()],
+    }
 
 
 async def commit_events(

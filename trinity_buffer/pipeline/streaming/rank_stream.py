@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class RankStream(TrainStream):
         policy: str | Path | None = None,
         environment: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
+        skipped: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         """Tell rank 0 that this rank went through every step up to ``step``; rank 0 commits them.
 
@@ -79,7 +80,7 @@ class RankStream(TrainStream):
         Raises:
             LeaseLostError: the ranks assembled anew without this one.
         """
-        del checkpoint, policy, environment, metrics
+        del checkpoint, policy, environment, metrics, skipped
         if step.step <= self._committed:
             return
         if step.step not in self._delivered:

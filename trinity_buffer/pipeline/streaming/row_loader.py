@@ -184,6 +184,15 @@ class RowLoader:
         (row,) = await self._database.read(ask)
         return row.eid
 
+    async def uids(self, manifest: Manifest, places: Sequence[int]) -> list[str]:
+        """Return the uids of the rows at ``places`` of a manifest."""
+        found = []
+        for place in places:
+            source = manifest.source[place] if manifest.source else 0
+            loader = await self._other(manifest.sources[source - 1]) if source else self
+            found.append((await loader.eid_of(manifest.experiences[place])).uid)
+        return found
+
     async def _other(self, name: str) -> RowLoader:
         """Return the loader of another experiment of the store."""
         if name not in self._others:

@@ -145,6 +145,8 @@ class TrainStep:
             through the step.
         recorded: True if this step was leased before a restart and is served again.
         policy_versions: of the experiences, where known.
+        skipped: True in a replay of a step whose commit says that the weights did not go through
+            it.
     """
 
     step: int
@@ -153,6 +155,7 @@ class TrainStep:
     chain: bytes
     recorded: bool
     policy_versions: list[int] = field(default_factory=list)
+    skipped: bool = False
 
     def compute(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -48,11 +48,16 @@ class SyncTrainStream:
         policy: str | Path | None = None,
         environment: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
+        skipped: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         """Record that every step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`."""
         self._portal.call(
-            partial(self._stream.commit, step, checkpoint, policy, environment, metrics)
+            partial(self._stream.commit, step, checkpoint, policy, environment, metrics, skipped)
         )
+
+    def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
+        """Return the uids of rows of a step, by their places in its manifest."""
+        return self._portal.call(self._stream.uids, step, rows)
 
     def finish(self, reason: str) -> None:
         """Record that the experiment is finished: explorers and strategies that follow it end."""

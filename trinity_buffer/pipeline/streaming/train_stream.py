@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from trinity_buffer.pipeline.background import in_thread, running
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step
-from trinity_buffer.pipeline.streaming.commit_events import commit_events
+from trinity_buffer.pipeline.streaming.commit_events import commit_events, finite, skips
 from trinity_buffer.pipeline.streaming.environment import environment_of_run
 from trinity_buffer.pipeline.streaming.handover import Handover
 from trinity_buffer.pipeline.streaming.log_rows import LogRows
@@ -92,7 +92,6 @@ class TrainStream:
         return RECORDED if self.options.strategy is None else self.options.strategy
 
     # -- opening
-    # --------------------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
         """Register, rewind if asked to, find the last commit and what was handed out after it."""
@@ -159,7 +158,6 @@ class TrainStream:
         self.resume = Resume(last.step, path, last.checkpoint_digest, self._chain)
 
     # -- serving
-    # --------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Make and serve steps until there are no more; errors come out where it is read."""
@@ -322,7 +320,6 @@ class TrainStream:
         return step
 
     # -- committing
-    # --------------------------------------------------------------------------------------------
 
     async def commit(
         self,
@@ -331,6 +328,7 @@ class TrainStream:
         policy: str | Path | None = None,
         environment: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
+        skipped: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         """Record, in one transaction, that the steps up to ``step`` are in ``checkpoint``.
 
@@ -342,9 +340,9 @@ class TrainStream:
                 none to tie to.
             policy: file with the weights that explorers shall load; publishes policy version
                 ``step.step``.
-            environment: what replay must restore; by default torch's version, device, threads and
-                flags.
-            metrics: numbers to remember with the step, such as its loss.
+            environment: what replay must restore; by default that of `environment_of_run`.
+            metrics: numbers to remember with the step; those that are not finite are left out.
+            skipped: steps that the weights did not go through -> uids of the rows to look at.
 
         Raises:
             LeaseLostError: another process took over; nothing was recorded.
@@ -354,15 +352,15 @@ class TrainStream:
             return
         steps = self._committed_by(step)
         await self._ranks.all_parts(step.step, self._lease)
-        around = environment_of_run(self.options.device) if environment is None else environment
         body = {
             "consumer": self.options.consumer,
             "token": self._lease.token,
             "steps": steps,
             "manifests": [self._delivered[number] for number in steps],
             "chain": step.chain,
-            "metrics": dict(metrics or {}),
-            "environment": dict(around),
+            "metrics": finite(metrics or {}),
+            "environment": dict(environment or environment_of_run(self.options.device)),
+            **skips(skipped or {}),
         }
         events = await commit_events(body, checkpoint, policy)
         reached("before-commit")
@@ -371,6 +369,10 @@ class TrainStream:
         self._committed = step.step
         for number in steps:
             del self._delivered[number]
+
+    async def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
+        """Return the uids of rows of a step, by their places in its manifest."""
+        return await self._loader.uids(step.manifest, rows)
 
     def _committed_by(self, last: TrainStep) -> list[int]:
         """Return the steps up to ``last`` that are not committed; all were delivered."""
