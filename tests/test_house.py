@@ -27,7 +27,9 @@ MAX_FILE_LINES = 400
 MAX_NESTING = 3
 
 # The exceptions: the file, or ``file:function``, and why.
-LONG_FILES: dict[str, str] = {}
+LONG_FILES: dict[str, str] = {
+    f"{PACKAGE}/events.py": "a list of declarations, one per kind of event",
+}
 LONG_FUNCTIONS: dict[str, str] = {}
 BROAD_EXCEPTS = {
     f"{PACKAGE}/pipeline/streaming/rank_stream.py:run": "handed to whoever reads the stream",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_buffer import codec
+from trinity_buffer import codec, events
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
 
 
@@ -29,11 +29,17 @@ def test_a_value_that_cannot_be_stored_is_named_with_its_event() -> None:
         codec.encode_body("BatchSealed", {"by": object()})
 
 
+def renamed(monkeypatch: pytest.MonkeyPatch, *, version: int) -> None:
+    """Let there be a kind of event whose bodies are of ``version`` today."""
+    kind = type("Renamed", (), {"version": version})
+    monkeypatch.setattr(events, "KINDS", {**events.KINDS, "Renamed": kind})
+
+
 def test_an_old_body_climbs_all_steps(monkeypatch) -> None:
     old = codec.encode_body("Renamed", {"name": "sort"})
-    monkeypatch.setitem(codec.BODY_VERSIONS, "Renamed", 3)
-    monkeypatch.setitem(codec.UPCASTERS, ("Renamed", 1), lambda b: {**b, "from": None})
-    monkeypatch.setitem(codec.UPCASTERS, ("Renamed", 2), lambda b: {"to": b["name"], **b})
+    renamed(monkeypatch, version=3)
+    monkeypatch.setitem(events.UPCASTERS, ("Renamed", 1), lambda b: {**b, "from": None})
+    monkeypatch.setitem(events.UPCASTERS, ("Renamed", 2), lambda b: {"to": b["name"], **b})
     assert codec.decode_body("Renamed", old) == {"to": "sort", "name": "sort", "from": None}
     new = codec.encode_body("Renamed", {"to": "count"})
     assert codec.decode_body("Renamed", new) == {"to": "count"}
@@ -41,8 +47,8 @@ def test_an_old_body_climbs_all_steps(monkeypatch) -> None:
 
 def test_a_damaged_old_body_is_a_codec_error(monkeypatch) -> None:
     old = codec.encode_body("Renamed", {})
-    monkeypatch.setitem(codec.BODY_VERSIONS, "Renamed", 2)
-    monkeypatch.setitem(codec.UPCASTERS, ("Renamed", 1), lambda b: {"to": b["name"]})
+    renamed(monkeypatch, version=2)
+    monkeypatch.setitem(events.UPCASTERS, ("Renamed", 1), lambda b: {"to": b["name"]})
     with pytest.raises(
         CodecError, match="event Renamed of version 1 cannot be brought to version 2"
     ):
@@ -50,7 +56,7 @@ def test_a_damaged_old_body_is_a_codec_error(monkeypatch) -> None:
 
 
 def test_a_newer_body_says_upgrade(monkeypatch) -> None:
-    monkeypatch.setitem(codec.BODY_VERSIONS, "Renamed", 2)
+    renamed(monkeypatch, version=2)
     new = codec.encode_body("Renamed", {})
     monkeypatch.undo()
     with pytest.raises(CodecVersionError, match=r"Renamed has version 2.*upgrade trinity-buffer"):

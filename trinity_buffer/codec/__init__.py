@@ -4,7 +4,7 @@ Whatever the bytes are, only `CodecError` escapes from reading them, and what th
 against what is there before anything is allocated.
 """
 
-from trinity_buffer.codec.bodies import BODY_VERSIONS, UPCASTERS, decode_body, encode_body
+from trinity_buffer.codec.bodies import decode_body, decode_fact, encode_body, encode_fact
 from trinity_buffer.codec.columns import Column, ObjectColumn, Segment
 from trinity_buffer.codec.contents import Contents, digests_of_segments
 from trinity_buffer.codec.digests import content_digest
@@ -13,10 +13,8 @@ from trinity_buffer.codec.objects import ObjectPacker, RawTensor, unpack_object
 from trinity_buffer.codec.segments import SEGMENT_VERSION, decode_segment, encode_segment
 
 __all__ = [
-    "BODY_VERSIONS",
     "DTYPES",
     "SEGMENT_VERSION",
-    "UPCASTERS",
     "Column",
     "Contents",
     "ObjectColumn",
@@ -25,9 +23,11 @@ __all__ = [
     "Segment",
     "content_digest",
     "decode_body",
+    "decode_fact",
     "decode_segment",
     "digests_of_segments",
     "encode_body",
+    "encode_fact",
     "encode_segment",
     "unpack_object",
 ]

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from trinity_buffer.codec.objects import Buffer, ObjectPacker, unpack_object
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
-
-BODY_VERSIONS: dict[str, int] = {}
-"""Kind of event -> version that is written today; 1 where a kind is not named."""
-
-UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""(kind, version) -> returns a body of that version as one of the next."""
+from trinity_buffer.events import UPCASTERS, Fact, body_of, fact_of, kind_of, version_of
 
 _VERSION = "v"
+
+
+def encode_fact(fact: Fact) -> bytes:
+    """Return the bytes of the body of ``fact``, as `encode_body` does."""
+    return encode_body(kind_of(fact), body_of(fact))
+
+
+def decode_fact(kind: str, blob: Buffer) -> Fact:
+    """Return what an event says, whatever version wrote it; an unknown kind as `UnknownEvent`.
+
+    Raises:
+        CodecError: bytes that are no body, or a body that lacks a field of its kind.
+        CodecVersionError: a newer version of this package wrote it.
+    """
+    return fact_of(kind, decode_body(kind, blob))
 
 
 def encode_body(kind: str, body: Mapping[str, Any]) -> bytes:
@@ -25,9 +35,7 @@ def encode_body(kind: str, body: Mapping[str, Any]) -> bytes:
     """
     if _VERSION in body:
         raise InvalidArgumentError(f"a body of {kind} has the key 'v', which is its version")
-    return ObjectPacker().pack(
-        {_VERSION: BODY_VERSIONS.get(kind, 1), **body}, f"the body of {kind}"
-    )
+    return ObjectPacker().pack({_VERSION: version_of(kind), **body}, f"the body of {kind}")
 
 
 def decode_body(kind: str, blob: Buffer) -> dict[str, Any]:
@@ -41,7 +49,7 @@ def decode_body(kind: str, blob: Buffer) -> dict[str, Any]:
     version = body.pop(_VERSION, None) if isinstance(body, dict) else None
     if type(version) is not int or version < 1:
         raise CodecError(f"the body of an event {kind} is damaged: it is no map with a version")
-    latest = BODY_VERSIONS.get(kind, 1)
+    latest = version_of(kind)
     if version > latest:
         raise CodecVersionError(
             f"an event {kind} has version {version}, this package reads up to {latest}: "

@@ -1,0 +1,81 @@
+"""A fact becomes the bytes that it always was, and comes back."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pysqlite3 import dbapi2
+
+from tests.migration.kept import kept
+from trinity_buffer import codec, events
+from trinity_buffer.errors import CodecError
+from trinity_buffer.events import KINDS, BatchSealed, ExperiencesRejected, UnknownEvent
+
+PAGE = (Path(__file__).parents[1] / "docs" / "events.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes]]:
+    """Return kind and body of every event of the kept store of revision 0001."""
+    file = tmp_path_factory.mktemp("kept") / "0001.db"
+    file.write_bytes(gzip.decompress(kept("0001").read_bytes()))
+    with closing(dbapi2.connect(str(file))) as connection:
+        return list(
+            connection.execute("SELECT kind, body FROM event ORDER BY experiment, position")
+        )
+
+
+def test_the_bytes_of_revision_0001_are_those_of_today(stored: list[tuple[str, bytes]]) -> None:
+    kinds = set()
+    for kind, blob in stored:
+        fact = codec.decode_fact(kind, blob)
+        assert type(fact).__name__ == kind
+        assert codec.encode_fact(fact) == blob, kind
+        kinds.add(kind)
+    assert len(kinds) >= 10
+
+
+def test_an_optional_field_is_left_out_where_it_says_nothing() -> None:
+    of_trainer = ExperiencesRejected(
+        consumer="t", by="trainer", experiences=[1], reasons=["stale"], planned_groups=1
+    )
+    assert list(events.body_of(of_trainer)) == [
+        "consumer", "by", "experiences", "reasons", "planned_groups",
+    ]  # fmt: skip
+    assert events.fact_of("ExperiencesRejected", events.body_of(of_trainer)) == of_trainer
+
+
+def test_a_cursor_at_zero_is_said() -> None:
+    first = ExperiencesRejected(
+        consumer="s", seen=0, calls=0, after=0, by="strategy", experiences=[], reasons=[],
+        planned_groups=0,
+    )  # fmt: skip
+    assert events.body_of(first)["after"] == 0
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_body_without_a_field_is_damaged(kind: str) -> None:
+    with pytest.raises(CodecError, match=f"{kind} is damaged: it has no '"):
+        events.fact_of(kind, {})
+
+
+@given(st.dictionaries(st.text(min_size=1).filter(lambda key: key != "v"), st.integers()))
+def test_an_unknown_kind_is_passed_over_whole(body: dict[str, int]) -> None:
+    fact = events.fact_of("SomethingNew", body)
+    assert isinstance(fact, UnknownEvent)
+    assert codec.decode_fact("SomethingNew", codec.encode_fact(fact)) == fact
+
+
+def test_a_key_that_is_not_known_is_passed_over() -> None:
+    body = {"batch": "b", "expected": 2, "later": 1}
+    assert events.fact_of("BatchSealed", body) == BatchSealed(batch="b", expected=2)
+
+
+def test_the_page_has_a_row_for_each_kind_and_no_other() -> None:
+    assert set(re.findall(r"^\| `([A-Z]\w+)` \|", PAGE, re.MULTILINE)) == set(KINDS)

@@ -1,0 +1,484 @@
+"""What may be said in the log: a frozen dataclass per kind of event.
+
+A class is how we speak of an event; its bytes are the contract. `body_of` turns a fact into the
+mapping that is encoded, key by key in the order of the fields, and `fact_of` turns a decoded body
+back. ``docs/events.md`` says who records each kind and when.
+
+A new kind is a class here and a member of `Fact`. Readers ``match`` the facts that they read and
+end in ``assert_never``, so the type checker names each reader that has to know the new kind.
+
+A change that old readers would misunderstand raises the `version` of its class and adds an entry
+to `UPCASTERS`. A field that only some events have is `optional`: it is left out where it says
+nothing, so older stores need no new version.
+
+Columns stay columns: the `columns` of `ExperiencesRecorded` are lists with one item per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, get_args
+
+from trinity_buffer.errors import CodecError
+from trinity_buffer.identity import Key
+
+Config = Mapping[str, Any]
+
+
+def optional(default: Any, *, name: str | None = None) -> Any:
+    """Return a field that a body leaves out where the value is ``default``."""
+    return field(default=default, metadata={"optional": True, "name": name})
+
+
+def named(name: str) -> Any:
+    """Return a field whose key in the body is ``name``, which Python would read otherwise."""
+    return field(metadata={"name": name})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentCreated:
+    """The first event of every experiment.
+
+    Attributes:
+        config: the resolved configuration, schema included.
+    """
+
+    version: ClassVar[int] = 1
+
+    config: Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigurationChanged:
+    """Somebody opened the experiment with another configuration.
+
+    Attributes:
+        changes: key -> [before, after].
+        config: the whole configuration that holds from here on.
+    """
+
+    version: ClassVar[int] = 1
+
+    changes: Mapping[str, Sequence[Any]]
+    config: Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlanned:
+    """An explorer is going to generate these rollouts.
+
+    Attributes:
+        batch: unique in the experiment.
+        tasks: the prompts.
+        rollouts_per_group: runs of each task.
+    """
+
+    version: ClassVar[int] = 1
+
+    batch: Key
+    tasks: Sequence[Key]
+    rollouts_per_group: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperiencesRecorded:
+    """Experiences are durable.
+
+    Attributes:
+        segment: key of their tensors.
+        families: column family -> bytes of its segment.
+        columns: name -> one item per experience: ids, reward, policy version, lengths, finish
+            reason, content digest.
+        refused: slot -> reason, of experiences that no strategy will see (``late``, ``invalid``).
+    """
+
+    version: ClassVar[int] = 1
+
+    segment: bytes
+    families: Mapping[str, int]
+    columns: Mapping[str, Sequence[Any]] = named("meta")
+    refused: Mapping[int, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSealed:
+    """A batch is complete; what comes later is refused.
+
+    Attributes:
+        expected: experiences that it holds.
+    """
+
+    version: ClassVar[int] = 1
+
+    batch: Key
+    expected: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsumerRegistered:
+    """A strategy or a trainer took a name.
+
+    Attributes:
+        kind: ``strategy`` or ``trainer``.
+        config: what the name stands for from now on.
+    """
+
+    version: ClassVar[int] = 1
+
+    consumer: str
+    kind: str
+    config: Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperiencesAnnotated:
+    """A strategy decided groups, and these rows of them are to be trained.
+
+    Attributes:
+        consumer: the annotation set.
+        seen: position up to which it had read the log.
+        calls: how often the strategy had been called.
+        after: where its cursor had to be for this to hold; for groups without rows.
+        segment: key of the annotations.
+        families: column family -> bytes of its segment.
+        experiences: address of each row's experience, copies included.
+        groups: per row, the number of its group within this event.
+        planned: per group, whether its batch was planned.
+        metrics: per group, what the strategy measured.
+    """
+
+    version: ClassVar[int] = 1
+
+    consumer: str
+    seen: int
+    calls: int
+    after: int | None = optional(None)
+    segment: bytes
+    families: Mapping[str, int]
+    experiences: Sequence[int]
+    groups: Sequence[int]
+    planned: Sequence[bool]
+    metrics: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperiencesRejected:
+    """A strategy or a trainer left experiences out.
+
+    Attributes:
+        consumer: whose decision it is.
+        seen, calls, after: of a strategy, as in `ExperiencesAnnotated`.
+        by: ``strategy`` or ``trainer``.
+        experiences: addresses of experiences; of a trainer: of annotations.
+        reasons: one per address.
+        planned_groups: planned groups of which nothing is left.
+    """
+
+    version: ClassVar[int] = 1
+
+    consumer: str
+    seen: int | None = optional(None)
+    calls: int | None = optional(None)
+    after: int | None = optional(None)
+    by: str
+    experiences: Sequence[int]
+    reasons: Sequence[str]
+    planned_groups: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardsAssigned:
+    """Stored experiences were scored anew; strategies may read this scoring by its name.
+
+    Attributes:
+        scoring: its name.
+        experiences: addresses.
+        rewards: one per address.
+    """
+
+    version: ClassVar[int] = 1
+
+    scoring: str
+    experiences: Sequence[int]
+    rewards: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLeased:
+    """A trainer took a step: the manifest.
+
+    Attributes:
+        sources: names of other experiments whose rows may be mixed in.
+        source: per row, 0 for this experiment, else the place in ``sources`` + 1.
+        token: fences the trainers before it.
+        annotations: per row, the address of its annotation.
+        experiences: per row, the address of its experience.
+        groups: per row, the number of its group within the step.
+        num_groups: how many groups there are.
+        planned_groups: how many of them were planned, for backpressure.
+        layout: ``padded`` or ``packed``.
+        microbatches: per micro-batch [first row, end, width, rank].
+        normalizer: of losses that divide by a constant.
+        digest: of all that decides what the step computes.
+    """
+
+    version: ClassVar[int] = 1
+
+    sources: Sequence[str] = optional(())
+    source: Sequence[int] = optional(())
+    consumer: str
+    token: int
+    step: int
+    annotation_set: str | None
+    annotations: Sequence[int]
+    experiences: Sequence[int]
+    groups: Sequence[int]
+    num_groups: int
+    planned_groups: int
+    layout: str
+    microbatches: Sequence[Sequence[int]]
+    normalizer: int | None
+    digest: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankJoined:
+    """A rank above 0 is here."""
+
+    version: ClassVar[int] = 1
+
+    consumer: str
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksAssembled:
+    """Rank 0 has all ranks together.
+
+    Attributes:
+        committed_step: from where they go on.
+        joins: positions of the `RankJoined` that it answers.
+    """
+
+    version: ClassVar[int] = 1
+
+    consumer: str
+    token: int
+    committed_step: int
+    joins: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPartDone:
+    """A rank above 0 went through all steps up to this one.
+
+    Attributes:
+        assembly: position of the `RanksAssembled` that it belongs to.
+    """
+
+    version: ClassVar[int] = 1
+
+    consumer: str
+    assembly: int
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamEnded:
+    """Rank 0 says that there are no steps after this one."""
+
+    version: ClassVar[int] = 1
+
+    consumer: str
+    assembly: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsCommitted:
+    """The weights went through these steps, and the checkpoint is durable.
+
+    Attributes:
+        steps: all since the commit before.
+        manifests: the digest of each.
+        chain: running digest of the manifests that the weights went through.
+        checkpoint: path of the weights after the last step, if there is one.
+        metrics: numbers to remember, the finite ones.
+        environment: what a replay restores.
+        skipped: why the weights did not go through `skipped_steps`: ``non_finite``.
+        largest_rows: per skipped step, uids of the rows to look at.
+    """
+
+    version: ClassVar[int] = 1
+
+    consumer: str
+    token: int
+    steps: Sequence[int]
+    manifests: Sequence[bytes]
+    chain: bytes
+    checkpoint: str | None
+    checkpoint_digest: str | None
+    metrics: Mapping[str, float]
+    environment: Mapping[str, Any]
+    skipped: str | None = optional(None)
+    skipped_steps: Sequence[int] = optional(())
+    largest_rows: Sequence[Sequence[str]] = optional(())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyPublished:
+    """Weights that explorers shall load.
+
+    Attributes:
+        number: the policy version.
+        uri: where they are.
+        digest: sha256 of the file, where it is known.
+    """
+
+    version: ClassVar[int] = 1
+
+    number: int = named("version")
+    uri: str
+    digest: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerRewound:
+    """A trainer went back; commits after `step` are superseded, not deleted."""
+
+    version: ClassVar[int] = 1
+
+    consumer: str
+    step: int
+    from_step: int = named("from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentsArchived:
+    """Segments left the store.
+
+    Attributes:
+        segments: their keys.
+        uri: the file that holds them; None where they were deleted.
+    """
+
+    version: ClassVar[int] = 1
+
+    segments: Sequence[bytes]
+    uri: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentFinished:
+    """Whoever follows the experiment ends."""
+
+    version: ClassVar[int] = 1
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnknownEvent:
+    """A kind of a newer version of this package; readers pass over it."""
+
+    kind: str
+    body: Mapping[str, Any]
+
+
+Recorded = (
+    ExperimentCreated
+    | ConfigurationChanged
+    | BatchPlanned
+    | ExperiencesRecorded
+    | BatchSealed
+    | ConsumerRegistered
+    | ExperiencesAnnotated
+    | ExperiencesRejected
+    | RewardsAssigned
+    | BatchLeased
+    | RankJoined
+    | RanksAssembled
+    | StepPartDone
+    | StreamEnded
+    | StepsCommitted
+    | PolicyPublished
+    | TrainerRewound
+    | SegmentsArchived
+    | ExperimentFinished
+)
+"""All facts that this version records."""
+
+Fact = Recorded | UnknownEvent
+"""All that a reader may meet in a log."""
+
+KINDS: Mapping[str, type[Recorded]] = {each.__name__: each for each in get_args(Recorded)}
+"""Kind, as the log names it -> its class."""
+
+UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""(kind, version) -> returns a body of that version as one of the next."""
+
+
+def version_of(kind: str) -> int:
+    """Return the version of bodies of ``kind`` that is written today; 1 for an unknown kind."""
+    found = KINDS.get(kind)
+    return 1 if found is None else found.version
+
+
+def kind_of(fact: Fact) -> str:
+    """Return how the log names the kind of ``fact``."""
+    return fact.kind if isinstance(fact, UnknownEvent) else type(fact).__name__
+
+
+def kinds_of(facts: Any) -> tuple[str, ...]:
+    """Return how the log names the kinds of a class, or of a union such as ``A | B``."""
+    return tuple(each.__name__ for each in get_args(facts) or (facts,))
+
+
+def body_of(fact: Fact) -> dict[str, Any]:
+    """Return ``fact`` as the mapping that is encoded, in the order of its fields."""
+    if isinstance(fact, UnknownEvent):
+        return dict(fact.body)
+    plan = _PLANS[type(fact)]
+    said = ((name, getattr(fact, attribute), default) for attribute, name, default in plan)
+    return {name: value for name, value, default in said if not _left_out(value, default)}
+
+
+def _left_out(value: Any, default: Any) -> bool:
+    return default is not MISSING and value in (None, (), [])
+
+
+def fact_of(kind: str, body: Mapping[str, Any]) -> Fact:
+    """Return the fact that a body of today's version says. Keys that are not known are passed over.
+
+    Raises:
+        CodecError: the body lacks a field of its kind.
+    """
+    found = KINDS.get(kind)
+    if found is None:
+        return UnknownEvent(kind=kind, body=body)
+    try:
+        values = {
+            attribute: body[name] if default is MISSING else body.get(name, default)
+            for attribute, name, default in _PLANS[found]
+        }
+    except KeyError as error:
+        raise CodecError(f"the body of an event {kind} is damaged: it has no {error}") from error
+    return found(**values)
+
+
+def _plan(kind: type[Recorded]) -> tuple[tuple[str, str, Any], ...]:
+    """Return per field its attribute, its key in the body, and what it is where it is left out."""
+    return tuple(
+        (
+            each.name,
+            each.metadata.get("name") or each.name,
+            each.default if each.metadata.get("optional") else MISSING,
+        )
+        for each in fields(kind)
+    )
+
+
+_PLANS = {kind: _plan(kind) for kind in KINDS.values()}
