@@ -69,6 +69,47 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a run without a name": (("demo", "--name", "a/b"), "--name 'a/b'"),
     "a demo without explorers": (("demo", "--explorers", "0"), "--explorers"),
+    "a seed of twenty digits": (
+        ("demo", "--seed", "99999999999999999999"),
+        "error: seed=99999999999999999999: Input should be less than",
+    ),
+    "two keys that contradict each other": (
+        ("demo", "--set", "commit_every_steps=9"),
+        "error: commit_every_steps=9 with max_staleness=3: explorers would wait",
+    ),
+    "a demo of distillation without a teacher": (
+        ("demo", "--set", "algorithm=on_policy_distill", "--set", "loss.args={}"),
+        "needs teacher_logprobs: store them with the experiences, or give the trainer a teacher",
+    ),
+    "rollouts to distil without a teacher": (
+        ("explore", "--set", "algorithm=jsd"),
+        "algorithm 'jsd' needs teacher_logprobs",
+    ),
+    "a mix without an expert": (
+        ("train", "--set", "algorithm=mix"),
+        "algorithm 'mix' needs an expert's rows",
+    ),
+    "an expert that is not there": (
+        ("explore", "--set", "algorithm=mix", "--set", "expert_experiment=nobody"),
+        "expert_experiment='nobody', which is not in this store; it holds sort",
+    ),
+    "a filter as the only strategy": (
+        ("explore", "--set", "strategy=reward_variance"),
+        "'reward_variance' only chooses: put a strategy that computes them behind it "
+        "(strategy=reward_variance+grpo)",
+    ),
+    "copies as the only strategy": (
+        ("demo", "--set", "strategy=duplicate_informative"),
+        "'duplicate_informative' only chooses",
+    ),
+    "a group of one": (
+        ("explore", "--set", "rollouts_per_group=1"),
+        "needs several runs of a task, which 'grpo' compares: rollouts_per_group=1; give 2 or more",
+    ),
+    "recorded data of another schema": (
+        ("train", "--set", "algorithm=dpo"),
+        "algorithm 'dpo' trains on data of schema 'dpo', these are 'experience'",
+    ),
     "a demo of an unknown loss": (("demo", "--set", "loss.name=pppo"), "no policy_loss_fn 'pppo'"),
 }
 

@@ -13,9 +13,10 @@ import torch
 from tests.trainer.data import policy
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError
-from trinity_buffer.pipeline.checkpoint import make_durable
+from trinity_buffer.pipeline.checkpoint import being_read, make_durable
 from trinity_buffer.trainer import checkpoint_folder
 from trinity_buffer.trainer.checkpoint_folder import (
+    POLICY_FILE,
     TrainerState,
     load_checkpoint,
     remove_old,
@@ -100,6 +101,17 @@ def test_the_newest_steps_stay_and_what_was_begun_before_the_commit_goes(tmp_pat
     # Neither what is begun later for the same step, nor what is above it, is of this process.
     left = ["step-00000004", "step-00000005-2", "step-00000005-3", "step-00000006"]
     assert folders(tmp_path) == left
+
+
+def test_what_an_explorer_is_loading_goes_after_a_later_commit(tmp_path: Path) -> None:
+    folders(tmp_path, "step-00000003", "step-00000004", "step-00000005")
+    read = tmp_path / "step-00000003" / POLICY_FILE
+    read.write_text("weights")
+    with being_read(read):
+        remove_old(tmp_path, keep=1, committed=tmp_path / "step-00000005")
+        assert folders(tmp_path) == ["step-00000003", "step-00000005"]
+    remove_old(tmp_path, keep=1, committed=tmp_path / "step-00000005")
+    assert folders(tmp_path) == ["step-00000005"]
 
 
 def test_who_was_taken_over_behind_its_commit_removes_nothing(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from trinity_buffer.cli.options import made_folder
+from trinity_buffer.cli.printing import progress
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
 from trinity_buffer.cli.supervisor import Supervisor, command_of
 from trinity_buffer.demo import view
@@ -207,9 +208,13 @@ class Demo:
         self, experiment: Experiment, supervisor: Supervisor, seconds: float, failed: str | None
     ) -> int:
         checkpoint = await self._last_checkpoint(experiment)
-        report = await verify(
-            experiment, acknowledged=self.paths.acknowledgements, checkpoint=checkpoint
-        )
+        with progress() as tell:
+            report = await verify(
+                experiment,
+                acknowledged=self.paths.acknowledgements,
+                checkpoint=checkpoint,
+                progress=tell,
+            )
         self._show(self._numbers, report, supervisor, seconds)
         if failed is None:
             accuracy = await anyio.to_thread.run_sync(self._accuracy, checkpoint)

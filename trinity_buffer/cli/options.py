@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
+import anyio
 import typer
 
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError, UnknownStoreError
 from trinity_buffer.pipeline.store import open_store
 
 STORE_VARIABLE = "TRINITY_BUFFER_STORE"
+
+STORE_LOOK_S = 0.2
+"""How often a follower looks for a store that is not there yet."""
 
 StoreOption = Annotated[
     str | None,
@@ -78,3 +83,21 @@ async def chosen_experiment(url: str, experiment: str | None) -> str:
             f"{url} holds several experiments, say which with --experiment: {', '.join(names)}"
         )
     return names[0]
+
+
+async def awaited_experiment(url: str, experiment: str | None) -> str:
+    """Return the experiment to use, as soon as somebody has made it.
+
+    Raises:
+        InvalidArgumentError: there are several and none is named.
+    """
+    said = False
+    while True:
+        try:
+            return await chosen_experiment(url, experiment)
+        except (UnknownStoreError, UnknownExperimentError) as error:
+            if not said:
+                sys.stderr.write(f"waits for the first explorer or trainer to make it: {error}\n")
+                said = True
+        # A store that is not there has nothing to tell of its coming.
+        await anyio.sleep(STORE_LOOK_S)

@@ -14,7 +14,7 @@ import anyio
 import torch
 
 from trinity_buffer.algorithm import Algorithm
-from trinity_buffer.cli.run_algorithm import algorithm_of
+from trinity_buffer.cli.run_algorithm import algorithm_of, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler, evaluate
@@ -24,9 +24,13 @@ from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSett
 from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport, run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import ReplayStream
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream, open_train_stream
-from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
+from trinity_buffer.trainer.requirements import (
+    strategies_of,
+    strategy_of,
+    stream_options,
+)
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 
 Say = Callable[[str], None]
@@ -52,6 +56,20 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
+async def require_parts(store: Store, experiment: Experiment) -> None:
+    """Return if a run has what its algorithm needs; see `require_parts_of`.
+
+    Raises:
+        InvalidArgumentError: says what is lacking, and what to do.
+    """
+    require_parts_of(
+        of_experiment(experiment.config),
+        schema=experiment.config.get("schema", "experience"),
+        columns=await experiment.columns(),
+        experiments=await store.experiments(),
+    )
+
+
 async def explore(
     url: str,
     experiment: str,
@@ -73,6 +91,7 @@ async def explore(
 
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
+        await require_parts(store, opened)
         config = of_experiment(opened.config)
         say(f"explores {experiment} as {actor}")
         settings = ExplorerSettings(
@@ -101,6 +120,7 @@ async def annotate(
         opened = await store.experiment(experiment)
         if strategy is not None:
             return await run_strategy(opened, strategy, args or {}, name=name, follow=follow)
+        await require_parts(store, opened)
         names, configured = strategies_of(algorithm_of(of_experiment(opened.config)))
         if not names:
             return await _nothing_to_annotate(opened, follow=follow)
@@ -120,8 +140,9 @@ async def _nothing_to_annotate(experiment: Experiment, *, follow: bool) -> Consu
 async def config_of(url: str, experiment: str) -> tuple[RunConfig, str]:
     """Return the configuration of a run, and the schema of its data."""
     async with open_store(url, read_only=True) as store:
-        config = (await store.experiment(experiment)).config
-        return of_experiment(config), config.get("schema", "experience")
+        opened = await store.experiment(experiment)
+        await require_parts(store, opened)
+        return of_experiment(opened.config), opened.config.get("schema", "experience")
 
 
 def settings_of(config: RunConfig, checkpoints: Path) -> TrainerSettings:
@@ -166,10 +187,9 @@ def train(
 ) -> None:
     """Train until the target is reached or the stream ends; then finish the experiment."""
     use_one_thread()
-    config, schema = anyio.run(config_of, url, experiment)
+    config, _ = anyio.run(config_of, url, experiment)
     task = task_of(config)
     algorithm = algorithm_of(config)
-    algorithm.check_schema(schema)
     settings = settings_of(config, checkpoints)
     with open_train_stream(
         url,

@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.cli.run_config import RunConfig
+from trinity_buffer.trainer.requirements import RECORDED, require
+
+
+def require_parts_of(
+    config: RunConfig,
+    *,
+    schema: str = "experience",
+    columns: Collection[str] | None = None,
+    experiments: Collection[str] | None = None,
+) -> None:
+    """Return if a run has what its algorithm needs; see `requirements.require`.
+
+    Args:
+        config: of the run.
+        schema: of its data.
+        columns: of the rows that are stored; None: there will be those that our explorers record.
+        experiments: of the store, None if it is not there yet.
+
+    Raises:
+        InvalidArgumentError: says what is lacking, and what to do.
+    """
+    require(
+        algorithm_of(config),
+        schema=schema,
+        columns=columns or RECORDED,
+        rollouts_per_group=config.rollouts_per_group,
+        teacher=config.teacher is not None,
+        expert=config.expert_experiment,
+        experiments=experiments,
+    )
 
 
 def algorithm_of(config: RunConfig) -> Algorithm:

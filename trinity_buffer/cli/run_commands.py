@@ -15,6 +15,7 @@ from trinity_buffer.cli.options import (
     ExperimentOption,
     JsonOption,
     StoreOption,
+    awaited_experiment,
     chosen_experiment,
     chosen_store,
     made_folder,
@@ -93,9 +94,10 @@ def _demo_settings(
         base = merged(base, read_file(config))
     settings = resolved(overridden(base, overrides or []))
     if config is not None or overrides:
-        from trinity_buffer.cli.run_algorithm import algorithm_of  # noqa: PLC0415 - torch
+        from trinity_buffer.cli.run_algorithm import require_parts_of  # noqa: PLC0415 - torch
 
-        algorithm_of(settings)  # refused here, and not by three processes and a store that has it
+        # Refused here, and not by three processes and a store that has it.
+        require_parts_of(settings)
     return settings
 
 
@@ -160,7 +162,7 @@ def annotate(
 
     async def main() -> None:
         url = chosen_store(store)
-        chosen = await chosen_experiment(url, experiment)
+        chosen = await (awaited_experiment if follow else chosen_experiment)(url, experiment)
         args = overridden({}, overrides) if overrides else None
         if follow and not as_json:
             roles.plain(f"annotates {chosen}")
@@ -243,7 +245,7 @@ async def _prepared(
     """Return the experiment's name; with a configuration, create it or record what changed."""
     if config is None and not overrides:
         return await chosen_experiment(url, experiment)
-    from trinity_buffer.cli.run_algorithm import algorithm_of  # noqa: PLC0415
+    from trinity_buffer.cli.run_algorithm import require_parts_of  # noqa: PLC0415
     from trinity_buffer.cli.run_config import (  # noqa: PLC0415
         merged,
         of_experiment,
@@ -256,11 +258,18 @@ async def _prepared(
     async with open_store(url) as store:
         names = await store.experiments()
         name = experiment or (names[0] if len(names) == 1 else "run")
-        recorded = (await store.experiment(name)).config if name in names else {}
+        opened = await store.experiment(name) if name in names else None
+        recorded = {} if opened is None else opened.config
         known = of_experiment(recorded).model_dump()
         values = merged(known, read_file(config) if config is not None else {})
         settings = resolved(overridden(values, overrides or []))
-        algorithm_of(settings)  # a name that nobody knows must not be what everybody reads
+        # What nobody knows, or what cannot be trained, must not be what everybody reads.
+        require_parts_of(
+            settings,
+            schema=recorded.get("schema", "experience"),
+            columns=None if opened is None else await opened.columns(),
+            experiments=names,
+        )
         changed = settings.model_dump()
         # What is recorded beside a run's own keys, such as the schema, stays.
         await store.experiment(name, config={**recorded, **changed})

@@ -79,7 +79,7 @@ class RunConfig(_Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    seed: int = 0
+    seed: int = Field(0, gt=-(1 << 62), lt=1 << 62)
     algorithm: str = Field("grpo", description="registered name, see `trinity-buffer algorithms`")
     algorithm_args: dict[str, Any] = Field(
         default_factory=dict, description="parts and arguments, as of algorithm.build"
@@ -108,6 +108,9 @@ class RunConfig(_Section):
     max_steps: int | None = Field(None, ge=1)
     max_skipped_steps: int = Field(
         3, ge=1, description="in a row, of a loss or gradient that is not finite; then it ends"
+    )
+    max_rejected_steps: int = Field(
+        6, ge=1, description="in a row, rejected as invalid or damaged; then the role ends"
     )
     lease_ttl_s: float = Field(
         30.0, gt=0, description="a trainer that is silent for so long may be replaced"
@@ -230,11 +233,14 @@ def resolved(values: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:
-        problems = [
-            f"{'.'.join(map(str, e['loc'])) or 'configuration'}={e['input']!r}: {e['msg']}"
-            for e in error.errors()
-        ]
-        raise InvalidArgumentError("; ".join(problems)) from error
+        raise InvalidArgumentError("; ".join(map(_problem, error.errors()))) from error
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    """Return what is wrong with one key; what is wrong with several together names them itself."""
+    place = ".".join(map(str, error["loc"]))
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{place}={error['input']!r:.100}: {message}" if place else str(message)
 
 
 def of_experiment(config: Mapping[str, Any]) -> RunConfig:

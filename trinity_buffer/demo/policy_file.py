@@ -64,11 +64,12 @@ def _read(path: str | Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {})[_METADATA_KEY])
+            header = {"config": dict(header["config"]), "metadata": dict(header["metadata"])}
             names = file.keys() if with_tensors else ()
             return header, {name: file.get_tensor(name) for name in names}
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: there is no such policy file") from error
-    except (SafetensorError, KeyError, OSError, ValueError) as error:
+    except (SafetensorError, KeyError, OSError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(
             f"{path}: not a policy that save_policy wrote ({error}); publish it again"
         ) from error

@@ -15,7 +15,8 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.acknowledgements import Acknowledgements
 from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.background import running
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.checkpoint import being_read, require_digest
+from trinity_buffer.pipeline.experiment import Experiment, PublishedPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,16 +149,23 @@ class Explorer:
         ):
             await self._load_newest()
 
+    def _load(self, policy: PublishedPolicy) -> Sampler:
+        """Return a sampler with these weights, which stay while they are loaded."""
+        with being_read(Path(policy.uri)):
+            if policy.digest and Path(policy.uri).is_file():
+                require_digest(Path(policy.uri), policy.digest)
+            return self._sampler.load(policy.uri)
+
     async def _load_newest(self) -> None:
         while True:
             found = await self._experiment.newest_policy()
             if found is None or found.version == self._version:
                 return
             try:
-                sampler = await anyio.to_thread.run_sync(self._sampler.load, found.uri)
+                sampler = await anyio.to_thread.run_sync(self._load, found)
             except CheckpointError:
                 # The trainer keeps only its newest checkpoints: between the event and the file, a
-                # newer one came.
+                # newer one came. Gone, half there or another's file: all mean to ask again.
                 if (
                     newer := await self._experiment.newest_policy()
                 ) and newer.position > found.position:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trinity_buffer.errors import CheckpointError
@@ -61,6 +62,43 @@ def _staying(checkpoint: Path) -> Iterator[None]:
             f"checkpoint {checkpoint} is being removed while it is read, {error.filename} is gone: "
             "a trainer that took over tidies up so; start again to resume from the last commit"
         ) from error
+
+
+@contextmanager
+def being_read(path: Path) -> Iterator[None]:
+    """Keep `may_remove` from saying yes to the file ``path`` while the body runs.
+
+    A lock of the operating system's, so that whoever dies lets go of it. A path that is no file
+    here, as the address of a server, is nobody's to remove.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        yield  # whoever reads it says what is wrong
+        return
+    try:
+        with suppress(OSError):  # a file system without locks: then it may be gone, and asked again
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def may_remove(path: Path) -> bool:
+    """Return whether nobody is reading the file ``path`` right now; see `being_read`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def require_digest(checkpoint: Path, digest: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trinity_buffer.errors import ArchivedSegmentError, DamagedSegmentError
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
@@ -170,10 +172,25 @@ class Experiment:
     async def publish_policy(
         self, version: int, uri: str, *, digest: str = "", actor: str = "user"
     ) -> None:
-        """Record that the weights of policy ``version`` are at ``uri``; explorers load them."""
+        """Record that the weights of policy ``version`` are at ``uri``; explorers load them.
+
+        Args:
+            version: their number.
+            uri: path, or the address of a server.
+            digest: of the file, as `checkpoint.digest_of` computes it: an explorer refuses another
+                file in its place; "": anything there is loaded.
+        """
         event = new_event("PolicyPublished", {"version": version, "uri": uri, "digest": digest})
         async with self.database.writing() as tx:
             await log.append(tx, self.key, [event], actor=actor, now_us=now_us())
+
+    async def columns(self) -> frozenset[str] | None:
+        """Return which fields the first stored experience has; None where none can be read."""
+        with suppress(ArchivedSegmentError, DamagedSegmentError):
+            async for experience in self.read():
+                fields = experience.__dict__.items()
+                return frozenset(name for name, value in fields if value is not None)
+        return None
 
     async def newest_policy(self) -> PublishedPolicy | None:
         """Return the policy that was published last, or None."""

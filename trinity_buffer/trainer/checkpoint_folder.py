@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trinity_buffer.errors import CheckpointError, NonFiniteError
-from trinity_buffer.pipeline.checkpoint import MANIFESTS_FILE, read_manifests
+from trinity_buffer.pipeline.checkpoint import MANIFESTS_FILE, may_remove, read_manifests
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Trainable, all_finite
 
 POLICY_FILE = "policy.safetensors"
@@ -183,6 +183,8 @@ def read_step(folder: Path) -> int:
 def remove_old(root: Path, *, keep: int, committed: Path) -> None:
     """Delete the checkpoints up to ``committed``, but those of the newest ``keep`` steps.
 
+    One whose policy somebody is loading stays for now.
+
     Args:
         committed: the one that was committed last; it stays, those that were begun before it for
             the same step go.
@@ -192,7 +194,9 @@ def remove_old(root: Path, *, keep: int, committed: Path) -> None:
     # None: who took over meanwhile has gone on, and tidied up to where it is.
     kept = sorted({step for step, _ in places.values() if step <= last[0]})[-keep:]
     for folder, (step, number) in places.items():
-        if kept and (step < kept[0] or (step == last[0] and number < last[1])):
+        gone = kept and (step < kept[0] or (step == last[0] and number < last[1]))
+        # What an explorer is loading goes after a later commit.
+        if gone and may_remove(folder / POLICY_FILE):
             # A process that was fenced may be writing into it still: what is left goes next time.
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from trinity_buffer.algorithm import Algorithm
+from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
+from trinity_buffer.errors import InvalidArgumentError
 
 READ_BY_ADVANTAGES = frozenset({"on_policy_distill", "jsd", "clipb", "clipv"})
 """Advantage functions that compare with what the explorer's policy said."""
+
+
+COMPARE_RUNS = frozenset(
+    {
+        *("grpo", "dapo_dynamic_sampling", "reward_variance", "duplicate_informative"),
+        *("best_of_group", "step_wise_grpo", "rloo", "grpo_verl"),
+    }
+)
+"""Strategies and advantage functions that have nothing to say of a run that stands alone."""
+
+RECORDED = frozenset({"logprobs", "reward"})
+"""What our own explorers record of a run beside its tokens."""
 
 
 def strategy_of(algorithm: Algorithm) -> str | None:
@@ -21,6 +35,99 @@ def strategies_of(algorithm: Algorithm) -> tuple[list[str], dict[str, Any]]:
     if len(choices) == 1:
         return [choices[0].name], dict(choices[0].args)
     return [choice.name for choice in choices], {c.name: dict(c.args) for c in choices}
+
+
+def require(
+    algorithm: Algorithm,
+    *,
+    schema: str = "experience",
+    columns: Collection[str] | None = None,
+    rollouts_per_group: int | None = None,
+    teacher: bool = False,
+    expert: str | None = None,
+    experiments: Collection[str] | None = None,
+) -> None:
+    """Return if a run has all that its algorithm cannot do without: asked before any rollout.
+
+    Args:
+        algorithm: what is trained.
+        schema: of the data.
+        columns: what the rows have or will have beside their tokens; None: nobody knows yet.
+        rollouts_per_group: runs of a task; None: the algorithm's own number.
+        teacher: whether the trainer has a teacher policy.
+        expert: experiment with the expert's rows.
+        experiments: those of the store; None: there is no store yet.
+
+    Raises:
+        InvalidArgumentError: says what is lacking, and what to do.
+    """
+    algorithm.check_schema(schema)
+    found = [
+        *_lacking_models(algorithm, columns, teacher=teacher),
+        *_lacking_expert(algorithm, expert, experiments),
+        *_lacking_advantages(algorithm),
+        *_lacking_runs(algorithm, rollouts_per_group),
+    ]
+    if found:
+        raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs {', and '.join(found)}")
+
+
+def _lacking_models(
+    algorithm: Algorithm, columns: Collection[str] | None, *, teacher: bool
+) -> Iterator[str]:
+    reads = algorithm.tensors | frozenset(
+        () if algorithm.advantage is None else algorithm.advantage.tensors
+    )
+    if teacher or columns is None or "teacher_logprob" not in reads:
+        return
+    if "teacher_logprobs" not in columns:
+        yield (
+            "teacher_logprobs: store them with the experiences, or give the trainer a teacher "
+            "policy (teacher=FILE)"
+        )
+
+
+def _lacking_expert(
+    algorithm: Algorithm, expert: str | None, experiments: Collection[str] | None
+) -> Iterator[str]:
+    mixes = algorithm.choices["sample_strategy"].name == "mix"
+    if mixes and expert is None:
+        yield (
+            "an expert's rows: record solutions in another experiment of the store, of the schema "
+            "'sft', and name it (expert_experiment=NAME)"
+        )
+    elif expert is not None and not mixes:
+        yield f"no expert_experiment={expert!r}: only sample_strategy='mix' reads one"
+    elif expert is not None and experiments is not None and expert not in experiments:
+        yield (
+            f"expert_experiment={expert!r}, which is not in this store; it holds "
+            f"{', '.join(experiments) or 'none'}"
+        )
+
+
+def _lacking_advantages(algorithm: Algorithm) -> Iterator[str]:
+    names = [choice.name for choice in algorithm.strategies]
+    if not algorithm.needs_advantages or any(ADD_STRATEGY.get(name).annotates for name in names):
+        return
+    if names:
+        yield (
+            f"advantages, and {'+'.join(names)!r} only chooses: put a strategy that computes them "
+            f"behind it (strategy={'+'.join(names)}+grpo)"
+        )
+    else:
+        yield "advantages: name a strategy that computes them (strategy=grpo)"
+
+
+def _lacking_runs(algorithm: Algorithm, rollouts_per_group: int | None) -> Iterator[str]:
+    compares = [c.name for c in algorithm.strategies if c.name in COMPARE_RUNS]
+    advantage = algorithm.choices.get("advantage_fn")
+    if advantage is not None and advantage.name in COMPARE_RUNS:
+        compares.append(advantage.name)
+    if compares and rollouts_per_group == 1:
+        yield (
+            f"several runs of a task, which {compares[0]!r} compares: rollouts_per_group=1; give 2 "
+            "or more"
+        )
 
 
 def stream_options(

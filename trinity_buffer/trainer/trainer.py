@@ -29,6 +29,7 @@ from trinity_buffer.trainer.models import Models, prepare, require_models, score
 from trinity_buffer.trainer.non_finite import largest_rows
 from trinity_buffer.trainer.parallel import OneProcess, Processes
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable
+from trinity_buffer.trainer.requirements import require
 from trinity_buffer.trainer.settings import TrainerSettings
 
 __all__ = ["StepReport", "Trainer", "TrainerSettings"]
@@ -113,6 +114,14 @@ class Trainer(Generic[AnyPolicy]):
         self._skipped_in_a_row = 0
         self._models = Models(self.state.policy, critic, reference, teacher)
         require_models(algorithm, self._models)
+        if isinstance(stream, SyncTrainStream):  # a replay lacks nothing that the run had
+            require(
+                algorithm,
+                schema=stream.schema,
+                columns=stream.columns(),
+                teacher=teacher is not None,
+                expert=stream.expert_experiment,
+            )
 
     def _fresh(self, policy: AnyPolicy) -> TrainerState[AnyPolicy]:
         settings, critic = self._settings, None
@@ -209,10 +218,11 @@ class Trainer(Generic[AnyPolicy]):
 
         One decision for all ranks, and one look at the device.
         """
-        scalars = [torch.as_tensor(one, dtype=torch.float64).cpu() for one in found.values()]
+        device = deciding[0].device
+        scalars = [torch.as_tensor(one, dtype=torch.float64).to(device) for one in found.values()]
         flags = torch.stack([torch.as_tensor(one).detach().isfinite() for one in deciding])
         broken = self._processes.sum((~flags.all()).to(torch.float32))
-        flag, *numbers = torch.stack([broken.double().cpu(), *scalars]).tolist()
+        flag, *numbers = torch.stack([broken.double(), *scalars]).tolist()
         return flag == 0, dict(zip(found, numbers, strict=True))
 
     def _step(self, step: TrainStep) -> None:

@@ -24,12 +24,13 @@ _Kept = Mapping[str, Sequence[Experience]]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is committed for some units: events, the segment that they refer to, and two counts."""
+    """What is committed for some units: events, the segment that they refer to, and numbers."""
 
     events: list[NewEvent]
     segment_rows: list[dict[str, object]]
     annotated: int
     rejected: int
+    reasons: frozenset[str]
 
 
 @dataclass(slots=True)
@@ -157,7 +158,8 @@ class Verdicts:
                 "planned_groups": left_out,
             }
             events.append(new_event("ExperiencesRejected", body))
-        return Decision(events, rows, len(experiences), len(self.reasons))
+        reasons = frozenset(self.reasons.values())
+        return Decision(events, rows, len(experiences), len(self.reasons), reasons)
 
 
 def _all_finite(experiences: Sequence[Experience]) -> bool:

@@ -31,6 +31,7 @@ from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading import load_experiences, unreadable_among
+from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, segments
 from trinity_buffer.store.dialect import lock_experiment
@@ -107,6 +108,11 @@ class StrategyConsumer:
         self._unit = self.strategy.unit_for(**own)
         self._families = ("light", *(f for f in self.strategy.families_for(**own) if f != "light"))
         self._reader = UnitReader(experiment, self.name, self._unit, self.rules)
+        self._watch = RejectionWatch(
+            f"strategy {self.name!r}",
+            experiment.config.get("groups_per_step", 1),
+            experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
+        )
         self._calls = 0
         self._annotated = 0
         self._rejected = 0
@@ -204,6 +210,12 @@ class StrategyConsumer:
         reached("after-annotate")
         self._annotated += decision.annotated
         self._rejected += decision.rejected
+        if decision.annotated:
+            self._watch.kept()
+        elif decision.rejected and units:
+            groups = [group for unit in units for group in unit.groups if group.members]
+            uid = groups[0].members[0].eid.uid if groups else ""
+            self._watch.rejected(len(groups), decision.reasons, uid)
 
     async def _compute(self, units: Sequence[ReadyUnit], late: Sequence[ExperienceRow]) -> Decision:
         verdicts = Verdicts(self.name)

@@ -11,6 +11,7 @@ from trinity_buffer.errors import (
     InvalidArgumentError,
 )
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.pipeline.streaming.collate import row_lengths
 from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.streaming.ready_groups import ReadyGroup
@@ -51,13 +52,24 @@ class StepRows:
         self._loader = loader
         self._source = source
         self._pairs = experiment.config.get("schema") == "dpo"
+        self._watch = RejectionWatch(
+            f"trainer {options.consumer!r}",
+            options.groups_per_step,
+            experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
+        )
 
     async def prepare(
         self, step: int, taken: list[ReadyGroup]
     ) -> tuple[Manifest | None, LoadedRows | None]:
-        """Return the manifest of ``taken`` and its columns, or nothing if no row can be trained."""
+        """Return the manifest of ``taken`` and its columns, or nothing if no row can be trained.
+
+        Raises:
+            TrainingError: no row could be, of too many steps in a row.
+        """
+        groups, first, reasons = len(taken), None, set[str]()
         while taken:
             manifest = planned_manifest(step, self._set, taken, self._options)
+            first = first or manifest
             try:
                 rows = await self._loader.load(manifest)
             except (ArchivedSegmentError, CodecError, DamagedSegmentError):
@@ -65,14 +77,20 @@ class StepRows:
                 if not unreadable:
                     raise
                 taken = await self._left_of(taken, _named(manifest, unreadable))
+                reasons.update(unreadable.values())
                 continue
             unfit = await self._unfit(manifest, rows)
             if unfit:
                 taken = await self._left_of(taken, unfit)
-            elif self._pairs:
+                reasons.update(unfit.values())
+                continue
+            self._watch.kept()
+            if self._pairs:
                 return self._of_pairs(step, manifest, rows, taken)
-            else:
-                return manifest, rows
+            return manifest, rows
+        if first is not None:
+            (uid,) = await self._loader.uids(first, [0]) if self._watch.names_first else [""]
+            self._watch.rejected(groups, reasons, uid)
         return None, None
 
     async def _unfit(self, manifest: Manifest, rows: LoadedRows) -> Unfit:

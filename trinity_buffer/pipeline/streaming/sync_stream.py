@@ -55,6 +55,20 @@ class SyncTrainStream:
             partial(self._stream.commit, step, checkpoint, policy, environment, metrics, skipped)
         )
 
+    @property
+    def expert_experiment(self) -> str | None:
+        """The experiment whose rows are mixed in as an expert's."""
+        return self._stream.options.expert_experiment
+
+    @property
+    def schema(self) -> str:
+        """Of the experiences."""
+        return str(self._stream.experiment.config.get("schema", "experience"))
+
+    def columns(self) -> frozenset[str] | None:
+        """Return what the first stored experience has, None where there is none yet."""
+        return self._portal.call(self._stream.experiment.columns)
+
     def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
         return self._portal.call(self._stream.uids, step, rows)

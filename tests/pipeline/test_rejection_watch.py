@@ -1,0 +1,75 @@
+"""A consumer that rejects everything says so, and ends where the rows are at fault."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.stories import rollout
+from trinity_buffer.errors import TrainingError
+from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import Store, open_store
+
+
+def rows(tasks: int, *, reward: float | None = None) -> list[Experience]:
+    made = [rollout("b0", task, run, 1.0) for task in range(tasks) for run in range(2)]
+    for one in made:
+        one.logprobs, one.reward = None, reward
+    return made
+
+
+async def recorded(store: Store, made: list[Experience], **config: Any) -> Experiment:
+    experiment = await store.experiment("run", config={"rollouts_per_group": 2, **config})
+    await experiment.writer("test").write(made)
+    return experiment
+
+
+async def test_a_trainer_whose_rows_all_lack_a_column_ends_and_names_the_first(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, rows(9, reward=1.0), max_rejected_steps=5)
+        options: dict[str, Any] = {"strategy": None, "needs": ("logprobs",)}
+        with caplog.at_level(logging.WARNING):
+            async with experiment.train_stream(**options) as stream:
+                with pytest.raises(TrainingError, match=r"5 steps in a row as invalid \(first b0/"):
+                    await anext(stream)
+    (warning,) = [record for record in caplog.records if "rejection_watch" in record.name]
+    assert "'trainer' has rejected everything of 3 steps in a row" in warning.getMessage()
+
+
+async def test_one_row_that_can_be_trained_begins_the_count_anew(store_url: str) -> None:
+    made = rows(12, reward=1.0)
+    for run, one in enumerate(made[8:10]):
+        one.logprobs = rollout("b0", 4, run, 1.0).logprobs
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, made, max_rejected_steps=8)
+        options: dict[str, Any] = {"strategy": None, "needs": ("logprobs",)}
+        async with experiment.train_stream(**options) as stream:
+            steps = [step async for step in stream]
+    assert [step.step for step in steps] == [1]
+
+
+async def test_a_strategy_whose_rows_all_lack_a_reward_ends(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, rows(4), max_rejected_steps=4)
+        with pytest.raises(
+            TrainingError, match=r"strategy 'grpo' .* 4 steps in a row as invalid \(first b0/0/0"
+        ):
+            await run_strategy(experiment, "grpo")
+
+
+async def test_a_filter_that_keeps_nothing_goes_on_and_says_so(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, rows(9, reward=1.0), max_rejected_steps=4)
+        with caplog.at_level(logging.WARNING):
+            report = await run_strategy(experiment, "reward_variance")
+    assert (report.annotated, report.rejected) == (0, 18)
+    (warning,) = [record for record in caplog.records if "rejection_watch" in record.name]
+    assert "as zero_variance (first b0/0/0" in warning.getMessage()

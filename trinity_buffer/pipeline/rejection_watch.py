@@ -1,0 +1,77 @@
+"""A consumer that rejects everything says so aloud, and ends where only a fault explains it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from trinity_buffer.errors import TrainingError
+
+WARN_AFTER_STEPS = 3
+"""Steps in a row of which everything was rejected, before that is said."""
+
+MAX_REJECTED_STEPS = 6
+"""So many in a row end the consumer, where the rows themselves are at fault."""
+
+FAULTS = frozenset({"invalid", "damaged"})
+"""Reasons that more rows of the same kind will not mend; a filter or an age may."""
+
+_logger = logging.getLogger(__name__)
+
+
+class RejectionWatch:
+    """Counts what was rejected since anything was kept.
+
+    Args:
+        who: the consumer, as a message names it.
+        groups_per_step: so many groups count as a step.
+        max_rejected_steps: see `MAX_REJECTED_STEPS`.
+    """
+
+    def __init__(
+        self, who: str, groups_per_step: int = 1, max_rejected_steps: int = MAX_REJECTED_STEPS
+    ) -> None:
+        self._who = who
+        self._per_step = groups_per_step
+        self._most = max_rejected_steps
+        self._groups = 0
+        self._reasons: set[str] = set()
+        self._first = ""
+        self._warned = False
+
+    def kept(self) -> None:
+        """Note that something was kept."""
+        self._groups, self._reasons, self._first, self._warned = 0, set(), "", False
+
+    @property
+    def names_first(self) -> bool:
+        """Whether the name of the first row that was rejected is still to be told."""
+        return not self._first
+
+    def rejected(self, groups: int, reasons: Collection[str], uid: str) -> None:
+        """Note that of ``groups`` groups nothing was kept.
+
+        Args:
+            groups: how many.
+            reasons: of the rejections.
+            uid: of one row of theirs; only the first one is remembered.
+
+        Raises:
+            TrainingError: nothing was kept for too long, and a fault is the reason.
+        """
+        self._groups += groups
+        self._reasons |= set(reasons)
+        self._first = self._first or uid
+        steps = self._groups // self._per_step
+        if steps < min(WARN_AFTER_STEPS, self._most):
+            return
+        said = (
+            f"{self._who} has rejected everything of {steps} steps in a row as "
+            f"{', '.join(sorted(self._reasons))} (first {self._first}); `trinity-buffer show "
+            f"{self._first}` tells what the row holds"
+        )
+        if steps >= self._most and self._reasons <= FAULTS:
+            raise TrainingError(f"{said}; give the rows what is lacking, and start it again")
+        if not self._warned:
+            self._warned = True
+            _logger.warning("%s", said)
