@@ -1,0 +1,30 @@
+"""Who follows may come before there is anything to follow."""
+
+from __future__ import annotations
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from trinity_buffer.cli.options import awaited_experiment
+from trinity_buffer.pipeline.store import open_store
+
+
+async def test_a_follower_waits_for_the_store_and_its_first_experiment(
+    store_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: list[str] = []
+
+    async def wait() -> None:
+        found.append(await awaited_experiment(store_url, None))
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            said = ""
+            while "waits for the first explorer" not in said:
+                await anyio.lowlevel.checkpoint()
+                said += capsys.readouterr().err
+            async with open_store(store_url) as store:
+                await store.experiment("sort", config={})
+    assert found == ["sort"]
