@@ -46,7 +46,6 @@ LAZY_IMPORTS = {
     f"{PACKAGE}/pipeline/archive_file.py:_parquet": "pyarrow is an extra",
     f"{PACKAGE}/store/bulk.py:_copy": "asyncpg is an extra that users of SQLite do not have",
     "benchmarks/learning_report.py:_plot": "matplotlib is an extra, and slow to import",
-    f"{PACKAGE}/cli/demo.py:_accuracy": "torch, which would take a core from the run it watches",
     f"{PACKAGE}/cli/history_commands.py:replay": "torch, which compaction does not need",
     f"{PACKAGE}/cli/history_commands.py:reannotate": "torch, which compaction does not need",
     f"{PACKAGE}/cli/run_commands.py:demo": "torch, which the inspecting commands do not need",

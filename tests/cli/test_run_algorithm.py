@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from trinity_buffer.cli.recipes import config_for
 from trinity_buffer.cli.run_algorithm import algorithm_of
 from trinity_buffer.cli.run_config import resolved
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
@@ -68,11 +67,6 @@ def test_a_list_of_strategies_is_one_set() -> None:
     assert strategy_of(algorithm) == "dapo_dynamic_sampling+grpo"
     names, args = strategies_of(algorithm)
     assert set(args) == set(names)
-
-
-@pytest.mark.parametrize("task", ["sort", "guess"])
-def test_the_demo_runs_no_reference_policy(task: str) -> None:
-    assert not algorithm_of(resolved(config_for(task, 3))).needs_reference
 
 
 def test_what_an_algorithm_asks_of_the_stream() -> None:

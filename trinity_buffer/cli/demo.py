@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import anyio
 from rich.console import Console
 from rich.live import Live
 
+from trinity_buffer.cli.demo_sources import expert_batches, expert_of, needs_of_run, teacher_of
 from trinity_buffer.cli.options import made_folder
 from trinity_buffer.cli.printing import progress
+from trinity_buffer.cli.roles import explore, first_policy, task_of
+from trinity_buffer.cli.run_algorithm import algorithm_of, recorded
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
 from trinity_buffer.cli.supervisor import Supervisor, command_of
 from trinity_buffer.demo import view
+from trinity_buffer.demo.policy import TransformerPolicy
+from trinity_buffer.demo.rollout import evaluate
 from trinity_buffer.demo.view import RunNumbers
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE
+from trinity_buffer.trainer.requirements import strategies_of
 
 FRAMES_PER_S = 4
 PLAIN_LINE_EVERY_S = 2.0
@@ -33,6 +39,10 @@ class DemoPaths:
 
     store: str
     base: Path
+
+    def of(self, source: str) -> DemoPaths:
+        """Return the paths of what is made for this demo: its teacher, or its expert."""
+        return DemoPaths(self.store, self.base.with_name(f"{self.base.name}-{source}"))
 
     @property
     def logs(self) -> Path:
@@ -63,6 +73,7 @@ class Demo:
         explorers: how many explorer processes.
         chaos_every_s: kill a random process about so often; None: never.
         limit_s: stop after so long, whatever was reached.
+        brief: suggest no commands at the end.
     """
 
     paths: DemoPaths
@@ -71,14 +82,15 @@ class Demo:
     explorers: int = 2
     chaos_every_s: float | None = None
     limit_s: float | None = None
+    brief: bool = False
     console: Console = field(default_factory=Console)
     _numbers: RunNumbers = field(default_factory=RunNumbers)
-    _supervisor: Supervisor = field(default_factory=lambda: Supervisor({}, Path()))
+    _supervisors: list[Supervisor] = field(default_factory=list)
 
     def run(self) -> int:
         """Run to the end; return the exit code."""
         try:
-            return anyio.run(self._run)
+            return anyio.run(self.run_in_loop)
         except KeyboardInterrupt:
             self.console.print(
                 f"\ninterrupted at step {self._numbers.step}; run the same command again to go on "
@@ -87,19 +99,27 @@ class Demo:
             return 0
         finally:
             # again: an impatient second Ctrl-C may have cut the first one short
-            self._supervisor.stop()
+            for supervisor in self._supervisors:
+                supervisor.stop()
 
-    async def _run(self) -> int:
+    async def run_in_loop(self) -> int:
+        """Run to the end, in an event loop that is there already; return the exit code."""
         begin = time.monotonic()
         async with open_store(self.paths.store) as store:
             for folder in (self.paths.logs, self.paths.checkpoints, self.paths.acknowledgements):
                 made_folder(folder)  # after the store was opened: it may be refused
+            if self.experiment not in await store.experiments():
+                code = await self._teach(store)
+                if code is not None:
+                    return code
+                await self._ask_expert(store)
             experiment = await self._experiment(store)
             numbers = self._numbers
             failed: str | None = None
-            supervisor = self._supervisor = Supervisor(
+            supervisor = Supervisor(
                 self._commands(), self.paths.logs, self.chaos_every_s, self.config.seed
             )
+            self._supervisors.append(supervisor)
             if not await experiment.is_finished():
                 supervisor.start()
                 try:
@@ -116,11 +136,54 @@ class Demo:
             seconds = time.monotonic() - begin
             if failed is None and not numbers.trained:
                 failed = f"nothing was trained in {seconds:.0f} s: {numbers.rejected} rejected"
-            return await self._conclude(experiment, supervisor, seconds, failed)
+            holds = await self._expert_holds(store)
+            code = await self._conclude(experiment, supervisor, seconds, failed)
+            return code if holds else 1
 
-    async def _experiment(self, store: Any) -> Experiment:
+    async def _teach(self, store: Store) -> int | None:
+        """Train the teacher of a run that needs one; an exit code if the run cannot begin yet."""
+        if not needs_of_run(self.config).teacher or self.config.teacher is not None:
+            return None
+        name = f"{self.experiment}-teacher"
+        if (
+            name not in await store.experiments()
+            or not await (await store.experiment(name)).is_finished()
+        ):
+            self._say(f"first its teacher learns from solutions: experiment {name}")
+            paths, config = self.paths.of("teacher"), teacher_of(self.config)
+            teacher = replace(self, paths=paths, experiment=name, config=config, explorers=1)
+            code = await replace(teacher, brief=True, _numbers=RunNumbers()).run_in_loop()
+            if code or not await (await store.experiment(name)).is_finished():
+                return code
+        checkpoint = await (await store.experiment(name)).last_checkpoint(self.config.trainer)
+        policy = str(Path(checkpoint or "") / POLICY_FILE)
+        self.config = self.config.model_copy(update={"teacher": policy})
+        self._say(f"taught: {policy}")
+        return None
+
+    async def _ask_expert(self, store: Store) -> None:
+        """Record as many of an expert's solutions as the run can take, if it mixes them in."""
+        batches = expert_batches(self.config)
+        if not batches or self.config.expert_experiment is not None:
+            return
+        # All of them before the run: a trainer mixes in what is there when it starts.
+        config, noted = expert_of(self.config), self.paths.of("expert").acknowledgements
+        solutions = batches * config.groups_per_batch
+        self._say(f"first its expert records {solutions} solutions: experiment {self._expert}")
+        await store.experiment(self._expert, config=recorded(config))
+        await explore(
+            self.paths.store,
+            self._expert,
+            actor="expert",
+            acknowledgements=made_folder(noted) / "expert.ack",
+            max_batches=batches,
+            say=lambda _: None,
+        )
+        self.config = self.config.model_copy(update={"expert_experiment": self._expert})
+
+    async def _experiment(self, store: Store) -> Experiment:
         if self.experiment in await store.experiments():
-            found: Experiment = await store.experiment(self.experiment)
+            found = await store.experiment(self.experiment)
             asked, self.config = self.config, of_experiment(found.config)
             kept = "" if asked == self.config else ", with the configuration that it began with"
             self.console.print(
@@ -129,24 +192,28 @@ class Demo:
                 soft_wrap=True,
             )
             return found
-        config = self.config.model_dump()
-        self.console.print_json(data=config)
-        return await store.experiment(self.experiment, config=config)  # type: ignore[no-any-return]
+        self._say(f"{self.config.algorithm} learns the task {self.config.task.name}; its settings:")
+        self._say(f"  trinity-buffer stats --config {self._where()}")
+        return await store.experiment(self.experiment, config=recorded(self.config))
+
+    @property
+    def _expert(self) -> str:
+        """The experiment with an expert's data, if this demo makes it."""
+        return f"{self.experiment}-expert"
+
+    def _where(self) -> str:
+        """Return the options that name this run to any command."""
+        return f"--store {self.paths.store} --experiment {self.experiment}"
 
     def _commands(self) -> dict[str, list[str]]:
         common = ("--store", self.paths.store, "--experiment", self.experiment)
+        noted = ("--acknowledge", str(self.paths.acknowledgements))
         commands = {
-            f"explorer-{number}": command_of(
-                "explore",
-                *common,
-                "--actor",
-                f"e{number}",
-                "--acknowledge",
-                str(self.paths.acknowledgements),
-            )
+            f"explorer-{number}": command_of("explore", *common, "--actor", f"e{number}", *noted)
             for number in range(self.explorers)
         }
-        commands["strategy"] = command_of("annotate", *common, "--follow")
+        if strategies_of(algorithm_of(self.config))[0]:
+            commands["strategy"] = command_of("annotate", *common, "--follow")
         commands["trainer"] = command_of(
             "train", *common, "--follow", "--checkpoints", str(self.paths.checkpoints)
         )
@@ -232,22 +299,28 @@ class Demo:
     def _say(self, line: str, *, style: str | None = None) -> None:
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
+    async def _expert_holds(self, store: Store) -> bool:
+        """Verify what was made for an expert, and say so; True where nothing was."""
+        if self.config.expert_experiment != self._expert:
+            return True
+        expert = await store.experiment(self._expert)
+        report = await verify(expert, acknowledged=self.paths.of("expert").acknowledgements)
+        self._say(
+            f"expert: {report.experiences} solutions, "
+            f"lost {report.lost}, duplicated {report.duplicated}"
+        )
+        return report.ok
+
     async def _last_checkpoint(self, experiment: Experiment) -> Path | None:
         found = await experiment.last_checkpoint(self.config.trainer)
         return None if found is None else Path(found)
 
     def _accuracy(self, checkpoint: Path | None) -> float:
         """Return the exact-match accuracy of the last committed weights on fresh problems."""
-        # torch is imported only here: while the run is on, this process must leave the cores to the
-        # others.
-        from trinity_buffer.cli.roles import first_policy, task_of  # noqa: PLC0415
-        from trinity_buffer.demo.policy import TransformerPolicy  # noqa: PLC0415
-        from trinity_buffer.demo.rollout import evaluate  # noqa: PLC0415
-
         policy = (
             first_policy(self.config)
             if checkpoint is None
-            else TransformerPolicy.load(checkpoint / "policy.safetensors")
+            else TransformerPolicy.load(checkpoint / POLICY_FILE)
         )
         return evaluate(policy, task_of(self.config), 1000, seed=self.config.seed + 1_000_000)
 
@@ -281,6 +354,8 @@ class Demo:
             verdict += " of what was stored, and nothing was trained"
         say(f"verify: {verdict}")
         say(f"store: {self.paths.store}   logs: {self.paths.logs}", highlight=False, soft_wrap=True)
+        if self.brief:
+            return
         say("try next:")
         for command in (
             "stats",
@@ -288,7 +363,7 @@ class Demo:
             "events --after 0 --kind StepsCommitted --limit 3",
         ):
             say(
-                f"  trinity-buffer {command} --store {self.paths.store}",
+                f"  trinity-buffer {command} {self._where()}",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -58,12 +58,20 @@ async def asked(
 
 
 def stats(
-    store: StoreOption = None, experiment: ExperimentOption = None, as_json: JsonOption = False
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    config: Annotated[
+        bool, typer.Option("--config", help="Only the configuration of an experiment, as JSON.")
+    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say what is in a store and how far everybody is.
 
     Example: trinity-buffer stats --store runs/demo.db
     """
+    if config:
+        print_json(run(lambda: asked(store, experiment, _configuration)))
+        return
 
     async def main() -> Overview:
         url = chosen_store(store)
@@ -75,6 +83,10 @@ def stats(
         print_json(found)
     else:
         _print_overview(found)
+
+
+async def _configuration(experiment: Experiment) -> dict[str, Any]:
+    return experiment.config
 
 
 def _print_overview(found: Overview) -> None:

@@ -16,11 +16,13 @@ import torch
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.cli.run_algorithm import algorithm_of, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
+from trinity_buffer.demo.needs import needs_of
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler, evaluate
+from trinity_buffer.demo.solutions import SolutionSampler
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
 from trinity_buffer.errors import TrainingError
-from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings
+from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings, Sampler
 from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport, run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import ReplayStream
@@ -48,6 +50,18 @@ def first_policy(config: RunConfig) -> TransformerPolicy:
     task, model = task_of(config), config.model
     shape = PolicyConfig(task.vocab_size, model.width, model.layers, model.heads, task.max_length)
     return TransformerPolicy(shape, seed=config.seed)
+
+
+def sampler_of(config: RunConfig) -> Sampler:
+    """Return what makes the data of a run: its policy, or what solves the task already.
+
+    Raises:
+        InvalidArgumentError: the algorithm takes solutions, and the task has none.
+    """
+    data = needs_of(algorithm_of(config), config.groups_per_step).data
+    if data == "rollouts":
+        return TaskSampler(first_policy(config), task_of(config), config.seed)
+    return SolutionSampler(task_of(config), config.seed, pairs=data == "pairs")
 
 
 def use_one_thread() -> None:
@@ -84,10 +98,10 @@ async def explore(
 
     def tell(report: BatchReport) -> None:
         repaired = " (planned before a crash, finished now)" if report.repaired else ""
-        say(
-            f"{report.batch}: {report.rollouts} rollouts, reward {report.reward:.3f}, "
-            f"policy {report.policy_version}{repaired}"
-        )
+        made = f"{report.experiences} recorded"
+        if report.reward is not None:
+            made = f"{report.rollouts} rollouts, reward {report.reward:.3f}"
+        say(f"{report.batch}: {made}, policy {report.policy_version}{repaired}")
 
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
@@ -98,11 +112,13 @@ async def explore(
             actor=actor,
             groups_per_batch=config.groups_per_batch,
             rollouts_per_group=config.rollouts_per_group,
+            groups_per_write=8
+            if algorithm_of(config).type.use_rollout
+            else config.groups_per_batch,
             acknowledgements=acknowledgements,
             max_batches=max_batches,
         )
-        sampler = TaskSampler(first_policy(config), task_of(config), config.seed)
-        await Explorer(opened, sampler, settings).run(tell)
+        await Explorer(opened, sampler_of(config), settings).run(tell)
 
 
 async def annotate(

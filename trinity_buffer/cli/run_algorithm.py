@@ -71,3 +71,8 @@ def algorithm_of(config: RunConfig) -> Algorithm:
             given = user.get("entropy_loss_fn_args", {})
             user["entropy_loss_fn_args"] = {**given, "entropy_coef": coefficient}
     return build(config.algorithm, **user)
+
+
+def recorded(config: RunConfig) -> dict[str, Any]:
+    """Return what an experiment of this run records: its configuration, and the data's schema."""
+    return config.model_dump() | {"schema": algorithm_of(config).type.schema}

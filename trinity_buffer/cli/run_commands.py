@@ -43,9 +43,15 @@ def demo(
     name: Annotated[
         str, typer.Option(help="Name of the run and of its files under runs/.")
     ] = "demo",
+    algorithm: Annotated[
+        str | None,
+        typer.Option(
+            help="Registered name, see `trinity-buffer algorithms`; by default the task's."
+        ),
+    ] = None,
     task: Annotated[
-        str, typer.Option(help="sort (digits) or guess (a hidden number, several turns).")
-    ] = "sort",
+        str | None, typer.Option(help="sort, or guess; by default the one of the algorithm.")
+    ] = None,
     digits: Annotated[int, typer.Option(help="sort: how many digits.")] = 3,
     explorers: Annotated[int, typer.Option(min=1, help="How many explorer processes.")] = 2,
     chaos: Annotated[
@@ -61,11 +67,13 @@ def demo(
 ) -> None:
     """Train a small policy from scratch, in four processes on one store, and watch it.
 
-    Example: trinity-buffer demo --digits 4 --chaos
+    What the algorithm needs is made for it: solutions, pairs, a teacher, an expert's data.
+
+    Example: trinity-buffer demo --algorithm dpo --chaos
     """
     from trinity_buffer.cli import demo as demos  # noqa: PLC0415 - keep the other commands light
 
-    settings = _demo_settings(task, digits, seed, config, overrides)
+    settings = _demo_settings(algorithm, {"name": task, "digits": digits}, seed, config, overrides)
     run = demos.Demo(
         demos.store_path(store, name),
         name,
@@ -78,26 +86,36 @@ def demo(
 
 
 def _demo_settings(
-    task: str, digits: int, seed: int, config: Path | None, overrides: list[str] | None
+    algorithm: str | None,
+    task: dict[str, Any],
+    seed: int,
+    config: Path | None,
+    overrides: list[str] | None,
 ) -> RunConfig:
-    """Return the recipe of the task, with what the user says in its place."""
-    from trinity_buffer.cli.recipes import config_for  # noqa: PLC0415
+    """Return the recipe of algorithm and task, with what the user says in its place."""
+    from trinity_buffer.cli.demo_sources import require_parts_of_demo  # noqa: PLC0415 - torch
     from trinity_buffer.cli.run_config import (  # noqa: PLC0415
         merged,
         overridden,
         read_file,
         resolved,
     )
+    from trinity_buffer.demo.recipes import config_for  # noqa: PLC0415
 
-    base: dict[str, Any] = config_for(task, digits) | {"seed": seed}
-    if config is not None:
-        base = merged(base, read_file(config))
-    settings = resolved(overridden(base, overrides or []))
-    if config is not None or overrides:
-        from trinity_buffer.cli.run_algorithm import require_parts_of  # noqa: PLC0415 - torch
-
-        # Refused here, and not by three processes and a store that has it.
-        require_parts_of(settings)
+    file = {} if config is None else read_file(config)
+    said = overridden(file, overrides or [])
+    if algorithm is not None and said.setdefault("algorithm", algorithm) != algorithm:
+        raise InvalidArgumentError(
+            f"--algorithm {algorithm}, and algorithm={said['algorithm']}: say one of the two"
+        )
+    wanted = task | (said.get("task") or {})
+    base = config_for(said.get("algorithm"), wanted["name"], wanted["digits"]) | {"seed": seed}
+    if (said.get("loss") or {}).get("name") is not None:
+        del base["loss"]  # its arguments are of another loss
+    settings = resolved(overridden(merged(base, file), overrides or []))
+    require_parts_of_demo(
+        settings
+    )  # refused here, and not by three processes and a store that has it
     return settings
 
 
@@ -245,7 +263,7 @@ async def _prepared(
     """Return the experiment's name; with a configuration, create it or record what changed."""
     if config is None and not overrides:
         return await chosen_experiment(url, experiment)
-    from trinity_buffer.cli.run_algorithm import require_parts_of  # noqa: PLC0415
+    from trinity_buffer.cli.run_algorithm import recorded, require_parts_of  # noqa: PLC0415
     from trinity_buffer.cli.run_config import (  # noqa: PLC0415
         merged,
         of_experiment,
@@ -259,20 +277,20 @@ async def _prepared(
         names = await store.experiments()
         name = experiment or (names[0] if len(names) == 1 else "run")
         opened = await store.experiment(name) if name in names else None
-        recorded = {} if opened is None else opened.config
-        known = of_experiment(recorded).model_dump()
+        before = {} if opened is None else opened.config
+        known = of_experiment(before).model_dump()
         values = merged(known, read_file(config) if config is not None else {})
         settings = resolved(overridden(values, overrides or []))
+        changed = recorded(settings)
         # What nobody knows, or what cannot be trained, must not be what everybody reads.
         require_parts_of(
             settings,
-            schema=recorded.get("schema", "experience"),
+            schema=before.get("schema", changed["schema"]),
             columns=None if opened is None else await opened.columns(),
             experiments=names,
         )
-        changed = settings.model_dump()
-        # What is recorded beside a run's own keys, such as the schema, stays.
-        await store.experiment(name, config={**recorded, **changed})
+        # What is recorded beside a run's own keys stays.
+        await store.experiment(name, config={**before, **changed})
         return name
 
 

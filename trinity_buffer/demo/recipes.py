@@ -1,106 +1,233 @@
-"""Settings with which the tasks are known to be learnt, from random weights, on a processor core.
+"""With what each algorithm learns a task of the demo, from random weights, on a processor core.
 
-All were found with rollouts that are 1 to 3 policy versions old. What matters is a learning rate
-that falls to a tenth: at a constant one the sorter passes 0.9 as early, then falls back to between
-0.7 and 0.9 time and again. With a falling one, three digits are learnt as well without the entropy
-bonus, without weight decay, and with 16 groups of 16 runs.
+What matters for rollouts is a learning rate that falls to a tenth: at a constant one the sorter
+passes 0.9 as early, then falls back to between 0.7 and 0.9 time and again. With a falling one,
+three digits are learnt by GRPO as well without the entropy bonus, without weight decay, and with 16
+groups of 16 runs. All was found with rollouts that are 1 to 3 policy versions old.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
-from trinity_buffer.demo.policy import PolicyConfig
-from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
+from trinity_buffer.demo.tasks import TASKS, Task
+from trinity_buffer.errors import InvalidArgumentError
+
+SMALL_DIGITS = 3
+"""With so many digits the recipes were found; for more, steps are added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a task is learnt with GRPO, PPO's clipped loss and AdamW.
+    """The numbers of an algorithm; `config` gives them as the configuration of a run.
 
     Attributes:
-        strategy: registered name of the strategy.
-        groups_per_step: groups of one gradient step.
+        family: whose learning curves are drawn together.
+        task: name of the task that it was found with.
+        groups_per_step: groups of one gradient step, an expert's included.
+        groups_per_batch: groups that an explorer plans at once; two explorers fill a step together.
         rollouts_per_group: runs of one task.
-        max_staleness: policy versions that a rollout may be behind.
+        max_staleness: policy versions that a rollout may be behind; None: recorded data, which do
+            not age.
+        max_waiting_groups: groups that may wait for the trainer; None: no bound.
         width: of the policy.
         layers: of the policy.
         heads: of the policy.
         learning_rate: the highest.
-        warmup_steps: steps over which it rises from 0, linearly.
-        decay_steps: steps over which it then falls, linearly and counted from the start of the run.
-        lowest_rate: fraction of ``learning_rate`` at which it stays.
-        betas: of AdamW.
+        critic_learning_rate: the critic's, where there is one.
+        warmup_steps: steps over which it rises from 0, linearly; then it falls until ``max_steps``.
+        lowest_rate: fraction of ``learning_rate`` at which it ends.
         weight_decay: of AdamW.
-        max_gradient_norm: gradients are scaled down to it.
-        entropy_coef: weight of the entropy bonus, per token.
-        clip_range_low: how far the ratio may fall below 1.
-        clip_range_high: how far it may rise above 1.
-        max_steps: gradient steps after which the target has been reached in every trial.
-        target_accuracy: what greedy answers to fresh problems then reach.
+        entropy_coef: weight of the entropy bonus, per token; None: what the algorithm says.
+        loss_args: of the policy loss.
+        algorithm_args: of `trinity_buffer.algorithm.build`.
+        max_steps: gradient steps after which ``threshold`` has been reached in every trial.
+        threshold: greedy accuracy on fresh problems that counts as learnt.
+        target_accuracy: at which a run ends before ``max_steps``; None: it does not.
     """
 
-    strategy: str = "grpo"
+    family: str = "others"
+    task: str = "sort"
     groups_per_step: int = 32
+    groups_per_batch: int = 16
     rollouts_per_group: int = 8
-    max_staleness: int = 3
+    max_staleness: int | None = 3
+    max_waiting_groups: int | None = None
     width: int = 64
     layers: int = 2
     heads: int = 2
     learning_rate: float = 1e-3
+    critic_learning_rate: float | None = None
     warmup_steps: int = 10
-    decay_steps: int = 240
     lowest_rate: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.1
-    max_gradient_norm: float = 1.0
-    entropy_coef: float = 0.03
-    clip_range_low: float = 0.2
-    clip_range_high: float = 0.28
+    entropy_coef: float | None = None
+    loss_args: Mapping[str, Any] = field(default_factory=dict)
+    algorithm_args: Mapping[str, Any] = field(default_factory=dict)
     max_steps: int = 240
-    target_accuracy: float = 0.95
+    threshold: float = 0.9
+    target_accuracy: float | None = 0.95
 
-    def policy_config(self, task: Task) -> PolicyConfig:
-        """Return the shape of the policy for ``task``."""
-        return PolicyConfig(
-            vocab_size=task.vocab_size,
-            width=self.width,
-            layers=self.layers,
-            heads=self.heads,
-            max_length=task.max_length,
-        )
+    @property
+    def digest(self) -> str:
+        """What tells results of this recipe from those of another."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+    def config(self) -> dict[str, Any]:
+        """Return it as keys of a run's configuration, those that it sets alone."""
+        optimizer = {
+            "learning_rate": self.learning_rate,
+            "critic_learning_rate": self.critic_learning_rate,
+            "warmup_steps": self.warmup_steps,
+            "decay_steps": self.max_steps,
+            "lowest_rate": self.lowest_rate,
+            "weight_decay": self.weight_decay,
+            "entropy_coef": self.entropy_coef,
+        }
+        return {
+            "model": {"width": self.width, "layers": self.layers, "heads": self.heads},
+            "optimizer": {key: value for key, value in optimizer.items() if value is not None},
+            "loss": {"args": dict(self.loss_args)},
+            "evaluation": {"target_accuracy": self.target_accuracy},
+            "algorithm_args": dict(self.algorithm_args),
+            "groups_per_batch": self.groups_per_batch,
+            "rollouts_per_group": self.rollouts_per_group,
+            "groups_per_step": self.groups_per_step,
+            "max_staleness": self.max_staleness,
+            "max_waiting_groups": self.max_waiting_groups,
+            "max_steps": self.max_steps,
+        }
 
 
-SORT_THREE_DIGITS = Recipe()
-"""Over five seeds: 0.9 after 100 to 140 steps, 0.99 to 1.00 after 240."""
+_NO_REFERENCE = {"kl_loss_fn": "none"}
+# From random weights there is nothing that the policy should stay close to, and a frozen reference
+# would cost a forward pass of every step.
 
-SORT_FIVE_DIGITS = replace(
-    SORT_THREE_DIGITS,
-    decay_steps=400,
-    max_steps=400,
-)
-"""Over five seeds: 0.9 after 180 to 220 steps, 0.99 to 1.00 after 400."""
-
-GUESS_NUMBER = replace(
-    SORT_THREE_DIGITS,
-    strategy="step_wise_grpo",
+_GROUPS = Recipe(family="group-relative", entropy_coef=0.02, algorithm_args=_NO_REFERENCE)
+_REINFORCE = replace(_GROUPS, family="REINFORCE and mirror descent")
+_CLIPS = replace(_GROUPS, family="other ratios and clips")
+_TURNS = replace(
+    _GROUPS,
+    family="several turns",
+    task="guess",
     groups_per_step=16,
+    groups_per_batch=8,
     rollouts_per_group=16,
     entropy_coef=0.05,
-    decay_steps=300,
     max_steps=300,
 )
-"""Over five seeds, 8 numbers and 4 turns: 0.9 after 140 to 220 steps, 1.00 after 300.
+_RECORDED = Recipe(
+    family="recorded data",
+    groups_per_step=128,
+    groups_per_batch=64,
+    rollouts_per_group=1,
+    max_staleness=None,
+    max_waiting_groups=256,
+    max_steps=100,
+)
+_EXPERT = replace(
+    _GROUPS,
+    family="expert data",
+    groups_per_step=48,
+    algorithm_args={**_NO_REFERENCE, "sample_strategy_args": {"expert_data_ratio": 1 / 3}},
+)
+_TEACHER = Recipe(family="distillation")
 
-Binary search always succeeds there, and 0.875 is one number that is never found: in the last 80
-steps, some evaluations of three seeds still saw it. For 16 numbers and 5 turns 500 steps are too
-few: 0.76.
-"""
+RECIPES: dict[str, Recipe] = {
+    "sft": _RECORDED,
+    "cpt": _RECORDED,
+    "dpo": replace(_RECORDED, max_steps=150, loss_args={"beta": 0.5}),
+    # Over five seeds: 0.9 after 100 to 140 steps, 0.99 to 1.00 after 240; of five digits 0.9 after
+    # 180 to 220 steps, 0.99 to 1.00 after 400.
+    "grpo": replace(
+        _GROUPS, entropy_coef=0.03, loss_args={"clip_range_low": 0.2, "clip_range_high": 0.28}
+    ),
+    "grpo_verl": _GROUPS,
+    "ppo": replace(_GROUPS, critic_learning_rate=2e-3),
+    "dapo": replace(_GROUPS, algorithm_args={}),
+    "rloo": _REINFORCE,
+    "reinforceplusplus": _REINFORCE,
+    "opmd": _REINFORCE,
+    "asymre": replace(_REINFORCE, algorithm_args={}),
+    "sppo": replace(_REINFORCE, algorithm_args={}),
+    "rec": _REINFORCE,
+    "raft": replace(_REINFORCE, algorithm_args={}),
+    "topr": replace(_CLIPS, max_steps=320),
+    "cispo": _CLIPS,
+    "gspo": _CLIPS,
+    "sapo": _CLIPS,
+    "mix": _EXPERT,
+    "mix_chord": _EXPERT,
+    # Over five seeds, 8 numbers and 4 turns: 0.9 after 140 to 220 steps, 1.00 after 300. Binary
+    # search always succeeds there, and 0.875 is one number that is never found: in the last 80
+    # steps, some evaluations of three seeds still saw it. For 16 numbers and 5 turns 500 steps are
+    # too few: 0.76.
+    "multi_step_grpo": replace(_TURNS, loss_args={"clip_range_low": 0.2, "clip_range_high": 0.28}),
+    "gigpo": _TURNS,
+    "on_policy_distill": _TEACHER,
+    "jsd": _TEACHER,
+}
+"""By the algorithm's registered name; one that is not here is tried with a plain `Recipe`."""
+
+ALGORITHM_OF_TASK = {"sort": "grpo", "guess": "multi_step_grpo"}
+"""What a task is learnt with where nobody names an algorithm."""
 
 
-def recipe_for(task: Task) -> Recipe:
-    """Return the recipe of ``task``: the nearest one that was tried."""
-    if isinstance(task, GuessNumber):
-        return GUESS_NUMBER
-    small = isinstance(task, SortDigits) and task.digits <= 3
-    return SORT_THREE_DIGITS if small else SORT_FIVE_DIGITS
+def recipe_for(algorithm: str, task: Task) -> Recipe:
+    """Return the recipe of ``algorithm`` for ``task``: the nearest one that was tried."""
+    recipe = RECIPES.get(algorithm, Recipe())
+    if task.name == "guess" and recipe.task != "guess":
+        entropy = None if recipe.entropy_coef is None else _TURNS.entropy_coef
+        return replace(
+            recipe,
+            groups_per_step=_TURNS.groups_per_step,
+            groups_per_batch=_TURNS.groups_per_batch,
+            rollouts_per_group=_TURNS.rollouts_per_group,
+            max_steps=_TURNS.max_steps,
+            entropy_coef=entropy,
+        )
+    return _lengthened(recipe, task)
+
+
+def teacher_config(task: Task) -> dict[str, Any]:
+    """Return the configuration with which a teacher learns ``task`` from solutions.
+
+    It trains to the last step: a pupil does not get better than its teacher.
+    """
+    recipe = replace(_RECORDED, max_steps=150, target_accuracy=None)
+    return {"algorithm": "sft", **_lengthened(recipe, task).config()}
+
+
+def _lengthened(recipe: Recipe, task: Task) -> Recipe:
+    """Return ``recipe`` with more steps where ``task`` is larger than it was found with."""
+    if task.name != "sort" or task.response_length <= SMALL_DIGITS:
+        return recipe
+    return replace(recipe, max_steps=recipe.max_steps * 5 // 3)
+
+
+def config_for(
+    algorithm: str | None = None, task: str | None = None, digits: int = SMALL_DIGITS
+) -> dict[str, Any]:
+    """Return the configuration with which an algorithm is known to learn, as plain values.
+
+    Args:
+        algorithm: registered name; None: the task's usual one.
+        task: name of the task; None: the one that the algorithm's recipe was found with.
+        digits: of the task ``sort``.
+
+    Raises:
+        InvalidArgumentError: no such task, or digits that it cannot have.
+    """
+    if task is None:
+        task = RECIPES[algorithm].task if algorithm in RECIPES else "sort"
+    if task not in TASKS:
+        raise InvalidArgumentError(f"no task {task!r} (there are: {', '.join(TASKS)})")
+    options = {"digits": digits} if task == "sort" else {}
+    algorithm = algorithm or ALGORITHM_OF_TASK[task]
+    recipe = recipe_for(algorithm, TASKS[task](**options))
+    return {"algorithm": algorithm, "task": {"name": task, **options}, **recipe.config()}

@@ -49,6 +49,8 @@ class Task(Protocol):
     """A source of problems, and their judge. Equal arguments give equal problems, always."""
 
     name: ClassVar[str]
+    has_solutions: ClassVar[bool]
+    """Whether the answer of a problem is what to say to its prompt."""
 
     @property
     def vocab_size(self) -> int:
@@ -99,6 +101,7 @@ class SortDigits:
 
     digits: int = 3
     name: ClassVar[str] = "sort"
+    has_solutions: ClassVar[bool] = True
     EQUALS: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
@@ -165,6 +168,7 @@ class GuessNumber:
     turns: int = 4
     turn_cost: float = 0.0
     name: ClassVar[str] = "guess"
+    has_solutions: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _at_least("GuessNumber.numbers", self.numbers, 2)

@@ -17,6 +17,9 @@ from trinity_buffer.pipeline.events import Event
 
 WINDOW_S = 5.0
 
+STARTING = "starting: nothing is recorded yet"
+"""What is said until there is a number to say."""
+
 Body = Mapping[str, Any]
 
 
@@ -155,10 +158,13 @@ class RunNumbers:
 
     def line(self) -> str:
         """Return one plain line."""
+        if not self.rollouts.total:
+            return STARTING
         now = time.time()
         accuracy = "-" if self.accuracy is None else f"{self.accuracy:.3f}"
+        reward = f"{self.recent_reward:.3f}" if self.rewards else "-"
         return (
-            f"step {self.step:4d}  accuracy {accuracy}  reward {self.recent_reward:.3f}  "
+            f"step {self.step:4d}  accuracy {accuracy}  reward {reward}  "
             f"{self.rollouts.per_second(now):6.0f} rollouts/s  "
             f"{self.steps.per_second(now):4.1f} steps/s  "
             f"waiting {self.waiting}  staleness {self.staleness:.1f}"
@@ -216,6 +222,8 @@ def drawn(title: str, numbers: RunNumbers, children: Sequence[Child], kills: int
         again = f"restarted {child.restarts}×" if child.restarts else ""
         bottom.add_row(state, child.name, again, Text(child.last_line()[:90], style="dim"))
     curve = Text("reward   " + sparkline([reward for _, reward in numbers.rewards]), style="cyan")
+    if not numbers.rollouts.total:
+        top, curve = Table.grid(), Text(STARTING, style="dim")
     footer = Text(
         f"{kills} processes killed so far" if kills else "Ctrl-C ends it; nothing is lost",
         style="dim",

@@ -45,7 +45,7 @@ class BatchReport:
     """What is said of one batch that was sealed.
 
     Attributes:
-        reward: mean of the rewards of its runs' last steps.
+        reward: mean of the rewards of its runs' last steps; None: they have none.
         repaired: True if it was planned before a crash and finished now.
     """
 
@@ -53,7 +53,7 @@ class BatchReport:
     policy_version: int
     rollouts: int
     experiences: int
-    reward: float
+    reward: float | None
     repaired: bool
 
 
@@ -140,7 +140,7 @@ class Explorer:
             last = {e.eid.rid: e.reward for e in made}
             rewards += [reward for reward in last.values() if reward is not None]
         await self._writer.seal(batch, await self._writer.stored(batch))
-        mean = sum(rewards) / len(rewards) if rewards else 0.0
+        mean = sum(rewards) / len(rewards) if rewards else None
         return BatchReport(batch, version, len(missing), experiences, mean, repaired)
 
     async def _follow_policies(self) -> None:

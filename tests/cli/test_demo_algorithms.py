@@ -1,0 +1,119 @@
+"""Every algorithm from the command line: what it needs is made for it, and it trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from tests.cli.calling import Cli
+from trinity_buffer.cli import roles
+from trinity_buffer.cli.demo_sources import expert_of, teacher_of
+from trinity_buffer.cli.run_algorithm import recorded
+from trinity_buffer.cli.run_config import RunConfig, resolved
+from trinity_buffer.crash_points import VARIABLE
+from trinity_buffer.demo.recipes import RECIPES, config_for
+from trinity_buffer.pipeline.store import open_store
+
+SMALL: dict[str, Any] = {
+    "model": {"width": 8, "layers": 1, "heads": 1},
+    "groups_per_step": 6,
+    "groups_per_batch": 6,
+    "max_staleness": None,
+    "max_waiting_groups": None,
+    "evaluation": {"every_steps": 1000, "problems": 1},
+}
+
+
+def small(name: str, **more: Any) -> RunConfig:
+    return resolved(config_for(name) | SMALL | more)
+
+
+async def filled(url: str, name: str, config: RunConfig) -> None:
+    """Make the experiment ``name``, let one explorer run for four batches, annotate them."""
+    async with open_store(url) as store:
+        await store.experiment(name, config=recorded(config))
+    await roles.explore(url, name, actor="e0", acknowledgements=None, max_batches=4, say=print)
+    await roles.annotate(url, name, strategy=None, name=None, args=None, follow=False)
+
+
+@pytest.mark.parametrize("name", ["cpt", "dpo", "jsd", "mix", "ppo", "topr"])
+def test_the_roles_of_an_algorithm_make_and_train_its_data(name: str, tmp_path: Path) -> None:
+    url, config = f"sqlite:///{tmp_path / 'run.db'}", small(name, max_steps=2)
+    if name == "jsd":
+        policy = tmp_path / "teacher.safetensors"
+        roles.first_policy(teacher_of(config)).save(policy)
+        config = small(name, max_steps=2, teacher=str(policy))
+    if name == "mix":
+        anyio.run(filled, url, "expert", expert_of(config))
+        config = small(name, max_steps=2, expert_experiment="expert")
+    anyio.run(filled, url, "run", config)
+    said: list[str] = []
+    roles.train(url, "run", checkpoints=tmp_path, follow=False, resume_from=None, say=said.append)
+    assert [line.split(":")[0] for line in said[1:]] == ["step 1", "step 2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--algorithm", "grop"), "did you mean 'grpo'?"),
+        (("--algorithm", "grpo", "--set", "algorithm=opmd"), "say one of the two"),
+        (("--algorithm", "sft", "--task", "guess"), "task 'guess' has no solutions"),
+        (("--algorithm", "jsd", "--set", "task.name=guess"), "task 'guess' has no solutions"),
+        (("--set", "loss.name=topr", "--set", "loss.args.clip_range=1"), "policy_loss_fn 'topr'"),
+    ],
+)
+def test_a_demo_that_cannot_be_is_refused(
+    cli: Cli, words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = cli("demo", *words)
+    assert ended.code == 2
+    assert said in ended.err
+    assert not list(tmp_path.glob("runs/*"))
+
+
+LITTLE = {
+    "task.digits": 1,
+    "model.width": 8,
+    "groups_per_step": 6,
+    "groups_per_batch": 3,
+    "max_steps": 4,
+    "evaluation.problems": 8,
+}
+
+
+def command(*words: object) -> tuple[int, str]:
+    environment = os.environ | {VARIABLE: "after-checkpoint:3"} if words[0] == "demo" else None
+    done = subprocess.run(
+        [sys.executable, "-m", "trinity_buffer", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "chosen",
+    [*(f"--algorithm {name}" for name in RECIPES), "--set algorithm=dpo", "--set loss.name=topr"],
+)
+def test_a_demo_of_every_algorithm_survives_a_kill_and_replays(chosen: str, tmp_path: Path) -> None:
+    """Every trainer is killed between its third checkpoint and the commit."""
+    store = ("--store", tmp_path / "run.db")
+    little = [word for key, value in LITTLE.items() for word in ("--set", f"{key}={value}")]
+    code, said = command("demo", "--name", "run", *chosen.split(), *store, *little, "--limit", 300)
+    assert code == 0, said
+    assert said.splitlines()[-1] == "lost 0, duplicated 0"
+    assert "4 gradient steps" in said
+    assert "resumes after step 2" in (tmp_path / "run.logs" / "trainer.log").read_text()
+    code, answer = command("replay", *store, "--experiment", "run", "--json")
+    assert (code, json.loads(answer)["identical"]) == (0, True), answer

@@ -1,0 +1,83 @@
+"""Solutions and pairs: what `sft`, `cpt` and `dpo`, teachers and experts learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from trinity_buffer.demo.draws import whole_draws
+from trinity_buffer.demo.tasks import Problem, Task, Tokens
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.experience import EID, Experience, Key
+
+
+@dataclass(frozen=True, slots=True)
+class SolutionSampler:
+    """Makes recorded data in place of rollouts, for an `Explorer`; it has no weights to load.
+
+    What it makes of a run depends on (seed, batch, task) alone.
+
+    Attributes:
+        task: whose problems.
+        seed: of the experiment.
+        pairs: beside each answer a wrong one.
+
+    Raises:
+        InvalidArgumentError: the task has no solutions.
+    """
+
+    task: Task
+    seed: int
+    pairs: bool = False
+
+    def __post_init__(self) -> None:
+        require_solutions(self.task)
+
+    def load(self, uri: str) -> SolutionSampler:
+        """Return itself."""
+        del uri
+        return self
+
+    def rollout(
+        self, pairs: Sequence[tuple[Key, int]], *, batch: Key, policy_version: int
+    ) -> list[Experience]:
+        """Return the solution, or the pair, of each (task, run) of ``batch``."""
+        del policy_version
+        return [self._example(EID(batch, index, run, 0)) for index, run in pairs]
+
+    def _example(self, eid: EID) -> Experience:
+        problem = self.task.problem(self.seed, eid.batch, eid.task)
+        prompt, answer = list(problem.prompt), list(problem.answer)
+        if self.pairs:
+            wrong = list(self._wrong(problem, eid))
+            return Experience(eid=eid, tokens=prompt, chosen=answer, rejected=wrong)
+        return Experience(
+            eid=eid,
+            tokens=prompt + answer,
+            prompt_length=len(prompt),
+            prompt_text=self.task.text(prompt),
+            response_text=self.task.text(answer),
+        )
+
+    def _wrong(self, problem: Problem, eid: EID) -> Tokens:
+        """Return as many tokens as the answer has, drawn from those that answers are made of."""
+        length = len(problem.answer)
+        drawn = (
+            whole_draws(length, 10, "wrong", self.seed, eid.batch, eid.task, attempt)
+            for attempt in count()
+        )
+        return next(tokens for tokens in drawn if tokens != problem.answer)
+
+
+def require_solutions(task: Task) -> None:
+    """Return if somebody who only sees the prompt of a problem can know its answer.
+
+    Raises:
+        InvalidArgumentError: nobody can.
+    """
+    if not task.has_solutions:
+        raise InvalidArgumentError(
+            f"task {task.name!r} has no solutions to learn from, its answers are hidden: whatever "
+            "needs solutions, pairs, a teacher or an expert learns the task 'sort'"
+        )
