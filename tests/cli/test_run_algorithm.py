@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trinity_buffer.cli.run_algorithm import algorithm_of
-from trinity_buffer.cli.run_config import resolved
+from trinity_buffer.cli.run_config import overridden, resolved
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
 
@@ -81,6 +81,27 @@ def test_what_an_algorithm_asks_of_the_stream() -> None:
     assert asked("jsd", teacher=True)["needs"] == ("logprobs",)
     assert asked("mix")["sample_strategy"] == "mix"
     assert asked("mix")["expert_data_ratio"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "args"),
+    [
+        (["loss.name=topr"], {}),
+        (["loss.args.advantage_threshold=1", "loss.name=topr"], {"advantage_threshold": 1}),
+        (["algorithm=opmd"], {}),
+        (
+            ["algorithm=grpo", "loss.args.clip_range=0.1"],
+            {"clip_range_low": 0.3, "clip_range": 0.1},
+        ),
+    ],
+)
+def test_another_loss_does_not_get_the_arguments_of_the_one_before(
+    overrides: list[str], args: dict[str, Any]
+) -> None:
+    recorded = {"algorithm": "grpo", "loss": {"name": None, "args": {"clip_range_low": 0.3}}}
+    config = resolved(overridden(recorded, overrides))
+    assert config.loss.args == args
+    assert algorithm_of(config).name == config.algorithm
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,6 @@ def _demo_settings(
         )
     wanted = task | (said.get("task") or {})
     base = config_for(said.get("algorithm"), wanted["name"], wanted["digits"]) | {"seed": seed}
-    if (said.get("loss") or {}).get("name") is not None:
-        del base["loss"]  # its arguments are of another loss
     settings = resolved(overridden(merged(base, file), overrides or []))
     require_parts_of_demo(
         settings

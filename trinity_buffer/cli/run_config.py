@@ -194,11 +194,13 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return ``values`` with overrides like ``optimizer.learning_rate=3e-4`` applied.
 
+    Another ``algorithm`` or ``loss.name`` leaves the arguments of the loss before it behind.
+
     Raises:
         InvalidArgumentError: an override without ``=``, or of a key inside a plain value.
     """
     result = dict(values)
-    for given in overrides:
+    for given in sorted(overrides, key=_leaves_the_loss):
         key, equals, text = given.partition("=")
         if not equals:
             raise InvalidArgumentError(f"override {given!r}: write it as section.key=value")
@@ -212,8 +214,19 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
                 )
             table[section] = dict(inner)
             table = table[section]
-        table[last] = _value_of(text)
+        value = _value_of(text)
+        if not _leaves_the_loss(given) and table.get(last) != value:
+            name = (result.get("loss") or {}).get("name")
+            if key == "loss.name" or name is None:  # else the arguments are of that loss
+                result["loss"] = {"name": name}
+            table = result if key == "algorithm" else result["loss"]
+        table[last] = value
     return result
+
+
+def _leaves_the_loss(override: str) -> bool:
+    """Return whether the policy loss stays what it is; overrides that change it come first."""
+    return override.partition("=")[0] not in ("algorithm", "loss.name")
 
 
 def _value_of(text: str) -> Any:
