@@ -1,4 +1,4 @@
-"""Does every algorithm learn? Each trains on the demo's task from a store, with three seeds.
+"""Does every algorithm learn? Each is trained by the demo, with three seeds, and replayed.
 
 python benchmarks/learning.py --algorithm grpo             # three seeds of one algorithm
 python benchmarks/learning.py --all                        # what is not in the results yet
@@ -16,19 +16,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that it runs as a script too
 
-from benchmarks.learning_progress import to_stderr  # noqa: E402
 from benchmarks.learning_report import write_report  # noqa: E402
-from benchmarks.learning_run import run, trained_teacher  # noqa: E402
-from benchmarks.learning_setups import SETUPS, Setup  # noqa: E402
+from benchmarks.learning_run import Outcome, run, to_stderr  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
+from trinity_buffer.demo.recipes import RECIPES  # noqa: E402
 
 RESULTS = ROOT / "docs" / "learning.jsonl"
-KEPT = ROOT / ".benchmarks"
+
+SMALL = ("max_steps=2", "evaluation.every_steps=1", "model.width=8", "groups_per_batch=3")
+"""Overrides for two small steps, which teach nothing but run everything."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--algorithm", action="append", choices=sorted(SETUPS), default=[])
+    parser.add_argument("--algorithm", action="append", choices=sorted(RECIPES), default=[])
     parser.add_argument("--all", action="store_true", help="every algorithm")
     parser.add_argument("--seeds", default="0,1,2", help="with commas")
     parser.add_argument("--again", action="store_true", help="also what has a result already")
@@ -44,35 +43,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--small", action="store_true", help="two small steps: does it run at all?")
     asked = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    names = list(SETUPS) if asked.all else asked.algorithm
+    names = list(RECIPES) if asked.all else asked.algorithm
     if not names and not asked.report:
         parser.error("name --algorithm NAME, or --all, or --report")
     if asked.small and asked.results == RESULTS:
         parser.error(f"--small proves nothing that belongs into {RESULTS}: name another --results")
     seeds = [int(seed) for seed in asked.seeds.split(",")]
-    setups = {name: SETUPS[name].small() if asked.small else SETUPS[name] for name in names}
-    for line in measured(setups, seeds, asked.results, again=asked.again):
-        shown = {key: line[key] for key in ("algorithm", "seed", "reached", "best", "cpu_s")}
+    overrides = SMALL if asked.small else ()
+    for line in measured(names, seeds, asked.results, overrides, again=asked.again):
+        shown = {key: line[key] for key in ("algorithm", "seed", "reached", "best", "identical")}
         print(json.dumps(shown), flush=True)
     if asked.report:
         write_report(read_results(asked.results), ROOT / "docs")
 
 
 def measured(
-    setups: Mapping[str, Setup], seeds: Sequence[int], results: Path, *, again: bool
+    names: Sequence[str],
+    seeds: Sequence[int],
+    results: Path,
+    overrides: Sequence[str] = (),
+    *,
+    again: bool,
 ) -> Iterator[dict[str, Any]]:
     """Run what has no result yet, append each result to the file as it comes, and yield it."""
     lines = read_results(results)
     known = {(line["algorithm"], line["seed"], line["setup"]): line for line in lines}
     skipped = 0
-    for (name, setup), seed in product(setups.items(), seeds):
-        recorded = known.get((name, seed, setup.digest))
+    for name, seed in product(names, seeds):
+        recorded = known.get((name, seed, setup_of(name, overrides)))
         if recorded is not None and not again:
             skipped += 1
             to_stderr(f"{name}, seed {seed}: {told(recorded)}; skipped")
             continue
-        line = measure(name, setup, seed)
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = run(name, seed, Path(folder), overrides)
+        line = result_of(name, seed, outcome, overrides)
         results.parent.mkdir(parents=True, exist_ok=True)
         with results.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -90,24 +95,30 @@ def told(line: Mapping[str, Any]) -> str:
     return f"recorded at {line['commit']} ({said})"
 
 
-def measure(name: str, setup: Setup, seed: int) -> dict[str, Any]:
-    """Run an algorithm from one seed and return its result."""
-    small = setup != SETUPS[name]
-    teacher = trained_teacher(KEPT, small=small) if setup.teacher else None
+def setup_of(name: str, overrides: Sequence[str] = ()) -> str:
+    """Return what tells results of a recipe, and of overrides of it, from those of another."""
+    return RECIPES[name].digest + "-small" * bool(overrides)
+
+
+def result_of(
+    name: str, seed: int, outcome: Outcome, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the line that is kept of a run."""
+    recipe = RECIPES[name]
     command = f"python benchmarks/learning.py --algorithm {name} --seeds {seed} --again"
-    with tempfile.TemporaryDirectory() as folder:
-        outcome = run(name, setup, seed, Path(folder), teacher)
     return {
         "algorithm": name,
         "seed": seed,
-        "setup": setup.digest,
-        "task": setup.task,
-        "threshold": setup.threshold,
-        "max_steps": setup.max_steps,
-        "reached": outcome.reached,
-        "best": max(accuracy for _, accuracy in outcome.curve),
-        "cpu_s": round(outcome.cpu_s, 1),
-        **provenance(command + " --small" * small, seed),
+        "setup": setup_of(name, overrides),
+        "task": recipe.task,
+        "threshold": recipe.threshold,
+        "max_steps": recipe.max_steps,
+        "reached": outcome.reached(recipe.threshold),
+        "best": max((accuracy for _, accuracy in outcome.curve), default=0.0),
+        "lost": outcome.lost,
+        "duplicated": outcome.duplicated,
+        "identical": outcome.identical,
+        **provenance(command + " --small" * bool(overrides), seed),
         "curve": outcome.curve,
     }
 

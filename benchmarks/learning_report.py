@@ -6,25 +6,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning_setups import SETUPS
+from trinity_buffer.cli.demo_sources import needs_of_run
+from trinity_buffer.cli.run_config import resolved
+from trinity_buffer.demo.recipes import RECIPES, config_for
 
 Line = Mapping[str, Any]
 
 HEAD = """# Does it learn?
 
-Every algorithm of the registry trains a transformer of two layers on the demo's task, from a store:
-rollouts (or recorded data) are written, annotated, leased, trained and committed as in a run of
-many processes, here by one. On-policy algorithms start from random weights. An algorithm passes if
-greedy answers to 512 fresh problems reach the threshold within the stated number of gradient steps,
-with every seed. `sort` is three digits to be sorted (chance: 0.1 %); `guess` is a number below 8 to
-be found in four turns.
+Every algorithm of the registry trains a transformer of two layers on a task of the demo, from
+random weights, by `trinity-buffer demo --algorithm NAME`: explorers, strategy and trainer are
+processes of their own on one store, and what else an algorithm needs (solutions, pairs, a teacher,
+an expert) is made by the demo. A run has learnt when the trainer's greedy answers to 256 fresh
+problems reach the threshold; `within` is where its recipe ends. `sort` is three digits to be sorted
+(chance: 0.1 %); `guess` is a number below 8 to be found in four turns. Each run ended with
+`lost 0, duplicated 0` unless it says otherwise, and was then replayed from its log: the column
+before the last says for how many of them the weights came out the same, bit for bit.
 
 ```sh
-python benchmarks/learning.py --all      # about a minute of one core per run; goes on where it was
+python benchmarks/learning.py --all      # one to three minutes of two cores per run
 python benchmarks/learning.py --report   # this page
 ```
 
-| algorithm | task | data | threshold | within | steps needed, per seed | CPU s per run | commit |
+| algorithm | task | data | threshold | within | steps needed, per seed | replay same | commit |
 |---|---|---|---|---|---|---|---|
 """
 
@@ -32,32 +36,41 @@ python benchmarks/learning.py --report   # this page
 def write_report(lines: Sequence[Line], docs: Path) -> None:
     """Write ``learning.md`` and its plots into ``docs``."""
     newest = {(line["algorithm"], line["seed"]): line for line in lines}
-    rows = [_row(name, newest) for name in SETUPS]
-    families = list(dict.fromkeys(setup.family for setup in SETUPS.values()))
+    rows = [_row(name, newest) for name in RECIPES]
+    families = list(dict.fromkeys(recipe.family for recipe in RECIPES.values()))
     plots = [plot for family in families if (plot := _plot(family, newest, docs))]
     pictures = "\n\n".join(f"![{family}]({file})" for family, file in plots)
     (docs / "learning.md").write_text(HEAD + "\n".join(rows) + "\n\n" + pictures + "\n")
 
 
 def _row(name: str, newest: Mapping[tuple[str, int], Line]) -> str:
-    setup = SETUPS[name]
+    recipe = RECIPES[name]
     found = [line for (of, _), line in sorted(newest.items()) if of == name]
-    found = [line for line in found if line["setup"] == setup.digest]
-    steps = [str(f["reached"]) if f["reached"] else f"not reached ({f['best']:.2f})" for f in found]
-    data = setup.data + (" + teacher" if setup.teacher else "") + (" + expert" * setup.expert)
-    seconds = f"{sum(line['cpu_s'] for line in found) / len(found):.0f}" if found else "-"
-    commit = found[-1]["commit"] if found else "-"
+    found = [line for line in found if line["setup"] == recipe.digest]
     cells = (
         f"`{name}`",
-        setup.task,
-        data,
-        f"{setup.threshold}",
-        f"{setup.max_steps}",
-        ", ".join(steps) or "not run",
-        seconds,
-        commit,
+        recipe.task,
+        _data(name),
+        f"{recipe.threshold}",
+        f"{recipe.max_steps}",
+        ", ".join(map(_steps, found)) or "not run",
+        f"{sum(line['identical'] for line in found)} of {len(found)}",
+        found[-1]["commit"] if found else "-",
     )
     return "| " + " | ".join(cells) + " |"
+
+
+def _data(name: str) -> str:
+    needs = needs_of_run(resolved(config_for(name)))
+    return needs.data + " + teacher" * needs.teacher + " + expert" * bool(needs.expert_groups)
+
+
+def _steps(line: Line) -> str:
+    """Return after how many steps a run had learnt, and what else must be said of it."""
+    said = str(line["reached"]) if line["reached"] else f"not reached ({line['best']:.2f})"
+    if line["lost"] or line["duplicated"]:
+        said += f" (lost {line['lost']}, duplicated {line['duplicated']})"
+    return said
 
 
 def _plot(
@@ -69,19 +82,19 @@ def _plot(
     mpl.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    names = [name for name, setup in SETUPS.items() if setup.family == family]
+    names = [name for name, recipe in RECIPES.items() if recipe.family == family]
     figure, axes = pyplot.subplots(figsize=(6, 3), dpi=80)
     drawn = False
     for number, name in enumerate(names):
         label: str | None = name
         for (of, _), line in sorted(newest.items()):
-            if of != name or line["setup"] != SETUPS[name].digest:
+            if of != name or line["setup"] != RECIPES[name].digest:
                 continue
             steps, accuracies = zip(*[(0, 0.0), *map(tuple, line["curve"])], strict=True)
             axes.plot(steps, accuracies, color=f"C{number}", label=label, linewidth=1)
             label, drawn = None, True
     axes.set(title=family, xlabel="gradient step", ylabel="accuracy", ylim=(0, 1))
-    axes.axhline(SETUPS[names[0]].threshold, color="grey", linewidth=0.5)
+    axes.axhline(RECIPES[names[0]].threshold, color="grey", linewidth=0.5)
     file = f"learning-{family.replace(' ', '-')}.png"
     if drawn:
         axes.legend(fontsize="x-small")

@@ -1,74 +1,43 @@
-"""Learning runs take every kind of data, say what they do, and do not wait in silence."""
+"""Learning runs are demos, whose results are read from their logs; none is made twice."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
-import anyio
 import pytest
 
-from benchmarks import learning, learning_progress, learning_run
-from benchmarks.learning_progress import Progress, StuckError
-from benchmarks.learning_setups import SETUPS, Setup
+from benchmarks import learning, learning_report, learning_run
+from benchmarks.learning_run import LearningError, Outcome
+from trinity_buffer.demo.recipes import RECIPES
 
 
-def tiny(name: str) -> Setup:
-    return replace(
-        SETUPS[name],
-        groups_per_step=3,
-        rollouts_per_group=2,
-        max_steps=2,
-        evaluate_every=1,
-        threshold=2.0,
-    )
-
-
-@pytest.mark.parametrize("name", ["topr", "sft", "dpo", "mix", "multi_step_grpo"])
-def test_an_algorithm_takes_every_step_of_its_setup(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(learning_run, "PROBLEMS", 4)
+@pytest.mark.long
+def test_a_run_is_read_from_its_log(tmp_path: Path) -> None:
     said: list[str] = []
-    outcome = learning_run.run(name, tiny(name), 7, tmp_path, say=said.append)
+    outcome = learning_run.run("sft", 7, tmp_path, learning.SMALL, said.append)
     assert [step for step, _ in outcome.curve] == [1, 2]
-    assert outcome.reached is None
-    assert [line.split(" of ")[0] for line in said if "accuracy" in line] == [
-        f"{name}, seed 7: step 1",
-        f"{name}, seed 7: step 2",
-    ]
+    assert (outcome.lost, outcome.duplicated, outcome.identical) == (0, 0, True)
+    assert outcome.reached(2.0) is None
+    assert said[-1] == "lost 0, duplicated 0"
 
 
-def test_a_run_whose_strategy_keeps_nothing_ends_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(learning_run, "BATCHES_PER_STEP", 1)
-    # Random weights solve next to nothing, and dapo passes over groups whose rewards are all 0.
-    setup = replace(tiny("dapo"), groups_per_step=30)
-    with pytest.raises(
-        StuckError, match=r"^dapo-7: . of the 30 groups that step 1 needs were kept, after 1 b"
-    ):
-        learning_run.run("dapo", setup, 7, tmp_path, say=lambda _: None)
+def test_a_run_that_fails_is_no_result(tmp_path: Path) -> None:
+    with pytest.raises(LearningError, match=r"^demo --algorithm sft .* ended with 2"):
+        learning_run.run("sft", 7, tmp_path, ("max_step=2",), lambda _: None)
 
 
-async def test_a_wait_is_told_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learning_progress, "SILENT_S", 0.0)
-    monkeypatch.setattr(learning_progress, "STUCK_S", 0.0)
-    said: list[str] = []
-    reasons: list[str] = []
-
-    async def give_up(reason: str) -> None:
-        reasons.append(reason)
-
-    progress = Progress("grpo, seed 0", said.append)
-    progress.enter("waits for step 3 of the stream", waits=True)
-    with anyio.fail_after(5):
-        await progress.watch(give_up)
-    assert said == ["grpo, seed 0: waits for step 3 of the stream, for 0 s now"]
-    assert reasons == [progress.stuck]
-    assert progress.stuck is not None
-    assert progress.stuck.endswith("waits for step 3 of the stream for 0 s: given up")
+def test_the_page_says_how_many_steps_were_needed_and_what_went_wrong(tmp_path: Path) -> None:
+    curve = [(10, 0.5), (20, 0.91), (30, 0.89)]
+    good = learning.result_of("jsd", 1, Outcome(curve, 0, 0, identical=True))
+    bad = learning.result_of("jsd", 2, Outcome(curve[:1], 3, 0, identical=False))
+    learning_report.write_report([good, bad], tmp_path)
+    page = (tmp_path / "learning.md").read_text()
+    row = (
+        "| rollouts + teacher | 0.9 | 240 | 20, not reached (0.50) (lost 3, duplicated 0) | 1 of 2"
+    )
+    assert row in page
+    assert page.count("not run") == 23
 
 
 def test_what_is_recorded_is_named_and_not_run_again(
@@ -78,7 +47,7 @@ def test_what_is_recorded_is_named_and_not_run_again(
     line = {
         "algorithm": "sft",
         "seed": 5,
-        "setup": SETUPS["sft"].digest,
+        "setup": RECIPES["sft"].digest,
         "threshold": 0.9,
         "reached": 40,
         "commit": "1234567",
