@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from trinity_buffer.codec import decode_segment
 from trinity_buffer.errors import CodecError
@@ -16,16 +20,21 @@ from trinity_buffer.pipeline.encoding import (
 )
 
 
-def bits(tensor):
+def bits(tensor: Tensor | None) -> tuple[torch.dtype, bytes] | None:
     return None if tensor is None else (tensor.dtype, bytes(tensor.view(torch.uint8).numpy()))
 
 
-def scalars(blob, field="advantages"):
+def scalars(blob: bytes, field: str = "advantages") -> list[float] | None:
     found = annotation_scalars(blob, field)
     return None if found is None else found.tolist()
 
 
-def scored(score, mask=(1, 0, 1), dtype=torch.float32, mask_dtype=torch.bool):
+def scored(
+    score: float | None,
+    mask: Sequence[float] = (1, 0, 1),
+    dtype: torch.dtype = torch.float32,
+    mask_dtype: torch.dtype = torch.bool,
+) -> Experience:
     weights = torch.tensor(mask).to(mask_dtype)
     e = Experience(eid=EID(), tokens=[1] * (len(mask) + 1), action_mask=weights)
     if score is not None:
@@ -34,13 +43,13 @@ def scored(score, mask=(1, 0, 1), dtype=torch.float32, mask_dtype=torch.bool):
     return e
 
 
-def round_trip(given_experiences, slots=None):
+def round_trip(given_experiences: list[Experience], slots: list[int] | None = None) -> list[Any]:
     chosen = range(len(given_experiences)) if slots is None else slots
     masks = [given_experiences[slot].action_mask for slot in chosen]
     return decode_annotations(bytearray(encode_annotations(given_experiences)), slots, masks)
 
 
-def assert_same(found, experience) -> None:
+def assert_same(found: Any, experience: Experience) -> None:
     for field in ("advantages", "returns", "token_level_reward"):
         assert bits(found.get(field)) == bits(getattr(experience, field)), field
 
@@ -50,7 +59,7 @@ VALUES = st.floats(-1e4, 1e4, width=32)
 
 
 @st.composite
-def annotated(draw):
+def annotated(draw: st.DrawFn) -> Experience:
     """Experiences that are scaled masks, or nearly, or not at all."""
     mask = draw(st.lists(st.sampled_from([0, 1]), max_size=4))
     dtype, mask_dtype = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([torch.bool, *DTYPES]))
@@ -63,7 +72,9 @@ def annotated(draw):
 
 
 @given(st.lists(annotated(), max_size=5), st.data())
-def test_annotations_come_back_bit_for_bit(given_experiences, data) -> None:
+def test_annotations_come_back_bit_for_bit(
+    given_experiences: list[Experience], data: st.DataObject
+) -> None:
     rows = list(range(len(given_experiences)))
     some = st.lists(st.sampled_from(rows), max_size=5) if rows else st.just([])
     slots = data.draw(st.one_of(st.none(), some))
@@ -86,6 +97,7 @@ def test_a_scaled_mask_is_one_number_and_equal_returns_are_none() -> None:
 
 def test_a_negative_score_keeps_the_sign_of_its_zeros() -> None:
     e = scored(-1.0)
+    assert e.advantages is not None
     assert torch.signbit(e.advantages).all()
     assert_same(round_trip([e])[0], e)
 
@@ -109,7 +121,7 @@ def test_a_mask_that_selects_nothing_is_a_multiple_of_zero() -> None:
 
 
 @pytest.mark.parametrize("other", [scored(None), "differs"])
-def test_there_are_no_scalars_where_one_row_has_none(other) -> None:
+def test_there_are_no_scalars_where_one_row_has_none(other: Any) -> None:
     if other == "differs":
         other = scored(1.0)
         other.advantages = torch.tensor([1.0, 0.0, 2.0])
@@ -147,7 +159,7 @@ def test_a_scaled_mask_without_its_mask_is_a_codec_error() -> None:
 
 
 @pytest.mark.parametrize(("slots", "masks"), [([1], 1), ([0], 2), (None, 0)])
-def test_slots_and_masks_that_do_not_fit_are_a_codec_error(slots, masks) -> None:
+def test_slots_and_masks_that_do_not_fit_are_a_codec_error(slots: Any, masks: Any) -> None:
     e = scored(1.0)
     with pytest.raises(CodecError, match="slots"):
         decode_annotations(encode_annotations([e]), slots, [e.action_mask] * masks)

@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from trinity_buffer.codec import decode_segment, digests_of_segments, encode_segment
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 from trinity_buffer.experience import EID, FAMILIES, CustomField, Experience
 from trinity_buffer.pipeline.encoding import (
     META,
+    EncodedWrite,
     content_digest_of,
     decode_experiences,
     encode_experiences,
@@ -25,10 +27,11 @@ TENSORS = ["token_level_reward", "advantages", "returns", "logprobs", "teacher_l
 TEXTS = st.one_of(st.none(), st.text(st.characters()))
 MESSAGES = st.one_of(st.none(), st.lists(st.dictionaries(st.text(), TEXTS, max_size=2), max_size=2))
 KEYS = st.one_of(st.integers(), st.text())
+Rows = list[Experience]
 
 
 @st.composite
-def tensors(draw, names=tuple(TORCH_DTYPES), shape=None):
+def tensors(draw: st.DrawFn, names: Any = tuple(TORCH_DTYPES), shape: Any = None) -> Tensor:
     """A tensor of any dtype and shape, filled with any bits."""
     dtype = TORCH_DTYPES[draw(st.sampled_from(names))]
     shape = draw(st.lists(st.integers(0, 3), max_size=3)) if shape is None else shape
@@ -41,9 +44,10 @@ def tensors(draw, names=tuple(TORCH_DTYPES), shape=None):
 
 
 @st.composite
-def experiences(draw):
-    optional = {name: draw(st.one_of(st.none(), tensors())) for name in TENSORS}
-    info = draw(st.dictionaries(KEYS, st.one_of(TEXTS, st.integers(), st.floats(allow_nan=False))))
+def experiences(draw: st.DrawFn) -> Experience:
+    optional: dict[str, Any] = {name: draw(st.one_of(st.none(), tensors())) for name in TENSORS}
+    values = st.one_of(TEXTS, st.integers(), st.floats(allow_nan=False))
+    info: Any = draw(st.dictionaries(KEYS, values))
     if draw(st.booleans()):
         optional["chosen"], optional["rejected"] = draw(tensors()), draw(tensors(("int32",), [2]))
     if draw(st.booleans()):
@@ -74,11 +78,11 @@ def experiences(draw):
     )
 
 
-def bits(tensor):
+def bits(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), bytes(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-def plain(value):
+def plain(value: Any) -> Any:
     """A value that can be compared: a tensor by its bits."""
     if isinstance(value, torch.Tensor):
         return bits(value)
@@ -87,18 +91,18 @@ def plain(value):
     return (type(value), value)
 
 
-def state(experience):
+def state(experience: Experience) -> dict[str, Any]:
     known = ("eid", "prompt_length", "reward", "experience_type", "length", "policy_version")
     return {name: plain(getattr(experience, name)) for name in (*known, *FIELDS)}
 
 
-def blobs(write):
+def blobs(write: EncodedWrite) -> dict[str, bytearray]:
     return {family: bytearray(blob) for family, blob in write.families.items()}
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(experiences(), max_size=4))
-def test_experiences_of_every_dtype_come_back_bit_for_bit(given_experiences) -> None:
+def test_experiences_of_every_dtype_come_back_bit_for_bit(given_experiences: Rows) -> None:
     write = encode_experiences(given_experiences)
     found = decode_experiences(blobs(write), write.meta, loaded=tuple(FAMILIES))
     assert [state(e) for e in found] == [state(e) for e in given_experiences]
@@ -106,7 +110,7 @@ def test_experiences_of_every_dtype_come_back_bit_for_bit(given_experiences) -> 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(experiences(), min_size=1, max_size=4), st.data())
-def test_any_slots_come_back_in_their_order(given_experiences, data) -> None:
+def test_any_slots_come_back_in_their_order(given_experiences: Rows, data: st.DataObject) -> None:
     slots = data.draw(st.lists(st.sampled_from(range(len(given_experiences)))))
     write = encode_experiences(given_experiences)
     found = decode_experiences(blobs(write), write.meta, slots, loaded=tuple(FAMILIES))
@@ -115,7 +119,7 @@ def test_any_slots_come_back_in_their_order(given_experiences, data) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(experiences(), max_size=3))
-def test_what_was_read_has_the_digest_of_what_was_written(given_experiences) -> None:
+def test_what_was_read_has_the_digest_of_what_was_written(given_experiences: Rows) -> None:
     write = encode_experiences(given_experiences)
     found = decode_experiences(blobs(write), write.meta, loaded=tuple(FAMILIES))
     assert encode_experiences(found).meta == write.meta
@@ -124,7 +128,7 @@ def test_what_was_read_has_the_digest_of_what_was_written(given_experiences) -> 
     assert digests_of_segments(write.meta, segments) == write.meta["digest"]
 
 
-def sample(number=0, **changed):
+def sample(number: int = 0, **changed: Any) -> Experience:
     fields: dict[str, Any] = {
         "eid": EID("e0-7", number),
         "tokens": [1, 2, 3, 4 + number],
@@ -205,7 +209,7 @@ LAZY = {
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", LAZY)
-def test_a_lazy_view_is_stored_as_what_it_shows(name, count) -> None:
+def test_a_lazy_view_is_stored_as_what_it_shows(name: str, count: int) -> None:
     write = encode_experiences([sample(multi_modal_inputs={"x": LAZY[name]})] * count)
     found: Any = decode_experiences(blobs(write), write.meta)[-1]
     assert torch.equal(found.multi_modal_inputs["x"], LAZY[name])
@@ -239,7 +243,7 @@ def test_a_tensor_in_info_comes_back_as_a_tensor() -> None:
         ({"multi_modal_inputs": {7: torch.zeros(1)}}, "multi_modal_inputs has the keys"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_by_its_name(changed, sentence) -> None:
+def test_what_cannot_be_stored_is_refused_by_its_name(changed: Any, sentence: str) -> None:
     with pytest.raises(InvalidArgumentError, match=sentence):
         encode_experiences([sample(**changed)])
 
@@ -251,7 +255,7 @@ GOLDEN = {
 }
 
 
-def golden_experience(kind):
+def golden_experience(kind: str) -> Experience:
     given_fields: dict[str, dict[str, Any]] = {
         "single_turn": {"tokens": [1, 2, 3], "logprobs": [-0.5, -0.25], "reward": 1},
         "multi_turn": {
@@ -267,7 +271,7 @@ def golden_experience(kind):
 
 
 @pytest.mark.parametrize("kind", GOLDEN)
-def test_the_digest_of_a_known_experience_is_the_known_one(kind) -> None:
+def test_the_digest_of_a_known_experience_is_the_known_one(kind: str) -> None:
     """Were it to change, what is written again would be taken for other content."""
     assert content_digest_of(golden_experience(kind)).hex() == GOLDEN[kind]
 
@@ -321,7 +325,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_the_digest_tells_any_other_content_apart(name) -> None:
+def test_the_digest_tells_any_other_content_apart(name: str) -> None:
     change = CHANGES[name]
     changed = change if " " in name or name == "prompt_length" else {name: change}
     assert content_digest_of(sample(**changed)) != content_digest_of(sample())
@@ -337,7 +341,7 @@ def test_text_and_tensors_cannot_be_moved_from_one_field_to_the_next() -> None:
     assert content_digest_of(one) != content_digest_of(other)
 
 
-def damaged_meta(name, value):
+def damaged_meta(name: str, value: Any) -> dict[str, Any]:
     meta = dict(encode_experiences([sample(), sample(1)]).meta)
     if value is None:
         del meta[name]
@@ -359,19 +363,19 @@ def damaged_meta(name, value):
         ("reward", [1.0, "1"]),
     ],
 )
-def test_damaged_metadata_is_a_codec_error(name, value) -> None:
+def test_damaged_metadata_is_a_codec_error(name: str, value: Any) -> None:
     with pytest.raises(CodecError):
         decode_experiences({}, damaged_meta(name, value))
 
 
 @pytest.mark.parametrize("meta", [None, [], 7, {}])
-def test_what_is_no_metadata_is_a_codec_error(meta) -> None:
+def test_what_is_no_metadata_is_a_codec_error(meta: Any) -> None:
     with pytest.raises(CodecError, match="no metadata"):
         decode_experiences({}, meta)
 
 
 @pytest.mark.parametrize("slots", [[2], [-1], [0, 99]])
-def test_a_slot_that_is_not_there_is_a_codec_error(slots) -> None:
+def test_a_slot_that_is_not_there_is_a_codec_error(slots: list[int]) -> None:
     with pytest.raises(CodecError, match="slots"):
         decode_experiences({}, encode_experiences([sample(), sample(1)]).meta, slots)
 
@@ -390,7 +394,7 @@ def test_a_slot_that_is_not_there_is_a_codec_error(slots) -> None:
     ],
 )
 def test_a_segment_that_does_not_belong_to_its_event_is_a_codec_error(
-    family, objects, rows, sentence
+    family: str, objects: Any, rows: Any, sentence: str
 ) -> None:
     meta = encode_experiences([sample()]).meta
     with pytest.raises(CodecError, match=sentence):

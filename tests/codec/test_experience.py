@@ -12,7 +12,7 @@ from trinity_buffer.experience import EID, Experience, group_by, split_dpo_exper
 from trinity_buffer.pipeline.encoding import decode_experiences, encode_experiences
 
 
-def stored(*families):
+def stored(*families: str) -> Experience:
     """One experience, read back with some families only."""
     given = Experience(
         eid=EID("e0", 7),
@@ -73,7 +73,7 @@ def test_an_array_keeps_its_dtype() -> None:
         ({"tokens": [1, 2], "prompt_length": 0, "action_mask": [1] * 9}, "multi_turn", [True] * 9),
     ],
 )
-def test_the_type_follows_from_what_is_given(given, kind, mask) -> None:
+def test_the_type_follows_from_what_is_given(given: dict[str, Any], kind: str, mask: Any) -> None:
     e = Experience(**given)
     assert e.experience_type == kind
     assert (None if e.action_mask is None else e.action_mask.tolist()) == mask
@@ -92,18 +92,20 @@ def test_the_prompt_of_a_pair_is_all_of_its_tokens() -> None:
         ({"tokens": [1, 2], "logprobs": ["x"]}, "b/t/1/2/: logprobs cannot be made a tensor"),
     ],
 )
-def test_what_cannot_be_is_refused_by_the_name_of_the_field(given, sentence) -> None:
+def test_what_cannot_be_is_refused_by_the_name_of_the_field(
+    given: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(InvalidExperienceError, match=sentence):
         Experience(eid=EID("b", "t", 1, 2), **given)
 
 
 @pytest.mark.parametrize("reward", [2, 0.5, True, None])
-def test_a_reward_stays_what_it_is(reward) -> None:
+def test_a_reward_stays_what_it_is(reward: float) -> None:
     assert Experience(tokens=[1, 2], reward=reward).reward is reward
 
 
 @pytest.mark.parametrize("reward", [torch.tensor(0.5), np.float32(0.5)])
-def test_the_reward_of_a_tensor_is_a_python_number(reward) -> None:
+def test_the_reward_of_a_tensor_is_a_python_number(reward: Any) -> None:
     found = Experience(tokens=[1, 2], reward=reward).reward
     assert type(found) is float
     assert found == 0.5
@@ -132,7 +134,7 @@ def test_the_finish_reason_is_told_by_info_first() -> None:
 
 
 @pytest.mark.parametrize("family", ["light", "tokens", "text"])
-def test_what_is_always_known_does_not_depend_on_the_families(family) -> None:
+def test_what_is_always_known_does_not_depend_on_the_families(family: str) -> None:
     e = stored(family)
     assert (e.length, e.response_length, e.prompt_length, e.reward) == (3, 2, 1, None)
     assert (e.policy_version, e.finish_reason, e.experience_type) == (3, "stop", "single_turn")
@@ -142,7 +144,9 @@ def test_what_is_always_known_does_not_depend_on_the_families(family) -> None:
     ("loaded", "field", "family"),
     [("light", "tokens", "tokens"), ("tokens", "info", "light"), ("light", "messages", "text")],
 )
-def test_a_field_that_was_not_loaded_says_which_family_to_name(loaded, field, family) -> None:
+def test_a_field_that_was_not_loaded_says_which_family_to_name(
+    loaded: Any, field: str, family: str
+) -> None:
     sentence = rf"{field} of e0/7/0/0/ was not loaded: .*families=\('{loaded}',\).*'{family}'"
     with pytest.raises(AttributeError, match=sentence):
         getattr(stored(loaded), field)
@@ -165,7 +169,7 @@ def test_a_deep_copy_of_a_view_copies_the_view_alone() -> None:
 
 
 def test_groups_keep_the_order_of_first_appearance() -> None:
-    def at(task, run, step):
+    def at(task: int, run: int, step: int) -> Experience:
         return Experience(eid=EID("b", task, run, step), tokens=[1, 2])
 
     given = [at(2, 0, 0), at(1, 0, 0), at(2, 1, 0), at(2, 0, 1)]

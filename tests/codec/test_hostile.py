@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +28,10 @@ from trinity_buffer.pipeline.encoding import (
 KIND = "ExperiencesRecorded"
 
 
-def samples():
+Read = Callable[[bytes | bytearray], object]
+
+
+def samples() -> list[Experience]:
     """Experiences that use every field, so that a mutation can hit any part of the format."""
     turn = Experience(
         eid=EID("e0-7", 1),
@@ -50,7 +55,7 @@ def samples():
     return [turn, pair, Experience(eid=EID("e0-7", 2), tokens=torch.arange(3))]
 
 
-def mutated(blob, draw):
+def mutated(blob: bytes, draw: random.Random) -> bytearray:
     """Return ``blob`` with up to three mutations: bytes, a number, a cut, a copy, a type."""
     data = bytearray(blob)
     for _ in range(draw.randint(1, 3)):
@@ -73,28 +78,28 @@ def mutated(blob, draw):
     return bytearray(data)
 
 
-def read_segment(family, meta):
-    def read(blob) -> None:
+def read_segment(family: str, meta: dict[str, Any]) -> Read:
+    def read(blob: bytes | bytearray) -> None:
         for experience in decode_experiences({family: blob}, meta):
             assert experience.eid.batch == "e0-7"
 
     return read
 
 
-def read_body(blob) -> None:
+def read_body(blob: bytes | bytearray) -> None:
     body = codec.decode_body(KIND, blob)
     decode_experiences({}, body.get("meta", {}))
 
 
-def read_annotations(masks):
-    def read(blob) -> None:
+def read_annotations(masks: Any) -> Read:
+    def read(blob: bytes | bytearray) -> None:
         annotation_scalars(blob, "advantages")
         decode_annotations(blob, None, masks)
 
     return read
 
 
-def read_columns(blob) -> None:
+def read_columns(blob: bytes | bytearray) -> None:
     segment = codec.decode_segment(blob)
     for columns in segment.columns.values():
         for column in columns:
@@ -103,7 +108,7 @@ def read_columns(blob) -> None:
         list(values)
 
 
-def targets():
+def targets() -> list[tuple[bytes, Read]]:
     given = samples()
     write = encode_experiences(given)
     body = codec.encode_body(KIND, {"meta": write.meta, "segment": b"key", "families": {}})
@@ -116,7 +121,7 @@ def targets():
     ]
 
 
-def fuzz(mutations, seed):
+def fuzz(mutations: int, seed: int) -> int:
     """Return how many mutations were refused; anything else than a `CodecError` gets out."""
     draw, refused = random.Random(seed), 0
     every = targets()
@@ -137,13 +142,13 @@ def test_the_samples_use_every_family_and_can_be_read() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_mutated_blob_is_read_or_refused(seed) -> None:
+def test_a_mutated_blob_is_read_or_refused(seed: int) -> None:
     assert fuzz(2500, seed) > 1000
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(100, 110))
-def test_a_million_mutated_blobs_are_read_or_refused(seed) -> None:
+def test_a_million_mutated_blobs_are_read_or_refused(seed: int) -> None:
     assert fuzz(110_000, seed) > 40_000
 
 
@@ -170,7 +175,9 @@ CLAIMS = [
 
 @pytest.mark.parametrize("blob", CLAIMS)
 @pytest.mark.parametrize("decode", [codec.decode_segment, codec.unpack_object])
-def test_forty_bytes_that_claim_a_trillion_elements_allocate_nothing(blob, decode) -> None:
+def test_forty_bytes_that_claim_a_trillion_elements_allocate_nothing(
+    blob: bytes, decode: Read
+) -> None:
     assert len(blob) <= 40
     tracemalloc.start()
     try:
@@ -207,7 +214,7 @@ def test_a_header_that_claims_a_trillion_rows_allocates_nothing() -> None:
 
 
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\x01", b"\xc7\xff\x01", b"\xd4\x01"])
-def test_deep_nesting_ends_soon(opening) -> None:
+def test_deep_nesting_ends_soon(opening: bytes) -> None:
     blob = opening * 100_000
     begin = time.perf_counter()
     with pytest.raises(CodecError):

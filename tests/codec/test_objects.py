@@ -3,8 +3,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import IntEnum
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -35,7 +37,7 @@ VALUES = st.recursive(
 )
 
 
-def same(one, other):
+def same(one: Any, other: Any) -> bool:
     """Equal, with equal types all the way down: True is not 1, and (1,) is not [1]."""
     if type(one) is not type(other):
         return False
@@ -48,24 +50,24 @@ def same(one, other):
     return bool(one == other)
 
 
-def packed(value):
+def packed(value: Any) -> bytes:
     return ObjectPacker().pack(value, "info")
 
 
 @given(st.one_of(SCALARS, st.lists(VALUES), st.dictionaries(KEYS, st.lists(SCALARS))))
-def test_every_value_comes_back_with_its_types(value) -> None:
+def test_every_value_comes_back_with_its_types(value: Any) -> None:
     assert same(unpack_object(packed(value)), value)
 
 
 @given(st.dictionaries(KEYS, VALUES))
-def test_the_order_of_keys_does_not_change_the_canonical_bytes(value) -> None:
+def test_the_order_of_keys_does_not_change_the_canonical_bytes(value: Any) -> None:
     turned = dict(reversed(list(value.items())))
     pack = ObjectPacker(canonical=True).pack
     assert pack({"a": (value,), "b": 1}, "info") == pack({"b": 1, "a": (turned,)}, "info")
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float32", "complex128"])
-def test_numpy_numbers_and_arrays_come_back_with_their_dtype(dtype) -> None:
+def test_numpy_numbers_and_arrays_come_back_with_their_dtype(dtype: str) -> None:
     array = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype)
     found = unpack_object(packed({"a": array, "s": array[0, 1], "n": array[:0]}))
     assert found["a"].dtype == array.dtype
@@ -113,12 +115,12 @@ def test_subclasses_come_back_as_their_base() -> None:
         ({"a": object}, r"info\['a'\] is a builtins.type"),
     ],
 )
-def test_what_would_not_come_back_is_refused_by_its_place(value, place) -> None:
+def test_what_would_not_come_back_is_refused_by_its_place(value: Any, place: str) -> None:
     with pytest.raises(InvalidArgumentError, match=place):
         packed(value)
 
 
-def nested(levels, wrap):
+def nested(levels: int, wrap: Callable[[Any], Any]) -> Any:
     value = wrap(0)
     for _ in range(levels - 1):
         value = wrap(value)
@@ -126,7 +128,7 @@ def nested(levels, wrap):
 
 
 @pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}])
-def test_sixty_four_levels_are_the_deepest_value(wrap) -> None:
+def test_sixty_four_levels_are_the_deepest_value(wrap: Callable[[Any], Any]) -> None:
     assert unpack_object(packed(nested(64, wrap))) == nested(64, wrap)
     with pytest.raises(InvalidArgumentError, match="deeper than 64"):
         packed(nested(65, wrap))
@@ -181,7 +183,7 @@ def test_long_lists_come_back() -> None:
         b"\xc7\x03\xff123",  # a damaged timestamp
     ],
 )
-def test_damaged_bytes_are_a_codec_error(blob) -> None:
+def test_damaged_bytes_are_a_codec_error(blob: bytes) -> None:
     with pytest.raises(CodecError):
         unpack_object(blob)
 

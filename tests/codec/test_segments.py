@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import msgpack
 import numpy as np
 import pytest
@@ -12,7 +14,14 @@ from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgument
 MASK = Column("mask", "bool", np.array([[2], [0], [3]]), np.array([1, 0, 1, 1, 0], np.uint8))
 
 
-def column(field="x", dtype="uint8", shapes=((1,),), data=b"\x07", rows=None, encoding="raw"):
+def column(
+    field: str = "x",
+    dtype: str = "uint8",
+    shapes: Any = ((1,),),
+    data: bytes = b"\x07",
+    rows: list[int] | None = None,
+    encoding: str = "raw",
+) -> Column:
     return Column(
         field,
         dtype,
@@ -24,7 +33,7 @@ def column(field="x", dtype="uint8", shapes=((1,),), data=b"\x07", rows=None, en
 
 
 @st.composite
-def columns(draw):
+def columns(draw: st.DrawFn) -> list[Column]:
     """Columns of one field that share three rows among them, of any dtypes and dimensions."""
     made, kinds = [], draw(st.lists(st.integers(0, 2), min_size=3, max_size=3))
     for kind in sorted(set(kinds)):
@@ -44,18 +53,18 @@ def columns(draw):
 
 
 @given(columns())
-def test_columns_of_every_dtype_and_shape_come_back(given_columns) -> None:
+def test_columns_of_every_dtype_and_shape_come_back(given_columns: list[Column]) -> None:
     segment = decode_segment(encode_segment(given_columns, {}, 3))
     for found, meant in zip(segment.columns["x"], given_columns, strict=True):
         assert (found.dtype, found.encoding) == (meant.dtype, meant.encoding)
         assert found.shapes.tolist() == meant.shapes.tolist()
         assert found.data.tobytes() == meant.data.tobytes()
-        assert (found.rows is None) == (meant.rows is None)
-        assert found.rows is None or found.rows.tolist() == meant.rows.tolist()
+        rows = [None if column.rows is None else column.rows.tolist() for column in (found, meant)]
+        assert rows[0] == rows[1]
 
 
 @given(st.lists(st.one_of(st.none(), st.text(), st.dictionaries(st.text(), st.integers()))))
-def test_objects_come_back_row_by_row(values) -> None:
+def test_objects_come_back_row_by_row(values: list[Any]) -> None:
     found = decode_segment(encode_segment([], {"info": values}, len(values))).objects["info"]
     assert list(found) == values
     assert [found[row] for row in range(len(values))] == values
@@ -74,7 +83,7 @@ def test_a_blob_is_one_msgpack_document() -> None:
 
 
 @given(st.text(max_size=100), st.integers(1, 40))
-def test_columns_start_at_multiples_of_64_bytes(name, size) -> None:
+def test_columns_start_at_multiples_of_64_bytes(name: str, size: int) -> None:
     first = column(shapes=((size,),), data=bytes(size))
     blob = bytearray(encode_segment([first, column(name + "y")], {name + "z": ["o"]}, 1))
     start = np.frombuffer(blob, np.uint8).ctypes.data
@@ -122,7 +131,7 @@ def test_an_alias_has_the_columns_of_its_target() -> None:
         [],
     ],
 )
-def test_flat_refuses_what_is_not_flat(given_columns) -> None:
+def test_flat_refuses_what_is_not_flat(given_columns: list[Column]) -> None:
     segment = decode_segment(encode_segment(given_columns, {}, 2))
     with pytest.raises(CodecError, match="x is not one-dimensional"):
         segment.flat("x")
@@ -139,12 +148,14 @@ def test_flat_refuses_what_is_not_flat(given_columns) -> None:
         ([], {"info": [{"a": object()}]}, r"info\['a'\]"),
     ],
 )
-def test_columns_that_do_not_fit_are_not_written(given_columns, objects, sentence) -> None:
+def test_columns_that_do_not_fit_are_not_written(
+    given_columns: list[Column], objects: Any, sentence: str
+) -> None:
     with pytest.raises(InvalidArgumentError, match=sentence):
         encode_segment(given_columns, objects, 1)
 
 
-def test_a_newer_segment_says_upgrade(monkeypatch) -> None:
+def test_a_newer_segment_says_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "SEGMENT_VERSION", 2)
     blob = encode_segment([], {}, 0)
     monkeypatch.undo()
@@ -155,7 +166,7 @@ def test_a_newer_segment_says_upgrade(monkeypatch) -> None:
 BODY = b"\x07".ljust(128, b"\0")
 
 
-def forged(body=BODY, **header):
+def forged(body: bytes = BODY, **header: Any) -> bytes:
     """A well-formed blob around a header that may claim anything."""
     given_header = {"v": 1, "rows": 1, "columns": [], "objects": [], "aliases": {}, **header}
     head = msgpack.packb(given_header)
@@ -169,11 +180,11 @@ def forged(body=BODY, **header):
     )
 
 
-def u32(*numbers):
+def u32(*numbers: int) -> bytes:
     return np.array(numbers, "<u4").tobytes()
 
 
-def entry(**changed):
+def entry(**changed: Any) -> list[Any]:
     good = {
         "field": "x",
         "dtype": "uint8",
@@ -253,7 +264,7 @@ HOSTILE_HEADERS = [
 
 
 @pytest.mark.parametrize("header", HOSTILE_HEADERS)
-def test_a_header_that_lies_is_a_codec_error(header) -> None:
+def test_a_header_that_lies_is_a_codec_error(header: dict[str, Any]) -> None:
     body = b"\x07".ljust(64, b"\0") + u32(0, 0).ljust(64, b"\0")
     with pytest.raises(CodecError):
         decode_segment(forged(body, **header))
@@ -272,7 +283,7 @@ def test_an_object_that_is_damaged_says_so_when_it_is_read() -> None:
 
 
 @pytest.mark.parametrize("cut", range(0, 200, 7))
-def test_a_blob_that_was_cut_off_is_a_codec_error(cut) -> None:
+def test_a_blob_that_was_cut_off_is_a_codec_error(cut: Any) -> None:
     blob = encode_segment([MASK], {"text": ["a", "b", "c"]}, 3)
     with pytest.raises(CodecError):
         decode_segment(blob[:cut])

@@ -14,7 +14,7 @@ from trinity_buffer.pipeline.writing.validation import SCHEMAS, validate
 NAN, INF = float("nan"), float("inf")
 
 
-def rollout(**changed):
+def rollout(**changed: Any) -> Experience:
     fields = {
         "eid": EID("e0-7", 3, 1),
         "tokens": [1, 2, 3, 4, 5],
@@ -26,7 +26,7 @@ def rollout(**changed):
     return Experience(**{**fields, **changed})
 
 
-def pair(**changed):
+def pair(**changed: Any) -> Experience:
     return Experience(
         eid=EID("e0-7", 3, 1), **{"tokens": [1], "chosen": [2], "rejected": [3], **changed}
     )
@@ -56,7 +56,7 @@ GOOD = {
 }
 
 
-def passes_as_a_column(experience, schema="experience"):
+def passes_as_a_column(experience: Experience, schema: str = "experience") -> bool:
     """What is checked of a whole write at once, where the one stands between two that are right."""
     three = [rollout(), experience, rollout(eid=EID("e0-8", "x"))]
     if not forms_pass(three, schema):
@@ -66,14 +66,14 @@ def passes_as_a_column(experience, schema="experience"):
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_most_of_what_is_right_passes_as_a_column(name) -> None:
+def test_most_of_what_is_right_passes_as_a_column(name: str) -> None:
     one_by_one = ("truncated", "bfloat16", "float16", "overflow", "experts")
     assert passes_as_a_column(GOOD[name]) == (not any(word in name for word in one_by_one))
 
 
 @pytest.mark.parametrize("name", GOOD)
 @pytest.mark.parametrize("schema", ["experience", "sft", "cpt"])
-def test_what_is_right_passes(name, schema) -> None:
+def test_what_is_right_passes(name: str, schema: str) -> None:
     validate(GOOD[name], schema)
 
 
@@ -107,7 +107,7 @@ EIDS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", EIDS)
-def test_an_address_that_cannot_be_is_refused(name) -> None:
+def test_an_address_that_cannot_be_is_refused(name: str) -> None:
     eid, sentence = EIDS[name]
     with pytest.raises(InvalidExperienceError, match=sentence):
         validate(rollout(eid=eid))
@@ -167,7 +167,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_refused_by_its_field(name) -> None:
+def test_what_is_wrong_is_refused_by_its_field(name: str) -> None:
     changed, sentence = BAD[name]
     with pytest.raises(InvalidExperienceError, match=sentence) as caught:
         validate(rollout(**changed))
@@ -188,7 +188,7 @@ ASSIGNED = {
 
 
 @pytest.mark.parametrize("name", ASSIGNED)
-def test_what_was_assigned_later_is_checked_too(name) -> None:
+def test_what_was_assigned_later_is_checked_too(name: str) -> None:
     field, value, sentence = ASSIGNED[name]
     experience = rollout()
     setattr(experience, field, value)
@@ -210,7 +210,7 @@ def test_what_was_assigned_later_is_checked_too(name) -> None:
         (pair(reward=NAN), "reward is nan"),
     ],
 )
-def test_what_is_no_pair_is_refused_as_one(experience, sentence) -> None:
+def test_what_is_no_pair_is_refused_as_one(experience: Experience, sentence: str) -> None:
     with pytest.raises(InvalidExperienceError, match=sentence):
         validate(experience, "dpo")
 

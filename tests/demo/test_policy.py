@@ -119,7 +119,7 @@ def test_weights_depend_on_the_seed_alone_and_leave_the_global_state() -> None:
     assert not torch.equal(one["head.weight"], other["head.weight"])
 
 
-def test_a_saved_policy_is_loaded_as_it_was(tmp_path) -> None:
+def test_a_saved_policy_is_loaded_as_it_was(tmp_path: Path) -> None:
     policy, path = TransformerPolicy(CONFIG, seed=9), tmp_path / "policy-7.safetensors"
     policy.save(path, metadata={"version": 7})
     loaded = TransformerPolicy.load(path)
@@ -130,13 +130,15 @@ def test_a_saved_policy_is_loaded_as_it_was(tmp_path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_equal_policies_are_equal_bytes(tmp_path) -> None:
+def test_equal_policies_are_equal_bytes(tmp_path: Path) -> None:
     for name in "ab":
         TransformerPolicy(CONFIG).save(tmp_path / name, metadata={"b": 1, "a": 2})
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_a_policy_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch) -> None:
+def test_a_policy_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, real, seen = tmp_path / "policy", os.fsync, []
 
     def watched(descriptor: int) -> None:
@@ -150,7 +152,9 @@ def test_a_policy_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch) -
     assert (folder, named_at_last) == (tmp_path, True)
 
 
-def test_a_save_that_fails_leaves_the_old_policy(tmp_path, monkeypatch) -> None:
+def test_a_save_that_fails_leaves_the_old_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "policy"
     TransformerPolicy(CONFIG).save(path)
     old = path.read_bytes()
@@ -168,7 +172,7 @@ def test_a_save_that_fails_leaves_the_old_policy(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     "content", [None, b"", b"not a policy at all", b"\x08" + b"\0" * 7 + b"{}      "]
 )
-def test_what_is_no_policy_is_refused_by_its_path(tmp_path, content) -> None:
+def test_what_is_no_policy_is_refused_by_its_path(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "policy"
     if content is not None:
         path.write_bytes(content)
@@ -176,7 +180,7 @@ def test_what_is_no_policy_is_refused_by_its_path(tmp_path, content) -> None:
         TransformerPolicy.load(path)
 
 
-def test_weights_of_another_shape_than_the_config_are_refused(tmp_path) -> None:
+def test_weights_of_another_shape_than_the_config_are_refused(tmp_path: Path) -> None:
     policy, path = TransformerPolicy(CONFIG), tmp_path / "policy"
     policy.config = PolicyConfig(vocab_size=11, width=32, heads=2)
     policy.save(path)
@@ -185,7 +189,7 @@ def test_weights_of_another_shape_than_the_config_are_refused(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"width": 30}, {"layers": 0}, {"vocab_size": -1}])
-def test_an_impossible_shape_is_refused(wrong) -> None:
+def test_an_impossible_shape_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
         PolicyConfig(**{"vocab_size": 11, "width": 32, "heads": 4, **wrong})
 

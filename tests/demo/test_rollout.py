@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,7 @@ from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.rollout import evaluate, rollout
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
 from trinity_buffer.experience import EID, Experience
+from trinity_buffer.identity import Key
 
 ALL = [(task, run) for task in range(4) for run in range(3)]
 BOTH = pytest.mark.parametrize("task", [SortDigits(3), GuessNumber(8)], ids=lambda t: t.name)
@@ -24,7 +28,14 @@ def make_policy(task: Task) -> TransformerPolicy:
     return policy
 
 
-def generate(task: Task, pairs=ALL, *, batch="e0-1", seed=1, version=0) -> list[Experience]:
+def generate(
+    task: Task,
+    pairs: Sequence[tuple[Key, int]] = ALL,
+    *,
+    batch: str = "e0-1",
+    seed: int = 1,
+    version: int = 0,
+) -> list[Experience]:
     policy = make_policy(task)
     return rollout(policy, task, pairs, batch=batch, seed=seed, policy_version=version)
 
@@ -34,7 +45,7 @@ def said(experiences: list[Experience]) -> dict[str, list[int]]:
 
 
 @BOTH
-def test_recorded_logprobs_are_the_policys(task) -> None:
+def test_recorded_logprobs_are_the_policys(task: Task) -> None:
     policy = make_policy(task)
     for experience in generate(task):
         scores = policy.logprobs(experience.tokens.long().unsqueeze(0)).logprob[0]
@@ -44,7 +55,7 @@ def test_recorded_logprobs_are_the_policys(task) -> None:
 
 
 @BOTH
-def test_missing_pairs_are_generated_as_they_would_have_been(task) -> None:
+def test_missing_pairs_are_generated_as_they_would_have_been(task: Task) -> None:
     whole, missing = generate(task), [ALL[7], ALL[2], ALL[10]]
     part = generate(task, missing)
     wanted = {uid: tokens for uid, tokens in said(whole).items() if uid in said(part)}
@@ -57,7 +68,9 @@ def test_missing_pairs_are_generated_as_they_would_have_been(task) -> None:
 
 @BOTH
 @pytest.mark.parametrize("changed", [{"seed": 2}, {"batch": "e0-2"}, {"version": 1}])
-def test_another_seed_batch_or_version_says_something_else(task, changed) -> None:
+def test_another_seed_batch_or_version_says_something_else(
+    task: Task, changed: dict[str, Any]
+) -> None:
     first, second = said(generate(task)), said(generate(task, **changed))
     assert list(first.values()) != list(second.values())
 

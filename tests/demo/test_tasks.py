@@ -43,13 +43,13 @@ def test_an_early_find_is_paid_more_than_a_late_one() -> None:
 
 
 @pytest.mark.parametrize("word", [HIGHER, LOWER, OPENING])
-def test_a_guess_that_is_no_number_ends_the_run_unpaid(word) -> None:
+def test_a_guess_that_is_no_number_ends_the_run_unpaid(word: int) -> None:
     verdict = GuessNumber(numbers=8).judge(Problem((OPENING,), (5,)), (word,), 0)
     assert (verdict.reward, verdict.solved, verdict.reply) == (0.0, False, None)
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))
-def test_problems_depend_on_seed_batch_and_index_alone(name) -> None:
+def test_problems_depend_on_seed_batch_and_index_alone(name: str) -> None:
     task = TASKS[name]()
     problems = [task.problem(1, "e0-1", index) for index in range(50)]
     assert problems == [task.problem(1, "e0-1", str(index)) for index in range(50)]
@@ -62,7 +62,7 @@ def test_problems_depend_on_seed_batch_and_index_alone(name) -> None:
 
 
 @pytest.mark.parametrize("task", [SortDigits(3), SortDigits(5), GuessNumber(8), GuessNumber(16, 5)])
-def test_problems_cover_everything_that_may_be_asked(task) -> None:
+def test_problems_cover_everything_that_may_be_asked(task: SortDigits | GuessNumber) -> None:
     highest = 9 if isinstance(task, SortDigits) else task.numbers - 1
     asked = {token for index in range(300) for token in task.problem(0, "b", index).answer}
     assert asked == set(range(highest + 1))
@@ -79,6 +79,6 @@ def test_tokens_can_be_read_by_people() -> None:
     [("sort", {"digits": 0}), ("guess", {"numbers": 1}), ("guess", {"turns": 0}),
      ("guess", {"turns": 4, "turn_cost": 0.3}), ("guess", {"turn_cost": -0.1})],
 )  # fmt: skip
-def test_an_impossible_task_is_refused(task, wrong) -> None:
+def test_an_impossible_task_is_refused(task: str, wrong: dict[str, int]) -> None:
     with pytest.raises(InvalidArgumentError, match=list(wrong)[-1]):
         TASKS[task](**wrong)

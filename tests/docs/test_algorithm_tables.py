@@ -33,12 +33,12 @@ def first_cells(title: str) -> list[str]:
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_every_registered_name_has_its_row(title) -> None:
+def test_every_registered_name_has_its_row(title: str) -> None:
     assert sorted(first_cells(title)) == sorted(SECTIONS[title].names())
 
 
 @pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
-def test_the_row_of_an_algorithm_says_what_is_built(name) -> None:
+def test_the_row_of_an_algorithm_says_what_is_built(name: str) -> None:
     start = f"| `{name}` | `{ALGORITHM_TYPE.get(name).__name__}`"
     (row,) = [line for line in PAGE.splitlines() if line.startswith(start)]
     cells = [cell.strip() for cell in row.split("|")[1:-1]]

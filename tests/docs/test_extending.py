@@ -10,7 +10,7 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
-def test_the_page_runs_as_it_is_printed(tmp_path) -> None:
+def test_the_page_runs_as_it_is_printed(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) == 5
     script = tmp_path / "extending.py"

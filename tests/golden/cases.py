@@ -40,7 +40,7 @@ class Case:
         self.outputs: Any
         self.family, self.raw, self.id, self.raises = family, raw, raw["id"], raw.get("raises")
         self.registry, self.tags, self.method = (
-            raw.get("registry"),
+            raw.get("registry", ""),
             set(raw.get("tags", [])),
             raw.get("method"),
         )

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
 
+from tests.golden.cases import Case
+
 ULP32 = 2.0**-23
 
 
-def to_np(x) -> np.ndarray:
+def to_np(x: Any) -> np.ndarray:
     return np.asarray(
         x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x, dtype=np.float64
     )
 
 
-def num_diff(path, expected, actual, rtol, atol, nan="match", keep=None) -> list[str]:
+def num_diff(
+    path: str,
+    expected: Any,
+    actual: Any,
+    rtol: float,
+    atol: float,
+    nan: str = "match",
+    keep: Any = None,
+) -> list[str]:
     """Return [] or one readable difference.
 
     Expected inf: inf, or huge with the same sign. Expected NaN: NaN ("match"), 0 ("zero") or
@@ -42,7 +54,9 @@ def num_diff(path, expected, actual, rtol, atol, nan="match", keep=None) -> list
     ]
 
 
-def metrics_diff(case, expected, actual, skip=lambda k: False) -> list[str]:
+def metrics_diff(
+    case: Case, expected: Any, actual: Any, skip: Callable[[str], bool] = lambda k: False
+) -> list[str]:
     r, out = np.abs(case.rewards(range(len(case.specs or [])))), []
     atol = case.mtol["atol"] + 8 * ULP32 * float(
         r[np.isfinite(r)].max(initial=0.0)
@@ -56,7 +70,7 @@ def metrics_diff(case, expected, actual, skip=lambda k: False) -> list[str]:
     return out
 
 
-def advantage_slack(case) -> dict[int, float]:
+def advantage_slack(case: Case) -> dict[int, float]:
     """Return how far float32 rounding of the rewards may move each experience's advantage."""
     reg, kw, ill = case.registry or "step_wise_grpo", case.kwargs, "ill_conditioned" in case.tags
     eps, penalty = (
@@ -65,14 +79,16 @@ def advantage_slack(case) -> dict[int, float]:
     )
 
     def stats(
-        idx,
+        idx: Iterable[int],
+    ) -> (
+        np.ndarray
     ):  # rewards that enter the statistics: of the last step of each run for step-wise GRPO
         if reg == "step_wise_grpo":
             idx = {
                 tuple(case.specs[i]["eid"][k] for k in ("batch", "task", "run")): i for i in idx
             }.values()
         r = case.rewards(idx).astype(np.float32).astype(np.float64)
-        return r[np.isfinite(r)]
+        return np.asarray(r[np.isfinite(r)])
 
     out = {}
     for idx in case.groups().values():
@@ -96,11 +112,11 @@ def advantage_slack(case) -> dict[int, float]:
     return out
 
 
-def src(exp) -> int:
-    return exp["src"] if isinstance(exp, dict) else exp.info["__idx__"]
+def src(exp: Any) -> int:
+    return int(exp["src"] if isinstance(exp, dict) else exp.info["__idx__"])
 
 
-def flat(outputs) -> list:
+def flat(outputs: Any) -> list[Any]:
     """All experiences of an outcome, golden or actual."""
     return (
         list(outputs["returned"])
@@ -109,7 +125,7 @@ def flat(outputs) -> list:
     )
 
 
-def exps_diff(case, expected, actual, path, nan="match") -> list[str]:
+def exps_diff(case: Case, expected: Any, actual: Any, path: str, nan: str = "match") -> list[str]:
     """Ordered lists of experiences: same source experience, same uid, same advantages / returns."""
     if len(expected) != len(actual):
         return [f"{path}: {len(actual)} experiences, expected {len(expected)}"]
@@ -130,7 +146,7 @@ def exps_diff(case, expected, actual, path, nan="match") -> list[str]:
     return []
 
 
-def writes_diff(case, expected, actual, nan) -> list[str]:
+def writes_diff(case: Case, expected: Any, actual: Any, nan: str) -> list[str]:
     """Same calls of write_async, in the same order, with the same experiences."""
     if len(expected) != len(actual):
         return [f"writes: {len(actual)} write_async calls, expected {len(expected)}"]
@@ -138,7 +154,7 @@ def writes_diff(case, expected, actual, nan) -> list[str]:
     return [d for i, (x, y) in pairs for d in exps_diff(case, x, y, f"writes[{i}]", nan)]
 
 
-def mapping_diff(case, key, expected, actual) -> list[str]:
+def mapping_diff(case: Case, key: str, expected: Any, actual: Any) -> list[str]:
     """Same keys in the same order, with the same values."""
     diffs = [] if list(expected) == list(actual) else [f"{key}: {list(actual)} != {list(expected)}"]
     for x in set(expected) & set(actual):
@@ -150,7 +166,9 @@ def mapping_diff(case, key, expected, actual) -> list[str]:
     return diffs
 
 
-def output_diff(case, key, expected, actual, nan, skip) -> list[str]:
+def output_diff(
+    case: Case, key: str, expected: Any, actual: Any, nan: str, skip: Callable[[str], bool]
+) -> list[str]:
     """One of the outputs, compared as its name says."""
     match key:
         case "groups" | "count":
@@ -166,7 +184,12 @@ def output_diff(case, key, expected, actual, nan, skip) -> list[str]:
     return num_diff(key, expected, actual, case.rtol, case.atol, nan)
 
 
-def compare(case, out, nan="match", skip=lambda k: False) -> list[str]:
+def compare(
+    case: Case,
+    out: dict[str, Any],
+    nan: str = "match",
+    skip: Callable[[str], bool] = lambda k: False,
+) -> list[str]:
     """Golden outputs against the package's outputs, as far as the runner returns them."""
     return [
         difference

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import json
+from collections.abc import Callable
+from typing import Any
 
+from tests.golden.cases import Case
 from tests.golden.runners import run
 from tests.golden.verdicts import either, finite, plain, refused, unexpected
 from tests.golden.verdicts_of_groups import (
@@ -31,26 +34,28 @@ from tests.golden.verdicts_of_losses import (
 )
 
 
-def _nan(c):
+def _nan(c: Case) -> bool:
     return any(
         '"NaN"' in json.dumps(c.raw.get("outputs", {}).get(k))
         for k in ("writes", "returned", "loss")
     )
 
 
-def _single(c):
+def _single(c: Case) -> bool:
     return any(len(g) == 1 for g in c.groups().values())
 
 
-def _or_refused(pattern="", **kw):
+def _or_refused(pattern: str = "", **kw: Any) -> Callable[[Case], list[str]]:
     return lambda c: either(lambda: plain(c, **kw), lambda: refused(run(c), pattern))
 
+
+Expectation = tuple[str, str, str, Callable[[Case], Any] | None, Callable[[Case], list[str]], str]
 
 EXPS, LOSS, TRAINER = "add_strategy advantage_grouped", "policy_loss_*", "advantage_trainer"
 # Cases in which matching the reference would mean demanding a bug, a random draw or a rounding
 # accident: name, families, classes (globs), further condition, verdict, what is demanded. The first
 # match decides, others must match (`plain`).
-EXPECTATIONS = [
+EXPECTATIONS: list[Expectation] = [
     (
         "none_reward",
         EXPS,
@@ -299,7 +304,9 @@ EXPECTATIONS = [
 ]
 
 
-def applies(case, families, classes, condition) -> bool:
+def applies(
+    case: Case, families: str, classes: str, condition: Callable[[Case], Any] | None
+) -> bool:
     """Return whether an expectation is about this case."""
     return bool(
         any(fnmatch.fnmatch(case.family, family) for family in families.split())
@@ -308,7 +315,7 @@ def applies(case, families, classes, condition) -> bool:
     )
 
 
-def judge(case) -> tuple[list[str], str]:
+def judge(case: Case) -> tuple[list[str], str]:
     """Return the differences, and the name of the expectation that found them."""
     for name, families, classes, condition, check, _ in EXPECTATIONS:
         if applies(case, families, classes, condition):

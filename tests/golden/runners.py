@@ -7,13 +7,18 @@ import contextlib
 import importlib
 import json
 import random
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from tests.golden.cases import Case
 from tests.golden.comparing import src
+from trinity_buffer.experience import Experience
 
 AGG_MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 VERL_NAMES = {
@@ -33,6 +38,9 @@ OUTCOMES = (
     ValueError,
 )
 """What a part may raise: compared like any other outcome."""
+
+
+Runner = Callable[[Case, bool, list[list[Any]]], dict[str, Any]]
 
 
 class Skip(Exception):  # noqa: N818 - no error: the case is left out
@@ -55,7 +63,7 @@ class Package:
             compat.reference_kwargs,
         )
 
-    def cls(self, registry, name):
+    def cls(self, registry: str, name: str) -> Any:
         try:
             found = getattr(self.algo, registry).get(name)
         except OUTCOMES as e:
@@ -64,12 +72,20 @@ class Package:
             raise NotProvidedError(f"{registry}.get({name!r}) is None")
         return found
 
-    def make(self, registry, name, kwargs, *args, compat=True, **fixed):
+    def make(
+        self,
+        registry: str,
+        name: str,
+        kwargs: dict[str, Any],
+        *args: Any,
+        compat: bool = True,
+        **fixed: Any,
+    ) -> Any:
         extra = self.reference_kwargs(registry.lower(), name) if compat else {}
         return self.cls(registry, name)(*args, **fixed, **{**extra, **kwargs})
 
-    def experiences(self, specs):
-        def tensor(s, key, dtype):
+    def experiences(self, specs: Sequence[dict[str, Any]]) -> list[Experience]:
+        def tensor(s: dict[str, Any], key: str, dtype: str) -> Tensor | None:
             return None if s.get(key) is None else torch.tensor(s[key], dtype=getattr(torch, dtype))
 
         return [
@@ -93,21 +109,27 @@ def package() -> Package:
     return Package()
 
 
-def leaf(x):
+def leaf(x: Tensor) -> Tensor:
     return x.clone().requires_grad_(True)
 
 
-def grads(loss, *leaves):
+def grads(loss: Tensor, *leaves: Tensor) -> list[Tensor | None]:
     if loss.requires_grad:
         loss.backward()
     return [x.grad for x in leaves]
 
 
-def clone(inputs):
+def clone(inputs: dict[str, Any]) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, torch.Tensor) else list(v) for k, v in inputs.items()}
 
 
-def call_loss(name, kwargs, inputs, compat=True, logprob=None):
+def call_loss(
+    name: str,
+    kwargs: dict[str, Any],
+    inputs: dict[str, Any],
+    compat: bool = True,
+    logprob: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any], Tensor]:
     """Return loss, metrics and leaf logprob; the call uses the verl names of select_keys."""
     lp = leaf(inputs["logprob"]) if logprob is None else logprob
     fn = package().make("POLICY_LOSS_FN", name, kwargs, compat=compat, backend="verl")
@@ -115,8 +137,8 @@ def call_loss(name, kwargs, inputs, compat=True, logprob=None):
     return (*fn(logprob=lp, **{k: batch[k] for k in fn.select_keys if k in batch}), lp)
 
 
-def run_add_strategy(case, compat, writes):
-    async def write_async(exps) -> None:
+def run_add_strategy(case: Case, compat: bool, writes: list[list[Any]]) -> dict[str, Any]:
+    async def write_async(exps: list[Experience]) -> None:
         writes.append(list(exps))
 
     strategy = package().make(
@@ -130,12 +152,12 @@ def run_add_strategy(case, compat, writes):
     return {"count": int(count), "writes": writes, "metrics": metrics}
 
 
-def run_group_by(case, compat, writes):
+def run_group_by(case: Case, compat: bool, writes: list[list[Any]]) -> dict[str, Any]:
     groups = package().algo.group_by(package().experiences(case.specs), case.kwargs["id_type"])
     return {"groups": [[k, [src(e) for e in v]] for k, v in groups.items()]}
 
 
-def run_step_wise_methods(case, compat, writes):
+def run_step_wise_methods(case: Case, compat: bool, writes: list[list[Any]]) -> dict[str, Any]:
     st = package().make(
         "ADD_STRATEGY", "step_wise_grpo", case.kwargs, SimpleNamespace(), compat=compat
     )
@@ -148,7 +170,7 @@ def run_step_wise_methods(case, compat, writes):
     }
 
 
-def run_advantage_grouped(case, compat, writes):
+def run_advantage_grouped(case: Case, compat: bool, writes: list[list[Any]]) -> dict[str, Any]:
     returned, metrics = (
         package()
         .make("ADVANTAGE_FN", case.registry, case.kwargs, compat=compat)
@@ -157,14 +179,14 @@ def run_advantage_grouped(case, compat, writes):
     return {"returned": list(returned), "metrics": metrics}
 
 
-def run_advantage_trainer(case, compat, writes):
+def run_advantage_trainer(case: Case, compat: bool, writes: list[list[Any]]) -> dict[str, Any]:
     batch, metrics = package().make("ADVANTAGE_FN", case.registry, case.kwargs, compat=compat)(
         clone(case.inputs)
     )
     return {**{k: batch[k] for k in ("advantages", "returns", "response_mask")}, "metrics": metrics}
 
 
-def run_policy_loss(case, compat, writes):
+def run_policy_loss(case: Case, compat: bool, writes: list[list[Any]]) -> dict[str, Any]:
     if "logprob" not in case.inputs:  # the reference already refused the constructor
         package().make("POLICY_LOSS_FN", case.registry, case.kwargs, compat=compat, backend="verl")
         return {}
@@ -172,7 +194,7 @@ def run_policy_loss(case, compat, writes):
     return {"loss": loss, "metrics": metrics, "grad_logprob": grads(loss, lp)[0]}
 
 
-def run_policy_loss_units(case, compat, writes):
+def run_policy_loss_units(case: Case, compat: bool, writes: list[list[Any]]) -> dict[str, Any]:
     """Run the mu schedule through mix_chord; sft_phi and sapo cover phi and the soft gate."""
     if case.label != "mu_schedule_function":
         raise Skip
@@ -197,7 +219,7 @@ def run_policy_loss_units(case, compat, writes):
     }
 
 
-def run_kl_fn(case, compat, writes):
+def run_kl_fn(case: Case, compat: bool, writes: list[list[Any]]) -> dict[str, Any]:
     fn, x = package().make("KL_FN", case.registry, case.kwargs, compat=compat), case.inputs
     if case.method == "apply_kl_penalty_to_reward":
         batch, metrics = fn.apply_kl_penalty_to_reward(clone(x))
@@ -227,14 +249,14 @@ def run_kl_fn(case, compat, writes):
     return {"loss": loss, "metrics": metrics, "grad_logprob": grads(loss, lp)[0]}
 
 
-def run_entropy(case, compat, writes):
+def run_entropy(case: Case, compat: bool, writes: list[list[Any]]) -> dict[str, Any]:
     en = leaf(case.inputs["entropy"])
     fn = package().make("ENTROPY_LOSS_FN", case.registry, case.kwargs, compat=compat)
     loss, metrics = fn(**{**case.inputs, "entropy": en}, **case.call_kwargs)
     return {"loss": loss, "metrics": metrics, "grad_entropy": grads(loss, en)[0]}
 
 
-def run_aggregate(case, compat, writes):
+def run_aggregate(case: Case, compat: bool, writes: list[list[Any]]) -> dict[str, Any]:
     v, m, out = case.inputs["values"], case.inputs["mask"], {}
     for mode in AGG_MODES:
         x = leaf(v)
@@ -253,7 +275,7 @@ def run_aggregate(case, compat, writes):
     return out
 
 
-def run_api(case, compat, writes):
+def run_api(case: Case, compat: bool, writes: list[list[Any]]) -> dict[str, Any]:
     kind, _, name = case.id.partition("/")
     if kind == "key_mapper":  # exercised through the losses
         raise Skip
@@ -270,7 +292,7 @@ def run_api(case, compat, writes):
     return {"default_args": cls.default_args(), "select_keys": keys}
 
 
-def run_combined(case, compat, writes):
+def run_combined(case: Case, compat: bool, writes: list[list[Any]]) -> dict[str, Any]:
     """Build the actor loss of a preset from three registries: pg - coef * H + coef * KL."""
     k, x, mode = case.kwargs, case.inputs, case.kwargs["loss_agg_mode"]
     lp, en = leaf(x["logprob"]), leaf(x["entropy"])
@@ -310,7 +332,7 @@ def run_combined(case, compat, writes):
     return {"loss": loss, "metrics": metrics, "grad_logprob": g[0], "grad_entropy": g[1]}
 
 
-RUNNERS = {
+RUNNERS: dict[str, Runner] = {
     "add_strategy": run_add_strategy,
     "group_by": run_group_by,
     "step_wise_methods": run_step_wise_methods,
@@ -325,16 +347,18 @@ RUNNERS = {
 }
 
 
-def runner_of(family):
+def runner_of(family: str) -> Runner | None:
     return RUNNERS.get(family) or (run_policy_loss if family.startswith("policy_loss_") else None)
 
 
-def run(case, compat=True) -> SimpleNamespace:
+def run(case: Case, compat: bool = True) -> SimpleNamespace:
     """Return value (outputs), error (or None) and writes, also those before the error."""
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     out = SimpleNamespace(value={}, error=None, writes=[])
+    runner = runner_of(case.family)
+    assert runner is not None, f"no runner for {case.family}"
     try:
-        out.value = runner_of(case.family)(case, compat, out.writes)
+        out.value = runner(case, compat, out.writes)
     except (Skip, NotProvidedError):
         raise
     except OUTCOMES as e:

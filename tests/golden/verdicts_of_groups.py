@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
+from tests.golden.cases import Case
 from tests.golden.comparing import advantage_slack, exps_diff, flat, metrics_diff, num_diff, src
 from tests.golden.runners import run
 from tests.golden.verdicts import either, plain, refused, unexpected
 
 
-def check_nonfinite_reward(case):
+def check_nonfinite_reward(case: Case) -> list[str]:
     """Refused, or the groups without the bad reward are as in the reference."""
     out, bad = (
         run(case),
@@ -33,7 +37,7 @@ def check_nonfinite_reward(case):
     )
 
 
-def check_ill_conditioned_filter(case):
+def check_ill_conditioned_filter(case: Case) -> list[str]:
     """Groups of equal rewards may be kept or dropped, the others must match."""
     out = run(case)
     equal = {i for g in case.groups().values() if len(set(case.rewards(g))) == 1 for i in g}
@@ -45,7 +49,7 @@ def check_ill_conditioned_filter(case):
     return exps_diff(case, expected, actual, "unequal groups")
 
 
-def check_duplicate_informative(case):
+def check_duplicate_informative(case: Case) -> list[str]:
     """All informative groups once, then whole copies of them, evenly, up to the input size."""
     strict = "bug:task_id_collision" in case.tags or case.id.endswith("str_tasks_degenerate")
     out, groups, thr = (
@@ -92,7 +96,9 @@ def check_duplicate_informative(case):
     return diffs
 
 
-def copied_groups(extra, owner, groups, chosen):
+def copied_groups(
+    extra: list[Any], owner: dict[int, Any], groups: dict[Any, list[int]], chosen: Any
+) -> tuple[Counter[Any], list[str], list[str]]:
     """Return how often each group was copied, the copies' task ids, and what is not whole."""
     pos, copies = 0, Counter(dict.fromkeys(chosen, 0))
     tids: list[str] = []
@@ -108,7 +114,7 @@ def copied_groups(extra, owner, groups, chosen):
     return copies, tids, []
 
 
-def check_grpo_duplicates(case):
+def check_grpo_duplicates(case: Case) -> list[str]:
     """The surviving groups match; then a whole copy of one of them per skipped group."""
     out, keep = run(case), [e for e in case.outputs["returned"] if not e.get("copy")]
     if out.error:
@@ -143,7 +149,9 @@ def check_grpo_duplicates(case):
     )
 
 
-def fits_one(case, out, options) -> list[str]:
+def fits_one(
+    case: Case, out: SimpleNamespace, options: Callable[[list[int]], Iterable[Any]]
+) -> list[str]:
     """The scores of every group equal one of its options, times the mask."""
     got, slack = {src(e): e for e in flat(out.value)}, advantage_slack(case)
     for tid, idx in case.groups().items():
@@ -164,7 +172,7 @@ def fits_one(case, out, options) -> list[str]:
     return []
 
 
-def spread(name, values) -> dict:
+def spread(name: str, values: list[Any]) -> dict[str, Any]:
     return {
         f"group_advantages/{name}/{k}": f(values)
         for k, f in (("mean", np.mean), ("max", max), ("min", min))
@@ -172,7 +180,7 @@ def spread(name, values) -> dict:
     }
 
 
-def check_rec(case):
+def check_rec(case: Case) -> list[str]:
     """Where the reference crashes or draws lots: the formula.
 
     Single member: A = r, or 0; balance: some choice of the (neg - pos) surplus negatives has A = 0,
@@ -189,7 +197,7 @@ def check_rec(case):
         return unexpected(out) or ["returned: not the input regrouped by task"]
     fracs, ill = [], "ill_conditioned" in case.tags
 
-    def options(idx):
+    def options(idx: list[int]) -> Any:
         r, n = case.rewards(idx), len(idx)
         pos = r >= np.float64(r.astype(np.float32).mean()) - 1e-7
         surplus = (
@@ -209,11 +217,11 @@ def check_rec(case):
     )
 
 
-def check_rank_ties(case):
+def check_rank_ties(case: Case) -> list[str]:
     """Equal likelihoods: any order of the tied ranks, or their average, is right."""
     out, p, eps = run(case), case.kwargs.get("rank_penalty", 0.25), case.kwargs.get("epsilon", 1e-6)
 
-    def options(idx):
+    def options(idx: list[int]) -> Any:
         r, n = case.rewards(idx), len(idx)
         for ranks in [*itertools.permutations(range(n)), [(n - 1) / 2] * n]:
             r2 = r * (1 - np.asarray(ranks) / n * p)
@@ -224,7 +232,7 @@ def check_rank_ties(case):
     return either(lambda: plain(case, out), lambda: unexpected(out) or fits_one(case, out, options))
 
 
-def check_opmd_add_metrics(case):
+def check_opmd_add_metrics(case: Case) -> list[str]:
     """The reference loses its group_baseline metric; its mean, max and min must be there."""
     tau, rewards = case.kwargs.get("tau", 1.0), [case.rewards(g) for g in case.groups().values()]
     mean = case.kwargs.get("opmd_baseline", "mean") == "mean"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from tests.golden.cases import Case
 from tests.golden.comparing import compare, num_diff
 from tests.golden.runners import call_loss, grads, leaf, package, run
 from tests.golden.verdicts import either, finite, plain, refused, unexpected
 
 
-def check_whiten_degenerate(case):
+def check_whiten_degenerate(case: Case) -> list[str]:
     """Fewer than two valid tokens: refused, or finite there."""
     out = run(case)
     return (
@@ -19,14 +20,14 @@ def check_whiten_degenerate(case):
     )
 
 
-def check_jsd(case):
+def check_jsd(case: Case) -> list[str]:
     """The reference's sampled-token JSD has the wrong sign.
 
     Default constructor: finite, 0 at masked tokens, never positive where the student is *more*
     confident than the teacher. A compat option, if offered, must match.
     """
 
-    def sane():
+    def sane() -> list[str]:
         out, m = run(case, compat=False), case.inputs["response_mask"].bool()
         if out.error:
             return unexpected(out)
@@ -53,7 +54,7 @@ def check_jsd(case):
     return sane() + (plain(case) if package().reference_kwargs("advantage_fn", "jsd") else [])
 
 
-def check_masked_garbage(case):
+def check_masked_garbage(case: Case) -> list[str]:
     """NaN / Inf at masked positions: loss and metrics match, gradient finite and 0 there."""
     out = run(case)
     return unexpected(out) or finite("grad_logprob", out.value["grad_logprob"]) + compare(
@@ -61,7 +62,7 @@ def check_masked_garbage(case):
     )
 
 
-def check_clip_boundary(case):
+def check_clip_boundary(case: Case) -> list[str]:
     """Ratio exactly on a limit: match, or gradient equal off the limits and loss bounded."""
     out, x = run(case), case.inputs
     strict = plain(case, out)
@@ -85,7 +86,7 @@ def check_clip_boundary(case):
     )
 
 
-def check_rec_gspo_weight(case):
+def check_rec_gspo_weight(case: Case) -> list[str]:
     """The reference crashes (sequence ratio undefined).
 
     Right: weight A by exp(masked mean log-ratio) of its row; since that ratio is positive this
@@ -100,7 +101,7 @@ def check_rec_gspo_weight(case):
     return plain(case.expect(loss=loss.detach(), metrics=metrics, grad_logprob=grads(loss, lp)[0]))
 
 
-def check_mix_chord_missing_kind(case):
+def check_mix_chord_missing_kind(case: Case) -> list[str]:
     """A micro-batch without usual (or expert) rows: that part contributes 0.
 
     The reference may return NaN. Its metrics are 0 or absent. The other part comes from the
@@ -147,12 +148,13 @@ def check_mix_chord_missing_kind(case):
     ]
 
 
-def adapted(case, kl, rows):
+def adapted(case: Case, kl: float, rows: int) -> float:
     k = case.kwargs
-    return k["kl_coef"] * (1 + min(max(kl / k["target_kl"] - 1, -0.2), 0.2) * rows / k["horizon"])
+    change = min(max(kl / k["target_kl"] - 1, -0.2), 0.2) * rows / k["horizon"]
+    return float(k["kl_coef"] * (1 + change))
 
 
-def check_adaptive_penalty(case):
+def check_adaptive_penalty(case: Case) -> list[str]:
     """Adaptive coefficient in the reward penalty: formula, with the package's own calculate_kl."""
     k, x, m = case.kwargs, case.inputs, case.inputs["response_mask"].float()
     kl = (
@@ -171,7 +173,7 @@ def check_adaptive_penalty(case):
     )
 
 
-def check_missing_reference(case):
+def check_missing_reference(case: Case) -> list[str]:
     """Without a reference: rewards = scores and kl 0, or refused, naming ref_log_prob."""
     out = run(case)
     case.expect(
@@ -180,7 +182,7 @@ def check_missing_reference(case):
     return either(lambda: plain(case, out), lambda: refused(out, "ref_log_?prob"))
 
 
-def check_aggregate(case):
+def check_aggregate(case: Case) -> list[str]:
     """Optional functions if exported; masked_whiten at valid tokens if others hold NaN."""
     out, m, diffs = run(case), case.inputs["mask"].bool(), []
     for k, e in list(case.outputs.items()):
@@ -202,7 +204,7 @@ def check_aggregate(case):
     return unexpected(out) or diffs + compare(case, out.value)
 
 
-def check_api(case):
+def check_api(case: Case) -> list[str]:
     """default_args may have more entries, rec and clipv their constructor's; five flags."""
     out, e, diffs = run(case), case.outputs, []
     ctor = {"rec": {"epsilon_low_prime": 0.4, "epsilon_high_prime": 0.4}, "clipv": {"mu": 2.0}}.get(

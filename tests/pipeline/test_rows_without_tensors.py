@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -121,7 +121,7 @@ HARMS = [
 
 @pytest.mark.parametrize(("harm", "remedy"), HARMS)
 async def test_an_archive_that_cannot_be_read_says_what_to_do_until_it_is_done(
-    store_url: str, tmp_path: Path, harm, remedy: str
+    store_url: str, tmp_path: Path, harm: Callable[[Path, pytest.MonkeyPatch], object], remedy: str
 ) -> None:
     async with compacted(store_url, tmp_path / "archive") as (experiment, written):
         (file,) = (tmp_path / "archive").iterdir()

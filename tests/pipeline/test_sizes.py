@@ -287,7 +287,9 @@ async def test_a_run_that_crosses_the_real_sizes(store_url: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-async def test_who_takes_over_finds_all_that_waits(store_url: str, size: int, resize: Resize):
+async def test_who_takes_over_finds_all_that_waits(
+    store_url: str, size: int, resize: Resize
+) -> None:
     resize(waiting_rows_per_page=size)
     async with open_store(store_url) as store:
         experiment = await store.experiment("run", config={"rollouts_per_group": RUNS + 1})
@@ -304,7 +306,7 @@ async def test_who_takes_over_finds_all_that_waits(store_url: str, size: int, re
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
 async def test_the_newest_groups_are_found_on_every_page(
     sqlite_url: str, size: int, resize: Resize
-):
+) -> None:
     resize(rows_per_page=size)
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("run", config={})

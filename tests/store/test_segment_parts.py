@@ -24,7 +24,7 @@ def parts_of(blob: bytes) -> list[tuple[int, int, bytes]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 11, 12])
 @pytest.mark.parametrize("blob", [b"", b"1", BLOB])
-def test_a_blob_in_parts_of_any_size_comes_back(blob: bytes, size: int, resize: Resize):
+def test_a_blob_in_parts_of_any_size_comes_back(blob: bytes, size: int, resize: Resize) -> None:
     resize(bytes_per_part=size)
     parts = parts_of(blob)
     assert len(parts) == max(1, -(-len(blob) // size))
@@ -32,7 +32,7 @@ def test_a_blob_in_parts_of_any_size_comes_back(blob: bytes, size: int, resize: 
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
-def test_a_part_that_is_missing_before_the_last_is_damage(gone: int, resize: Resize):
+def test_a_part_that_is_missing_before_the_last_is_damage(gone: int, resize: Resize) -> None:
     resize(bytes_per_part=3)
     parts = parts_of(BLOB)
     assert len(parts) == 4

@@ -24,7 +24,7 @@ from trinity_buffer.trainer.checkpoint_folder import (
 )
 
 
-def state() -> TrainerState:
+def state() -> TrainerState[TransformerPolicy]:
     """Return a trainer after one step."""
     model = policy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

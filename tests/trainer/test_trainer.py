@@ -12,7 +12,7 @@ import torch
 from tests.trainer.data import CONFIG, policy, prepared
 from tests.trainer.gradients import train
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build
-from trinity_buffer.demo.policy import TransformerCritic
+from trinity_buffer.demo.policy import TransformerCritic, TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
 from trinity_buffer.trainer.critic import ValueLossFn
@@ -50,7 +50,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
 ) -> None:
     anyio.run(prepared, sqlite_url, build(name, **arguments))
 
-    def run(folder: str, max_steps: int) -> Trainer:
+    def run(folder: str, max_steps: int) -> Trainer[TransformerPolicy]:
         algorithm = build(name, **arguments)  # its coefficients are of this process
         return train(
             sqlite_url, algorithm, tmp_path / folder, max_steps=max_steps, consumer=folder
@@ -60,7 +60,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
     run("resumed", 2)
     resumed = run("resumed", 3)
     assert resumed.state.coefficients == through.state.coefficients
-    models = [(through.policy, resumed.policy)]
+    models: list[tuple[Any, Any]] = [(through.policy, resumed.policy)]
     if through.state.critic is not None and resumed.state.critic is not None:
         models.append((through.state.critic[0], resumed.state.critic[0]))
     assert len(models) == (2 if name == "ppo" else 1)

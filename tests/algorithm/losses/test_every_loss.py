@@ -71,7 +71,7 @@ def _smooth(name: str, arguments: dict[str, Any]) -> bool:
     """Kinks, and weights that are held constant on purpose, are no derivatives."""
     detached = {"gspo", "gspo_token", "topr", "cispo", "sft_is", "sft_phi", "mix_chord", "rec"}
     if name == "rec":
-        return arguments["weight"] == "none" and arguments["clip_mode"] == "none"
+        return bool(arguments["weight"] == "none" and arguments["clip_mode"] == "none")
     if name == "mix_chord":
         return not arguments["enable_phi_function"]
     gate = arguments.get("detach_gate", False) or arguments.get("fallback_to_policy_gradient")

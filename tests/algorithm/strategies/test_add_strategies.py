@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from trinity_buffer.algorithm.add_strategy import (
     group_by,
 )
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
+from trinity_buffer.experience import Experience
 from trinity_buffer.writer import StagedWriter
 
 SCORING = [
@@ -138,7 +140,7 @@ async def test_reward_variance_says_filtered_where_rewards_do_differ() -> None:
 
 
 @pytest.mark.parametrize("name", SCORING)
-async def test_no_experiences_are_no_write_and_no_metrics(name) -> None:
+async def test_no_experiences_are_no_write_and_no_metrics(name: str) -> None:
     writer = PlainWriter()
     assert await ADD_STRATEGY.get(name)(writer).add([], 0) == (0, {})
     assert writer.writes == []
@@ -146,7 +148,9 @@ async def test_no_experiences_are_no_write_and_no_metrics(name) -> None:
 
 @pytest.mark.parametrize("name", SCORING)
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
-async def test_a_missing_or_endless_reward_is_refused_before_the_first_write(name, bad) -> None:
+async def test_a_missing_or_endless_reward_is_refused_before_the_first_write(
+    name: str, bad: float | None
+) -> None:
     writer = PlainWriter()
     exps = [*group([0.0, 1.0], "good"), rollout("bad", 3, bad)]
     for e in exps:
@@ -157,7 +161,7 @@ async def test_a_missing_or_endless_reward_is_refused_before_the_first_write(nam
 
 
 @pytest.mark.parametrize("name", SCORING)
-async def test_a_writer_that_can_is_told_what_is_invalid_and_the_rest_is_scored(name) -> None:
+async def test_a_writer_that_can_is_told_what_is_invalid_and_the_rest_is_scored(name: str) -> None:
     writer = StagedWriter()
     exps = [*group([0.0, 1.0], "good"), rollout("bad", 3, None)]
     for e in exps:
@@ -189,7 +193,7 @@ async def test_rank_bias_correction_needs_logprobs_only_where_there_are_ranks() 
 
 
 @pytest.mark.parametrize("name", SCORING)
-async def test_the_order_of_the_experiences_does_not_change_their_advantages(name) -> None:
+async def test_the_order_of_the_experiences_does_not_change_their_advantages(name: str) -> None:
     exps = [rollout(t, r, (3 * t + 7 * r) % 5 / 4) for t in range(3) for r in range(4)]
     for e in exps:
         e.logprobs = torch.tensor([-1.0, -1.0 - e.eid.run])
@@ -202,7 +206,7 @@ async def test_the_order_of_the_experiences_does_not_change_their_advantages(nam
 
 
 @pytest.mark.parametrize("name", ["grpo", "opmd", "correct_bias", "rec"])
-async def test_the_advantages_of_a_group_sum_to_zero(name) -> None:
+async def test_the_advantages_of_a_group_sum_to_zero(name: str) -> None:
     exps = group([0.3, 0.9, -1.2, 4.0])
     for e in exps:
         e.logprobs = torch.tensor([-1.0, -1.0 - e.eid.run])
@@ -211,7 +215,7 @@ async def test_the_advantages_of_a_group_sum_to_zero(name) -> None:
 
 
 @pytest.mark.parametrize("name", ADD_STRATEGY.names())
-def test_every_strategy_says_what_it_needs_and_lists_its_defaults(name) -> None:
+def test_every_strategy_says_what_it_needs_and_lists_its_defaults(name: str) -> None:
     cls = ADD_STRATEGY.get(name)
     assert cls.unit_for() in ("group", "batch")
     assert set(cls.families_for()) <= {"light", "tokens", "text", "heavy"}
@@ -246,7 +250,9 @@ def test_a_misspelt_argument_can_be_swallowed_as_the_reference_does() -> None:
         ("best_of_group", {"num_kept": 0}, "num_kept"),
     ],
 )
-def test_a_value_that_cannot_be_right_is_named(name, arguments, named) -> None:
+def test_a_value_that_cannot_be_right_is_named(
+    name: str, arguments: dict[str, Any], named: str
+) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
         ADD_STRATEGY.get(name)(PlainWriter(), **arguments)
 
@@ -256,7 +262,9 @@ async def test_a_strategy_may_return_copies_of_what_it_was_given() -> None:
         """GRPO on copies."""
 
         @override
-        def calculate_group_advantage(self, group_id, exps):
+        def calculate_group_advantage(
+            self, group_id: Any, exps: list[Experience]
+        ) -> tuple[list[Experience], dict[str, float]]:
             return super().calculate_group_advantage(group_id, [copy.copy(e) for e in exps])
 
     writer = StagedWriter()
@@ -273,12 +281,15 @@ async def test_a_strategy_of_ones_own_needs_two_methods() -> None:
         needs = ("action_mask",)
 
         @override
-        def group_experiences(self, exps):
+        def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
             return group_by(exps, "task")
 
         @override
-        def calculate_group_advantage(self, group_id, exps):
+        def calculate_group_advantage(
+            self, group_id: Any, exps: list[Experience]
+        ) -> tuple[list[Experience], dict[str, float]]:
             for e in exps:
+                assert e.action_mask is not None
                 e.advantages = -e.action_mask.float() * len(e.action_mask)
                 e.returns = e.advantages
             return exps[:2], {"length": len(exps)}

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from trinity_buffer.algorithm import (
     ALGORITHM_TYPE,
@@ -19,7 +22,7 @@ from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 SCHEMAS = {"sft": "sft", "cpt": "cpt", "dpo": "dpo"}
 
 
-def microbatch():
+def microbatch() -> dict[str, Tensor]:
     """Return a micro-batch with all that any algorithm needs."""
     draw = torch.Generator().manual_seed(0)
     shape = (4, 5)
@@ -41,7 +44,7 @@ def mode_of_loss(algorithm: Algorithm) -> object:
 
 
 @pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
-def test_every_algorithm_builds_and_its_loss_has_a_gradient(name) -> None:
+def test_every_algorithm_builds_and_its_loss_has_a_gradient(name: str) -> None:
     algorithm = build(name)
     logprob = (microbatch()["old_logprob"] + 0.05).requires_grad_()
     layout = BatchLayout.of_step(
@@ -57,7 +60,7 @@ def test_every_algorithm_builds_and_its_loss_has_a_gradient(name) -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
-def test_every_algorithm_says_what_it_is(name) -> None:
+def test_every_algorithm_says_what_it_is(name: str) -> None:
     kind = ALGORITHM_TYPE.get(name)
     algorithm = build(name)
     assert kind.name() == algorithm.name == name
@@ -169,7 +172,7 @@ def test_entropy_is_not_needed_where_it_weighs_nothing() -> None:
 
 
 @pytest.mark.parametrize("missing", ["advantages", "old_logprob", "action_mask", "ref_logprob"])
-def test_a_missing_tensor_is_named_with_who_needs_it(missing) -> None:
+def test_a_missing_tensor_is_named_with_who_needs_it(missing: str) -> None:
     batch = {key: value for key, value in microbatch().items() if key != missing}
     with pytest.raises(InvalidArgumentError, match=f"needs the tensor '{missing}'.*holds"):
         build("grpo").loss(batch.get("old_logprob", torch.zeros(4, 5)), batch)
@@ -198,7 +201,9 @@ def test_data_of_another_schema_are_refused_with_what_would_fit() -> None:
         ({"sample_strategy": "mix", "sample_strategy_args": {"ratio": 1}}, "expert_data_ratio"),
     ],
 )
-def test_what_nothing_takes_is_refused_with_what_was_meant(user, message) -> None:
+def test_what_nothing_takes_is_refused_with_what_was_meant(
+    user: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         build("grpo", **user)
 
@@ -211,7 +216,7 @@ def test_an_unknown_algorithm_or_part_is_refused_with_what_was_meant() -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
-def test_effective_arguments_say_everything_that_building_uses(name) -> None:
+def test_effective_arguments_say_everything_that_building_uses(name: str) -> None:
     found = effective_args(name)
     built = build(name)
     assert found["algorithm"] == name

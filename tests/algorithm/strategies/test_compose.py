@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from typing_extensions import override
 
 from tests.algorithm.strategies.rollouts import group, rejected, rollout, scores, written
 from trinity_buffer.algorithm.add_strategy import AddStrategy, compose, original_uid
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.experience import Experience
 from trinity_buffer.writer import StagedWriter
 
 
@@ -13,7 +16,7 @@ class Forgetful(AddStrategy):
     """Writes the first experience and says nothing of the others."""
 
     @override
-    async def add(self, experiences, step):
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         await self.writer.write_async(experiences[:1])
         return 1, {"kept_groups": 1}
 
@@ -77,7 +80,7 @@ def test_a_composition_needs_what_its_parts_need() -> None:
 
 
 @pytest.mark.parametrize("names", [[], ["grpo", "grpo"]])
-def test_a_list_names_each_strategy_once(names) -> None:
+def test_a_list_names_each_strategy_once(names: list[str]) -> None:
     with pytest.raises(InvalidArgumentError, match="at least one, and each only once"):
         compose(StagedWriter(), names)
 

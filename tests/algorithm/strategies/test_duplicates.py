@@ -2,23 +2,25 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from tests.algorithm.strategies.rollouts import PlainWriter, group, rejected, rollout, written
 from trinity_buffer.algorithm.add_strategy import DuplicateInformativeAddStrategy, original_uid
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.experience import Experience
 from trinity_buffer.writer import StagedWriter
 
 
-def batch(num_informative: int, num_equal: int, size: int = 3):
+def batch(num_informative: int, num_equal: int, size: int = 3) -> list[Experience]:
     """Return so many groups of each kind, with task ids that have gaps."""
     informative = [group([0.0, 1.0, 2.0][:size], task=7 * t) for t in range(num_informative)]
     equal = [group([1.0] * size, task=7 * t + 1) for t in range(num_equal)]
     return [e for some in informative + equal for e in some]
 
 
-async def duplicated(exps, **arguments):
+async def duplicated(exps: list[Experience], **arguments: Any) -> StagedWriter:
     writer = StagedWriter()
     await DuplicateInformativeAddStrategy(writer, **arguments).add(exps, 0)
     return writer

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.algorithm.strategies.rollouts import (
@@ -18,10 +20,11 @@ from trinity_buffer.algorithm.add_strategy import (
     compose,
 )
 from trinity_buffer.errors import InvalidExperienceError
+from trinity_buffer.experience import Experience
 from trinity_buffer.writer import StagedWriter
 
 
-def graded(outcomes, task, rewards=None):
+def graded(outcomes: list[Any], task: Any, rewards: list[float] | None = None) -> list[Experience]:
     """Return a group with an ``accuracy`` in the metrics of each run."""
     exps = group(rewards or outcomes, task)
     for e, outcome in zip(exps, outcomes, strict=True):
@@ -76,7 +79,7 @@ async def test_the_best_run_of_each_group_is_kept() -> None:
 @pytest.mark.parametrize(
     ("length", "charge"), [(6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0), (99, -1.0)]
 )
-def test_the_overlong_penalty_grows_linearly_before_the_limit(length, charge) -> None:
+def test_the_overlong_penalty_grows_linearly_before_the_limit(length: int, charge: float) -> None:
     strategy = OverlongPenaltyAddStrategy(PlainWriter(), max_length=10, cache_length=4)
     assert strategy.penalty_of(length) == charge
 

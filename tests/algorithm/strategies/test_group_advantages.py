@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,12 +18,13 @@ from trinity_buffer.algorithm.advantage_fn import (
 )
 from trinity_buffer.algorithm.copies import original_uid
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
+from trinity_buffer.experience import Experience
 
 PIPELINE = ["grpo", "opmd", "asymre", "rec", "reinforce", "step_wise_grpo", "gigpo"]
 HALF = 2**-0.5
 
 
-def liked(rewards, likelihoods, task=0):
+def liked(rewards: list[float], likelihoods: list[float], task: int = 0) -> list[Experience]:
     """Return a group whose members have these likelihoods."""
     exps = group(rewards, task)
     for e, likelihood in zip(exps, likelihoods, strict=True):
@@ -126,7 +129,9 @@ def test_step_wise_skips_whole_tasks() -> None:
     assert metrics["skipped_group_ratio"] == 0.5
 
 
-def visit(run, step, state, reward=None, task=0, **info):
+def visit(
+    run: int, step: int, state: str, reward: float | None = None, task: int = 0, **info: Any
+) -> Experience:
     """Return a step that was taken in ``state``."""
     return rollout(task, run, reward, step=step, info={"env_state_hash": state, **info})
 
@@ -164,14 +169,14 @@ def test_gigpo_names_a_broken_step_reward() -> None:
 
 
 @pytest.mark.parametrize("name", PIPELINE)
-def test_nothing_in_nothing_out(name) -> None:
+def test_nothing_in_nothing_out(name: str) -> None:
     kept, _ = ADVANTAGE_FN.get(name)()([])
     assert kept == []
     assert not ADVANTAGE_FN.get(name).compute_in_trainer()
 
 
 @pytest.mark.parametrize("name", PIPELINE)
-def test_an_experience_that_cannot_be_scored_is_named(name) -> None:
+def test_an_experience_that_cannot_be_scored_is_named(name: str) -> None:
     with pytest.raises(InvalidExperienceError, match=r"b/0/1/0/.*reward"):
         ADVANTAGE_FN.get(name)()([rollout(0, 0, 1.0), rollout(0, 1, None)])
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -28,7 +31,9 @@ def test_epsilon_is_added_to_the_deviation() -> None:
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-6, 1e-12])
 @pytest.mark.parametrize("value", [0.1, 0.3, -7.7, 1e6 + 0.1, 1e-9])
-def test_seven_equal_rewards_are_equal_whatever_their_binary_form(value, epsilon) -> None:
+def test_seven_equal_rewards_are_equal_whatever_their_binary_form(
+    value: float, epsilon: float
+) -> None:
     assert not group_scores.normalized_scores([value] * 7, epsilon=epsilon).any()
     assert group_scores.variance([value] * 7) == 0.0
 
@@ -64,13 +69,13 @@ def test_likelihood_ranks_give_the_likeliest_the_highest_and_ties_by_order() -> 
 
 
 @given(rewards)
-def test_scores_sum_to_zero(values) -> None:
+def test_scores_sum_to_zero(values: list[float]) -> None:
     found = group_scores.normalized_scores(values, epsilon=1e-6)
     assert found.sum() == pytest.approx(0.0, abs=1e-6)
 
 
 @given(rewards, st.randoms(use_true_random=False))
-def test_the_order_of_a_group_does_not_matter(values, random) -> None:
+def test_the_order_of_a_group_does_not_matter(values: list[float], random: random.Random) -> None:
     order = list(range(len(values)))
     random.shuffle(order)
     whole = group_scores.normalized_scores(values, epsilon=1e-6)
@@ -83,7 +88,9 @@ def test_the_order_of_a_group_does_not_matter(values, random) -> None:
     st.floats(0.1, 10),
     st.floats(-10, 10),
 )
-def test_scores_do_not_change_with_scale_and_offset_of_the_rewards(values, scale, offset) -> None:
+def test_scores_do_not_change_with_scale_and_offset_of_the_rewards(
+    values: list[float], scale: float, offset: float
+) -> None:
     whole = group_scores.normalized_scores(values, epsilon=0.0)
     moved = group_scores.normalized_scores([scale * v + offset for v in values], epsilon=0.0)
     assert moved == pytest.approx(whole, abs=1e-9)
@@ -99,6 +106,8 @@ def test_scores_do_not_change_with_scale_and_offset_of_the_rewards(values, scale
         (0.0, 1, 0.0, "none", "single_member"),
     ],
 )
-def test_a_choice_that_cannot_be_right_is_named(epsilon, ddof, std_floor, single, named) -> None:
+def test_a_choice_that_cannot_be_right_is_named(
+    epsilon: Any, ddof: Any, std_floor: Any, single: Any, named: str
+) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
         group_scores.check_scale(epsilon, ddof, std_floor, single)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,21 +20,21 @@ from trinity_buffer.errors import InvalidArgumentError
 class ScriptedReader:
     """Hands out its experiences in order and remembers what it was asked."""
 
-    def __init__(self, experiences) -> None:
+    def __init__(self, experiences: list[Any]) -> None:
         self.experiences = experiences
         self.position = 0
         self.asked: list[tuple[int, int]] = []
 
-    async def read(self, batch_size, *, min_policy_version=0):
+    async def read(self, batch_size: int, *, min_policy_version: int = 0) -> list[Any]:
         self.asked.append((batch_size, min_policy_version))
         taken = self.experiences[self.position : self.position + batch_size]
         self.position += len(taken)
         return taken
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
 
-    def load_state_dict(self, state) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.position = state["position"]
 
 
@@ -50,7 +53,9 @@ async def test_the_default_takes_what_comes_next_and_says_how_old_it_is() -> Non
 @pytest.mark.parametrize(
     ("staleness", "step", "oldest"), [(0, 5, 4), (2, 5, 2), (2, 1, 0), (float("inf"), 9, 0)]
 )
-async def test_staleness_control_asks_for_young_enough_data(staleness, step, oldest) -> None:
+async def test_staleness_control_asks_for_young_enough_data(
+    staleness: float, step: int, oldest: int
+) -> None:
     reader = ScriptedReader(group([1.0]))
     await StalenessControlSampleStrategy(reader, max_staleness=staleness).sample(step)
     assert reader.asked == [(1, oldest)]
@@ -59,7 +64,7 @@ async def test_staleness_control_asks_for_young_enough_data(staleness, step, old
 @pytest.mark.parametrize(
     ("ratio", "size", "expert"), [(0.5, 8, 4), (0.2, 5, 1), (0.34, 5, 2), (0.0, 5, 0), (1.0, 5, 5)]
 )
-def test_mix_rounds_the_experts_share_up(ratio, size, expert) -> None:
+def test_mix_rounds_the_experts_share_up(ratio: float, size: int, expert: int) -> None:
     plan = MixSampleStrategy(expert_data_ratio=ratio).plan(1, size)
     assert plan == SamplePlan(size - expert, expert)
 

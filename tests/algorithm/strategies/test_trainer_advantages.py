@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from trinity_buffer.algorithm import ADVANTAGE_FN
 from trinity_buffer.algorithm.advantage_fn import (
@@ -39,7 +41,7 @@ VERL = {
 }
 
 
-def step(seed: int = 0, **fixed):
+def step(seed: int = 0, **fixed: Any) -> dict[str, Any]:
     """Return a padded batch of four rows in two groups, under our names."""
     draw = torch.Generator().manual_seed(seed)
     rows, width = len(WIDTHS), max(WIDTHS)
@@ -68,7 +70,7 @@ def step(seed: int = 0, **fixed):
     }
 
 
-def packed(batch):
+def packed(batch: dict[str, Any]) -> dict[str, Any]:
     """Return the same batch without padding."""
     keep = [torch.arange(max(WIDTHS)) < width for width in WIDTHS]
     flat = {
@@ -82,7 +84,7 @@ def packed(batch):
 
 
 @pytest.mark.parametrize("name", TRAINER)
-def test_both_vocabularies_give_the_same(name) -> None:
+def test_both_vocabularies_give_the_same(name: str) -> None:
     ours, _ = ADVANTAGE_FN.get(name)()(step())
     theirs = {VERL.get(key, key): value for key, value in step().items()}
     theirs["uid"] = [str(i) for i in theirs["uid"].tolist()]
@@ -93,7 +95,7 @@ def test_both_vocabularies_give_the_same(name) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINER)
-def test_a_packed_batch_gives_the_same_as_a_padded_one(name) -> None:
+def test_a_packed_batch_gives_the_same_as_a_padded_one(name: str) -> None:
     padded, metrics = ADVANTAGE_FN.get(name)()(step())
     flat, flat_metrics = ADVANTAGE_FN.get(name)()(packed(step()))
     for column in ("advantages", "returns", "action_mask"):
@@ -104,7 +106,7 @@ def test_a_packed_batch_gives_the_same_as_a_padded_one(name) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINER)
-def test_what_lies_outside_the_mask_does_not_matter(name) -> None:
+def test_what_lies_outside_the_mask_does_not_matter(name: str) -> None:
     clean, _ = ADVANTAGE_FN.get(name)()(step())
     dirty = step()
     for key in ("values", "old_logprob", "rollout_logprob", "teacher_logprob", "entropy", "necs"):
@@ -115,7 +117,7 @@ def test_what_lies_outside_the_mask_does_not_matter(name) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINER)
-def test_a_step_without_action_tokens_has_no_advantages(name) -> None:
+def test_a_step_without_action_tokens_has_no_advantages(name: str) -> None:
     batch = step()
     batch["action_mask"] = torch.zeros_like(batch["action_mask"])
     found, metrics = ADVANTAGE_FN.get(name)()(batch)
@@ -124,7 +126,7 @@ def test_a_step_without_action_tokens_has_no_advantages(name) -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforceplusplus", "clipb"])
-def test_ranks_that_sum_their_statistics_find_what_one_rank_finds(name) -> None:
+def test_ranks_that_sum_their_statistics_find_what_one_rank_finds(name: str) -> None:
     whole, _ = ADVANTAGE_FN.get(name)()(step())
     halves = [{key: value[rows] for key, value in step().items()} for rows in ([0, 1], [2, 3])]
     # What the other rank says, call by call: recorded in a dry run of as many rounds as there are.
@@ -134,7 +136,9 @@ def test_ranks_that_sum_their_statistics_find_what_one_rank_finds(name) -> None:
         for rank, half in enumerate(halves):
             others = iter(said[1 - rank])
 
-            def total(value, others=others, recorded=recorded[rank]):
+            def total(
+                value: Tensor, others: Any = others, recorded: Any = recorded[rank]
+            ) -> Tensor:
                 recorded.append(value.clone())
                 return value + next(others, torch.zeros_like(value))
 
@@ -192,7 +196,7 @@ def test_ppo_returns_are_what_the_critic_should_have_said() -> None:
 
 
 @pytest.mark.parametrize("cls", [PPOAdvantageFn, REINFORCEPLUSPLUSAdvantageFn])
-def test_whitened_advantages_have_mean_0_and_deviation_1(cls) -> None:
+def test_whitened_advantages_have_mean_0_and_deviation_1(cls: type[Any]) -> None:
     batch, _ = cls()(step())
     chosen = batch["advantages"][batch["action_mask"]]
     assert float(chosen.mean()) == pytest.approx(0.0, abs=1e-6)
@@ -200,7 +204,7 @@ def test_whitened_advantages_have_mean_0_and_deviation_1(cls) -> None:
 
 
 @pytest.mark.parametrize("cls", [PPOAdvantageFn, REINFORCEPLUSPLUSAdvantageFn])
-def test_one_action_token_alone_has_advantage_0(cls) -> None:
+def test_one_action_token_alone_has_advantage_0(cls: type[Any]) -> None:
     batch = step()
     batch["action_mask"] = torch.zeros_like(batch["action_mask"])
     batch["action_mask"][0, 1] = True
@@ -209,7 +213,7 @@ def test_one_action_token_alone_has_advantage_0(cls) -> None:
         cls(mask_aware=False)(batch)
 
 
-def last_rewards(rewards):
+def last_rewards(rewards: Any) -> dict[str, Any]:
     """Return a batch with one reward per row, on its last token."""
     batch = step()
     batch["token_level_rewards"] = torch.zeros_like(batch["token_level_rewards"])
@@ -249,7 +253,7 @@ def test_distillation_pulls_towards_the_teacher() -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_divergence_advantages_are_the_gradient_of_the_divergence(weight) -> None:
+def test_divergence_advantages_are_the_gradient_of_the_divergence(weight: float) -> None:
     draw = torch.Generator().manual_seed(1)
     logits = torch.randn(6, generator=draw, dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(6, generator=draw, dtype=torch.float64).log_softmax(-1)
@@ -366,7 +370,7 @@ def test_entropy_change_is_the_derivative_of_the_entropy() -> None:
 
 
 @pytest.mark.parametrize("name", TRAINER)
-def test_a_missing_column_is_named_with_what_there_is(name) -> None:
+def test_a_missing_column_is_named_with_what_there_is(name: str) -> None:
     mask = {"action_mask": step()["action_mask"]}
     with pytest.raises(InvalidArgumentError, match=r"the batch has no '.*holds action_mask"):
         ADVANTAGE_FN.get(name)()(mask)
@@ -387,6 +391,8 @@ def test_a_missing_column_is_named_with_what_there_is(name) -> None:
         ("rloo", {"epsilon": 1.0}, "epsilon"),
     ],
 )
-def test_an_argument_that_cannot_be_right_is_named(name, arguments, named) -> None:
+def test_an_argument_that_cannot_be_right_is_named(
+    name: str, arguments: dict[str, Any], named: str
+) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
         ADVANTAGE_FN.get(name)(**arguments)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.algorithm.strategies.rollouts import PlainWriter, rollout, scores
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.algorithm.add_strategy import AddStrategy, StepWiseGRPOStrategy, compose
+from trinity_buffer.experience import Experience
 from trinity_buffer.writer import StagedWriter
 
 SOURCE = Path(__file__).parent / "upstream" / "step_wise_add_strategy.txt"
@@ -24,7 +26,7 @@ IMPORTS = {
 
 
 @pytest.fixture
-def ported(tmp_path, monkeypatch):
+def ported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the strategy class of the ported file; its registration ends with the test."""
     lines = SOURCE.read_text().splitlines()
     changed = [line for line in lines if line in IMPORTS]
@@ -41,7 +43,7 @@ def ported(tmp_path, monkeypatch):
     return module.StepWiseGRPOStrategy
 
 
-def steps():
+def steps() -> list[Experience]:
     """Return three runs of two tasks, of different lengths."""
     return [
         rollout(task, run, (3 * task + 2 * run + step) % 4 / 3, step=step, mask=(1, 0, 1))
@@ -51,7 +53,7 @@ def steps():
     ]
 
 
-async def test_it_registers_itself_and_computes_what_ours_does(ported) -> None:
+async def test_it_registers_itself_and_computes_what_ours_does(ported: Any) -> None:
     assert ADD_STRATEGY.get("step_wise_grpo") is ported
     assert issubclass(ported, AddStrategy)
     theirs, ours = steps(), steps()
@@ -68,13 +70,13 @@ async def test_it_registers_itself_and_computes_what_ours_does(ported) -> None:
     ]
 
 
-async def test_it_composes_with_a_filter_of_ours(ported) -> None:
+async def test_it_composes_with_a_filter_of_ours(ported: Any) -> None:
     writer = StagedWriter()
     count, _ = await compose(writer, ["outcome_gate", ported]).add(steps(), 1)
     assert count == sum(len(some) for some in writer.groups) == 12
 
 
-def test_what_it_does_not_declare_is_assumed(ported) -> None:
+def test_what_it_does_not_declare_is_assumed(ported: Any) -> None:
     assert ported.unit_for(epsilon=1e-3) == "group"
     assert ported.families_for() == ("light", "tokens", "text")
     assert ported.default_args() == {"epsilon": 1e-6, "enable_step_norm": False}
