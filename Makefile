@@ -2,7 +2,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-SOURCES := trinity_buffer migrations tools benchmarks tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check long fmt bench torture proofs migrate
@@ -40,7 +39,7 @@ fmt: setup       ## format, and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: setup     ## the figures of docs/performance.md
+bench: setup     ## the figures of docs/performance.md; quickly: make bench ARGS="--tasks 32 --repetitions 1"
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
 torture: setup   ## kill, pause, starve and confuse everything: make torture ARGS="--store postgresql"

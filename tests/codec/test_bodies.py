@@ -9,7 +9,7 @@ from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgument
 
 
 @given(st.dictionaries(st.text(min_size=2), st.lists(st.integers())))
-def test_a_body_comes_back(body) -> None:
+def test_a_body_comes_back(body: dict[str, list[int]]) -> None:
     assert codec.decode_body("BatchPlanned", codec.encode_body("BatchPlanned", body)) == body
 
 
@@ -35,7 +35,7 @@ def renamed(monkeypatch: pytest.MonkeyPatch, *, version: int) -> None:
     monkeypatch.setattr(events, "KINDS", {**events.KINDS, "Renamed": kind})
 
 
-def test_an_old_body_climbs_all_steps(monkeypatch) -> None:
+def test_an_old_body_climbs_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     old = codec.encode_body("Renamed", {"name": "sort"})
     renamed(monkeypatch, version=3)
     monkeypatch.setitem(events.UPCASTERS, ("Renamed", 1), lambda b: {**b, "from": None})
@@ -45,7 +45,7 @@ def test_an_old_body_climbs_all_steps(monkeypatch) -> None:
     assert codec.decode_body("Renamed", new) == {"to": "count"}
 
 
-def test_a_damaged_old_body_is_a_codec_error(monkeypatch) -> None:
+def test_a_damaged_old_body_is_a_codec_error(monkeypatch: pytest.MonkeyPatch) -> None:
     old = codec.encode_body("Renamed", {})
     renamed(monkeypatch, version=2)
     monkeypatch.setitem(events.UPCASTERS, ("Renamed", 1), lambda b: {"to": b["name"]})
@@ -55,7 +55,7 @@ def test_a_damaged_old_body_is_a_codec_error(monkeypatch) -> None:
         codec.decode_body("Renamed", old)
 
 
-def test_a_newer_body_says_upgrade(monkeypatch) -> None:
+def test_a_newer_body_says_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
     renamed(monkeypatch, version=2)
     new = codec.encode_body("Renamed", {})
     monkeypatch.undo()
@@ -66,6 +66,6 @@ def test_a_newer_body_says_upgrade(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "blob", [b"", b"\x90", b"\x80", b"\x81\xa1v\xa1x", b"\x81\xa1v\x00", b"\x81\xa1v\xc3"]
 )
-def test_what_is_no_body_is_a_codec_error(blob) -> None:
+def test_what_is_no_body_is_a_codec_error(blob: bytes) -> None:
     with pytest.raises(CodecError):
         codec.decode_body("BatchSealed", blob)

@@ -203,7 +203,6 @@ def test_the_forger_can_write_a_good_segment() -> None:
     assert segment.flat("x")[0].tolist() == [7]
 
 
-OBJECTS = u32(0, 1) + b"\x07"
 HOSTILE_HEADERS = [
     {"rows": -1},
     {"rows": 1.0},

@@ -18,7 +18,6 @@ from trinity_buffer.errors import InvalidArgumentError
 
 Rewards = NDArray[np.float64]
 SingleMember = Literal["raw", "zero"]
-Baseline = Literal["mean", "logavgexp"]
 
 RELATIVE_FLOOR = 1e-7
 """Deviations below this share of the largest reward count as 0: seven rewards of 0.1 are equal.

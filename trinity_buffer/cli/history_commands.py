@@ -22,8 +22,6 @@ from trinity_buffer.pipeline.history.compaction import CompactionReport
 from trinity_buffer.pipeline.history.compaction import compact as compact_experiment
 from trinity_buffer.pipeline.store import open_store
 
-VERDICTS = {True: "bit-identical", False: "DIFFERENT", None: "not compared"}
-
 
 def replay(
     store: StoreOption = None,

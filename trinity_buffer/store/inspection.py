@@ -22,7 +22,6 @@ from trinity_buffer.store.tables import (
     policy,
     rejection,
     segment,
-    step,
     waiting,
 )
 
@@ -260,11 +259,3 @@ async def still_waiting(
     )
     query = query.order_by(waiting.c.consumer, waiting.c.address)
     return [Decision(name, int(address)) for name, address in (await tx.execute(query)).all()]
-
-
-async def step_at(tx: AsyncConnection, experiment: int, trainer: str, number: int) -> int:
-    """Return the position of the event that leased a step."""
-    query = select(step.c.leased_at).where(
-        step.c.experiment == experiment, step.c.consumer == trainer, step.c.step == number
-    )
-    return int((await tx.execute(query)).scalar_one())

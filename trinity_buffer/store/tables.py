@@ -301,7 +301,6 @@ lease = Table(
     sqlite_with_rowid=False,
 )
 
-TRUTH = (experiment, event, segment)
 PROJECTIONS = (
     configuration,
     batch,
