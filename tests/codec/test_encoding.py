@@ -46,8 +46,7 @@ def tensors(draw: st.DrawFn, names: Any = tuple(TORCH_DTYPES), shape: Any = None
 @st.composite
 def experiences(draw: st.DrawFn) -> Experience:
     optional: dict[str, Any] = {name: draw(st.one_of(st.none(), tensors())) for name in TENSORS}
-    values = st.one_of(TEXTS, st.integers(), st.floats(allow_nan=False))
-    info: Any = draw(st.dictionaries(KEYS, values))
+    info: Any = draw(st.dictionaries(KEYS, st.one_of(TEXTS, st.integers(), st.floats(0, 1))))
     if draw(st.booleans()):
         optional["chosen"], optional["rejected"] = draw(tensors()), draw(tensors(("int32",), [2]))
     if draw(st.booleans()):

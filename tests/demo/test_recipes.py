@@ -87,7 +87,7 @@ def policy_for(task: Task, seed: int = 0) -> TransformerPolicy:
 
 
 @pytest.mark.parametrize("task", [SortDigits(3), SortDigits(5), GuessNumber()])
-def test_a_recipes_policy_can_say_and_hear_everything_of_its_task(task) -> None:
+def test_a_recipes_policy_can_say_and_hear_everything_of_its_task(task: Any) -> None:
     policy = policy_for(task)
     made = rollout(policy, task, [(i, 0) for i in range(20)], batch=0, seed=0, policy_version=0)
     assert max(e.length for e in made) == task.max_length
