@@ -25,8 +25,8 @@ async def run_by_hand() -> None:
     url = context.get_x_argument(as_dictionary=True).get("url")
     if url is None:
         raise SystemExit("which store? say -x url=sqlite:///runs/a.db")
-    async with open_for_migration(url) as database, database.writing() as tx:
-        await tx.run_sync(run)
+    async with open_for_migration(url) as database:
+        await database.write(lambda tx: run(tx.connection))
 
 
 given = context.config.attributes.get("connection")

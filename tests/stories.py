@@ -113,5 +113,6 @@ async def _train(experiment: Experiment, story: Story) -> None:
 async def _archive_nothing(store: Store, experiment: Experiment) -> None:
     """Record that a segment was archived that was never there: the table has a row by that."""
     event = new_event("SegmentsArchived", {"segments": [bytes(16)], "uri": None})
-    async with store.database.writing() as tx:
-        await log.append(tx, experiment.key, [event], actor="compact", now_us=now_us())
+    await store.database.write(
+        log.append, experiment.key, [event], actor="compact", now_us=now_us()
+    )

@@ -33,7 +33,7 @@ LONG_FILES: dict[str, str] = {
 LONG_FUNCTIONS: dict[str, str] = {}
 BROAD_EXCEPTS = {
     f"{PACKAGE}/pipeline/streaming/rank_stream.py:run": "handed to whoever reads the stream",
-    f"{PACKAGE}/store/sqlite_driver.py:trip": "turned into an error of the driver",
+    f"{PACKAGE}/store/sqlite_seats.py:execute": "raised again where the trip is waited for",
     f"{PACKAGE}/pipeline/streaming/portal.py:in_portal": "raised again, bare of the portal's group",
     f"{PACKAGE}/pipeline/background.py:running": "raised again, bare of the task group",
     f"{PACKAGE}/pipeline/writing/group_commit.py:prepare": "handed to its caller",
@@ -44,7 +44,7 @@ BROAD_EXCEPTS = {
 }
 LAZY_IMPORTS = {
     f"{PACKAGE}/pipeline/archive_file.py:_parquet": "pyarrow is an extra",
-    f"{PACKAGE}/store/bulk.py:_copy": "asyncpg is an extra that users of SQLite do not have",
+    f"{PACKAGE}/store/postgres.py:_copy": "asyncpg is an extra that users of SQLite do not have",
     "benchmarks/learning_report.py:_plot": "matplotlib is an extra, and slow to import",
     f"{PACKAGE}/cli/history_commands.py:replay": "torch, which compaction does not need",
     f"{PACKAGE}/cli/history_commands.py:reannotate": "torch, which compaction does not need",

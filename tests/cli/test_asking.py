@@ -122,12 +122,8 @@ def test_verify_ends_with_the_two_numbers(cli: Cli, own_story: Story) -> None:
 
 
 def test_rebuild_says_what_it_mended(cli: Cli, own_story: Story) -> None:
-    async def damage() -> None:
-        async with unguarded(own_story.url) as tx:
-            mine = experience.c.task == "2"
-            await tx.execute(update(experience).where(mine).values(reward=9.0))
-
-    anyio.run(damage)
+    wrong = update(experience).where(experience.c.task == "2").values(reward=9.0)
+    anyio.run(unguarded, own_story.url, lambda tx: tx.execute(wrong))
     assert cli("verify", "--store", own_story.url).code == 1
     assert "mended: experience 4" in cli("rebuild", "--store", own_story.url).out
     assert cli("rebuild", "--store", own_story.url, "--json").json == [{"events": 25, "mended": {}}]
@@ -225,6 +221,7 @@ ASKING = (
 ASK_AND_LIST_MODULES = """
 import json, sys
 from trinity_buffer.cli.main import run_command
+from trinity_buffer.store.transaction import Transaction
 for command in json.loads(sys.argv[1]):
     sys.argv = ["trinity-buffer", *command]
     try:

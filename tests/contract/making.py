@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from sqlalchemy import Table, func, select, text
+from sqlalchemy.util import await_only
 
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.identity import Key
@@ -16,6 +18,9 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import tables
 from trinity_buffer.store.database import Database, open_for_migration
+from trinity_buffer.store.transaction import Transaction
+
+T = TypeVar("T")
 
 PROMPT = 3
 
@@ -61,30 +66,32 @@ async def opened(url: str, **config: Any) -> AsyncIterator[Experiment]:
 
 async def rows(database: Database, table: Table) -> list[dict[str, Any]]:
     """Return all rows of a table, in the order of its key."""
-    async with database.reading() as tx:
-        found = await tx.execute(select(table).order_by(*table.primary_key.columns))
-        return [dict(row) for row in found.mappings()]
+    query = select(table).order_by(*table.primary_key.columns)
+    return await database.read(lambda tx: [dict(row) for row in tx.execute(query).mappings()])
 
 
 async def count(database: Database, table: Table) -> int:
     """Return how many rows a table has."""
-    async with database.reading() as tx:
-        return int((await tx.execute(select(func.count()).select_from(table))).scalar_one())
+    query = select(func.count()).select_from(table)
+    return await database.read(lambda tx: int(tx.execute(query).scalar_one()))
 
 
 async def contents(url: str) -> dict[str, list[tuple[Any, ...]]]:
     """Return every row of every table of a database: what "the store is as it was" means."""
-    async with open_for_migration(url) as database, database.reading() as tx:
-        if database.dialect == "sqlite":
-            query = "SELECT name FROM sqlite_master WHERE type = 'table'"
-        else:
-            query = "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
-        names = sorted((await tx.execute(text(query))).scalars())
-        found = {}
-        for name in names:
-            every = (await tx.execute(text(f'SELECT * FROM "{name}"'))).all()
-            found[name] = sorted((tuple(row) for row in every), key=repr)
-        return found
+    async with open_for_migration(url) as database:
+        return await database.read(_contents)
+
+
+def _contents(tx: Transaction) -> dict[str, list[tuple[Any, ...]]]:
+    if tx.dialect.name == "sqlite":
+        query = "SELECT name FROM sqlite_master WHERE type = 'table'"
+    else:
+        query = "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
+    found = {}
+    for name in sorted(tx.execute(text(query)).scalars()):
+        every = tx.execute(text(f'SELECT * FROM "{name}"')).all()
+        found[name] = sorted((tuple(row) for row in every), key=repr)
+    return found
 
 
 async def kinds(experiment: Experiment) -> list[str]:
@@ -125,3 +132,19 @@ async def assert_conserved(experiment: Experiment) -> None:
             ]
             places = [delivered, left_out, [*{*everything} - {*delivered, *left_out}]]
         assert sorted(address for place in places for address in place) == everything, name
+
+
+def dawdling(wait: Callable[[], Coroutine[Any, Any, T]]) -> Callable[[Transaction], T]:
+    """Return what waits inside a transaction for something else than its database.
+
+    No function of the package can do so; here it stands for a process that is slow. Call this on
+    the event loop, and what it returns in the transaction.
+    """
+    loop = asyncio.get_running_loop()
+
+    def dawdle(tx: Transaction) -> T:
+        if tx.dialect.name == "sqlite":  # in a thread of its own
+            return asyncio.run_coroutine_threadsafe(wait(), loop).result()
+        return await_only(wait())
+
+    return dawdle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -11,12 +12,13 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from tests.conftest import Resize
-from tests.contract.making import contents, group, kinds, opened, rollout, rows
+from tests.contract.making import contents, dawdling, group, kinds, opened, rollout, rows
 from trinity_buffer.errors import StoreError
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import log, segments, tables
+from trinity_buffer.store.transaction import Transaction
 
 
 async def note(experiment: Experiment, writer: int, number: int) -> int:
@@ -28,8 +30,9 @@ async def note(experiment: Experiment, writer: int, number: int) -> int:
 async def notes(experiment: Experiment, writer: int, numbers: Sequence[int]) -> list[int]:
     """Append an event for each number, in one transaction; return their positions."""
     some = [new_event("StreamEnded", {"assembly": writer, "step": number}) for number in numbers]
-    async with experiment.database.writing() as tx:
-        return await log.append(tx, experiment.key, some, actor=f"w{writer}", now_us=now_us())
+    return await experiment.database.write(
+        log.append, experiment.key, some, actor=f"w{writer}", now_us=now_us()
+    )
 
 
 async def test_positions_have_no_gaps_and_events_say_who_and_what(store_url: str) -> None:
@@ -155,12 +158,20 @@ async def test_a_slow_writer_hides_nothing_from_a_reader_that_goes_on(store_url:
     async def write_slowly(experiment: Experiment) -> None:
         """Begin first, take the first position, commit after everybody had time to pass by."""
         event = new_event("StreamEnded", {"assembly": 0, "step": 0})
-        async with experiment.database.writing() as tx:
-            await segments.write(tx, segments.rows_of(segments.new_key(), {"light": b"early"}))
-            await log.append(tx, experiment.key, [event], actor="slow", now_us=now_us())
+
+        async def wait() -> None:
             has_position.set()
             with anyio.move_on_after(0.5):
                 await enough.wait()
+
+        dawdle = dawdling(wait)
+
+        def append(tx: Transaction) -> None:
+            segments.write(tx, segments.rows_of(segments.new_key(), {"light": b"early"}))
+            log.append(tx, experiment.key, [event], actor="slow", now_us=now_us())
+            dawdle(tx)
+
+        await experiment.database.write(append)
 
     async def write_quickly(experiment: Experiment) -> None:
         await has_position.wait()
@@ -199,8 +210,7 @@ async def test_what_is_recorded_is_neither_changed_nor_deleted(
         await experiment.writer("e0").write(group())
         before = await contents(store_url)
         with pytest.raises((StoreError, DBAPIError), match=r"forbidden|only"):
-            async with experiment.database.writing() as tx:
-                await tx.execute(text(statement))
+            await experiment.database.write(lambda tx: tx.execute(text(statement)))
         assert await contents(store_url) == before
 
 
@@ -215,9 +225,9 @@ async def test_positions_and_kinds_are_checked_by_the_database(store_url: str) -
             "body": b"",
         }
         for wrong in ({"position": 0}, {"position": 9, "kind": ""}, {"position": 1}):
+            new = partial(Transaction.execute, statement=tables.event.insert().values(row | wrong))
             with pytest.raises(StoreError):
-                async with experiment.database.writing() as tx:
-                    await tx.execute(tables.event.insert(), row | wrong)
+                await experiment.database.write(new)
 
 
 async def test_opening_with_another_configuration_is_recorded_once(store_url: str) -> None:

@@ -371,9 +371,8 @@ async def test_planned_groups_are_counted_in_the_order_of_their_plans(store_url:
     async with opened(store_url) as experiment:
         for number in range(3):
             await experiment.writer("e0").plan(number, [0, 1], 1)
-        async with experiment.database.reading() as tx:
-            query = select(func.count(), func.max(tables.plan.c.ordinal))
-            assert (await tx.execute(query)).one() == (6, 6)
+        query = select(func.count(), func.max(tables.plan.c.ordinal))
+        assert await experiment.database.read(lambda tx: tx.execute(query).one()) == (6, 6)
         batches = await rows(experiment.database, tables.batch)
         assert [(row["batch"], row["batch_is_int"]) for row in batches] == [
             (str(number), True) for number in range(3)

@@ -23,6 +23,7 @@ from trinity_buffer.store import tables
 from trinity_buffer.store.address import first_address
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.trainer_queries import Reader, annotated_positions
+from trinity_buffer.store.transaction import Transaction
 
 RUNS, CALLS = 3, 3
 
@@ -50,11 +51,10 @@ async def ready(
     experiment: Experiment, reader: Reader, *, from_the_start: bool = False
 ) -> list[ReadyGroup]:
     """Return all groups that wait for a trainer."""
-    facts = LogRows(experiment.database, experiment.key)
-    waiting = ReadyGroups(experiment.database, "grpo", reader, facts, 0)
+    waiting = ReadyGroups("grpo", reader, LogRows(experiment.key), 0)
     if not from_the_start:
-        await waiting.start()
-    return waiting.pop(await waiting.fill(10**6))
+        await experiment.database.read(waiting.start)
+    return waiting.pop(await experiment.database.read_session(lambda s: waiting.fill(s, 10**6)))
 
 
 async def expected(experiment: Experiment, reader: Reader) -> list[tuple[Any, ...]]:
@@ -78,8 +78,7 @@ async def expected(experiment: Experiment, reader: Reader) -> list[tuple[Any, ..
         .join(told, told.c.address == row.c.experience)
         .order_by(row.c.address)
     )
-    async with experiment.database.reading() as tx:
-        every = [tuple(one) for one in await tx.execute(query)]
+    every = await experiment.database.read(lambda tx: list(map(tuple, tx.execute(query))))
     return [one for one in every if one[0] not in held | gone]
 
 
@@ -131,14 +130,13 @@ async def test_events_of_a_single_row_are_all_found(store_url: str, resize: Resi
         assert as_rows(waiting) == await expected(experiment, reader_of(experiment))
         events = [found.key[1] for found in waiting]
         for place, event in enumerate(events):  # from an event on, it is the first
-            async with experiment.database.reading() as tx:
-                found = await annotated_positions(
-                    tx,
-                    experiment.key,
-                    annotation_set="grpo",
-                    start=first_address(event),
-                    limit=9,
-                )
+            found = await experiment.database.read(
+                annotated_positions,
+                experiment.key,
+                annotation_set="grpo",
+                start=first_address(event),
+                limit=9,
+            )
             assert found == events[place:]
 
 
@@ -190,12 +188,16 @@ async def test_an_event_that_is_gone_or_damaged_is_named(sqlite_url: str) -> Non
         await experiment.writer("e0").write(group(runs=1))
         await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
         (row,) = await rows(experiment.database, tables.experience)
+        rows_of_log = LogRows(experiment.key)
         with pytest.raises(CodecError, match="no event at position 77"):
-            await LogRows(experiment.database, experiment.key).events([77])
+            await experiment.database.read_session(lambda s: rows_of_log.events(s, [77]))
     position = row["address"] >> 20
-    async with unguarded(sqlite_url) as tx:
+
+    def change(tx: Transaction) -> None:
         wrong = tables.event.update().where(tables.event.c.position == position)
-        await tx.execute(wrong.values(body=b"\xc1"))
+        tx.execute(wrong.values(body=b"\xc1"))
+
+    await unguarded(sqlite_url, change)
     async with (
         opened(sqlite_url, rollouts_per_group=1) as experiment,
         experiment.train_stream(strategy="grpo") as stream,

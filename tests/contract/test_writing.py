@@ -209,10 +209,10 @@ async def test_what_the_database_refuses_of_one_call_harms_no_other(
     # As if a value slipped through the door that the database does not take.
     real = log.append_of_actors
 
-    async def append_of_actors(tx: Any, key: int, said: Any, **more: Any) -> list[int]:
+    def append_of_actors(tx: Any, key: int, said: Any, **more: Any) -> list[int]:
         if any(actor == "broken" for actor, _ in said):
             raise StoreError("a value out of range")
-        return await real(tx, key, said, **more)
+        return real(tx, key, said, **more)
 
     monkeypatch.setattr(log, "append_of_actors", append_of_actors)
     errors: list[StoreError] = []

@@ -21,6 +21,7 @@ from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import migrations
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.tables import SCHEMA_REVISION
+from trinity_buffer.store.transaction import Transaction
 
 
 def laid_down(revision: str, folder: Path) -> Path:
@@ -40,9 +41,13 @@ async def copied_to_postgresql(source: Path, revision: str, url: str) -> None:
             name: [dict(row) for row in connection.execute(f'SELECT * FROM "{name}"')]
             for name in names - {"alembic_version"}
         }
-    async with open_for_migration(url) as database, database.writing() as tx:
-        await migrations.upgrade(tx, revision)
-        await tx.run_sync(_fill, rows)
+
+    def fill(tx: Transaction) -> None:
+        migrations.upgrade(tx, revision)
+        _fill(tx.connection, rows)
+
+    async with open_for_migration(url) as database:
+        await database.write(fill)
 
 
 def _fill(connection: Connection, rows: dict[str, list[dict[str, Any]]]) -> None:

@@ -20,6 +20,7 @@ from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import migrations, schema, sqlite, tables
 from trinity_buffer.store.database import open_database, open_for_migration
+from trinity_buffer.store.transaction import Transaction
 
 SQLITE_SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"
 
@@ -61,30 +62,38 @@ _CONSTRAINTS = ("CONSTRAINT", "PRIMARY KEY", "UNIQUE", "CHECK", "FOREIGN")
 
 async def schema_of(url: str) -> set[tuple[str, ...]]:
     """Return everything that the database says of its schema, columns in their order."""
+    async with open_for_migration(url) as database:
+        return await database.read(_schema_of)
+
+
+def _schema_of(tx: Transaction) -> set[tuple[str, ...]]:
     found: set[tuple[str, ...]] = set()
-    async with open_for_migration(url) as database, database.reading() as tx:
-        if database.dialect == "sqlite":
-            for kind, name, table, sql in (await tx.execute(text(SQLITE_SCHEMA))).all():
-                found.add((kind, name, table, *clauses_of(sql)))
-            return found
-        for number, query in enumerate(POSTGRESQL_SCHEMA):
-            rows = (await tx.execute(text(query))).all()
-            assert rows
-            found |= {(str(number), *row) for row in rows}
+    if tx.dialect.name == "sqlite":
+        for kind, name, table, sql in tx.execute(text(SQLITE_SCHEMA)).all():
+            found.add((kind, name, table, *clauses_of(sql)))
+        return found
+    for number, query in enumerate(POSTGRESQL_SCHEMA):
+        rows = tx.execute(text(query)).all()
+        assert rows
+        found |= {(str(number), *row) for row in rows}
     return found
 
 
 async def migrated(url: str) -> None:
     if url.startswith("sqlite"):
         sqlite.prepare_file(Path(url.removeprefix("sqlite:///")))
-    async with open_for_migration(url) as database, database.writing() as tx:
-        await migrations.upgrade(tx)
+    async with open_for_migration(url) as database:
+        await database.write(migrations.upgrade)
 
 
 async def emptied(url: str) -> None:
-    async with open_for_migration(url) as database, database.writing() as tx:
-        await migrations.downgrade(tx, "base")
-        await tx.execute(text("DROP TABLE alembic_version"))
+
+    def empty(tx: Transaction) -> None:
+        migrations.downgrade(tx, "base")
+        tx.execute(text("DROP TABLE alembic_version"))
+
+    async with open_for_migration(url) as database:
+        await database.write(empty)
 
 
 async def test_a_created_and_a_migrated_store_have_one_schema(store_url: str) -> None:
@@ -120,10 +129,10 @@ async def test_a_filled_store_goes_down_and_up_again(store_url: str) -> None:
         experiment = await store.experiment("sort", config={})
         await experiment.writer("e0").plan("b", [1, 2], 4)
     before = await schema_of(store_url)
-    async with open_for_migration(store_url) as database, database.writing() as tx:
-        await migrations.downgrade(tx, "base")
-    async with open_for_migration(store_url) as database, database.writing() as tx:
-        await migrations.upgrade(tx)
+    async with open_for_migration(store_url) as database:
+        await database.write(migrations.downgrade, "base")
+    async with open_for_migration(store_url) as database:
+        await database.write(migrations.upgrade)
     assert await schema_of(store_url) == before
     async with open_store(store_url) as store:
         assert await store.experiments() == []
@@ -143,9 +152,13 @@ async def test_an_interrupted_migration_has_not_happened(store_url: str) -> None
 
 
 async def go_down_and_fail(url: str) -> None:
-    async with open_for_migration(url) as database, database.writing() as tx:
-        await migrations.downgrade(tx, "base")
+
+    def fail(tx: Transaction) -> None:
+        migrations.downgrade(tx, "base")
         raise InvalidArgumentError("stop")
+
+    async with open_for_migration(url) as database:
+        await database.write(fail)
 
 
 def test_the_tables_are_those_of_the_last_migration() -> None:
@@ -154,8 +167,9 @@ def test_the_tables_are_those_of_the_last_migration() -> None:
 
 
 async def stamp(url: str, revision: str) -> None:
-    async with open_for_migration(url) as database, database.writing() as tx:
-        await tx.execute(text("UPDATE alembic_version SET version_num = :r"), {"r": revision})
+    new = text("UPDATE alembic_version SET version_num = :r")
+    async with open_for_migration(url) as database:
+        await database.write(lambda tx: tx.execute(new, {"r": revision}))
 
 
 async def test_an_older_store_is_refused_with_the_command_that_mends_it(
@@ -206,8 +220,8 @@ async def create_foreign(url: str) -> None:
             connection.execute("CREATE TABLE customer (id INTEGER)")
         connection.close()
         return
-    async with open_for_migration(url) as database, database.writing() as tx:
-        await tx.execute(text("CREATE TABLE customer (id INTEGER)"))
+    async with open_for_migration(url) as database:
+        await database.write(lambda tx: tx.execute(text("CREATE TABLE customer (id INTEGER)")))
 
 
 def names_in(folder: Path) -> list[str]:

@@ -242,10 +242,9 @@ class StoreMachine(RuleBasedStateMachine):
 
         async def find() -> frozenset[Address]:
             wanted = set(step.manifest.experiences)
-            async with self.store.database.reading() as tx:
-                table = tables.experience
-                query = table.select().where(table.c.experiment == self.experiment.key)
-                rows = (await tx.execute(query)).all()
+            table = tables.experience
+            query = table.select().where(table.c.experiment == self.experiment.key)
+            rows = await self.store.database.read(lambda tx: tx.execute(query).all())
             return frozenset(
                 (row.batch, int(row.task), row.run) for row in rows if row.address in wanted
             )
@@ -290,9 +289,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def expire(self) -> None:
         async def make_old() -> None:
-            async with self.store.database.writing() as tx:
-                mine = tables.lease.c.experiment == self.experiment.key
-                await tx.execute(update(tables.lease).where(mine).values(expires_at=1))
+            mine = tables.lease.c.experiment == self.experiment.key
+            old = update(tables.lease).where(mine).values(expires_at=1)
+            await self.store.database.write(lambda tx: tx.execute(old))
 
         self.run(make_old())
 

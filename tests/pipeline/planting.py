@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from sqlalchemy import Table, func, insert, select, text
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.pipeline.events import Event, new_event, now_us
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.tables import PROJECTIONS, event
+from trinity_buffer.store.transaction import Transaction
+
+T = TypeVar("T")
 
 
-@asynccontextmanager
-async def unguarded(url: str) -> AsyncIterator[AsyncConnection]:
-    """Open a transaction in which the truth may be changed."""
-    async with open_for_migration(url) as database, database.writing() as tx:
+async def unguarded(url: str, change: Callable[[Transaction], T]) -> T:
+    """Return ``change(tx)`` of a transaction in which the truth may be changed."""
+
+    def with_triggers_off(tx: Transaction) -> T:
         for table in ("event", "segment"):
             for operation in ("update", "delete"):
                 trigger = f"{table}_forbids_{operation}"
                 if tx.dialect.name == "sqlite":
-                    await tx.execute(text(f"DROP TRIGGER {trigger}"))
+                    tx.execute(text(f"DROP TRIGGER {trigger}"))
                 else:
-                    await tx.execute(text(f"ALTER TABLE {table} DISABLE TRIGGER {trigger}"))
-        yield tx
+                    tx.execute(text(f"ALTER TABLE {table} DISABLE TRIGGER {trigger}"))
+        return change(tx)
+
+    async with open_for_migration(url) as database:
+        return await database.write(with_triggers_off)
 
 
 async def events_of(url: str, kind: str) -> list[Event]:
@@ -38,37 +42,41 @@ async def events_of(url: str, kind: str) -> list[Event]:
 
 async def delete_event(url: str, position: int) -> None:
     """Take one event out of the log."""
-    async with unguarded(url) as tx:
-        await tx.execute(event.delete().where(event.c.position == position))
+    await unguarded(url, lambda tx: tx.execute(event.delete().where(event.c.position == position)))
 
 
 async def append_unfolded(url: str, kind: str, body: dict[str, Any]) -> int:
     """Put an event at the end of the log that no projection hears of; return its position."""
-    async with unguarded(url) as tx:
-        head = int((await tx.execute(select(func.max(event.c.position)))).scalar_one())
+    encoded = new_event(kind, body).encoded
+
+    def append(tx: Transaction) -> int:
+        head = int(tx.execute(select(func.max(event.c.position))).scalar_one())
         row = {
             "experiment": 1,
             "position": head + 1,
             "kind": kind,
             "actor": "saboteur",
             "recorded_at": now_us(),
-            "body": new_event(kind, body).encoded,
+            "body": encoded,
         }
-        await tx.execute(insert(event), row)
-    return head + 1
+        tx.execute(insert(event), row)
+        return head + 1
+
+    return await unguarded(url, append)
 
 
 async def everything(url: str) -> dict[str, list[tuple[Any, ...]]]:
     """Return all rows of all projections."""
-    found = {}
-    async with open_for_migration(url) as database, database.reading() as tx:
-        for table in PROJECTIONS:
-            rows = (await tx.execute(select(table))).all()
-            found[table.name] = sorted((tuple(row) for row in rows), key=repr)
-    return found
+
+    def read(tx: Transaction) -> dict[str, list[tuple[Any, ...]]]:
+        rows = {table.name: tx.execute(select(table)).all() for table in PROJECTIONS}
+        return {name: sorted(map(tuple, some), key=repr) for name, some in rows.items()}
+
+    async with open_for_migration(url) as database:
+        return await database.read(read)
 
 
-async def first_row(tx: AsyncConnection, table: Table) -> dict[str, Any]:
+def first_row(tx: Transaction, table: Table) -> dict[str, Any]:
     """Return one row of a table, the first by key."""
     query = select(table).order_by(*table.primary_key.columns).limit(1)
-    return dict((await tx.execute(query)).mappings().one())
+    return dict(tx.execute(query).mappings().one())

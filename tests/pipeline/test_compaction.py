@@ -78,8 +78,7 @@ async def test_a_segment_that_no_event_archived_cannot_be_deleted(store_url: str
         await experiment.writer("e0").write(_group(0))
         event = await anext(experiment.events(kinds=["ExperiencesRecorded"]))
         with pytest.raises(StoreError, match="archive it first"):
-            async with store.database.writing() as tx:
-                await segments.delete(tx, [event.body["segment"]])
+            await store.database.write(segments.delete, [event.body["segment"]])
 
 
 @pytest.mark.parametrize("point", ["before-compact", "inside-compact", "after-compact"])

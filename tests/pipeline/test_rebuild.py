@@ -8,9 +8,10 @@ from typing import Any
 
 import anyio
 import pytest
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import delete, insert, update
 
 from tests.conftest import Resize
+from tests.contract.making import count
 from tests.pipeline.planting import append_unfolded, events_of, everything, first_row, unguarded
 from tests.stories import Story, rollout, tell
 from trinity_buffer.errors import StoreError
@@ -26,6 +27,7 @@ from trinity_buffer.store.tables import (
     rejection,
     waiting,
 )
+from trinity_buffer.store.transaction import Transaction
 
 
 async def rebuilt(url: str, **options: Any) -> RebuildReport:
@@ -36,9 +38,12 @@ async def rebuilt(url: str, **options: Any) -> RebuildReport:
 async def test_what_was_dropped_comes_out_equal(story: Story) -> None:
     before = await everything(story.url)
     assert all(before.values()), "the story leaves a projection empty"
-    async with unguarded(story.url) as tx:
+
+    def change(tx: Transaction) -> None:
         for table in PROJECTIONS:
-            await tx.execute(delete(table))
+            tx.execute(delete(table))
+
+    await unguarded(story.url, change)
     report = await rebuilt(story.url)
     assert await everything(story.url) == before
     assert report.mended == {name: len(rows) for name, rows in sorted(before.items())}
@@ -52,14 +57,17 @@ async def test_what_was_right_is_not_touched(story: Story) -> None:
 
 async def test_changed_missing_and_invented_rows_are_mended(story: Story) -> None:
     before = await everything(story.url)
-    async with unguarded(story.url) as tx:
-        await tx.execute(update(experience).values(reward=0.25))
-        await tx.execute(update(consumer).values(cursor=1))
-        await tx.execute(delete(annotation).where(annotation.c.consumer == "varied"))
-        await tx.execute(delete(plan))
-        row = await first_row(tx, rejection)
-        await tx.execute(insert(rejection), {**row, "address": 77})
-        await tx.execute(insert(waiting), {"experiment": 1, "consumer": "ghost", "address": 77})
+
+    def change(tx: Transaction) -> None:
+        tx.execute(update(experience).values(reward=0.25))
+        tx.execute(update(consumer).values(cursor=1))
+        tx.execute(delete(annotation).where(annotation.c.consumer == "varied"))
+        tx.execute(delete(plan))
+        row = first_row(tx, rejection)
+        tx.execute(insert(rejection), {**row, "address": 77})
+        tx.execute(insert(waiting), {"experiment": 1, "consumer": "ghost", "address": 77})
+
+    await unguarded(story.url, change)
     assert set((await rebuilt(story.url)).mended) == {
         "annotation",
         "consumer",
@@ -72,10 +80,14 @@ async def test_changed_missing_and_invented_rows_are_mended(story: Story) -> Non
 
 
 async def test_differences_name_table_row_and_column(story: Story) -> None:
-    async with unguarded(story.url) as tx:
-        address = (await first_row(tx, experience))["address"]
+
+    def change(tx: Transaction) -> int:
+        address: int = first_row(tx, experience)["address"]
         mine = experience.c.address == address
-        await tx.execute(update(experience).where(mine).values(finish_reason="bored"))
+        tx.execute(update(experience).where(mine).values(finish_reason="bored"))
+        return address
+
+    address = await unguarded(story.url, change)
     async with open_store(story.url, read_only=True) as store:
         (found,) = await diff_projections(store.database, 1)
     wanted = f"experience(address={address}): finish_reason is 'bored', the log says None"
@@ -85,10 +97,13 @@ async def test_differences_name_table_row_and_column(story: Story) -> None:
 async def test_spans_of_any_size_find_the_same(story: Story, resize: Resize) -> None:
     resize(rows_per_span=2)
     before = await everything(story.url)
-    async with unguarded(story.url) as tx:
-        await tx.execute(update(experience).where(experience.c.run == 2).values(length=1))
-        await tx.execute(delete(annotation).where(annotation.c.group_slot == 1))
-        await tx.execute(update(plan).values(ordinal=7))
+
+    def change(tx: Transaction) -> None:
+        tx.execute(update(experience).where(experience.c.run == 2).values(length=1))
+        tx.execute(delete(annotation).where(annotation.c.group_slot == 1))
+        tx.execute(update(plan).values(ordinal=7))
+
+    await unguarded(story.url, change)
     assert set((await rebuilt(story.url)).mended) == {"annotation", "experience", "plan"}
     assert await everything(story.url) == before
 
@@ -105,8 +120,7 @@ async def test_a_log_that_contradicts_itself_changes_nothing(story: Story) -> No
 async def test_other_experiments_stay_as_they_are(store_url: str, tmp_path: Path) -> None:
     await tell(store_url, tmp_path / "one")
     await tell(store_url, tmp_path / "two", name="another")
-    async with unguarded(store_url) as tx:
-        await tx.execute(update(experience).values(reward=0.25))
+    await unguarded(store_url, lambda tx: tx.execute(update(experience).values(reward=0.25)))
     assert (await rebuilt(store_url)).mended == {"experience": 18}
     async with open_store(store_url, read_only=True) as store:
         assert len(await diff_projections(store.database, 2)) == 18
@@ -116,18 +130,20 @@ async def test_other_experiments_stay_as_they_are(store_url: str, tmp_path: Path
 async def test_others_see_all_of_the_change_or_none(sqlite_story: Story) -> None:
     """The projections are empty until they are whole, and writers go on meanwhile."""
     whole = {name: len(rows) for name, rows in (await everything(sqlite_story.url)).items()}
-    async with unguarded(sqlite_story.url) as tx:
+
+    def change(tx: Transaction) -> None:
         for table in PROJECTIONS:
             if table.name != "configuration":
-                await tx.execute(delete(table))
+                tx.execute(delete(table))
+
+    await unguarded(sqlite_story.url, change)
     seen: list[dict[str, int]] = []
     async with open_store(sqlite_story.url) as store, anyio.create_task_group() as tasks:
 
         async def watch() -> None:
             with anyio.move_on_after(30):
                 while not seen or seen[-1]["experience"] < whole["experience"]:
-                    async with store.database.reading() as tx:
-                        seen.append(await comparison.counts(tx, 1))
+                    seen.append(await store.database.read(comparison.counts, 1))
 
         tasks.start_soon(watch)
         async with open_store(sqlite_story.url) as other:
@@ -138,15 +154,13 @@ async def test_others_see_all_of_the_change_or_none(sqlite_story: Story) -> None
 
 
 async def test_writers_go_on_while_projections_are_rebuilt(story: Story) -> None:
-    async with unguarded(story.url) as tx:
-        await tx.execute(update(experience).values(reward=0.25))
+    await unguarded(story.url, lambda tx: tx.execute(update(experience).values(reward=0.25)))
     stages: Counter[str] = Counter()
     async with open_store(story.url) as store, open_store(story.url) as other:
         await _write_and_rebuild(store, other, story, stages)
         assert await diff_projections(store.database, 1) == []
-        async with store.database.reading() as tx:
-            count = len((await tx.execute(select(experience.c.address))).all())
-    assert count == 18 + 50
+        num_stored = await count(store.database, experience)
+    assert num_stored == 18 + 50
     assert stages["compare"]
 
 

@@ -174,9 +174,9 @@ async def test_a_segment_is_read_once_for_all_the_steps_that_its_rows_go_to(
 ) -> None:
     read: Counter[bytes] = Counter()
 
-    async def counted(database: Any, keys: Sequence[bytes], families: Sequence[str]) -> Any:
+    def counted(s: Any, keys: Sequence[bytes], families: Sequence[str]) -> Any:
         read.update(keys)
-        return await stored_segments.read_segments(database, keys, families)
+        return stored_segments.read_segments(s, keys, families)
 
     monkeypatch.setattr(row_loader, "read_segments", counted)
     resize(bytes_kept=bytes_kept)

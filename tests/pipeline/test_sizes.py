@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,6 +34,7 @@ from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.sizes import Sizes, resized
 from trinity_buffer.store import retention
 from trinity_buffer.store.tables import PROJECTIONS, experience, segment
+from trinity_buffer.store.transaction import Transaction
 
 TASKS, RUNS = 7, 2
 ROWS = TASKS * RUNS
@@ -115,9 +116,12 @@ async def lived(url: str) -> dict[str, Any]:
 async def spoilt_and_rebuilt(url: str) -> int:
     """Empty all projections; return how many rows of experiences `rebuild` has made again."""
     before = await everything(url)
-    async with unguarded(url) as tx:
+
+    def change(tx: Transaction) -> None:
         for table in PROJECTIONS:
-            await tx.execute(delete(table))
+            tx.execute(delete(table))
+
+    await unguarded(url, change)
     async with open_store(url) as store:
         report = await rebuild(store.database, 1)
     assert await everything(url) == before
@@ -155,10 +159,14 @@ async def test_a_changed_row_of_an_early_span_is_found(
     story: Story, size: int, resize: Resize
 ) -> None:
     resize(**small(size))
-    async with unguarded(story.url) as tx:
-        first = (await tx.execute(select(experience.c.address).order_by("address"))).scalars().all()
+
+    def change(tx: Transaction) -> Sequence[int]:
+        first = tx.execute(select(experience.c.address).order_by("address")).scalars().all()
         mine = experience.c.address == first[size]
-        await tx.execute(update(experience).where(mine).values(reward=0.123))
+        tx.execute(update(experience).where(mine).values(reward=0.123))
+        return first
+
+    first = await unguarded(story.url, change)
     async with open_store(story.url) as store:
         report = await verify(await store.experiment(story.name))
         (problem,) = report.problems
@@ -169,9 +177,12 @@ async def test_a_changed_row_of_an_early_span_is_found(
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 async def test_each_damaged_segment_is_named(story: Story, size: int, resize: Resize) -> None:
     resize(segments_per_audit=size, events_per_page=3)
-    async with unguarded(story.url) as tx:
-        keys = {bytes(key) for key in (await tx.execute(select(segment.c.key))).scalars()}
-        await tx.execute(update(segment).values(checksum=0))
+
+    def change(tx: Transaction) -> set[bytes]:
+        tx.execute(update(segment).values(checksum=0))
+        return {bytes(key) for key in tx.execute(select(segment.c.key)).scalars()}
+
+    keys = await unguarded(story.url, change)
     async with open_store(story.url, read_only=True) as store:
         report = await verify(await store.experiment(story.name))
     assert {one.where.split()[1] for one in report.problems} == {key.hex() for key in keys}
@@ -205,12 +216,11 @@ async def leaving(experiment: Experiment, limit: int) -> list[bytes]:
     """Return what may leave, asked in pages of ``limit`` rows."""
     found: list[bytes] = []
     after = -1
-    async with experiment.database.reading() as tx:
-        while page := await retention.finished_segments(
-            tx, experiment.key, keep_steps=0, after=after, limit=limit
-        ):
-            after, keys = page
-            found += keys
+    while page := await experiment.database.read(
+        retention.finished_segments, experiment.key, keep_steps=0, after=after, limit=limit
+    ):
+        after, keys = page
+        found += keys
     return found
 
 
@@ -233,8 +243,7 @@ async def test_a_rebuild_lets_others_write_at_every_stage(story: Story, resize: 
         other.join(10)
         assert not other.is_alive(), f"a rebuild keeps a writer waiting during {stage}"
 
-    async with unguarded(story.url) as tx:
-        await tx.execute(update(experience).values(reward=0.25))
+    await unguarded(story.url, lambda tx: tx.execute(update(experience).values(reward=0.25)))
     async with open_store(story.url) as store:
         report = await rebuild(store.database, 1, meanwhile)
         assert await diff_projections(store.database, 1) == []
@@ -275,10 +284,13 @@ async def test_a_run_that_crosses_the_real_sizes(store_url: str, tmp_path: Path)
         assert steps == number * runs
         assert len([e async for e in experiment.read(families=("light",))]) == number * runs
         assert (await verify(experiment)).problems == ()
-        async with unguarded(store_url) as tx:
-            first = (await tx.execute(select(experience.c.address).order_by("address"))).scalars()
-            mine = experience.c.address == next(iter(first))
-            await tx.execute(update(experience).where(mine).values(reward=9.0))
+
+        def change(tx: Transaction) -> None:
+            first = tx.execute(select(experience.c.address).order_by("address")).scalars().all()
+            mine = experience.c.address == first[0]
+            tx.execute(update(experience).where(mine).values(reward=9.0))
+
+        await unguarded(store_url, change)
         assert len((await verify(experiment)).problems) == 1
         assert (await rebuild(store.database, 1)).mended == {"experience": 1}
         gone = await compact(experiment, keep_steps=1, archive=tmp_path / "archive")

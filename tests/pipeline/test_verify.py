@@ -27,6 +27,7 @@ from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 from trinity_buffer.store import log, segments
 from trinity_buffer.store.tables import PROJECTIONS, delivery, event, segment, step
+from trinity_buffer.store.transaction import Transaction
 
 
 async def verified(story: Story, **options: Any) -> VerifyReport:
@@ -101,9 +102,10 @@ async def test_a_manifest_that_was_committed_twice_is_there_twice(story: Story) 
     body = dict((await events_of(story.url, "StepsCommitted"))[1].body)
     async with open_store(story.url) as store:
         key = (await store.experiment(story.name)).key
-        async with store.database.writing() as tx:
-            again = [new_event("StepsCommitted", body)]
-            (position,) = await log.append(tx, key, again, actor="trainer", now_us=now_us())
+        again = [new_event("StepsCommitted", body)]
+        (position,) = await store.database.write(
+            log.append, key, again, actor="trainer", now_us=now_us()
+        )
     for quick in (False, True):
         report = await verified(story, quick=quick)
         assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
@@ -161,15 +163,18 @@ async def test_rewinding_is_no_loss_and_no_repetition(store_url: str, tmp_path: 
 async def commit_anew(url: str, story: Story) -> None:
     """Let both commits name the checkpoint as it lies on the disk now."""
     digest = digest_of(story.checkpoint)
-    async with unguarded(url) as tx:
-        for row in (await tx.execute(select(event).where(event.c.kind == "StepsCommitted"))).all():
+
+    def change(tx: Transaction) -> None:
+        for row in tx.execute(select(event).where(event.c.kind == "StepsCommitted")).all():
             body = codec.decode_body(row.kind, row.body)
             changed = new_event(row.kind, {**body, "checkpoint_digest": digest}).encoded
             mine = event.c.position == row.position
-            await tx.execute(update(event).where(mine).values(body=changed))
-        await tx.execute(
+            tx.execute(update(event).where(mine).values(body=changed))
+        tx.execute(
             update(step).where(step.c.committed_at.is_not(None)).values(checkpoint_digest=digest)
         )
+
+    await unguarded(url, change)
 
 
 async def test_a_flipped_bit_is_found_where_it_is(story: Story) -> None:
@@ -196,20 +201,22 @@ async def test_content_that_is_another_is_found_by_its_digest(story: Story) -> N
 
 async def change_segment(url: str, key: bytes, *, keep_checksum: bool) -> None:
     """Change the last byte of the tokens of a segment."""
-    async with unguarded(url) as tx:
+
+    def change(tx: Transaction) -> None:
         mine = (segment.c.key == key, segment.c.family == "tokens")
-        data = bytearray((await tx.execute(select(segment.c.data).where(*mine))).scalar_one())
+        data = bytearray(tx.execute(select(segment.c.data).where(*mine)).scalar_one())
         data[-1] ^= 1
         values: dict[str, Any] = {"data": bytes(data)}
         if not keep_checksum:
             values["checksum"] = segments.checksum(bytes(data))
-        await tx.execute(update(segment).where(*mine).values(values))
+        tx.execute(update(segment).where(*mine).values(values))
+
+    await unguarded(url, change)
 
 
 async def test_a_missing_segment_is_named(story: Story) -> None:
     key = bytes((await events_of(story.url, "ExperiencesAnnotated"))[0].body["segment"])
-    async with unguarded(story.url) as tx:
-        await tx.execute(segment.delete().where(segment.c.key == key))
+    await unguarded(story.url, lambda tx: tx.execute(segment.delete().where(segment.c.key == key)))
     report = await verified(story)
     assert len(report.problems) == 1
     assert key.hex() in report.problems[0].where
@@ -218,9 +225,12 @@ async def test_a_missing_segment_is_named(story: Story) -> None:
 
 async def test_a_damaged_body_is_named(story: Story) -> None:
     position = (await events_of(story.url, "PolicyPublished"))[0].position
-    async with unguarded(story.url) as tx:
+
+    def change(tx: Transaction) -> None:
         mine = event.c.position == position
-        await tx.execute(update(event).where(mine).values(body=b"\xc1nonsense"))
+        tx.execute(update(event).where(mine).values(body=b"\xc1nonsense"))
+
+    await unguarded(story.url, change)
     report = await verified(story)
     assert report.problems[0].where == f"position {position}"
     assert "its body cannot be read" in report.problems[0].what
@@ -229,10 +239,13 @@ async def test_a_damaged_body_is_named(story: Story) -> None:
 async def test_a_manifest_that_is_not_its_digest_is_named(story: Story) -> None:
     leased = (await events_of(story.url, "BatchLeased"))[2]
     body = {**leased.body, "normalizer": 7.0}
-    async with unguarded(story.url) as tx:
+
+    def change(tx: Transaction) -> None:
         changed = new_event("BatchLeased", body).encoded
         mine = event.c.position == leased.position
-        await tx.execute(update(event).where(mine).values(body=changed))
+        tx.execute(update(event).where(mine).values(body=changed))
+
+    await unguarded(story.url, change)
     report = await verified(story, quick=True)
     assert len(report.problems) == 1
     assert report.problems[0].check == "manifests"
@@ -262,10 +275,14 @@ def test_every_projection_is_changed_once() -> None:
 
 @pytest.mark.parametrize("table", PROJECTIONS, ids=lambda table: table.name)
 async def test_a_changed_row_is_named(story: Story, table: Any) -> None:
-    async with unguarded(story.url) as tx:
-        row = await first_row(tx, table)
+
+    def change(tx: Transaction) -> dict[str, Any]:
+        row = first_row(tx, table)
         key = [column == row[column.name] for column in table.primary_key]
-        await tx.execute(update(table).where(*key).values(OTHER_VALUES[table.name]))
+        tx.execute(update(table).where(*key).values(OTHER_VALUES[table.name]))
+        return row
+
+    row = await unguarded(story.url, change)
     report = await verified(story)
     found = [problem for problem in report.problems if problem.check == "projections"]
     moved = table.name == "waiting"  # its key is all that a row of it is
@@ -283,18 +300,24 @@ async def test_a_changed_row_is_named(story: Story, table: Any) -> None:
     "table", [t for t in PROJECTIONS if t.name != "configuration"], ids=lambda table: table.name
 )
 async def test_a_quick_look_counts_rows(story: Story, table: Any) -> None:
-    async with unguarded(story.url) as tx:
-        row = await first_row(tx, table)
+
+    def change(tx: Transaction) -> None:
+        row = first_row(tx, table)
         key = [column == row[column.name] for column in table.primary_key]
-        await tx.execute(table.delete().where(*key))
+        tx.execute(table.delete().where(*key))
+
+    await unguarded(story.url, change)
     report = await verified(story, quick=True)
     assert f"projections: {table.name}: it has" in told(report)
 
 
 async def test_a_row_that_is_handed_out_and_not_there_breaks_the_equation(story: Story) -> None:
-    async with unguarded(story.url) as tx:
-        row = await first_row(tx, delivery)
-        await tx.execute(delivery.insert().values({**row, "address": row["address"] + 999}))
+
+    def change(tx: Transaction) -> None:
+        row = first_row(tx, delivery)
+        tx.execute(delivery.insert().values({**row, "address": row["address"] + 999}))
+
+    await unguarded(story.url, change)
     report = await verified(story)
     assert not report.trainers[0].holds
     assert "conservation: trainer: the terms do not add up" in told(report)

@@ -13,6 +13,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from tests.contract.making import dawdling
 from tests.crash.forking import CONTEXT
 from tests.pipeline.planting import unguarded
 from tests.plants.dying import write_and_die
@@ -29,6 +30,7 @@ from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import log
 from trinity_buffer.store.tables import segment
+from trinity_buffer.store.transaction import Transaction
 
 # 1 -----------------------------------------------------------------------------------------------
 
@@ -141,15 +143,24 @@ async def a_slow_writer_hides_nothing(url: str, folder: Path) -> None:
         event = new_event("PolicyPublished", {"version": 1, "uri": "", "digest": ""})
 
         async def write_slowly() -> None:
-            async with slow.database.writing() as tx:
-                await log.append(tx, slow.key, [event], actor="slow", now_us=now_us())
+
+            async def wait() -> None:
                 holding.set()
                 await release.wait()
 
+            dawdle = dawdling(wait)
+
+            def append(tx: Transaction) -> None:
+                log.append(tx, slow.key, [event], actor="slow", now_us=now_us())
+                dawdle(tx)
+
+            await slow.database.write(append)
+
         async def write_quickly() -> None:
             await holding.wait()
-            async with quick.database.writing() as tx:
-                await log.append(tx, quick.key, [event], actor="quick", now_us=now_us())
+            await quick.database.write(
+                log.append, quick.key, [event], actor="quick", now_us=now_us()
+            )
             second_is_through.set()
 
         async def read() -> None:
@@ -191,14 +202,15 @@ async def what_is_damaged_is_rejected_and_the_rest_is_trained(url: str, folder: 
         await write_groups(experiment, 3)
         await run_strategy(experiment, "grpo")
         (first, *_) = [event async for event in experiment.events(kinds=("ExperiencesRecorded",))]
-    async with unguarded(url) as tx:
+
+    def change(tx: Transaction) -> None:
         chosen = (segment.c.key == first.body["segment"]) & (segment.c.family == "tokens")
-        (data,) = (
-            await tx.execute(segment.select().with_only_columns(segment.c.data).where(chosen))
-        ).one()
+        (data,) = tx.execute(segment.select().with_only_columns(segment.c.data).where(chosen)).one()
         damaged = bytearray(data)
         damaged[-1] ^= 1
-        await tx.execute(segment.update().where(chosen).values(data=bytes(damaged)))
+        tx.execute(segment.update().where(chosen).values(data=bytes(damaged)))
+
+    await unguarded(url, change)
     async with opened(url) as experiment:
         rows = 0
         async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:

@@ -23,8 +23,7 @@ from trinity_buffer.pipeline.streaming.row_loader import RowLoader
 from trinity_buffer.pipeline.streaming.train_stream import TrainStep, TrainStream
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.pipeline.writing import planning, write_call
-from trinity_buffer.store import bulk, leases, log, projections, segments, tables
-from trinity_buffer.store.dialect import announce
+from trinity_buffer.store import leases, log, projections, segments, tables
 
 Patch = pytest.MonkeyPatch
 
@@ -45,9 +44,8 @@ def the_cursor_moves_before_its_output(patch: Patch) -> None:
     async def hasty(self: StrategyConsumer, *args: Any) -> None:
         database, key = self.experiment.database, self.experiment.key
         mine = (tables.consumer.c.experiment == key, tables.consumer.c.name == self.name)
-        async with database.writing() as tx:
-            seen = {"cursor": self._reader.seen}
-            await tx.execute(update(tables.consumer).where(*mine).values(seen))
+        seen = update(tables.consumer).where(*mine).values({"cursor": self._reader.seen})
+        await database.write(lambda tx: tx.execute(seen))
         await usual(self, *args)
 
     patch.setattr(StrategyConsumer, "_decide", hasty)
@@ -56,10 +54,10 @@ def the_cursor_moves_before_its_output(patch: Patch) -> None:
 def a_decision_does_not_ask_who_was_first(patch: Patch) -> None:
     """3: rows that are not waiting any more are decided again."""
 
-    async def careless(tx: Any, experiment: int, name: str, addresses: list[int]) -> None:
+    def careless(tx: Any, experiment: int, name: str, addresses: list[int]) -> None:
         mine = (tables.waiting.c.experiment == experiment, tables.waiting.c.consumer == name)
         some = tables.waiting.c.address.in_(addresses)
-        await tx.execute(delete(tables.waiting).where(*mine, some))
+        tx.execute(delete(tables.waiting).where(*mine, some))
 
     patch.setattr(projections, "_decide", careless)
 
@@ -108,10 +106,10 @@ def a_commit_is_sent_again_blindly(patch: Patch) -> None:
     """4: a lost answer is taken for a lost commit, and the commit is sent once more."""
     usual = log.append
 
-    async def insistent(tx: Any, experiment: int, events: Sequence[Any], **others: Any) -> Any:
-        done = await usual(tx, experiment, events, **others)
+    def insistent(tx: Any, experiment: int, events: Sequence[Any], **others: Any) -> Any:
+        done = usual(tx, experiment, events, **others)
         if events[0].kind == "StepsCommitted":
-            return await usual(tx, experiment, events, **others)
+            return usual(tx, experiment, events, **others)
         return done
 
     patch.setattr(log, "append", insistent)
@@ -122,11 +120,9 @@ def an_event_is_deleted(patch: Patch) -> None:
     usual = verify
 
     async def after_deletion(experiment: Experiment, **others: Any) -> Any:
-        async with experiment.database.reading() as tx:
-            chosen = select(tables.event.c.position).where(
-                tables.event.c.kind == "ExperiencesAnnotated"
-            )
-            position = (await tx.execute(chosen.limit(1))).scalar_one()
+        kind = tables.event.c.kind == "ExperiencesAnnotated"
+        chosen = select(tables.event.c.position).where(kind).limit(1)
+        position = await experiment.database.read(lambda tx: tx.execute(chosen).scalar_one())
         url = experiment.database.url.set(drivername=experiment.database.dialect)
         await delete_event(url.render_as_string(hide_password=False), position)
         return await usual(experiment, **others)
@@ -138,10 +134,10 @@ def a_rejection_is_forgotten(patch: Patch) -> None:
     """5: the fold leaves out one row of a rejection, now and in every rebuild."""
     usual = projections._rejected
 
-    async def forgetful(tx: Any, experiment: int, position: int, body: Any, actor: str) -> None:
-        await usual(tx, experiment, position, body, actor)
+    def forgetful(tx: Any, experiment: int, position: int, body: Any, actor: str) -> None:
+        usual(tx, experiment, position, body, actor)
         last = tables.rejection.c.address == body["experiences"][-1]
-        await tx.execute(delete(tables.rejection).where(last))
+        tx.execute(delete(tables.rejection).where(last))
 
     patch.setitem(projections._FOLDS, "ExperiencesRejected", forgetful)
 
@@ -167,15 +163,15 @@ def positions_come_from_a_sequence(patch: Patch) -> None:
     """7: a position is a sequence's next number, given out without a lock until the commit."""
     sequence = count(1)
 
-    async def sequenced(
+    def sequenced(
         tx: Any, experiment: int, said: Sequence[tuple[str, Any]], *, now_us: int
     ) -> list[int]:
         placed = [(next(sequence), actor, new) for actor, new in said]
         rows = [(experiment, at, new.kind, who, now_us, new.encoded) for at, who, new in placed]
-        await bulk.add(tx, tables.event, rows)
+        tx.add(tables.event, rows)
         facts = [(at, new.kind, new.body, who) for at, who, new in placed]
-        await projections.fold_all(tx, experiment, facts)
-        await announce(tx)
+        projections.fold_all(tx, experiment, facts)
+        tx.announce()
         return [at for at, _, _ in placed]
 
     patch.setattr(log, "append_of_actors", sequenced)
@@ -184,7 +180,7 @@ def positions_come_from_a_sequence(patch: Patch) -> None:
 def a_lease_does_not_fence(patch: Patch) -> None:
     """8: whoever has trained may commit, whoever took over meanwhile."""
 
-    async def trusting(tx: Any, experiment: int, name: str, *, token: int) -> None:
+    def trusting(tx: Any, experiment: int, name: str, *, token: int) -> None:
         return
 
     patch.setattr(leases, "require", trusting)
@@ -194,9 +190,9 @@ def a_lease_is_a_timeout(patch: Patch) -> None:
     """8: what expired is lost, though nobody took it."""
     usual = leases.require
 
-    async def impatient(tx: Any, experiment: int, name: str, *, token: int) -> None:
-        await usual(tx, experiment, name, token=token)
-        held = await leases.holder(tx, experiment, name)
+    def impatient(tx: Any, experiment: int, name: str, *, token: int) -> None:
+        usual(tx, experiment, name, token=token)
+        held = leases.holder(tx, experiment, name)
         if held is None or held[2] < now_us():
             raise LeaseLostError("expired")
 
@@ -206,7 +202,7 @@ def a_lease_is_a_timeout(patch: Patch) -> None:
 def the_token_is_checked_without_a_lock(patch: Patch) -> None:
     """8: between the check of the token and the commit another trainer may take the lease."""
 
-    async def unlocked(tx: Any, experiment: int) -> None:
+    def unlocked(tx: Any, experiment: int) -> None:
         return
 
     patch.setattr(leases, "lock_experiment", unlocked)
@@ -229,7 +225,7 @@ def nobody_looks_at_checksums(patch: Patch) -> None:
 def damage_ends_the_stream(patch: Patch) -> None:
     """9: a blob that cannot be read is an error for ever, not a rejection."""
 
-    async def none(self: RowLoader, manifest: Manifest) -> dict[int, str]:
+    def none(self: RowLoader, s: Any, manifest: Manifest) -> dict[int, str]:
         return {}
 
     patch.setattr(RowLoader, "unreadable", none)

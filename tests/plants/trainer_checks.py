@@ -12,6 +12,7 @@ import anyio
 import pytest
 import torch
 
+from tests.contract.making import dawdling
 from tests.plants.scenes import BLOCKED_S, nothing_is_wrong, opened, write_groups
 from trinity_buffer.errors import (
     LeaseLostError,
@@ -23,6 +24,7 @@ from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.streaming.train_stream import TrainStep, TrainStream
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import leases
+from trinity_buffer.store.transaction import Transaction
 
 # 4 -----------------------------------------------------------------------------------------------
 
@@ -127,16 +129,15 @@ async def _leased(url: str) -> AsyncIterator[tuple[Experiment, TrainStream, Trai
 
 
 async def _take_over(experiment: Experiment, stream: TrainStream) -> None:
-    async with experiment.database.writing() as tx:
-        await leases.acquire(
-            tx,
-            experiment.key,
-            "trainer",
-            owner="another",
-            now_us=now_us(),
-            ttl_us=1,
-            dead=stream._lease.owner,
-        )
+    await experiment.database.write(
+        leases.acquire,
+        experiment.key,
+        "trainer",
+        owner="another",
+        now_us=now_us(),
+        ttl_us=1,
+        dead=stream._lease.owner,
+    )
 
 
 async def a_newer_token_fences(url: str, folder: Path) -> None:
@@ -150,10 +151,9 @@ async def a_newer_token_fences(url: str, folder: Path) -> None:
 
 async def an_expired_lease_that_nobody_took_commits(url: str, folder: Path) -> None:
     async with _leased(url) as (experiment, stream, step):
-        async with experiment.database.writing() as tx:
-            await leases.renew(
-                tx, experiment.key, "trainer", token=stream._lease.token, expires_at_us=1
-            )
+        await experiment.database.write(
+            leases.renew, experiment.key, "trainer", token=stream._lease.token, expires_at_us=1
+        )
         await stream.commit(step)
         nothing_is_wrong(await verify(experiment))
 
@@ -163,11 +163,15 @@ async def nobody_takes_a_lease_between_its_check_and_the_commit(url: str, folder
     taken_at: list[bool] = []
     async with _leased(url) as (experiment, stream, _), opened(url) as other:
 
-        async def commit_slowly() -> None:
-            async with experiment.database.writing() as tx:
-                await leases.require(tx, experiment.key, "trainer", token=stream._lease.token)
-                checked.set()
-                await release.wait()
+        async def wait() -> None:
+            checked.set()
+            await release.wait()
+
+        dawdle = dawdling(wait)
+
+        def commit_slowly(tx: Transaction) -> None:
+            leases.require(tx, experiment.key, "trainer", token=stream._lease.token)
+            dawdle(tx)
 
         async def take_over() -> None:
             await checked.wait()
@@ -175,7 +179,7 @@ async def nobody_takes_a_lease_between_its_check_and_the_commit(url: str, folder
             taken_at.append(release.is_set())
 
         async with anyio.create_task_group() as group:
-            group.start_soon(commit_slowly)
+            group.start_soon(experiment.database.write, commit_slowly)
             group.start_soon(take_over)
             await checked.wait()
             with anyio.move_on_after(BLOCKED_S):

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ async def test_a_write_wakes_all_who_wait_and_nobody_polls(
     await changes.close()
 
 
-@pytest.mark.parametrize("way", ["writing", "write", "together"])
+@pytest.mark.parametrize("way", ["write", "session"])
 async def test_a_commit_of_this_process_is_told_to_it_and_not_looked_for(
     sqlite_url: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,21 +76,18 @@ async def test_a_commit_of_this_process_is_told_to_it_and_not_looked_for(
     async with open_store(sqlite_url) as store:
         database, key = store.database, (await store.experiment("e", config={})).key
 
-        async def work(tx: Transaction) -> None:
+        def work(tx: Transaction) -> None:
             event = new_event("PolicyPublished", {"version": 1, "uri": "", "digest": ""})
-            await log.append(tx, key, [event], actor="t", now_us=now_us())
+            log.append(tx, key, [event], actor="t", now_us=now_us())
 
         with anyio.fail_after(LONG_S / 4):
             async with anyio.create_task_group() as group:
                 group.start_soon(database.changes.changed, await database.changes.state())
                 await anyio.wait_all_tasks_blocked()
-                if way == "writing":
-                    async with database.writing() as tx:
-                        await work(tx)
-                elif way == "write":
+                if way == "write":
                     await database.write(work)
                 else:
-                    await database.together(partial(database.write, work))
+                    await database.session(lambda s: s.write(work))
 
 
 @pytest.mark.parametrize("watched", [True, False])

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
 import pytest
 from pysqlite3 import dbapi2
-from sqlalchemy import event as listen_to
 
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import inspection, queries
 from trinity_buffer.store.transaction import Transaction
 
-ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Awaitable[Any]]] = {
+ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "batch_row": lambda tx: queries.batch_row(tx, 1, "b"),
     "count_in_batch": lambda tx: queries.count_in_batch(tx, 1, "b"),
     "runs_of": lambda tx: queries.runs_of(tx, 1, "b"),
@@ -33,19 +32,20 @@ WALKS = ("(experiment=?)", "(experiment=? AND address<?)")
 async def test_a_batch_is_found_without_a_walk_through_the_experiment(
     sqlite_url: str, name: str
 ) -> None:
-    asked: list[tuple[str, Any]] = []
+    asked: list[str] = []
 
-    def note(_connection: Any, _cursor: Any, statement: str, given: Any, *_: Any) -> None:
-        asked.append((statement, given))
+    def ask(tx: Transaction) -> None:
+        driver: Any = tx.connection.connection.driver_connection
+        driver.set_trace_callback(asked.append)  # statements with their values
+        ASKED_FOR_EACH_BATCH[name](tx)
+        driver.set_trace_callback(None)
 
     async with open_store(sqlite_url) as store:
         await store.experiment("long", config={})
-        listen_to.listen(store.database._engine.sync_engine, "before_cursor_execute", note)
-        async with store.database.reading() as tx:
-            await ASKED_FOR_EACH_BATCH[name](tx)
+        await store.database.read(ask)
     assert asked
     with closing(dbapi2.connect(sqlite_url.removeprefix("sqlite:///"))) as connection:
-        for statement, given in asked:
-            steps = connection.execute(f"EXPLAIN QUERY PLAN {statement}", given).fetchall()
+        for statement in asked:
+            steps = connection.execute(f"EXPLAIN QUERY PLAN {statement}").fetchall()
             walks = [step for *_, step in steps if step.endswith(WALKS)]
             assert not walks, statement

@@ -77,8 +77,7 @@ async def _holder(url: str) -> str:
     """Return who holds the lease: ``host:pid:start:random``, or nothing."""
     async with open_store(url, read_only=True) as store:
         key = (await store.experiment(EXPERIMENT)).key
-        async with store.database.reading() as tx:
-            held = await leases.holder(tx, key, SHARED)
+        held = await store.database.read(leases.holder, key, SHARED)
     return "" if held is None else held[0]
 
 

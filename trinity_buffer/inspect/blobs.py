@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from trinity_buffer.codec import Segment, decode_segment
 from trinity_buffer.pipeline.archive_file import SegmentParts
-from trinity_buffer.pipeline.background import in_thread
 from trinity_buffer.pipeline.events import Event, decoded
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.stored_segments import joined, read_segments
 from trinity_buffer.store import log
+from trinity_buffer.store.transaction import ReadSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,16 @@ async def events_with_segments(
         DamagedSegmentError: a checksum does not hold.
     """
     wanted = sorted(set(positions))
-    async with experiment.database.reading() as tx:
-        stored = await log.read_at(tx, experiment.key, wanted)
+    stored = await experiment.database.read(log.read_at, experiment.key, wanted)
     events = [decoded(experiment.name, one) for one in stored]
     keys = {bytes(event.body["segment"]) for event in events if event.body.get("segment")}
-    stored_segments = await read_segments(experiment.database, sorted(keys), families)
-    found = await in_thread(_decoded, stored_segments.parts)
-    absent = {key: absence.why for key, absence in stored_segments.absent.items()}
+
+    def read(s: ReadSession) -> tuple[dict[bytes, dict[str, Segment]], dict[bytes, str]]:
+        stored_segments = read_segments(s, sorted(keys), families)
+        absent = {key: absence.why for key, absence in stored_segments.absent.items()}
+        return s.compute(_decoded, stored_segments.parts), absent
+
+    found, absent = await experiment.database.read_session(read)
     by_position = {}
     for event in events:
         key = bytes(event.body["segment"] or b"")

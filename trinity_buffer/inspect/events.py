@@ -29,10 +29,10 @@ async def position_before(
     experiment: Experiment, count: int, *, kinds: Sequence[str] | None = None
 ) -> int:
     """Return the position after which lie the last ``count`` events (of these kinds)."""
-    async with experiment.database.reading() as tx:
-        if kinds is None:
-            return max(0, await log.head(tx, experiment.key) - count)
-        return await inspection.position_before(tx, experiment.key, count, kinds)
+    database = experiment.database
+    if kinds is None:
+        return max(0, await database.read(log.head, experiment.key) - count)
+    return await database.read(inspection.position_before, experiment.key, count, kinds)
 
 
 async def event_lines(

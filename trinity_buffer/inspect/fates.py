@@ -64,24 +64,22 @@ def _told(row: AnnotationRow) -> str:
     )
 
 
-async def fates(
-    tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]
-) -> dict[int, list[Fate]]:
+def fates(tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]) -> dict[int, list[Fate]]:
     """Return address of experience -> its fate in every annotation set, by name of the set."""
-    consumers = list((await queries.consumers(tx, experiment)).values())
+    consumers = list(queries.consumers(tx, experiment).values())
     strategies = [row for row in consumers if row.kind == "strategy"]
     trainers = {row.name: row for row in consumers if row.kind == "trainer"}
     addresses = [row.address for row in rows]
-    annotated = await inspection.annotation_rows(tx, experiment, addresses)
-    steps = await _steps(tx, experiment, trainers, [a.annotation or 0 for a in annotated])
+    annotated = inspection.annotation_rows(tx, experiment, addresses)
+    steps = _steps(tx, experiment, trainers, [a.annotation or 0 for a in annotated])
     notes: dict[tuple[int, str], list[AnnotationRow]] = {}
     for one in annotated:
         row = AnnotationRow(one.annotation or 0, tuple(steps.get(one.annotation or 0, ())))
         notes.setdefault((one.address, one.consumer), []).append(row)
     names = [strategy.name for strategy in strategies]
-    rejected = await inspection.rejections(tx, experiment, names, addresses)
+    rejected = inspection.rejections(tx, experiment, names, addresses)
     reasons = {(one.address, one.consumer): one.reason for one in rejected}
-    left = await inspection.still_waiting(tx, experiment, names, addresses)
+    left = inspection.still_waiting(tx, experiment, names, addresses)
     waiting = {(one.address, one.consumer) for one in left}
     return {
         row.address: [_fate(row, strategy, notes, reasons, waiting) for strategy in strategies]
@@ -107,16 +105,16 @@ def _fate(
     return Fate(strategy.name, "unseen" if unseen else "waiting", None)
 
 
-async def _steps(
+def _steps(
     tx: Transaction, experiment: int, trainers: dict[str, ConsumerRow], rows: Sequence[int]
 ) -> dict[int, list[StepOfRow]]:
     found: dict[int, list[StepOfRow]] = {}
-    for one in await inspection.deliveries(tx, experiment, list(trainers), rows):
+    for one in inspection.deliveries(tx, experiment, list(trainers), rows):
         number = one.step or 0
         committed = number <= trainers[one.consumer].committed_step
         step = StepOfRow(one.consumer, number, committed, None)
         found.setdefault(one.address, []).append(step)
-    for one in await inspection.rejections(tx, experiment, list(trainers), rows):
+    for one in inspection.rejections(tx, experiment, list(trainers), rows):
         step = StepOfRow(one.consumer, None, committed=False, reason=one.reason)
         found.setdefault(one.address, []).append(step)
     return found

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.identity import Key
@@ -60,6 +61,16 @@ class GroupView:
     runs: tuple[RunView, ...]
 
 
+class _Found(NamedTuple):
+    """What one transaction saw: the set, keys of groups, their rows and batches, and fates."""
+
+    chosen: str | None
+    keys: list[tuple[str, str]]
+    rows: list[ExperienceRow]
+    batches: dict[str, BatchRow]
+    fates: dict[int, list[Fate]]
+
+
 async def groups(
     experiment: Experiment,
     *,
@@ -78,15 +89,18 @@ async def groups(
         UnknownNameError: no such annotation set.
         DamagedSegmentError: a checksum of the advantages does not hold.
     """
-    async with experiment.database.reading() as tx:
-        chosen = await _chosen_set(tx, experiment, annotation_set)
+
+    def look(tx: Transaction) -> _Found:
+        chosen = _chosen_set(tx, experiment, annotation_set)
         if batch is None:
-            keys = await inspection.newest_groups(tx, experiment.key, limit)
+            keys = inspection.newest_groups(tx, experiment.key, limit)
         else:
-            keys = await inspection.groups_of_batch(tx, experiment.key, str(batch), limit)
-        rows = await inspection.members(tx, experiment.key, keys)
-        batches = await queries.batches(tx, experiment.key, sorted({key for key, _ in keys}))
-        found = await fates(tx, experiment.key, rows)
+            keys = inspection.groups_of_batch(tx, experiment.key, str(batch), limit)
+        rows = inspection.members(tx, experiment.key, keys)
+        batches = queries.batches(tx, experiment.key, sorted({key for key, _ in keys}))
+        return _Found(chosen, keys, rows, batches, fates(tx, experiment.key, rows))
+
+    chosen, keys, rows, batches, found = await experiment.database.read(look)
     own = {
         a: next((f for f in some if f.annotation_set == chosen), None) for a, some in found.items()
     }
@@ -98,8 +112,8 @@ async def groups(
     return [_group(batches.get(key[0]), some, own, events) for key, some in members.items() if some]
 
 
-async def _chosen_set(tx: Transaction, experiment: Experiment, wanted: str | None) -> str | None:
-    consumers = await queries.consumers(tx, experiment.key)
+def _chosen_set(tx: Transaction, experiment: Experiment, wanted: str | None) -> str | None:
+    consumers = queries.consumers(tx, experiment.key)
     names = [row.name for row in consumers.values() if row.kind == "strategy"]
     if wanted is not None and wanted not in names:
         known = ", ".join(names) or "none"

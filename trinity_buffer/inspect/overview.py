@@ -95,10 +95,9 @@ async def overview(store: Store, experiment: str | None = None) -> Overview:
     found = []
     for name in names:
         key = (await store.experiment(name)).key
-        async with database.reading() as tx:
-            found.append(await _of_experiment(tx, key, name))
-    async with database.reading() as tx:
-        size, parts = await inspection.size_bytes(tx), await inspection.segment_parts(tx)
+        found.append(await database.read(_of_experiment, key, name))
+    size = await database.read(inspection.size_bytes)
+    parts = await database.read(inspection.segment_parts)
     if database.dialect == "sqlite":
         log = database.path.with_name(database.path.name + "-wal")
         size += log.stat().st_size if log.exists() else 0
@@ -106,17 +105,17 @@ async def overview(store: Store, experiment: str | None = None) -> Overview:
     return Overview(store.url, version, size, parts, tuple(found))
 
 
-async def _of_experiment(tx: Transaction, key: int, name: str) -> ExperimentOverview:
-    config = await queries.config_of(tx, key)
-    bounds = await inspection.log_bounds(tx, key)
-    kinds = await inspection.kinds(tx, key)
-    batches, sealed = await inspection.batch_counts(tx, key)
-    consumers = (await queries.consumers(tx, key)).values()
-    newest = await queries.newest_policy(tx, key)
+def _of_experiment(tx: Transaction, key: int, name: str) -> ExperimentOverview:
+    config = queries.config_of(tx, key)
+    bounds = inspection.log_bounds(tx, key)
+    kinds = inspection.kinds(tx, key)
+    batches, sealed = inspection.batch_counts(tx, key)
+    consumers = queries.consumers(tx, key).values()
+    newest = queries.newest_policy(tx, key)
     strategies = [
-        await conservation.of_strategy(tx, key, row) for row in consumers if row.kind == "strategy"
+        conservation.of_strategy(tx, key, row) for row in consumers if row.kind == "strategy"
     ]
-    trainers = [await _of_trainer(tx, key, row) for row in consumers if row.kind == "trainer"]
+    trainers = [_of_trainer(tx, key, row) for row in consumers if row.kind == "trainer"]
     return ExperimentOverview(
         name=name,
         finished=config is not None and config[1],
@@ -124,36 +123,36 @@ async def _of_experiment(tx: Transaction, key: int, name: str) -> ExperimentOver
         events=kinds,
         first_at=None if bounds.first_at is None else bounds.first_at / 1e6,
         last_at=None if bounds.last_at is None else bounds.last_at / 1e6,
-        experiences=await conservation.recorded(tx, key),
+        experiences=conservation.recorded(tx, key),
         batches=batches,
         sealed=sealed,
-        plans=await conservation.of_plans(tx, key),
+        plans=conservation.of_plans(tx, key),
         strategies=tuple(strategies),
         trainers=tuple(trainers),
-        versions=await inspection.policy_versions(tx, key),
+        versions=inspection.policy_versions(tx, key),
         published=None if newest is None else newest[0],
-        policies=await inspection.published_versions(tx, key),
+        policies=inspection.published_versions(tx, key),
     )
 
 
-async def _of_trainer(tx: Transaction, key: int, row: ConsumerRow) -> TrainerProgress:
-    backlog = await trainer_queries.backlog(tx, key, row.name)
+def _of_trainer(tx: Transaction, key: int, row: ConsumerRow) -> TrainerProgress:
+    backlog = trainer_queries.backlog(tx, key, row.name)
     return TrainerProgress(
         row.name,
         row.leased_step,
         row.committed_step,
-        await _staleness(tx, key, row),
+        _staleness(tx, key, row),
         backlog.undelivered,
         backlog.uncommitted,
-        await conservation.of_trainer(tx, key, row),
+        conservation.of_trainer(tx, key, row),
     )
 
 
-async def _staleness(tx: Transaction, key: int, row: ConsumerRow) -> float | None:
+def _staleness(tx: Transaction, key: int, row: ConsumerRow) -> float | None:
     after = row.leased_step - STEPS_OF_STALENESS
-    recent = await trainer_queries.steps(tx, key, row.name, after=after)
+    recent = trainer_queries.steps(tx, key, row.name, after=after)
     own: list[tuple[int, int]] = []
-    for stored in await log.read_at(tx, key, [step.leased_at for step in recent]):
+    for stored in log.read_at(tx, key, [step.leased_at for step in recent]):
         body = decoded("", stored).body
         sources = body.get("source") or repeat(0)
         own += [
@@ -161,6 +160,6 @@ async def _staleness(tx: Transaction, key: int, row: ConsumerRow) -> float | Non
             for address, source in zip(body["experiences"], sources, strict=False)
             if source == 0
         ]
-    versions = await inspection.known_policy_versions(tx, key, [address for _, address in own])
+    versions = inspection.known_policy_versions(tx, key, [address for _, address in own])
     lags = [step - 1 - versions[address] for step, address in own if address in versions]
     return fmean(lags) if lags else None

@@ -16,6 +16,7 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import inspection
 from trinity_buffer.store.address import position_of, slot_of, written_as
 from trinity_buffer.store.rows import ExperienceRow
+from trinity_buffer.store.transaction import Transaction
 
 FAMILIES = ("light", "tokens", "text", "heavy")
 
@@ -95,14 +96,17 @@ async def show(experiment: Experiment, uid: str) -> ExperienceView:
         DamagedSegmentError: a checksum does not hold.
     """
     eid = parse_uid(uid)
-    async with experiment.database.reading() as tx:
-        row = await inspection.find(tx, experiment.key, eid)
+
+    def look(tx: Transaction) -> tuple[ExperienceRow, list[Fate]]:
+        row = inspection.find(tx, experiment.key, eid)
         if row is None:
             raise UnknownNameError(
                 f"experiment {experiment.name!r} holds no experience {uid!r}; `trinity-buffer "
                 "groups` shows what there is"
             )
-        found = (await fates(tx, experiment.key, [row]))[row.address]
+        return row, fates(tx, experiment.key, [row])[row.address]
+
+    row, found = await experiment.database.read(look)
     position = position_of(row.address)
     recorded = (await events_with_segments(experiment, [position], FAMILIES))[position]
     noted = [position_of(fate.annotations[0].address) for fate in found if fate.annotations]

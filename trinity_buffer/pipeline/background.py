@@ -1,46 +1,16 @@
-"""What runs beside the event loop: tasks that end with a body, and computation in a thread."""
+"""What runs beside the event loop: tasks that end with a body."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeVar
 
 import anyio
-import anyio.to_thread
-from anyio.lowlevel import RunVar
 
 T = TypeVar("T")
-
-AT_ONCE = 2
-"""Computations at the same time: most of them hold the interpreter's lock, more would only wait."""
-
-_limiters: RunVar[anyio.CapacityLimiter] = RunVar("trinity_buffer.pipeline.background")
-
-
-async def in_thread(compute: Callable[..., T], *args: object) -> T:
-    """Return what ``compute(*args)`` returns, without holding up the event loop.
-
-    Off the loop already, in the thread of a database connection, it is computed on the spot.
-    """
-    if not _on_event_loop():
-        return compute(*args)
-    limiter = _limiters.get(None)
-    if limiter is None:
-        limiter = anyio.CapacityLimiter(AT_ONCE)
-        _limiters.set(limiter)
-    return await anyio.to_thread.run_sync(partial(compute, *args), limiter=limiter)
-
-
-def _on_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 @cache

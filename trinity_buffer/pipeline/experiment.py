@@ -14,6 +14,8 @@ from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, trainer_queries
 from trinity_buffer.store.database import Database
+from trinity_buffer.store.log import NewEvent, StoredEvent
+from trinity_buffer.store.transaction import Transaction
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -105,10 +107,7 @@ class Experiment:
         while True:
             limit = sizes().events_per_page
             state = await self.database.changes.state()
-            async with self.database.reading() as tx:
-                head = await log.head(tx, self.key)
-                page = await log.read_after(tx, self.key, after, limit=limit, kinds=kinds)
-                finished = await self._is_finished(tx)
+            head, page, finished = await self.database.read(self._page, after, limit, kinds)
             for stored in page:
                 yield decoded(self.name, stored)
             if len(page) == limit:
@@ -119,19 +118,28 @@ class Experiment:
                 return
             await self.database.changes.changed(state)
 
-    async def _is_finished(self, tx: Any) -> bool:
-        found = await queries.config_of(tx, self.key)
+    def _page(
+        self, tx: Transaction, after: int, limit: int, kinds: Sequence[str] | None
+    ) -> tuple[int, list[StoredEvent], bool]:
+        head = log.head(tx, self.key)
+        page = log.read_after(tx, self.key, after, limit=limit, kinds=kinds)
+        return head, page, self._is_finished(tx)
+
+    def _is_finished(self, tx: Transaction) -> bool:
+        found = queries.config_of(tx, self.key)
         return found is not None and found[1]
 
     async def is_finished(self) -> bool:
         """Return whether it was finished since the last change of configuration."""
         return await self.database.read(self._is_finished)
 
+    def _append(self, tx: Transaction, event: NewEvent, actor: str) -> None:
+        log.append(tx, self.key, [event], actor=actor, now_us=now_us())
+
     async def finish(self, reason: str, *, actor: str = "user") -> None:
         """Record that nothing more will be generated or trained; whoever follows it ends."""
         event = new_event("ExperimentFinished", {"reason": reason})
-        async with self.database.writing() as tx:
-            await log.append(tx, self.key, [event], actor=actor, now_us=now_us())
+        await self.database.write(self._append, event, actor)
 
     async def read(  # noqa: PLR0913 - all by keyword, each a filter
         self,
@@ -159,10 +167,9 @@ class Experiment:
         )
         after = -1
         while True:
-            async with self.database.reading() as tx:
-                rows = await reads.experiences(
-                    tx, self.key, wanted, after=after, limit=sizes().experiences_per_page
-                )
+            rows = await self.database.read(
+                reads.experiences, self.key, wanted, after=after, limit=sizes().experiences_per_page
+            )
             if not rows:
                 return
             for experience in await load_experiences(self.database, self.key, rows, families):
@@ -181,8 +188,7 @@ class Experiment:
                 file in its place; "": anything there is loaded.
         """
         event = new_event("PolicyPublished", {"version": version, "uri": uri, "digest": digest})
-        async with self.database.writing() as tx:
-            await log.append(tx, self.key, [event], actor=actor, now_us=now_us())
+        await self.database.write(self._append, event, actor)
 
     async def columns(self) -> frozenset[str] | None:
         """Return which fields the first stored experience has; None where none can be read."""
@@ -194,14 +200,12 @@ class Experiment:
 
     async def newest_policy(self) -> PublishedPolicy | None:
         """Return the policy that was published last, or None."""
-        async with self.database.reading() as tx:
-            found = await queries.newest_policy(tx, self.key)
+        found = await self.database.read(queries.newest_policy, self.key)
         return None if found is None else PublishedPolicy(*found)
 
     async def last_checkpoint(self, trainer: str = "trainer") -> str | None:
         """Return the checkpoint of the last committed step that has one, on the live line."""
-        async with self.database.reading() as tx:
-            found = await trainer_queries.last_checkpoint(tx, self.key, trainer)
+        found = await self.database.read(trainer_queries.last_checkpoint, self.key, trainer)
         return None if found is None else found.checkpoint
 
     def train_stream(self, **options: Any) -> AbstractAsyncContextManager[TrainStream]:

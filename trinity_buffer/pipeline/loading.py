@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 from trinity_buffer.codec import decode_segment
 from trinity_buffer.errors import CodecError, DamagedSegmentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.archive_file import SegmentParts
-from trinity_buffer.pipeline.background import in_thread
 from trinity_buffer.pipeline.encoding import decode_experiences
 from trinity_buffer.pipeline.events import decoded
-from trinity_buffer.pipeline.stored_segments import joined, read_segments
+from trinity_buffer.pipeline.stored_segments import StoredSegments, joined, read_segments
 from trinity_buffer.store import log
 from trinity_buffer.store.address import position_of, slot_of
 from trinity_buffer.store.database import Database
+from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import ExperienceRow
+from trinity_buffer.store.transaction import ReadSession
 
 
-async def unreadable_among(
-    database: Database, keys: Iterable[bytes], families: Sequence[str]
+def unreadable_among(
+    s: ReadSession, keys: Iterable[bytes], families: Sequence[str]
 ) -> dict[bytes, str]:
     """Return of those of ``keys`` that can never be read why: ``deleted``, else ``damaged``.
 
@@ -29,10 +29,10 @@ async def unreadable_among(
     is neither.
     """
     wanted = list(dict.fromkeys(keys))
-    found = await read_segments(database, wanted, families)
+    found = read_segments(s, wanted, families)
     deleted = {key: "deleted" for key, absence in found.absent.items() if absence.deleted}
     readable = [] if deleted else [key for key in wanted if key not in found.absent]
-    return deleted or dict.fromkeys(await in_thread(_damaged, found.parts, readable), "damaged")
+    return deleted or dict.fromkeys(s.compute(_damaged, found.parts, readable), "damaged")
 
 
 def _damaged(parts: SegmentParts, keys: Sequence[bytes]) -> list[bytes]:
@@ -61,32 +61,40 @@ async def load_experiences(
     Each carries its log address as ``address``. What a caller changes in its tensors never reaches
     the store. Of rows whose tensors cannot be had any more, ``archived`` says why.
     """
-    found = await read_segments(database, (row.segment for row in rows), families)
-    positions = sorted({position_of(row.address) for row in rows})
-    stored = await database.read(
-        partial(log.read_at, experiment_id=experiment, positions=positions)
-    )
 
-    def decode() -> list[Experience]:
-        bodies = {event.position: decoded("", event).body for event in stored}
-        blobs = joined(found.parts)
-        by_event: OrderedDict[int, list[ExperienceRow]] = OrderedDict()
-        for row in rows:
-            by_event.setdefault(position_of(row.address), []).append(row)
-        made: dict[int, Experience] = {}
-        for position, some in by_event.items():
-            buffers = {
-                family: bytearray(blob) for family, blob in blobs.get(some[0].segment, {}).items()
-            }
-            slots = [slot_of(row.address) for row in some]
-            body = bodies[position]
-            absence = found.absent.get(some[0].segment)
-            held = [f for f in families if absence is None or f not in body["families"]]
-            decoded_rows = decode_experiences(buffers, body["meta"], slots, loaded=held)
-            for row, experience in zip(some, decoded_rows, strict=True):
-                experience.address = row.address
-                experience.archived = None if absence is None else absence.why
-                made[row.address] = experience
-        return [made[row.address] for row in rows]
+    def load(s: ReadSession) -> list[Experience]:
+        found = read_segments(s, (row.segment for row in rows), families)
+        positions = sorted({position_of(row.address) for row in rows})
+        stored = s.read(log.read_at, experiment, positions)
+        return s.compute(_decoded, rows, stored, found, families)
 
-    return await in_thread(decode)
+    return await database.read_session(load)
+
+
+def _decoded(
+    rows: Sequence[ExperienceRow],
+    stored: Sequence[StoredEvent],
+    found: StoredSegments,
+    families: Sequence[str],
+) -> list[Experience]:
+    """Return the experiences of ``rows``, whose events and segments are given."""
+    bodies = {event.position: decoded("", event).body for event in stored}
+    blobs = joined(found.parts)
+    by_event: OrderedDict[int, list[ExperienceRow]] = OrderedDict()
+    for row in rows:
+        by_event.setdefault(position_of(row.address), []).append(row)
+    made: dict[int, Experience] = {}
+    for position, some in by_event.items():
+        buffers = {
+            family: bytearray(blob) for family, blob in blobs.get(some[0].segment, {}).items()
+        }
+        slots = [slot_of(row.address) for row in some]
+        body = bodies[position]
+        absence = found.absent.get(some[0].segment)
+        held = [f for f in families if absence is None or f not in body["families"]]
+        decoded_rows = decode_experiences(buffers, body["meta"], slots, loaded=held)
+        for row, experience in zip(some, decoded_rows, strict=True):
+            experience.address = row.address
+            experience.archived = None if absence is None else absence.why
+            made[row.address] = experience
+    return [made[row.address] for row in rows]

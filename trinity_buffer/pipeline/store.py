@@ -13,6 +13,8 @@ from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.database import Database, Durability, open_database
 from trinity_buffer.store.dialect import lock_experiment
+from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.transaction import Transaction
 
 
 class Store:
@@ -37,8 +39,7 @@ class Store:
 
     async def experiments(self) -> list[str]:
         """Return the names of all experiments, in order of creation."""
-        async with self.database.reading() as tx:
-            return list(await log.experiment_names(tx))
+        return list(await self.database.read(log.experiment_names))
 
     async def experiment(
         self,
@@ -62,10 +63,7 @@ class Store:
                 is read-only).
             InvalidArgumentError: a key of identity (the schema) would change.
         """
-        async with self.database.reading() as tx:
-            key = await log.find_experiment(tx, name)
-            found = None if key is None else await queries.config_of(tx, key)
-            names = await log.experiment_names(tx) if key is None else {}
+        key, found, names = await self.database.read(_find, name)
         if key is not None and found is not None and (config is None or self.database.read_only):
             return Experiment(self.database, self._group_commit, key, name, found[0])
         if config is None or self.database.read_only:
@@ -92,30 +90,43 @@ class Store:
                 f"{', '.join(SCHEMA_NAMES)}"
             )
         created = new_event("ExperimentCreated", {"config": fresh})
-        async with self.database.writing() as tx:
-            key = await log.create_experiment(tx, name)
-            await lock_experiment(tx, key)
-            found = await queries.config_of(tx, key)
-            if found is None:
-                await log.append(tx, key, [created], actor=actor, now_us=now_us())
-                return key, fresh
-            before = found[0]
-            changes = {
-                k: [before.get(k), v]
-                for k, v in wanted.items()
-                if k not in before or before[k] != v
-            }
-            for identity in IDENTITY_KEYS & changes.keys():
-                raise InvalidArgumentError(
-                    f"experiment {name!r} has {identity}={before.get(identity)!r}, "
-                    "which cannot become "
-                    f"{wanted[identity]!r}; create another experiment"
-                )
-            after = {**before, **wanted}
-            if changes:
-                event = new_event("ConfigurationChanged", {"changes": changes, "config": after})
-                await log.append(tx, key, [event], actor=actor, now_us=now_us())
-            return key, after
+        return await self.database.write(_create_or_change, name, wanted, created, actor)
+
+
+def _find(
+    tx: Transaction, name: str
+) -> tuple[int | None, tuple[dict[str, Any], bool] | None, dict[str, int]]:
+    """Return the key of an experiment, its configuration, and what there is if it is not there."""
+    key = log.find_experiment(tx, name)
+    found = None if key is None else queries.config_of(tx, key)
+    return key, found, log.experiment_names(tx) if key is None else {}
+
+
+def _create_or_change(
+    tx: Transaction, name: str, wanted: dict[str, Any], created: NewEvent, actor: str
+) -> tuple[int, dict[str, Any]]:
+    """Return the key of an experiment and its configuration, new or with what changed."""
+    key = log.create_experiment(tx, name)
+    lock_experiment(tx, key)
+    found = queries.config_of(tx, key)
+    if found is None:
+        log.append(tx, key, [created], actor=actor, now_us=now_us())
+        return key, created.body["config"]
+    before = found[0]
+    changes = {
+        k: [before.get(k), v] for k, v in wanted.items() if k not in before or before[k] != v
+    }
+    for identity in IDENTITY_KEYS & changes.keys():
+        raise InvalidArgumentError(
+            f"experiment {name!r} has {identity}={before.get(identity)!r}, "
+            "which cannot become "
+            f"{wanted[identity]!r}; create another experiment"
+        )
+    after = {**before, **wanted}
+    if changes:
+        event = new_event("ConfigurationChanged", {"changes": changes, "config": after})
+        log.append(tx, key, [event], actor=actor, now_us=now_us())
+    return key, after
 
 
 @asynccontextmanager

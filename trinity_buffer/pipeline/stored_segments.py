@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from trinity_buffer.errors import ArchivedSegmentError, StoreError
 from trinity_buffer.pipeline.archive_file import SegmentParts, read_archive
-from trinity_buffer.pipeline.background import in_thread
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import segments
-from trinity_buffer.store.database import Database
+from trinity_buffer.store.transaction import ReadSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +48,7 @@ class StoredSegments:
         return self.parts
 
 
-async def read_segments(
-    database: Database, keys: Iterable[bytes], families: Sequence[str]
-) -> StoredSegments:
+def read_segments(s: ReadSession, keys: Iterable[bytes], families: Sequence[str]) -> StoredSegments:
     """Return the parts of some segments; those that were archived come from their archive."""
     found: SegmentParts = {}
     absent: dict[bytes, Absence] = {}
@@ -60,20 +56,18 @@ async def read_segments(
     size = sizes().segments_per_load
     for start in range(0, len(wanted), size):
         some = wanted[start : start + size]
-        found |= await database.read(partial(segments.read, keys=some, families=families))
+        found |= s.read(segments.read, some, families)
     there = {key for key, _ in found}
     if gone := [key for key in wanted if key not in there]:
-        fetched = await _fetched(database, gone, families)
+        fetched = _fetched(s, gone, families)
         found |= fetched.parts
         absent |= fetched.absent
     return StoredSegments(found, absent)
 
 
-async def _fetched(
-    database: Database, keys: Sequence[bytes], families: Sequence[str]
-) -> StoredSegments:
+def _fetched(s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> StoredSegments:
     """Return what the archives hold of segments of which the database holds nothing."""
-    left = await database.read(partial(segments.archived_at, keys=keys))
+    left = s.read(segments.archived_at, keys)
     found: SegmentParts = {}
     absent: dict[bytes, Absence] = {}
     by_event: dict[tuple[int, str | None], list[bytes]] = {}
@@ -88,7 +82,7 @@ async def _fetched(
             absent |= dict.fromkeys(some, Absence(why, deleted=True))
             continue
         try:
-            found |= await in_thread(read_archive, uri, some, families)
+            found |= s.compute(read_archive, uri, some, families)
         except StoreError as error:
             why = (
                 f"the tensors were archived to {uri} by the event at position {position} "

@@ -25,7 +25,6 @@ from sqlalchemy import (
     true,
     type_coerce,
 )
-from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.types import NULLTYPE
 from typing_extensions import override
 
@@ -44,6 +43,7 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
+from trinity_buffer.store.transaction import Transaction
 
 Row = tuple[Any, ...]
 
@@ -136,7 +136,7 @@ def owner_of(table: Table) -> Column[Any] | None:
     return table.c[_OWNER[table.name]] if table.name in _OWNER else None
 
 
-async def spans(tx: AsyncConnection, experiment: int) -> list[Span]:
+def spans(tx: Transaction, experiment: int) -> list[Span]:
     """Return the unlimited spans that together are all projections."""
     found = []
     for name, table in _TABLES.items():
@@ -145,18 +145,18 @@ async def spans(tx: AsyncConnection, experiment: int) -> list[Span]:
             continue
         owner = table.c[_OWNER[name]]
         query = select(owner).where(table.c.experiment == experiment).distinct()
-        found += [Span(name, one) for one in sorted((await tx.execute(query)).scalars())]
+        found += [Span(name, one) for one in sorted(tx.execute(query).scalars())]
     return found
 
 
-async def next_limit(folded: AsyncConnection, experiment: int, span: Span) -> int | None:
+def next_limit(folded: Transaction, experiment: int, span: Span) -> int | None:
     """Return where to cut ``span`` so that `rows_per_span` folded rows lie before; None: no cut."""
     number = _ORDER.get(span.table)
     if number is None:
         return None
     query = _where(select(_TABLES[span.table].c[number]), experiment, span)
     query = query.order_by(_TABLES[span.table].c[number]).offset(sizes().rows_per_span - 1).limit(1)
-    found = (await folded.execute(query)).scalar_one_or_none()
+    found = folded.execute(query).scalar_one_or_none()
     return None if found is None else int(found)
 
 
@@ -172,21 +172,21 @@ def _where(statement: Any, experiment: int, span: Span, of: FromClause | None = 
     return statement
 
 
-async def rows_of(tx: AsyncConnection, experiment: int, span: Span) -> list[Row]:
+def rows_of(tx: Transaction, experiment: int, span: Span) -> list[Row]:
     """Return the rows of ``span`` in one order on every backend, as the driver gives them."""
     table = _TABLES[span.table]
     number = _ORDER.get(span.table)
     query = _where(select(*(type_coerce(c, NULLTYPE) for c in table.c)), experiment, span)
     if number is not None:
         query = query.order_by(table.c[number])
-    found = [tuple(row) for row in (await tx.execute(query)).all()]
+    found = [tuple(row) for row in tx.execute(query).all()]
     # Texts are sorted here: a PostgreSQL may have a collation of its own. Deliveries of two
     # experiments may share an address.
     ordered = number is not None and table is not delivery
     return found if ordered else sorted(found, key=_key_getter(table))
 
 
-async def agrees_with_live(tx: AsyncConnection, experiment: int, span: Span) -> tuple[int, bool]:
+def agrees_with_live(tx: Transaction, experiment: int, span: Span) -> tuple[int, bool]:
     """Return how many live rows a span has, and whether they are the folded ones.
 
     Asked on the folded side, with the live one attached: SQLite compares three million rows in the
@@ -200,7 +200,7 @@ async def agrees_with_live(tx: AsyncConnection, experiment: int, span: Span) -> 
     equal = and_(true(), *(live.c[n].is_not_distinct_from(folded.c[n]) for n in others))
     both = select(func.count()).select_from(folded.join(live, keys)).where(equal)
     counts = [
-        int((await tx.execute(_where(query, experiment, span, of))).scalar_one())
+        int(tx.execute(_where(query, experiment, span, of)).scalar_one())
         for query, of in (
             (select(func.count()).select_from(live), live),
             (select(func.count()).select_from(folded), folded),
@@ -244,7 +244,7 @@ def _difference(table: Table, live: Row | None, folded: Row | None) -> Differenc
     return Difference(table.name, key, *found)
 
 
-async def mend(tx: AsyncConnection, wrong: Iterable[Difference]) -> int:
+def mend(tx: Transaction, wrong: Iterable[Difference]) -> int:
     """Make the live rows what the log says; return how many."""
     count = 0
     missing: dict[str, list[dict[str, Any]]] = {}
@@ -253,12 +253,12 @@ async def mend(tx: AsyncConnection, wrong: Iterable[Difference]) -> int:
         if difference.live is not None:
             live = difference.live
             key = (column == live[column.name] for column in table.primary_key)
-            await tx.execute(delete(table).where(*key))
+            tx.execute(delete(table).where(*key))
         if difference.folded is not None:
             missing.setdefault(table.name, []).append(_typed(table, difference.folded))
         count += 1
     for name, rows in missing.items():
-        await tx.execute(insert(_TABLES[name]), rows)
+        tx.execute(insert(_TABLES[name]), rows)
     return count
 
 
@@ -274,10 +274,10 @@ def _typed(table: Table, row: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-async def counts(tx: AsyncConnection, experiment: int) -> dict[str, int]:
+def counts(tx: Transaction, experiment: int) -> dict[str, int]:
     """Return how many rows each projection has."""
     found = {}
     for name, table in _TABLES.items():
         query = select(func.count()).select_from(table).where(table.c.experiment == experiment)
-        found[name] = int((await tx.execute(query)).scalar_one())
+        found[name] = int(tx.execute(query).scalar_one())
     return found

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Integer, and_, case, exists, func, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ColumnElement, Executable, Integer, and_, case, exists, func, select
 
 from trinity_buffer.store.address import first_address
 from trinity_buffer.store.rows import ConsumerRow
@@ -22,6 +21,7 @@ from trinity_buffer.store.tables import (
     rejection,
     waiting,
 )
+from trinity_buffer.store.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +91,17 @@ class PlanCounts:
         return self.planned - self.stored
 
 
-async def _count(tx: AsyncConnection, query: object) -> int:
-    return int((await tx.execute(query)).scalar_one() or 0)  # type: ignore[call-overload]  # any SELECT
+def _count(tx: Transaction, query: Executable) -> int:
+    return int(tx.execute(query).scalar_one() or 0)
 
 
-async def recorded(tx: AsyncConnection, experiment: int) -> int:
+def recorded(tx: Transaction, experiment: int) -> int:
     """Return how many experiences are stored."""
     query = select(func.count()).select_from(experience)
-    return await _count(tx, query.where(experience.c.experiment == experiment))
+    return _count(tx, query.where(experience.c.experiment == experiment))
 
 
-async def of_strategy(tx: AsyncConnection, experiment: int, row: ConsumerRow) -> StrategyCounts:
+def of_strategy(tx: Transaction, experiment: int, row: ConsumerRow) -> StrategyCounts:
     """Count for one annotation set."""
     mine = (experience.c.experiment == experiment,)
     unseen = select(func.count()).where(
@@ -111,22 +111,22 @@ async def of_strategy(tx: AsyncConnection, experiment: int, row: ConsumerRow) ->
         waiting.c.experiment == experiment, waiting.c.consumer == row.name
     )
     annotated = (annotation.c.experiment == experiment, annotation.c.consumer == row.name)
-    rejected = await _reasons(tx, experiment, row.name)
-    for reason, count in (await _refused(tx, experiment)).items():
+    rejected = _reasons(tx, experiment, row.name)
+    for reason, count in _refused(tx, experiment).items():
         rejected[reason] = rejected.get(reason, 0) + count
     distinct = select(func.count(annotation.c.experience.distinct())).where(*annotated)
     return StrategyCounts(
         row.name,
-        await recorded(tx, experiment),
-        await _count(tx, unseen),
-        await _count(tx, still),
-        await _count(tx, distinct),
+        recorded(tx, experiment),
+        _count(tx, unseen),
+        _count(tx, still),
+        _count(tx, distinct),
         dict(sorted(rejected.items())),
-        await _count(tx, select(func.count()).where(*annotated)),
+        _count(tx, select(func.count()).where(*annotated)),
     )
 
 
-async def of_trainer(tx: AsyncConnection, experiment: int, row: ConsumerRow) -> TrainerCounts:
+def of_trainer(tx: Transaction, experiment: int, row: ConsumerRow) -> TrainerCounts:
     """Count for one trainer."""
     name, of = row.name, str(row.config.get("strategy", ""))
     in_set = (annotation.c.experiment == experiment, annotation.c.consumer == of)
@@ -146,19 +146,19 @@ async def of_trainer(tx: AsyncConnection, experiment: int, row: ConsumerRow) -> 
     )
     is_committed: ColumnElement[int] = case((delivery.c.step <= row.committed_step, 1), else_=0)
     handed_out = select(func.count(), func.sum(is_committed, type_=Integer)).where(*own)
-    delivered, committed = (await tx.execute(handed_out)).one()
+    delivered, committed = tx.execute(handed_out).one()
     return TrainerCounts(
         name,
         of,
-        await _count(tx, select(func.count()).where(*in_set)),
-        await _count(tx, select(func.count()).where(*in_set, ~held, ~left_out)),
+        _count(tx, select(func.count()).where(*in_set)),
+        _count(tx, select(func.count()).where(*in_set, ~held, ~left_out)),
         int(delivered) - int(committed or 0),
         int(committed or 0),
-        await _reasons(tx, experiment, name),
+        _reasons(tx, experiment, name),
     )
 
 
-async def of_plans(tx: AsyncConnection, experiment: int) -> PlanCounts:
+def of_plans(tx: Transaction, experiment: int) -> PlanCounts:
     """Count planned rollouts, and those of them that are stored."""
     of_batch = and_(batch.c.experiment == plan.c.experiment, batch.c.batch == plan.c.batch)
     planned = (
@@ -181,20 +181,20 @@ async def of_plans(tx: AsyncConnection, experiment: int) -> PlanCounts:
         .distinct()
     )
     stored = select(func.count()).select_from(runs.subquery())
-    return PlanCounts(await _count(tx, planned), await _count(tx, stored))
+    return PlanCounts(_count(tx, planned), _count(tx, stored))
 
 
-async def _reasons(tx: AsyncConnection, experiment: int, name: str) -> dict[str, int]:
+def _reasons(tx: Transaction, experiment: int, name: str) -> dict[str, int]:
     query = select(rejection.c.reason, func.count()).where(
         rejection.c.experiment == experiment, rejection.c.consumer == name
     )
     query = query.group_by(rejection.c.reason).order_by(rejection.c.reason)
-    return {reason: int(count) for reason, count in (await tx.execute(query)).all()}
+    return {reason: int(count) for reason, count in tx.execute(query).all()}
 
 
-async def _refused(tx: AsyncConnection, experiment: int) -> dict[str, int]:
+def _refused(tx: Transaction, experiment: int) -> dict[str, int]:
     query = select(experience.c.refused, func.count()).where(
         experience.c.experiment == experiment, experience.c.refused.is_not(None)
     )
     query = query.group_by(experience.c.refused)
-    return {reason: int(count) for reason, count in (await tx.execute(query)).all()}
+    return {reason: int(count) for reason, count in tx.execute(query).all()}

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import anyio
 import anyio.to_thread
-from sqlalchemy import event as listen_to
+from pysqlite3 import dbapi2
 from sqlalchemy import make_url, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
-from sqlalchemy.pool import PoolProxiedConnection
-from sqlalchemy.util import greenlet_spawn
+from sqlalchemy.util import await_only, greenlet_spawn
 
 from trinity_buffer.errors import (
     InvalidArgumentError,
     ReadOnlyStoreError,
     UnknownStoreError,
 )
-from trinity_buffer.store import schema, sqlite, sqlite_driver
+from trinity_buffer.store import schema, sqlite
 from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
 from trinity_buffer.store.checkpoint import Checkpointer
 from trinity_buffer.store.foreign_errors import foreign_errors
-from trinity_buffer.store.inline import InlineConnection, to_its_end
+from trinity_buffer.store.postgres import Server
+from trinity_buffer.store.sqlite_seats import Seats, SQLiteTransaction
+from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 Durability = Literal["normal", "full"]
-READERS = 2
-"""Connections that only read. One more writes; on SQLite there can be no second writer anyway."""
+COMPUTED_AT_ONCE = 2
+"""Most computations hold the interpreter's lock: more would only wait."""
 
 
 def parse_url(url: str) -> URL:
@@ -52,7 +53,7 @@ def parse_url(url: str) -> URL:
             raise InvalidArgumentError(
                 "a store in memory would not survive anything; name a file: sqlite:///runs/a.db"
             )
-        return parsed.set(drivername=f"sqlite+{sqlite_driver.NAME}")
+        return parsed.set(drivername="sqlite")
     if backend == "postgresql":
         if "@" in (parsed.host or ""):  # else the rest of the password would be shown as the host
             raise InvalidArgumentError("the store's URL cannot be read; in a password @ is %40")
@@ -68,18 +69,6 @@ def parse_url(url: str) -> URL:
 
 _POSTGRESQL_QUERY = frozenset({"host", "port", "sslmode"})
 _ACCEPTED = "accepted are sqlite:///path/to/file.db and postgresql://user@host/database"
-
-
-class _Trip(threading.local):
-    """What a thread works with while it runs something `Database.together`.
-
-    Attributes:
-        connection: None: this thread is not on a trip.
-        wrote: whether there was a writing transaction.
-    """
-
-    connection: InlineConnection | None = None
-    wrote: bool = False
 
 
 class Database:
@@ -98,15 +87,9 @@ class Database:
         self.read_only = read_only
         self.durability = durability
         self.version = ""
-        self._write_lock = anyio.Lock(fast_acquire=True)
-        # Of SQLite's connections, those for whole transactions are kept out of the pool, whose
-        # ways in and out take longer than many a transaction.
-        self._seats = anyio.Semaphore(READERS + 1, fast_acquire=True)
-        self._idle: list[PoolProxiedConnection] = []
-        self._trip = _Trip()
+        self._computing = anyio.CapacityLimiter(COMPUTED_AT_ONCE)
         self._checkpointer = None if read_only else self._new_checkpointer()
-        self._engine: AsyncEngine
-        self._writer: AsyncEngine  # the same connections, for transactions that write
+        self._connections: Seats | Server
         self.changes: Changes
 
     def _new_checkpointer(self) -> Checkpointer | None:
@@ -128,116 +111,61 @@ class Database:
                 f"{self.name} is open read-only; open it without read_only to write"
             )
 
-    @asynccontextmanager
-    async def writing(self, *, integrity_errors: bool = False) -> AsyncIterator[AsyncConnection]:
-        """Open the one writing transaction; it commits on leaving, or rolls back on an error.
+    async def read(
+        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return ``f(tx, ...)`` of a transaction that sees one state and changes nothing.
 
-        The body is shielded: a cancellation takes effect after it. So it must be short, and compute
-        nothing.
-
-        Args:
-            integrity_errors: raise `TakenKeyError` for a unique key that is taken.
+        It is shielded: a cancellation takes effect after it. So ``f`` must be short, well below a
+        second, and wait for nothing but ``tx``.
         """
-        self.require_writable()
-        async with AsyncExitStack() as stack:
-            if self.dialect == "sqlite":
-                await stack.enter_async_context(self._write_lock)
-            with (
-                anyio.CancelScope(shield=True),
-                foreign_errors(self.name, integrity=integrity_errors),
-            ):
-                async with self._writer.connect() as connection, connection.begin():
-                    yield connection
-        self._noticed()
-
-    @asynccontextmanager
-    async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """Open a transaction that sees one state and changes nothing. Keep it below a second."""
-        with anyio.CancelScope(shield=True), self._errors():
-            async with self._engine.connect() as connection, connection.begin():
-                yield connection
+        return await self._run(lambda tx: f(tx, *args, **kwargs), writes=False)
 
     async def write(
-        self,
-        work: Callable[[AsyncConnection], Awaitable[T]],
-        *,
-        before: Callable[[], None] | None = None,
-        integrity_errors: bool = False,
+        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Return what ``work(tx)`` returns, in a writing transaction; it waits for ``tx`` alone.
+        """Return ``f(tx, ...)`` of the one writing transaction, which has committed.
 
-        The same as `writing`, in one trip to SQLite's thread instead of one for each statement.
+        It is shielded, as in `read`; ``f`` must compute nothing. It rolls back on an error.
 
-        Args:
-            before: computes something for ``work``, in a thread, before the transaction begins; on
-                SQLite that is the same trip.
+        Raises:
+            TakenKeyError: a unique key is taken.
         """
-        if self.dialect != "sqlite" or self.read_only:
-            self.require_writable()
-            if before is not None:
-                await anyio.to_thread.run_sync(before)
-            async with self.writing(integrity_errors=integrity_errors) as tx:
-                return await work(tx)
-
-        def run(connection: InlineConnection) -> T:
-            if before is not None:
-                before()
-            return connection.transact("BEGIN IMMEDIATE", work)
-
-        if self._trip.connection is not None:
-            self._trip.wrote = True
-            with foreign_errors(self.name, integrity=integrity_errors):
-                return run(self._trip.connection)
-        async with self._write_lock:
-            done = await self._inline(run, integrity=integrity_errors)
+        self.require_writable()
+        done = await self._run(lambda tx: f(tx, *args, **kwargs), writes=True)
         self._noticed()
         return done
 
-    async def read(self, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
-        """Return what ``work(tx)`` returns, in a transaction as `reading` opens it."""
-        if self.dialect != "sqlite":
-            async with self.reading() as tx:
-                return await work(tx)
-        if self._trip.connection is not None:
-            with self._errors():
-                return self._trip.connection.transact("BEGIN", work)
-        return await self._inline(lambda connection: connection.transact("BEGIN", work))
+    async def _run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
+        with foreign_errors(self.name):
+            return await self._connections.run(f, writes=writes)
 
-    async def together(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return what ``work()`` returns: transactions, and what is computed between them.
+    async def session(self, work: Callable[[Session], T]) -> T:
+        """Return ``work(session)``: short transactions, and what is computed between them.
 
-        On SQLite it runs as a whole in the thread of a connection: in it, `read` and `write` are
-        plain calls, and nothing else may be waited for. Going there and back once costs less than
-        doing so for each transaction. As long as it runs, no other task of this process writes.
+        On SQLite it runs as a whole in the thread of a connection: going there and back once costs
+        less than doing so for each transaction. As long as it runs, no other task of this process
+        writes.
         """
-        if self.dialect != "sqlite" or self.read_only:
-            return await work()
+        return await self._in_session(work, writes=True)
 
-        def run(connection: InlineConnection) -> tuple[T, bool]:
-            self._trip.connection, self._trip.wrote = connection, False
-            try:
-                return to_its_end(work()), self._trip.wrote
-            finally:
-                self._trip.connection = None
+    async def read_session(self, work: Callable[[ReadSession], T]) -> T:
+        """Return ``work(session)`` of a `session` that does not write, and keeps nobody from it."""
+        return await self._in_session(work, writes=False)
 
-        async with self._write_lock:
-            done, wrote = await self._inline(run)
-        if wrote:
-            self._noticed()
-        return done
+    async def _in_session(self, work: Callable[[Session], T], *, writes: bool) -> T:
+        if isinstance(self._connections, Server):
+            return await greenlet_spawn(work, _ServerSession(self))
+        session = _SeatSession(self)
+        try:
+            return await self._connections.trip(partial(session.run, work), writes=writes)
+        finally:
+            if session.wrote:
+                self._noticed()
 
-    async def _inline(self, run: Callable[[InlineConnection], T], *, integrity: bool = False) -> T:
-        """Return what ``run`` returns, on one trip to the thread of a connection."""
-        errors = foreign_errors(self.name, integrity=integrity)
-        with anyio.CancelScope(shield=True), errors:
-            async with self._seats:
-                connection = self._idle.pop() if self._idle else await self._engine.raw_connection()
-                try:
-                    adapted: Any = connection.dbapi_connection
-                    done: T = await adapted.trip_inline(run)
-                finally:
-                    self._idle.append(connection)
-        return done
+    async def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return ``f(...)``, computed in a thread."""
+        return await anyio.to_thread.run_sync(partial(f, *args, **kwargs), limiter=self._computing)
 
     def _noticed(self) -> None:
         """Tell whoever waits in this process that something was committed."""
@@ -245,94 +173,100 @@ class Database:
         if self._checkpointer is not None:
             self._checkpointer.notify()
 
-    def _errors(self) -> Any:
-        return foreign_errors(self.name)
-
     async def open(self, stack: AsyncExitStack, *, any_revision: bool = False) -> Self:
         """Check, connect, create what is missing; whatever is opened is closed by ``stack``.
 
         Args:
             any_revision: take the schema as it is and create nothing; for migrations.
         """
-        if self.dialect == "sqlite":
+        on_file = self.dialect == "sqlite"
+        if on_file:
             self.version = sqlite.require_safe_library()
             sqlite.check_path(self.path, read_only=self.read_only)
-        self._engine = self._create_engine()
-        self._writer = self._engine.execution_options(trinity_buffer_writes=True)
+        self._connections = Seats(self._connect) if on_file else Server(self.url)
         stack.push_async_callback(self._close)
-        with self._errors():
-            if self.dialect == "sqlite" and not self.read_only and not any_revision:
+        with foreign_errors(self.name):
+            if on_file and not self.read_only and not any_revision:
                 await anyio.to_thread.run_sync(sqlite.prepare_file, self.path)
-            self.changes = (
-                PostgresChanges(self.url)
-                if self.dialect == "postgresql"
-                else SQLiteChanges(self.path)
-            )
-            stack.push_async_callback(self.changes.close)
-            async with self._engine.connect() as connection:
-                if self.dialect == "postgresql":
-                    self.version = str(
-                        (await connection.execute(text("SHOW server_version"))).scalar_one()
-                    )
-                found = any_revision or await schema.inspect(connection, self.name)
-        if not found:
+            self.changes = SQLiteChanges(self.path) if on_file else PostgresChanges(self.url)
+        stack.push_async_callback(self.changes.close)
+        if not on_file:
+            self.version = await self.read(_server_version)
+        if not any_revision and not await self.read(schema.inspect, self.name):
             if self.read_only:
                 raise UnknownStoreError(f"{self.name} is empty: there is no store to read")
-            async with self.writing() as tx:
-                await schema.create(tx, self.name)
+            await self.write(schema.create, self.name)
         return self
 
     async def _close(self) -> None:
         with anyio.CancelScope(shield=True):
             if self._checkpointer is not None:
                 await anyio.to_thread.run_sync(self._checkpointer.close)
-            while self._idle:
-                await greenlet_spawn(self._idle.pop().close)
-            await self._engine.dispose()
+            await self._connections.close()
 
-    def _create_engine(self) -> AsyncEngine:
-        if self.dialect == "postgresql":
-            # What libpq and asyncpg's own URLs call sslmode is an argument ssl of its connections.
-            query = {"ssl" if k == "sslmode" else k: v for k, v in self.url.query.items()}
-            engine = create_async_engine(
-                self.url.set(query=query), pool_size=READERS + 2, max_overflow=8
-            )
-            listen_to.listen(engine.sync_engine, "begin", _begin_postgresql)
-            return engine
-        url = self.url
-        if self.read_only:
-            url = url.set(database=sqlite.uri_of(self.path), query={"mode": "ro", "uri": "true"})
-        engine = create_async_engine(
-            url,
-            pool_size=READERS + 1,
-            max_overflow=READERS + 3,
-            connect_args={"isolation_level": None, "cached_statements": 256},
-        )
-        statements = sqlite.pragmas(durability=self.durability, read_only=self.read_only)
-
-        def connect(connection: Any, _record: Any) -> None:
-            cursor = connection.cursor()
-            for statement in statements:
-                cursor.execute(statement)
-            cursor.close()
-
-        listen_to.listen(engine.sync_engine, "connect", connect)
-        listen_to.listen(engine.sync_engine, "begin", _begin_sqlite)
-        return engine
+    def _connect(self) -> Any:
+        """Open one connection to a SQLite file."""
+        name = f"{sqlite.uri_of(self.path)}?mode={'ro' if self.read_only else 'rw'}"
+        with foreign_errors(self.name):
+            driver = dbapi2.connect(name, uri=True, isolation_level=None, cached_statements=256)
+            for statement in sqlite.pragmas(durability=self.durability, read_only=self.read_only):
+                driver.execute(statement)
+        return driver
 
 
-def _begin_sqlite(connection: Any) -> None:
-    # The driver is in autocommit: it must not begin a transaction on its own. Writers take the
-    # write lock at once, as a deferred transaction that is upgraded later fails without waiting for
-    # the busy timeout.
-    writes = connection.get_execution_options().get("trinity_buffer_writes", False)
-    adapted = connection.connection.dbapi_connection
-    adapted.begin_with("BEGIN IMMEDIATE" if writes else "BEGIN")
+def _server_version(tx: Transaction) -> str:
+    return str(tx.execute(text("SHOW server_version")).scalar_one())
 
 
-def _begin_postgresql(connection: Any) -> None:
-    if not connection.get_execution_options().get("trinity_buffer_writes", False):
-        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+class _SeatSession:
+    """A session in the thread of a SQLite connection, where everything is a plain call."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._tx: SQLiteTransaction
+        self.wrote = False
+
+    def run(self, work: Callable[[Session], T], tx: SQLiteTransaction) -> T:
+        self._tx = tx
+        return work(self)
+
+    def read(
+        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        with foreign_errors(self._database.name):
+            return self._tx.run(lambda tx: f(tx, *args, **kwargs), writes=False)
+
+    def write(
+        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        self._database.require_writable()
+        with foreign_errors(self._database.name):
+            done = self._tx.run(lambda tx: f(tx, *args, **kwargs), writes=True)
+        self.wrote = True
+        return done
+
+    def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return f(*args, **kwargs)
+
+
+class _ServerSession:
+    """A session on the event loop, whose plain calls wait for a server, or for a thread."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def read(
+        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        return await_only(self._database.read(f, *args, **kwargs))
+
+    def write(
+        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        return await_only(self._database.write(f, *args, **kwargs))
+
+    def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await_only(self._database.compute(f, *args, **kwargs))
 
 
 @asynccontextmanager

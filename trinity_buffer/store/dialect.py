@@ -19,13 +19,12 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.asyncio import AsyncConnection
 
-CHANNEL = "trinity_buffer"
+from trinity_buffer.store.transaction import Transaction
 
 
 def among(
-    tx: AsyncConnection, column: ColumnElement[Any], values: Iterable[int | str]
+    tx: Transaction, column: ColumnElement[Any], values: Iterable[int | str]
 ) -> ColumnElement[bool]:
     """Return ``column IN (values)`` with one bound parameter, however many values there are."""
     listed = list(values)
@@ -44,18 +43,18 @@ def among_given(dialect: str, column: ColumnElement[Any], name: str) -> ColumnEl
     return column == func.any(cast(bindparam(name, type_=kind), kind))
 
 
-def given(tx: AsyncConnection, values: Iterable[int | str]) -> Any:
+def given(tx: Transaction, values: Iterable[int | str]) -> Any:
     """Return what a statement made with `among_given` takes for ``values``."""
     listed = list(values)
     return json.dumps(listed) if tx.dialect.name == "sqlite" else listed
 
 
-def upsert(tx: AsyncConnection, table: Table) -> Any:
+def upsert(tx: Transaction, table: Table) -> Any:
     """Return an ``INSERT`` that has ``on_conflict_do_update`` and ``on_conflict_do_nothing``."""
     return sqlite.insert(table) if tx.dialect.name == "sqlite" else postgresql.insert(table)
 
 
-async def lock_experiment(tx: AsyncConnection, experiment: int) -> None:
+def lock_experiment(tx: Transaction, experiment: int) -> None:
     """Let this transaction be the only one that appends to ``experiment`` until it ends.
 
     A position given out under the lock is committed before the next one is given out, so a reader
@@ -63,13 +62,7 @@ async def lock_experiment(tx: AsyncConnection, experiment: int) -> None:
     already.
     """
     if tx.dialect.name == "postgresql":
-        await tx.execute(
+        tx.execute(
             text("SELECT pg_advisory_xact_lock(:space, :experiment)"),
             {"space": 7, "experiment": experiment},
         )
-
-
-async def announce(tx: AsyncConnection) -> None:
-    """Tell the other processes at commit; on SQLite they see it by themselves."""
-    if tx.dialect.name == "postgresql":
-        await tx.execute(text(f"NOTIFY {CHANNEL}"))

@@ -15,7 +15,6 @@ from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import Table, bindparam, select, type_coerce
-from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.types import NULLTYPE
 
 from trinity_buffer.sizes import sizes
@@ -41,6 +40,7 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
+from trinity_buffer.store.transaction import Transaction
 
 _TABLES: Mapping[str, Table] = {table.name: table for table in PROJECTIONS}
 
@@ -284,22 +284,22 @@ class Expectation:
         return all(_equal(_TABLES[name], live[name], rows) for name, rows in expected.items())
 
 
-async def changing_rows(tx: AsyncConnection, experiment: int) -> dict[str, list[Row]]:
+def changing_rows(tx: Transaction, experiment: int) -> dict[str, list[Row]]:
     """Return the live rows that `Expectation.holds_for_changing` compares."""
     found = {}
     for table in (configuration, batch, consumer, step, assigned_reward, waiting):
         query = select(*_raw(table)).where(table.c.experiment == experiment)
-        found[table.name] = [tuple(row) for row in (await tx.execute(query)).all()]
+        found[table.name] = [tuple(row) for row in tx.execute(query).all()]
     return found
 
 
-async def holds_for(tx: AsyncConnection, experiment: int, parts: Sequence[Part]) -> bool:
+def holds_for(tx: Transaction, experiment: int, parts: Sequence[Part]) -> bool:
     """Return whether the live rows are those of ``parts``, and no others lie between them."""
     for part in parts:
         table = _TABLES[part.table]
         given = {"of": experiment, "after": part.after, "up_to": part.up_to}
         owned = {} if part.owner is None else {"owner": part.owner}
-        live = await _query(table).rows(tx, **given, **owned)
+        live = _query(table).rows(tx, **given, **owned)
         if not _equal(table, live, part.rows):
             return False
     return True

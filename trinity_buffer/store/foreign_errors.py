@@ -20,16 +20,13 @@ from trinity_buffer.store.transaction import TakenKeyError
 class foreign_errors:  # noqa: N801 - read as a statement: `with foreign_errors(name)`
     """Turn the database's errors into ours, the most specific first."""
 
-    def __init__(self, name: str, *, integrity: bool = False) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.integrity = integrity
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self.integrity and isinstance(error, (IntegrityError, dbapi2.IntegrityError)):
-            raise TakenKeyError(str(getattr(error, "orig", error))) from error
         if isinstance(error, (DBAPIError, dbapi2.Error)):
             raise _translate(error, self.name) from error
         if isinstance(error, (ConnectionError, OSError)) and not isinstance(error, TimeoutError):
@@ -38,6 +35,8 @@ class foreign_errors:  # noqa: N801 - read as a statement: `with foreign_errors(
 
 def _translate(error: Exception, name: str) -> Exception:
     cause = " ".join(str(getattr(error, "orig", error)).split())
+    if isinstance(error, (IntegrityError, dbapi2.IntegrityError)):
+        return TakenKeyError(f"{name}: {cause}")
     lowered = cause.lower()
     if "database is locked" in lowered or "database is busy" in lowered:
         return StoreBusyError(

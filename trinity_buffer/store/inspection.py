@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Select, func, select, text
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.identity import EID
 from trinity_buffer.sizes import sizes
@@ -24,6 +23,7 @@ from trinity_buffer.store.tables import (
     segment,
     waiting,
 )
+from trinity_buffer.store.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,57 +56,55 @@ class Decision:
     group_slot: int | None = None
 
 
-async def log_bounds(tx: AsyncConnection, experiment: int) -> LogBounds:
+def log_bounds(tx: Transaction, experiment: int) -> LogBounds:
     """Return the number of events, and when the first and the last were recorded."""
     mine = event.c.experiment == experiment
-    head = (await tx.execute(select(func.max(event.c.position)).where(mine))).scalar()
+    head = tx.execute(select(func.max(event.c.position)).where(mine)).scalar()
     if head is None:
         return LogBounds(0, None, None)
     query = select(event.c.recorded_at).where(mine, event.c.position.in_([1, head]))
-    times = sorted(int(at) for at in (await tx.execute(query)).scalars())
+    times = sorted(int(at) for at in tx.execute(query).scalars())
     return LogBounds(int(head), times[0] if times else None, times[-1] if times else None)
 
 
-async def kinds(tx: AsyncConnection, experiment: int) -> dict[str, int]:
+def kinds(tx: Transaction, experiment: int) -> dict[str, int]:
     """Return how many events of each kind there are."""
     query = select(event.c.kind, func.count()).where(event.c.experiment == experiment)
-    rows = await tx.execute(query.group_by(event.c.kind).order_by(event.c.kind))
+    rows = tx.execute(query.group_by(event.c.kind).order_by(event.c.kind))
     return {kind: int(count) for kind, count in rows.all()}
 
 
-async def position_before(
-    tx: AsyncConnection, experiment: int, count: int, wanted: Sequence[str]
-) -> int:
+def position_before(tx: Transaction, experiment: int, count: int, wanted: Sequence[str]) -> int:
     """Return the position after which lie the last ``count`` events of the ``wanted`` kinds."""
     query = select(event.c.position).where(
         event.c.experiment == experiment, event.c.kind.in_(wanted)
     )
     query = query.order_by(event.c.position.desc()).offset(count).limit(1)
-    return int((await tx.execute(query)).scalar_one_or_none() or 0)
+    return int(tx.execute(query).scalar_one_or_none() or 0)
 
 
-async def batch_counts(tx: AsyncConnection, experiment: int) -> tuple[int, int]:
+def batch_counts(tx: Transaction, experiment: int) -> tuple[int, int]:
     """Return (planned, sealed) batches."""
     query = select(func.count(batch.c.planned_at), func.count(batch.c.sealed_at))
-    planned, sealed = (await tx.execute(query.where(batch.c.experiment == experiment))).one()
+    planned, sealed = tx.execute(query.where(batch.c.experiment == experiment)).one()
     return int(planned), int(sealed)
 
 
-async def policy_versions(tx: AsyncConnection, experiment: int) -> tuple[int | None, int | None]:
+def policy_versions(tx: Transaction, experiment: int) -> tuple[int | None, int | None]:
     """Return the lowest and the highest version that generated something."""
     query = select(func.min(experience.c.policy_version), func.max(experience.c.policy_version))
-    low, high = (await tx.execute(query.where(experience.c.experiment == experiment))).one()
+    low, high = tx.execute(query.where(experience.c.experiment == experiment)).one()
     return (None, None) if low is None else (int(low), int(high))
 
 
-async def published_versions(tx: AsyncConnection, experiment: int) -> int:
+def published_versions(tx: Transaction, experiment: int) -> int:
     """Return how many policies were published."""
     query = select(func.count()).where(policy.c.experiment == experiment)
-    return int((await tx.execute(query)).scalar_one())
+    return int(tx.execute(query).scalar_one())
 
 
-async def known_policy_versions(
-    tx: AsyncConnection, experiment: int, addresses: Sequence[int]
+def known_policy_versions(
+    tx: Transaction, experiment: int, addresses: Sequence[int]
 ) -> dict[int, int]:
     """Return address -> policy version of those of the experiences of which it is known."""
     query = select(experience.c.address, experience.c.policy_version).where(
@@ -114,24 +112,24 @@ async def known_policy_versions(
         experience.c.policy_version.is_not(None),
         among(tx, experience.c.address, addresses),
     )
-    return {int(address): int(version) for address, version in (await tx.execute(query)).all()}
+    return {int(address): int(version) for address, version in tx.execute(query).all()}
 
 
-async def size_bytes(tx: AsyncConnection) -> int:
+def size_bytes(tx: Transaction) -> int:
     """Return how much of the disk the database takes, without a write-ahead log."""
     if tx.dialect.name == "sqlite":
-        pages = int((await tx.execute(text("PRAGMA page_count"))).scalar_one())
-        return pages * int((await tx.execute(text("PRAGMA page_size"))).scalar_one())
+        pages = int(tx.execute(text("PRAGMA page_count")).scalar_one())
+        return pages * int(tx.execute(text("PRAGMA page_size")).scalar_one())
     query = text("SELECT pg_database_size(current_database())")
-    return int((await tx.execute(query)).scalar_one())
+    return int(tx.execute(query).scalar_one())
 
 
-async def segment_parts(tx: AsyncConnection) -> int:
+def segment_parts(tx: Transaction) -> int:
     """Return how many parts of segments the store has, of all experiments."""
-    return int((await tx.execute(select(func.count()).select_from(segment))).scalar_one())
+    return int(tx.execute(select(func.count()).select_from(segment)).scalar_one())
 
 
-async def newest_groups(tx: AsyncConnection, experiment: int, limit: int) -> list[tuple[str, str]]:
+def newest_groups(tx: Transaction, experiment: int, limit: int) -> list[tuple[str, str]]:
     """Return (batch, task) of the groups that were recorded last, the newest first."""
     found: dict[tuple[str, str], None] = {}
     before: int | None = None
@@ -141,7 +139,7 @@ async def newest_groups(tx: AsyncConnection, experiment: int, limit: int) -> lis
         if before is not None:
             query = query.where(experience.c.address < before)
         query = query.order_by(experience.c.address.desc()).limit(sizes().rows_per_page)
-        rows = (await tx.execute(query)).all()
+        rows = tx.execute(query).all()
         if not rows:
             break
         found.update(dict.fromkeys((row.batch, row.task) for row in rows))
@@ -149,19 +147,19 @@ async def newest_groups(tx: AsyncConnection, experiment: int, limit: int) -> lis
     return list(found)[:limit]
 
 
-async def groups_of_batch(
-    tx: AsyncConnection, experiment: int, key: str, limit: int
+def groups_of_batch(
+    tx: Transaction, experiment: int, key: str, limit: int
 ) -> list[tuple[str, str]]:
     """Return (batch, task) of the groups of one batch, as they were recorded."""
     query = select(experience.c.task, func.min(experience.c.address)).where(
         experience.c.experiment == experiment, experience.c.batch == key
     )
     query = query.group_by(experience.c.task).order_by(func.min(experience.c.address))
-    return [(key, row.task) for row in (await tx.execute(query.limit(limit))).all()]
+    return [(key, row.task) for row in tx.execute(query.limit(limit)).all()]
 
 
-async def members(
-    tx: AsyncConnection, experiment: int, groups: Sequence[tuple[str, str]]
+def members(
+    tx: Transaction, experiment: int, groups: Sequence[tuple[str, str]]
 ) -> list[ExperienceRow]:
     """Return the experiences of (batch, task) groups, by address."""
     # A batch at a time, and in two steps: asked at once, SQLite looks at every experience.
@@ -178,11 +176,11 @@ async def members(
         query: Select[Any] = select(*EXPERIENCE_COLUMNS).where(
             experience.c.experiment == experiment, experience.c.address.in_(addresses)
         )
-        found += [experience_row(row) for row in (await tx.execute(query)).all()]
+        found += [experience_row(row) for row in tx.execute(query).all()]
     return sorted(found, key=lambda row: row.address)
 
 
-async def find(tx: AsyncConnection, experiment: int, eid: EID) -> ExperienceRow | None:
+def find(tx: Transaction, experiment: int, eid: EID) -> ExperienceRow | None:
     """Return the experience of this address, or None."""
     query: Select[Any] = select(*EXPERIENCE_COLUMNS).where(
         experience.c.experiment == experiment,
@@ -192,13 +190,11 @@ async def find(tx: AsyncConnection, experiment: int, eid: EID) -> ExperienceRow 
         experience.c.step == eid.step,
         experience.c.suffix == eid.suffix,
     )
-    row = (await tx.execute(query)).one_or_none()
+    row = tx.execute(query).one_or_none()
     return None if row is None else experience_row(row)
 
 
-async def annotation_rows(
-    tx: AsyncConnection, experiment: int, addresses: Sequence[int]
-) -> list[Decision]:
+def annotation_rows(tx: Transaction, experiment: int, addresses: Sequence[int]) -> list[Decision]:
     """Return the annotation rows of experiences, of all sets."""
     query = select(annotation).where(
         annotation.c.experiment == experiment, among(tx, annotation.c.experience, addresses)
@@ -211,12 +207,12 @@ async def annotation_rows(
             annotation=int(row.address),
             group_slot=int(row.group_slot),
         )
-        for row in (await tx.execute(query)).all()
+        for row in tx.execute(query).all()
     ]
 
 
-async def deliveries(
-    tx: AsyncConnection, experiment: int, trainers: Sequence[str], addresses: Sequence[int]
+def deliveries(
+    tx: Transaction, experiment: int, trainers: Sequence[str], addresses: Sequence[int]
 ) -> list[Decision]:
     """Return the gradient steps of ``trainers`` that hold annotation rows."""
     query = select(delivery).where(
@@ -228,12 +224,12 @@ async def deliveries(
     query = query.order_by(delivery.c.consumer, delivery.c.step)
     return [
         Decision(row.consumer, int(row.address), step=int(row.step))
-        for row in (await tx.execute(query)).all()
+        for row in tx.execute(query).all()
     ]
 
 
-async def rejections(
-    tx: AsyncConnection, experiment: int, consumers: Sequence[str], addresses: Sequence[int]
+def rejections(
+    tx: Transaction, experiment: int, consumers: Sequence[str], addresses: Sequence[int]
 ) -> list[Decision]:
     """Return why ``consumers`` rejected experiences (of a trainer: annotation rows)."""
     query = select(rejection).where(
@@ -244,12 +240,12 @@ async def rejections(
     query = query.order_by(rejection.c.consumer, rejection.c.address)
     return [
         Decision(row.consumer, int(row.address), reason=row.reason)
-        for row in (await tx.execute(query)).all()
+        for row in tx.execute(query).all()
     ]
 
 
-async def still_waiting(
-    tx: AsyncConnection, experiment: int, strategies: Sequence[str], addresses: Sequence[int]
+def still_waiting(
+    tx: Transaction, experiment: int, strategies: Sequence[str], addresses: Sequence[int]
 ) -> list[Decision]:
     """Return which experiences ``strategies`` have seen and not decided."""
     query = select(waiting.c.consumer, waiting.c.address).where(
@@ -258,4 +254,4 @@ async def still_waiting(
         among(tx, waiting.c.address, addresses),
     )
     query = query.order_by(waiting.c.consumer, waiting.c.address)
-    return [Decision(name, int(address)) for name, address in (await tx.execute(query)).all()]
+    return [Decision(name, int(address)) for name, address in tx.execute(query).all()]

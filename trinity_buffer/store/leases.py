@@ -8,17 +8,17 @@ expired lease that nobody took can still be renewed and committed.
 from __future__ import annotations
 
 from sqlalchemy import bindparam, delete, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.errors import LeaseHeldError, LeaseLostError
 from trinity_buffer.store.dialect import lock_experiment, upsert
 from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.tables import consumer, lease
+from trinity_buffer.store.transaction import Transaction
 
 
-async def holder(tx: AsyncConnection, experiment: int, name: str) -> tuple[str, int, int] | None:
+def holder(tx: Transaction, experiment: int, name: str) -> tuple[str, int, int] | None:
     """Return (owner, token, expires_at in µs) of the lease, or None."""
-    rows = await _HOLDER.rows(tx, of=experiment, by=name)
+    rows = _HOLDER.rows(tx, of=experiment, by=name)
     return None if not rows else (rows[0][0], int(rows[0][1]), int(rows[0][2]))
 
 
@@ -34,8 +34,8 @@ _RECORDED_TOKEN = Prepared(
 )
 
 
-async def acquire(
-    tx: AsyncConnection,
+def acquire(
+    tx: Transaction,
     experiment: int,
     name: str,
     *,
@@ -53,38 +53,34 @@ async def acquire(
     Raises:
         LeaseHeldError: another owner holds it and it has not expired.
     """
-    await lock_experiment(tx, experiment)
-    held = await holder(tx, experiment, name)
+    lock_experiment(tx, experiment)
+    held = holder(tx, experiment, name)
     if held is not None and held[0] not in (owner, dead) and held[2] > now_us:
         raise LeaseHeldError(
             f"trainer {name!r} is at work in {held[0]}, whose lease ends in "
             f"{(held[2] - now_us) / 1e6:.0f} s: wait for "
             "it, stop that process, or choose another consumer name"
         )
-    recorded = int(await _RECORDED_TOKEN.value(tx, of=experiment, by=name) or 0)
+    recorded = int(_RECORDED_TOKEN.value(tx, of=experiment, by=name) or 0)
     token = max(recorded, held[1] if held else 0) + 1
     row = {"owner": owner, "token": token, "expires_at": now_us + ttl_us}
     statement = upsert(tx, lease).values({"experiment": experiment, "consumer": name, **row})
-    await tx.execute(
-        statement.on_conflict_do_update(index_elements=["experiment", "consumer"], set_=row)
-    )
+    tx.execute(statement.on_conflict_do_update(index_elements=["experiment", "consumer"], set_=row))
     return token
 
 
-async def renew(
-    tx: AsyncConnection, experiment: int, name: str, *, token: int, expires_at_us: int
-) -> None:
+def renew(tx: Transaction, experiment: int, name: str, *, token: int, expires_at_us: int) -> None:
     """Extend the lease.
 
     Raises:
         LeaseLostError: a newer token exists.
     """
-    await require(tx, experiment, name, token=token)
+    require(tx, experiment, name, token=token)
     mine = (lease.c.experiment == experiment, lease.c.consumer == name, lease.c.token == token)
-    await tx.execute(update(lease).where(*mine).values(expires_at=expires_at_us))
+    tx.execute(update(lease).where(*mine).values(expires_at=expires_at_us))
 
 
-async def require(tx: AsyncConnection, experiment: int, name: str, *, token: int) -> None:
+def require(tx: Transaction, experiment: int, name: str, *, token: int) -> None:
     """Do nothing if ``token`` is still the newest, of the lease and of the log.
 
     It stays the newest until the transaction ends: nobody can acquire meanwhile.
@@ -92,9 +88,9 @@ async def require(tx: AsyncConnection, experiment: int, name: str, *, token: int
     Raises:
         LeaseLostError: it is not.
     """
-    await lock_experiment(tx, experiment)
-    held = await holder(tx, experiment, name)
-    recorded = int(await _RECORDED_TOKEN.value(tx, of=experiment, by=name) or 0)
+    lock_experiment(tx, experiment)
+    held = holder(tx, experiment, name)
+    recorded = int(_RECORDED_TOKEN.value(tx, of=experiment, by=name) or 0)
     newest = max(recorded, held[1] if held else 0)
     if newest > token:
         who = held[0] if held else "another process"
@@ -105,7 +101,7 @@ async def require(tx: AsyncConnection, experiment: int, name: str, *, token: int
         )
 
 
-async def release(tx: AsyncConnection, experiment: int, name: str, *, token: int) -> None:
+def release(tx: Transaction, experiment: int, name: str, *, token: int) -> None:
     """Give the lease back, if it is still ours."""
     mine = (lease.c.experiment == experiment, lease.c.consumer == name, lease.c.token == token)
-    await tx.execute(delete(lease).where(*mine))
+    tx.execute(delete(lease).where(*mine))

@@ -8,19 +8,18 @@ from functools import cache
 from typing import Any
 
 from sqlalchemy import bindparam, false, func, or_, select
-from sqlalchemy.ext.asyncio import AsyncConnection
 
-from trinity_buffer.store import bulk, projections
+from trinity_buffer.store import projections
 from trinity_buffer.store.dialect import (
     among,
     among_given,
-    announce,
     given,
     lock_experiment,
     upsert,
 )
 from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.tables import event, experiment
+from trinity_buffer.store.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,39 +48,39 @@ class StoredEvent:
     body: bytes
 
 
-async def append(
-    tx: AsyncConnection, experiment_id: int, events: Sequence[NewEvent], *, actor: str, now_us: int
+def append(
+    tx: Transaction, experiment_id: int, events: Sequence[NewEvent], *, actor: str, now_us: int
 ) -> list[int]:
     """Append ``events`` in order, fold them, and return their positions. Never commits."""
     said = [(actor, new) for new in events]
-    return await append_of_actors(tx, experiment_id, said, now_us=now_us)
+    return append_of_actors(tx, experiment_id, said, now_us=now_us)
 
 
-async def append_of_actors(
-    tx: AsyncConnection, experiment_id: int, said: Sequence[tuple[str, NewEvent]], *, now_us: int
+def append_of_actors(
+    tx: Transaction, experiment_id: int, said: Sequence[tuple[str, NewEvent]], *, now_us: int
 ) -> list[int]:
     """Append events, each of an actor of its own, as `append` does."""
-    await lock_experiment(tx, experiment_id)
-    first = await head(tx, experiment_id) + 1
+    lock_experiment(tx, experiment_id)
+    first = head(tx, experiment_id) + 1
     placed = [(position, actor, new) for position, (actor, new) in enumerate(said, first)]
     rows = [(experiment_id, at, new.kind, who, now_us, new.encoded) for at, who, new in placed]
-    await bulk.add(tx, event, rows)
+    tx.add(event, rows)
     facts = [(at, new.kind, new.body, who) for at, who, new in placed]
-    await projections.fold_all(tx, experiment_id, facts)
-    await announce(tx)
+    projections.fold_all(tx, experiment_id, facts)
+    tx.announce()
     return [at for at, _, _ in placed]
 
 
-async def head(tx: AsyncConnection, experiment_id: int) -> int:
+def head(tx: Transaction, experiment_id: int) -> int:
     """Return the last position of the experiment, 0 if it has none."""
-    return int(await _HEAD.value(tx, of=experiment_id) or 0)
+    return int(_HEAD.value(tx, of=experiment_id) or 0)
 
 
 _HEAD = Prepared(select(func.max(event.c.position)).where(event.c.experiment == bindparam("of")))
 
 
-async def read_after(
-    tx: AsyncConnection,
+def read_after(
+    tx: Transaction,
     experiment_id: int,
     after: int,
     *,
@@ -91,7 +90,7 @@ async def read_after(
 ) -> list[StoredEvent]:
     """Return up to ``limit`` events above ``after`` (and at most at ``up_to``), in order."""
     query = _after(None if kinds is None else tuple(kinds), bounded=up_to is not None)
-    rows = await query.rows(tx, of=experiment_id, after=after, most=limit, last=up_to)
+    rows = query.rows(tx, of=experiment_id, after=after, most=limit, last=up_to)
     return [StoredEvent(*row) for row in rows]
 
 
@@ -107,12 +106,10 @@ def _after(kinds: tuple[str, ...] | None, *, bounded: bool) -> Prepared:
     return Prepared(query.where(event.c.position <= bindparam("last")) if bounded else query)
 
 
-async def read_at(
-    tx: AsyncConnection, experiment_id: int, positions: Sequence[int]
-) -> list[StoredEvent]:
+def read_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> list[StoredEvent]:
     """Return the events at ``positions``, in order of position."""
     query = _at(tx.dialect.name)
-    rows = await query.rows(tx, of=experiment_id, positions=given(tx, positions))
+    rows = query.rows(tx, of=experiment_id, positions=given(tx, positions))
     return [StoredEvent(*row) for row in rows]
 
 
@@ -121,33 +118,29 @@ def _at(dialect: str) -> Prepared:
     return Prepared(_STORED.where(among_given(dialect, event.c.position, "positions")))
 
 
-async def recorded_at(
-    tx: AsyncConnection, experiment_id: int, positions: Sequence[int]
-) -> dict[int, int]:
+def recorded_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> dict[int, int]:
     """Return position -> when its event was recorded, in microseconds since 1970."""
     query = select(event.c.position, event.c.recorded_at).where(
         event.c.experiment == experiment_id, among(tx, event.c.position, positions)
     )
-    return {int(position): int(at) for position, at in (await tx.execute(query)).all()}
+    return {int(position): int(at) for position, at in tx.execute(query).all()}
 
 
-async def find_experiment(tx: AsyncConnection, name: str) -> int | None:
+def find_experiment(tx: Transaction, name: str) -> int | None:
     """Return the id of the experiment, or None."""
-    found = (
-        await tx.execute(select(experiment.c.id).where(experiment.c.name == name))
+    found = tx.execute(
+        select(experiment.c.id).where(experiment.c.name == name)
     ).scalar_one_or_none()
     return None if found is None else int(found)
 
 
-async def create_experiment(tx: AsyncConnection, name: str) -> int:
+def create_experiment(tx: Transaction, name: str) -> int:
     """Return the id of the experiment, new or not."""
-    await tx.execute(upsert(tx, experiment).values(name=name).on_conflict_do_nothing())
-    return int(
-        (await tx.execute(select(experiment.c.id).where(experiment.c.name == name))).scalar_one()
-    )
+    tx.execute(upsert(tx, experiment).values(name=name).on_conflict_do_nothing())
+    return int(tx.execute(select(experiment.c.id).where(experiment.c.name == name)).scalar_one())
 
 
-async def experiment_names(tx: AsyncConnection) -> dict[str, int]:
+def experiment_names(tx: Transaction) -> dict[str, int]:
     """Return all experiments of the store: name to id, in order of creation."""
-    rows = await tx.execute(select(experiment.c.name, experiment.c.id).order_by(experiment.c.id))
+    rows = tx.execute(select(experiment.c.name, experiment.c.id).order_by(experiment.c.id))
     return {name: int(key) for name, key in rows.all()}

@@ -9,10 +9,10 @@ from alembic.config import Config
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 from sqlalchemy import inspect as inspect_engine
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.errors import SchemaTooNewError, UnknownStoreError
 from trinity_buffer.store import schema, tables
+from trinity_buffer.store.transaction import Transaction
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -37,19 +37,19 @@ def revisions() -> list[str]:
     return [script.revision for script in scripts][::-1]
 
 
-async def current(tx: AsyncConnection, name: str) -> str:
+def current(tx: Transaction, name: str) -> str:
     """Return the revision of the database.
 
     Raises:
         UnknownStoreError: it holds no store.
         SchemaTooNewError: a revision that this version does not know.
     """
-    found = await tx.run_sync(lambda sync: set(inspect_engine(sync).get_table_names()))
+    found = set(inspect_engine(tx.connection).get_table_names())
     if not {"alembic_version", "event"} <= found:
         what = "is empty" if not found else "holds other tables"
         raise UnknownStoreError(f"{name} is not a Trinity Buffer store: it {what}")
     query = text("SELECT version_num FROM alembic_version")
-    revision = str((await tx.execute(query)).scalar_one_or_none())
+    revision = str(tx.execute(query).scalar_one_or_none())
     if revision not in schema.KNOWN_REVISIONS:
         raise SchemaTooNewError(
             f"{name} was written by a newer version (schema {revision}, this is "
@@ -58,11 +58,11 @@ async def current(tx: AsyncConnection, name: str) -> str:
     return revision
 
 
-async def upgrade(tx: AsyncConnection, revision: str = "head") -> None:
+def upgrade(tx: Transaction, revision: str = "head") -> None:
     """Bring an older (or empty) database up to ``revision``."""
-    await tx.run_sync(lambda sync: command.upgrade(config(sync), revision))
+    command.upgrade(config(tx.connection), revision)
 
 
-async def downgrade(tx: AsyncConnection, revision: str) -> None:
+def downgrade(tx: Transaction, revision: str) -> None:
     """Bring a database back to ``revision``; what only newer ones have is gone."""
-    await tx.run_sync(lambda sync: command.downgrade(config(sync), revision))
+    command.downgrade(config(tx.connection), revision)

@@ -12,9 +12,8 @@ from typing import Any
 
 from sqlalchemy import Executable
 from sqlalchemy.engine import Dialect
-from sqlalchemy.ext.asyncio import AsyncConnection
 
-from trinity_buffer.store.inline import InlineConnection
+from trinity_buffer.store.transaction import Transaction
 
 
 class Prepared:
@@ -28,18 +27,14 @@ class Prepared:
         self._statement: Any = statement
         self._compiled: dict[str, tuple[str, list[str], dict[str, Any]]] = {}
 
-    async def rows(self, tx: AsyncConnection, **values: object) -> list[tuple[Any, ...]]:
+    def rows(self, tx: Transaction, **values: object) -> list[tuple[Any, ...]]:
         """Execute it, and return all rows that it gives."""
         sql, names, known = self._of(tx.dialect)
-        bound = tuple(self._bound(names, known, values))
-        if isinstance(tx, InlineConnection):
-            return tx.rows(sql, bound)
-        result = await tx.exec_driver_sql(sql, bound)
-        return [tuple(row) for row in result.all()] if result.returns_rows else []
+        return tx.rows(sql, tuple(self._bound(names, known, values)))
 
-    async def value(self, tx: AsyncConnection, **values: object) -> Any:
+    def value(self, tx: Transaction, **values: object) -> Any:
         """Execute it, and return the first column of its first row; None if there is none."""
-        rows = await self.rows(tx, **values)
+        rows = self.rows(tx, **values)
         return rows[0][0] if rows else None
 
     @staticmethod

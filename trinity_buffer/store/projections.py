@@ -7,16 +7,15 @@ and opens no segment.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any
 
 from sqlalchemy import Text, bindparam, delete, func, insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.errors import CursorConflictError
-from trinity_buffer.store import bulk, event_rows
+from trinity_buffer.store import event_rows
 from trinity_buffer.store.address import first_address
 from trinity_buffer.store.dialect import among_given, given, upsert
 from trinity_buffer.store.prepared import Prepared
@@ -36,22 +35,21 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
+from trinity_buffer.store.transaction import Transaction
 
 Body = Mapping[str, Any]
 
 
-async def fold(
-    tx: AsyncConnection, experiment: int, position: int, kind: str, body: Body, actor: str
+def fold(
+    tx: Transaction, experiment: int, position: int, kind: str, body: Body, actor: str
 ) -> None:
     """Apply one event. An unknown kind changes nothing: an old version may read a newer log."""
     handler = _FOLDS.get(kind)
     if handler is not None:
-        await handler(tx, experiment, position, body, actor)
+        handler(tx, experiment, position, body, actor)
 
 
-async def fold_all(
-    tx: AsyncConnection, experiment: int, facts: Sequence[tuple[int, str, Body, str]]
-) -> None:
+def fold_all(tx: Transaction, experiment: int, facts: Sequence[tuple[int, str, Body, str]]) -> None:
     """Apply events, as (position, kind, body, actor), in order; neighbours of a kind together.
 
     Calls that share a transaction record one event each: their experiences are one insert.
@@ -64,21 +62,19 @@ async def fold_all(
                 for at, _, body, _ in some
                 for row in event_rows.experience_rows(experiment, at, body)
             ]
-            await bulk.add(tx, experience, rows)
+            tx.add(experience, rows)
             continue
         for position, _, body, actor in some:
-            await fold(tx, experiment, position, kind, body, actor)
+            fold(tx, experiment, position, kind, body, actor)
 
 
-async def clear(tx: AsyncConnection, experiment: int) -> None:
+def clear(tx: Transaction, experiment: int) -> None:
     """Delete every projection of the experiment, before `fold` makes them again."""
     for table in PROJECTIONS:
-        await tx.execute(delete(table).where(table.c.experiment == experiment))
+        tx.execute(delete(table).where(table.c.experiment == experiment))
 
 
-async def _configured(
-    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
-) -> None:
+def _configured(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
     row = {
         "experiment": experiment,
         "position": position,
@@ -87,20 +83,16 @@ async def _configured(
     }
     statement = upsert(tx, configuration).values(row)
     changed = {"position": position, "config": body["config"], "finished": False}
-    await tx.execute(statement.on_conflict_do_update(index_elements=["experiment"], set_=changed))
+    tx.execute(statement.on_conflict_do_update(index_elements=["experiment"], set_=changed))
 
 
-async def _finished(
-    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
-) -> None:
-    await tx.execute(
+def _finished(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
+    tx.execute(
         update(configuration).where(configuration.c.experiment == experiment).values(finished=True)
     )
 
 
-async def _planned(
-    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
-) -> None:
+def _planned(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
     key = body["batch"]
     row = {
         "experiment": experiment,
@@ -112,15 +104,13 @@ async def _planned(
         "sealed_at": None,
         "expected": None,
     }
-    await tx.execute(insert(batch), row)
+    tx.execute(insert(batch), row)
     last = select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == experiment)
-    first = int((await tx.execute(last)).scalar_one()) + 1
-    await bulk.add(tx, plan, event_rows.plan_rows(experiment, body, first))
+    first = int(tx.execute(last).scalar_one()) + 1
+    tx.add(plan, event_rows.plan_rows(experiment, body, first))
 
 
-async def _sealed(
-    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
-) -> None:
+def _sealed(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
     key, sealed = body["batch"], {"sealed_at": position, "expected": body["expected"]}
     row = {
         "experiment": experiment,
@@ -130,20 +120,14 @@ async def _sealed(
         **sealed,
     }
     statement = upsert(tx, batch).values(row)
-    await tx.execute(
-        statement.on_conflict_do_update(index_elements=["experiment", "batch"], set_=sealed)
-    )
+    tx.execute(statement.on_conflict_do_update(index_elements=["experiment", "batch"], set_=sealed))
 
 
-async def _recorded(
-    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
-) -> None:
-    await bulk.add(tx, experience, event_rows.experience_rows(experiment, position, body))
+def _recorded(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
+    tx.add(experience, event_rows.experience_rows(experiment, position, body))
 
 
-async def _registered(
-    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
-) -> None:
+def _registered(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
     numbers = dict.fromkeys(
         ("cursor", "calls", "rejected_groups", "token", "leased_step", "committed_step"), 0
     )
@@ -153,14 +137,14 @@ async def _registered(
         "kind": body["kind"],
         "config": body["config"],
     }
-    await tx.execute(insert(consumer), row | numbers)
+    tx.execute(insert(consumer), row | numbers)
 
 
-async def _see(tx: AsyncConnection, experiment: int, body: Body) -> None:
+def _see(tx: Transaction, experiment: int, body: Body) -> None:
     """Move the cursor of a strategy to ``seen``; what lies between becomes waiting."""
     name, seen = body["consumer"], body["seen"]
     mine = {"of": experiment, "by": name}
-    ((cursor, calls),) = await _CURSOR.rows(tx, **mine)
+    ((cursor, calls),) = _CURSOR.rows(tx, **mine)
     if body.get("after", cursor) != cursor:
         raise CursorConflictError(
             f"strategy {name!r}: another process of the same name went on from position "
@@ -168,8 +152,8 @@ async def _see(tx: AsyncConnection, experiment: int, body: Body) -> None:
         )
     if seen > cursor:
         end = first_address(seen + 1)
-        await _UNSEEN.rows(tx, **mine, start=first_address(cursor + 1), end=end)
-    await _SEE.rows(tx, **mine, to=max(seen, cursor), called=max(body["calls"], calls))
+        _UNSEEN.rows(tx, **mine, start=first_address(cursor + 1), end=end)
+    _SEE.rows(tx, **mine, to=max(seen, cursor), called=max(body["calls"], calls))
 
 
 _OF_CONSUMER = (consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by"))
@@ -199,12 +183,12 @@ def _taken(dialect: str) -> Prepared:
     return Prepared(delete(waiting).where(*mine, some).returning(waiting.c.address))
 
 
-async def _decide(tx: AsyncConnection, experiment: int, name: str, addresses: list[int]) -> None:
+def _decide(tx: Transaction, experiment: int, name: str, addresses: list[int]) -> None:
     """Take ``addresses`` out of waiting. Each can be taken once: who comes second fails here."""
     if not addresses:
         return
     mine = {"of": experiment, "by": name}
-    gone = await _taken(tx.dialect.name).rows(tx, **mine, addresses=given(tx, addresses))
+    gone = _taken(tx.dialect.name).rows(tx, **mine, addresses=given(tx, addresses))
     if len(gone) != len(addresses):
         raise CursorConflictError(
             f"strategy {name!r}: {len(addresses) - len(gone)} of {len(addresses)} experiences "
@@ -212,38 +196,32 @@ async def _decide(tx: AsyncConnection, experiment: int, name: str, addresses: li
         )
 
 
-async def _annotated(
-    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
-) -> None:
-    await _see(tx, experiment, body)
-    await _decide(tx, experiment, body["consumer"], sorted(set(body["experiences"])))
-    await bulk.add(tx, annotation, event_rows.annotation_rows(experiment, position, body))
+def _annotated(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
+    _see(tx, experiment, body)
+    _decide(tx, experiment, body["consumer"], sorted(set(body["experiences"])))
+    tx.add(annotation, event_rows.annotation_rows(experiment, position, body))
 
 
-async def _rejected(
-    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
-) -> None:
+def _rejected(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
     name, addresses = body["consumer"], body["experiences"]
     if body["by"] == "strategy":
-        await _see(tx, experiment, body)
-        await _decide(tx, experiment, name, addresses)
-    await bulk.add(tx, rejection, event_rows.rejection_rows(experiment, position, body))
+        _see(tx, experiment, body)
+        _decide(tx, experiment, name, addresses)
+    tx.add(rejection, event_rows.rejection_rows(experiment, position, body))
     if body["planned_groups"]:
-        await _LEFT_OUT.rows(tx, of=experiment, by=name, more=body["planned_groups"])
+        _LEFT_OUT.rows(tx, of=experiment, by=name, more=body["planned_groups"])
 
 
-async def _leased(
-    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
-) -> None:
+def _leased(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
     name, number = body["consumer"], body["step"]
     addresses = body["annotations"]
-    before = await _GROUPS_SO_FAR.value(tx, of=experiment, by=name, at=number - 1)
+    before = _GROUPS_SO_FAR.value(tx, of=experiment, by=name, at=number - 1)
     so_far = int(before or 0) + body["planned_groups"]
     size = (len(addresses), body["num_groups"], so_far)
     row = (experiment, name, number, position, *size, body["digest"], None, None, None)
-    await bulk.add(tx, step, [row])
-    await bulk.add(tx, delivery, event_rows.delivery_rows(experiment, body))
-    await _HANDED_OUT.rows(tx, of=experiment, by=name, number=number, fence=body["token"])
+    tx.add(step, [row])
+    tx.add(delivery, event_rows.delivery_rows(experiment, body))
+    _HANDED_OUT.rows(tx, of=experiment, by=name, number=number, fence=body["token"])
 
 
 _OF_STEP = (step.c.experiment == bindparam("of"), step.c.consumer == bindparam("by"))
@@ -257,9 +235,7 @@ _HANDED_OUT = Prepared(
 )
 
 
-async def _committed(
-    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
-) -> None:
+def _committed(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
     name, last = body["consumer"], body["steps"][-1]
     mine = (step.c.experiment == experiment, step.c.consumer == name)
     new = (
@@ -267,35 +243,29 @@ async def _committed(
         .where(*mine, step.c.step <= last, step.c.committed_at.is_(None))
         .values(committed_at=position)
     )
-    await tx.execute(new)
+    tx.execute(new)
     checkpoint = {"checkpoint": body["checkpoint"], "checkpoint_digest": body["checkpoint_digest"]}
-    await tx.execute(update(step).where(*mine, step.c.step == last).values(checkpoint))
+    tx.execute(update(step).where(*mine, step.c.step == last).values(checkpoint))
     mine = (consumer.c.experiment == experiment, consumer.c.name == name)
     done = {"committed_step": last, "token": body["token"]}
-    await tx.execute(update(consumer).where(*mine).values(done))
+    tx.execute(update(consumer).where(*mine).values(done))
 
 
-async def _rewound(
-    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
-) -> None:
+def _rewound(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
     name, kept = body["consumer"], body["step"]
     mine = (step.c.experiment == experiment, step.c.consumer == name, step.c.step > kept)
     superseded = {"committed_at": None, "checkpoint": None, "checkpoint_digest": None}
-    await tx.execute(update(step).where(*mine).values(superseded))
+    tx.execute(update(step).where(*mine).values(superseded))
     live = (consumer.c.experiment == experiment, consumer.c.name == name)
-    await tx.execute(update(consumer).where(*live).values(committed_step=kept))
+    tx.execute(update(consumer).where(*live).values(committed_step=kept))
 
 
-async def _published(
-    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
-) -> None:
+def _published(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
     row = {"experiment": experiment, "position": position, "version": body["version"]}
-    await tx.execute(insert(policy), row | {"uri": body["uri"], "digest": body["digest"]})
+    tx.execute(insert(policy), row | {"uri": body["uri"], "digest": body["digest"]})
 
 
-async def _scored(
-    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
-) -> None:
+def _scored(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
     """A later event of the same scoring replaces what an earlier one said of an experience."""
     rows = [
         {"experiment": experiment, "scoring": body["scoring"], "address": address, "reward": reward}
@@ -304,26 +274,22 @@ async def _scored(
     statement = upsert(tx, assigned_reward)
     keys = ["experiment", "scoring", "address"]
     replace = {"reward": statement.excluded.reward}
-    await tx.execute(statement.on_conflict_do_update(index_elements=keys, set_=replace), rows)
+    tx.execute(statement.on_conflict_do_update(index_elements=keys, set_=replace), rows)
 
 
-async def _archived(
-    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
-) -> None:
+def _archived(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
     rows = [
         {"experiment": experiment, "segment": key, "position": position, "uri": body["uri"]}
         for key in body["segments"]
     ]
-    await tx.execute(insert(archived), rows)
+    tx.execute(insert(archived), rows)
 
 
-async def _noted(
-    tx: AsyncConnection, experiment: int, position: int, body: Body, actor: str
-) -> None:
+def _noted(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
     """Change nothing: the event matters to those who read the log itself."""
 
 
-_FOLDS: dict[str, Callable[[AsyncConnection, int, int, Body, str], Awaitable[None]]] = {
+_FOLDS: dict[str, Callable[[Transaction, int, int, Body, str], None]] = {
     "ExperimentCreated": _configured,
     "ConfigurationChanged": _configured,
     "ExperimentFinished": _finished,

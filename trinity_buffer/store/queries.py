@@ -1,17 +1,17 @@
-"""What writers and strategies ask the projections. Reads only; an open transaction comes first."""
+"""What writers and strategies ask the projections. An open transaction comes first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, Literal
 
 from sqlalchemy import and_, bindparam, exists, func, select
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.identity import EID, Key
+from trinity_buffer.store import log
 from trinity_buffer.store.address import first_address
-from trinity_buffer.store.dialect import among, among_given, given
+from trinity_buffer.store.dialect import among, among_given, given, lock_experiment
 from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.rows import (
     EXPERIENCE_COLUMNS,
@@ -30,11 +30,12 @@ from trinity_buffer.store.tables import (
     policy,
     waiting,
 )
+from trinity_buffer.store.transaction import Transaction
 
 
-async def config_of(tx: AsyncConnection, experiment: int) -> tuple[dict[str, Any], bool] | None:
+def config_of(tx: Transaction, experiment: int) -> tuple[dict[str, Any], bool] | None:
     """Return (configuration, whether it is finished), or None before the first event."""
-    row = (await tx.execute(_CONFIG, {"of": experiment})).one_or_none()
+    row = tx.execute(_CONFIG, {"of": experiment}).one_or_none()
     return None if row is None else (dict(row.config), bool(row.finished))
 
 
@@ -43,15 +44,13 @@ _CONFIG = select(configuration.c.config, configuration.c.finished).where(
 )
 
 
-async def stored(
-    tx: AsyncConnection, experiment: int, eids: Sequence[EID]
-) -> dict[EID, tuple[int, bytes]]:
+def stored(tx: Transaction, experiment: int, eids: Sequence[EID]) -> dict[EID, tuple[int, bytes]]:
     """Return (address, content digest) of those of ``eids`` that are stored."""
     wanted = {(str(e.batch), str(e.task), e.run, e.step, e.suffix): e for e in eids}
     found: dict[EID, tuple[int, bytes]] = {}
     statement = _of_tasks(tx.dialect.name, "stored")
     for some, tasks in _by_batch(key[:2] for key in wanted):
-        rows = await statement.rows(tx, of=experiment, batch=some, tasks=given(tx, tasks))
+        rows = statement.rows(tx, of=experiment, batch=some, tasks=given(tx, tasks))
         for address, digest, *key in rows:
             eid = wanted.get((some, *key))
             if eid is not None:
@@ -103,10 +102,10 @@ def _of_tasks(dialect: str, what: Literal["stored", "decided", "refused"]) -> Pr
 _WITHIN_BATCH = (experience.c.task, experience.c.run, experience.c.step, experience.c.suffix)
 
 
-async def sealed_among(tx: AsyncConnection, experiment: int, batches: Sequence[str]) -> set[str]:
+def sealed_among(tx: Transaction, experiment: int, batches: Sequence[str]) -> set[str]:
     """Return which of ``batches`` are sealed."""
     query = _sealed_among(tx.dialect.name)
-    return {key for (key,) in await query.rows(tx, of=experiment, batches=given(tx, batches))}
+    return {key for (key,) in query.rows(tx, of=experiment, batches=given(tx, batches))}
 
 
 @cache
@@ -120,20 +119,20 @@ def _sealed_among(dialect: str) -> Prepared:
     )
 
 
-async def batch_row(tx: AsyncConnection, experiment: int, key: Key) -> BatchRow | None:
+def batch_row(tx: Transaction, experiment: int, key: Key) -> BatchRow | None:
     """Return the batch with its planned tasks, or None if it was neither planned nor sealed."""
-    rows = await batches(tx, experiment, [str(key)])
+    rows = batches(tx, experiment, [str(key)])
     return rows.get(str(key))
 
 
-async def batches(tx: AsyncConnection, experiment: int, keys: Sequence[str]) -> dict[str, BatchRow]:
+def batches(tx: Transaction, experiment: int, keys: Sequence[str]) -> dict[str, BatchRow]:
     """Return those of the batches ``keys`` that were planned or sealed."""
     some, dialect = given(tx, keys), tx.dialect.name
-    found = await _batches(dialect).rows(tx, of=experiment, batches=some)
+    found = _batches(dialect).rows(tx, of=experiment, batches=some)
     tasks: dict[str, list[Key]] = {}
     if found:
         # Sorted here: asked to, SQLite walks through all plans of the run in their order.
-        plans = await _tasks(dialect).rows(tx, of=experiment, batches=some)
+        plans = _tasks(dialect).rows(tx, of=experiment, batches=some)
         for _, key, task, is_int in sorted(plans):
             tasks.setdefault(key, []).append(typed(task, is_int=is_int))
     return {
@@ -169,35 +168,31 @@ def _tasks(dialect: str) -> Prepared:
     return Prepared(query.where(plan.c.experiment == bindparam("of"), wanted))
 
 
-async def batches_of_actor(
-    tx: AsyncConnection, experiment: int, actor: str
-) -> tuple[int, list[str]]:
+def batches_of_actor(tx: Transaction, experiment: int, actor: str) -> tuple[int, list[str]]:
     """Return how many batches ``actor`` planned, and which of them are not sealed, oldest first."""
     mine = (
         batch.c.experiment == experiment,
         batch.c.actor == actor,
         batch.c.planned_at.is_not(None),
     )
-    number = int(
-        (await tx.execute(select(func.count()).select_from(batch).where(*mine))).scalar_one()
-    )
+    number = int(tx.execute(select(func.count()).select_from(batch).where(*mine)).scalar_one())
     query = (
         select(batch.c.batch).where(*mine, batch.c.sealed_at.is_(None)).order_by(batch.c.planned_at)
     )
-    return number, list((await tx.execute(query)).scalars())
+    return number, list(tx.execute(query).scalars())
 
 
-async def runs_of(tx: AsyncConnection, experiment: int, key: Key) -> set[tuple[str, int]]:
+def runs_of(tx: Transaction, experiment: int, key: Key) -> set[tuple[str, int]]:
     """Return the (task as text, run) pairs of a batch that are stored."""
     query = (
         select(experience.c.task, experience.c.run)
         .where(experience.c.experiment == experiment, experience.c.batch == str(key))
         .distinct()
     )
-    return {(task, int(run)) for task, run in (await tx.execute(query)).all()}
+    return {(task, int(run)) for task, run in tx.execute(query).all()}
 
 
-async def count_in_batch(tx: AsyncConnection, experiment: int, key: Key) -> int:
+def count_in_batch(tx: Transaction, experiment: int, key: Key) -> int:
     """Return how many experiences of a batch are stored and not refused as late."""
     # In two: in one, SQLite takes the primary key and looks at every experience of the run.
     of_batch = select(experience.c.address).where(
@@ -212,24 +207,37 @@ async def count_in_batch(tx: AsyncConnection, experiment: int, key: Key) -> int:
             experience.c.refused.is_distinct_from("late"),
         )
     )
-    return int((await tx.execute(query)).scalar_one())
+    return int(tx.execute(query).scalar_one())
 
 
-async def consumers(tx: AsyncConnection, experiment: int) -> dict[str, ConsumerRow]:
+def consumers(tx: Transaction, experiment: int) -> dict[str, ConsumerRow]:
     """Return all consumers of the experiment."""
     query = select(consumer).where(consumer.c.experiment == experiment).order_by(consumer.c.name)
-    return {row.name: ConsumerRow(*row[1:]) for row in (await tx.execute(query)).all()}
+    return {row.name: ConsumerRow(*row[1:]) for row in tx.execute(query).all()}
 
 
-async def consumer_row(tx: AsyncConnection, experiment: int, name: str) -> ConsumerRow | None:
+def consumer_row(tx: Transaction, experiment: int, name: str) -> ConsumerRow | None:
     """Return one consumer, or None."""
     query = select(consumer).where(consumer.c.experiment == experiment, consumer.c.name == name)
-    row = (await tx.execute(query)).one_or_none()
+    row = tx.execute(query).one_or_none()
     return None if row is None else ConsumerRow(*row[1:])
 
 
-async def waiting_rows(
-    tx: AsyncConnection, experiment: int, name: str, *, after: int, up_to: int, limit: int
+def registered(
+    tx: Transaction, experiment: int, name: str, event: log.NewEvent, *, clock: Callable[[], int]
+) -> ConsumerRow:
+    """Return the consumer ``name``; where there is none, append the event that registers it."""
+    lock_experiment(tx, experiment)
+    row = consumer_row(tx, experiment, name)
+    if row is None:
+        log.append(tx, experiment, [event], actor=name, now_us=clock())
+        row = consumer_row(tx, experiment, name)
+    assert row is not None
+    return row
+
+
+def waiting_rows(
+    tx: Transaction, experiment: int, name: str, *, after: int, up_to: int, limit: int
 ) -> list[ExperienceRow]:
     """Return what strategy ``name`` has seen and not decided, above ``after``, by address."""
     query = (
@@ -250,20 +258,20 @@ async def waiting_rows(
         .order_by(waiting.c.address)
         .limit(limit)
     )
-    return [experience_row(row) for row in (await tx.execute(query)).all()]
+    return [experience_row(row) for row in tx.execute(query).all()]
 
 
-async def experience_rows(
-    tx: AsyncConnection, experiment: int, addresses: Sequence[int]
+def experience_rows(
+    tx: Transaction, experiment: int, addresses: Sequence[int]
 ) -> list[ExperienceRow]:
     """Return the experiences at ``addresses``, in order of address."""
     mine = (experience.c.experiment == experiment, among(tx, experience.c.address, addresses))
     query = select(*EXPERIENCE_COLUMNS).where(*mine).order_by(experience.c.address)
-    return [experience_row(row) for row in (await tx.execute(query)).all()]
+    return [experience_row(row) for row in tx.execute(query).all()]
 
 
-async def decided_groups(
-    tx: AsyncConnection,
+def decided_groups(
+    tx: Transaction,
     experiment: int,
     name: str,
     groups: Sequence[tuple[str, str]],
@@ -275,28 +283,28 @@ async def decided_groups(
     decided: set[tuple[str, str]] = set()
     for key, tasks in _by_batch(groups):
         some = given(tx, tasks)
-        rows = await statement.rows(tx, of=experiment, by=name, batch=key, tasks=some, end=end)
+        rows = statement.rows(tx, of=experiment, by=name, batch=key, tasks=some, end=end)
         decided.update((key, task) for (task,) in rows)
     return decided
 
 
-async def newest_policy(tx: AsyncConnection, experiment: int) -> tuple[int, str, str, int] | None:
+def newest_policy(tx: Transaction, experiment: int) -> tuple[int, str, str, int] | None:
     """Return (version, uri, digest, position) of the policy that was published last, or None."""
     query = select(policy.c.version, policy.c.uri, policy.c.digest, policy.c.position)
     query = (
         query.where(policy.c.experiment == experiment).order_by(policy.c.position.desc()).limit(1)
     )
-    row = (await tx.execute(query)).one_or_none()
+    row = tx.execute(query).one_or_none()
     return None if row is None else (int(row[0]), row[1], row[2], int(row[3]))
 
 
-async def refused_runs(
-    tx: AsyncConnection, experiment: int, groups: Sequence[tuple[str, str]], *, cursor: int
+def refused_runs(
+    tx: Transaction, experiment: int, groups: Sequence[tuple[str, str]], *, cursor: int
 ) -> set[tuple[tuple[str, str], int]]:
     """Return (group, run) of the experiences up to ``cursor`` that were refused at the door."""
     statement, end = _of_tasks(tx.dialect.name, "refused"), first_address(cursor + 1)
     found: set[tuple[tuple[str, str], int]] = set()
     for key, tasks in _by_batch(groups):
-        rows = await statement.rows(tx, of=experiment, batch=key, tasks=given(tx, tasks), end=end)
+        rows = statement.rows(tx, of=experiment, batch=key, tasks=given(tx, tasks), end=end)
         found.update(((key, task), int(run)) for task, run in rows)
     return found

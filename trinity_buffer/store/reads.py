@@ -27,7 +27,7 @@ class Filter:
     include_refused: bool = False
 
 
-async def experiences(
+def experiences(
     tx: Transaction, experiment: int, wanted: Filter, *, after: int, limit: int
 ) -> list[ExperienceRow]:
     """Return up to ``limit`` experiences with an address above ``after``, in order of address."""
@@ -48,11 +48,11 @@ async def experiences(
         query = query.where(experience.c.reward <= wanted.reward_max)
     if not wanted.include_refused:
         query = query.where(experience.c.refused.is_(None))
-    rows = await tx.execute(query.order_by(experience.c.address).limit(limit))
+    rows = tx.execute(query.order_by(experience.c.address).limit(limit))
     return [experience_row(row) for row in rows.all()]
 
 
-async def assigned_rewards(
+def assigned_rewards(
     tx: Transaction, experiment: int, scoring: str, addresses: Sequence[int]
 ) -> dict[int, float]:
     """Return address -> reward of those of ``addresses`` that a scoring has rewarded."""
@@ -61,10 +61,10 @@ async def assigned_rewards(
         assigned_reward.c.scoring == scoring,
         among(tx, assigned_reward.c.address, addresses),
     )
-    return {int(address): float(reward) for address, reward in (await tx.execute(query)).all()}
+    return {int(address): float(reward) for address, reward in tx.execute(query).all()}
 
 
-async def scorings(tx: Transaction, experiment: int) -> list[str]:
+def scorings(tx: Transaction, experiment: int) -> list[str]:
     """Return the names of the scorings of an experiment, sorted."""
     query = select(assigned_reward.c.scoring).where(assigned_reward.c.experiment == experiment)
-    return sorted((await tx.execute(query.distinct())).scalars().all())
+    return sorted(tx.execute(query.distinct()).scalars().all())

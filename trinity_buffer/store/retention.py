@@ -15,7 +15,7 @@ from trinity_buffer.store.tables import (
 from trinity_buffer.store.transaction import Transaction
 
 
-async def finished_segments(
+def finished_segments(
     tx: Transaction, experiment: int, *, keep_steps: int, after: int, limit: int
 ) -> tuple[int, list[bytes]] | None:
     """Return (where to go on, keys) of segments all of whose experiences are done with.
@@ -31,7 +31,7 @@ async def finished_segments(
         .order_by(experience.c.address)
         .limit(limit)
     )
-    rows = (await tx.execute(query)).all()
+    rows = tx.execute(query).all()
     if not rows:
         return None
     members: dict[bytes, set[int]] = {}
@@ -42,16 +42,16 @@ async def finished_segments(
     whole = list(members)
     if len(rows) == limit:
         if len(whole) == 1:
-            return await finished_segments(
+            return finished_segments(
                 tx, experiment, keep_steps=keep_steps, after=after, limit=2 * limit
             )
         whole.pop()  # its other rows are on the next page
     last = max(int(row.address) for row in rows if bytes(row.segment) in set(whole))
-    done = await _done(tx, experiment, keep_steps, after, last)
+    done = _done(tx, experiment, keep_steps, after, last)
     return last, [key for key in whole if done is not None and members[key] <= done]
 
 
-async def _done(
+def _done(
     tx: Transaction, experiment: int, keep_steps: int, after: int, last: int
 ) -> set[int] | None:
     """Return those in (after, last] that every trainer has done with; None: no trainer."""
@@ -59,15 +59,15 @@ async def _done(
         consumer.c.experiment == experiment, consumer.c.kind == "trainer"
     )
     done: set[int] | None = None
-    for name, config, committed in (await tx.execute(query)).all():
-        mine = await _done_by(
+    for name, config, committed in tx.execute(query).all():
+        mine = _done_by(
             tx, experiment, name, config["strategy"], committed - keep_steps, (after, last)
         )
         done = mine if done is None else done & mine
     return done
 
 
-async def _done_by(
+def _done_by(
     tx: Transaction, experiment: int, trainer: str, name: str, horizon: int, span: tuple[int, int]
 ) -> set[int]:
     after, last = span
@@ -94,13 +94,13 @@ async def _done_by(
         .outerjoin(rejection, left_out)
         .where(*of_set, delivery.c.address.is_(None), rejection.c.address.is_(None))
     )
-    annotated = set((await tx.execute(select(annotation.c.experience).where(*of_set))).scalars())
-    waiting = set((await tx.execute(pending)).scalars())
+    annotated = set(tx.execute(select(annotation.c.experience).where(*of_set)).scalars())
+    waiting = set(tx.execute(pending).scalars())
     decided = select(rejection.c.address).where(
         rejection.c.experiment == experiment,
         rejection.c.consumer == name,
         rejection.c.address > after,
         rejection.c.address <= last,
     )
-    rejected = set((await tx.execute(decided)).scalars())
+    rejected = set(tx.execute(decided).scalars())
     return {int(address) for address in (annotated - waiting) | rejected}

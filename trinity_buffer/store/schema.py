@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from sqlalchemy import inspect as inspect_engine
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.errors import SchemaOutdatedError, SchemaTooNewError, UnknownStoreError
 from trinity_buffer.store import tables
+from trinity_buffer.store.transaction import Transaction
 
 KNOWN_REVISIONS = ("0001",)
 """Revisions that can be migrated from, oldest first, up to `tables.SCHEMA_REVISION`."""
@@ -15,7 +15,7 @@ KNOWN_REVISIONS = ("0001",)
 _CREATE_LOCK = 0x54425546
 
 
-async def inspect(connection: AsyncConnection, name: str) -> bool:
+def inspect(tx: Transaction, name: str) -> bool:
     """Return whether the database holds a store of this version; False: it is empty.
 
     Raises:
@@ -23,7 +23,7 @@ async def inspect(connection: AsyncConnection, name: str) -> bool:
         SchemaOutdatedError: it holds a store of an older version.
         SchemaTooNewError: it holds a store of a newer version.
     """
-    found = await connection.run_sync(lambda sync: set(inspect_engine(sync).get_table_names()))
+    found = set(inspect_engine(tx.connection).get_table_names())
     if not found:
         return False
     if "alembic_version" not in found or "event" not in found:
@@ -31,9 +31,7 @@ async def inspect(connection: AsyncConnection, name: str) -> bool:
         raise UnknownStoreError(
             f"{name} is not a Trinity Buffer store: it holds other tables ({some})"
         )
-    revision = (
-        await connection.execute(text("SELECT version_num FROM alembic_version"))
-    ).scalar_one_or_none()
+    revision = tx.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
     if revision == tables.SCHEMA_REVISION:
         return True
     if revision in KNOWN_REVISIONS:
@@ -49,19 +47,19 @@ async def inspect(connection: AsyncConnection, name: str) -> bool:
     )
 
 
-async def create(tx: AsyncConnection, name: str) -> None:
+def create(tx: Transaction, name: str) -> None:
     """Create every table and stamp the revision; a no-op where another process was quicker."""
     if tx.dialect.name == "postgresql":
-        await tx.execute(text(f"SELECT pg_advisory_xact_lock({_CREATE_LOCK})"))
-    if await inspect(tx, name):
+        tx.execute(text(f"SELECT pg_advisory_xact_lock({_CREATE_LOCK})"))
+    if inspect(tx, name):
         return
-    await tx.run_sync(tables.metadata.create_all)
-    await tx.execute(
+    tables.metadata.create_all(tx.connection)
+    tx.execute(
         text(
             "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL, "
             "CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
         )
     )
-    await tx.execute(
+    tx.execute(
         text("INSERT INTO alembic_version VALUES (:revision)"), {"revision": tables.SCHEMA_REVISION}
     )

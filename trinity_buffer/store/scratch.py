@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
-from urllib.parse import quote
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import anyio
-import anyio.to_thread
 from pysqlite3 import dbapi2
-from sqlalchemy import Connection, create_engine
-from sqlalchemy import event as listen_to
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.errors import StoreError
 from trinity_buffer.store import projections, sqlite, tables
+from trinity_buffer.store.sqlite_seats import SQLiteTransaction
+from trinity_buffer.store.transaction import Transaction
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,24 +50,6 @@ class Unfoldable:
     cause: str
 
 
-class _Inline:
-    """A plain connection in the form of an `AsyncConnection`, of which folds and reads use this.
-
-    Nothing is ever awaited, so a whole page of events is folded in one go, in one thread: with the
-    asynchronous driver each of its statements would change threads four times.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.dialect = connection.dialect
-
-    async def execute(self, statement: Any, parameters: Any = None) -> Any:
-        return self._connection.execute(statement, parameters)
-
-    async def exec_driver_sql(self, statement: str, parameters: Any = None) -> Any:
-        return self._connection.exec_driver_sql(statement, parameters)
-
-
 class Scratch:
     """Projections of one experiment, folded from its log alone. Made by `open_scratch`.
 
@@ -82,49 +59,34 @@ class Scratch:
         sees_live: whether the live projections are attached, as the schema ``live``.
     """
 
-    def __init__(self, connection: Connection, experiment: int, *, sees_live: bool) -> None:
-        self._connection = connection
-        self._tx = cast(AsyncConnection, _Inline(connection))
+    def __init__(self, tx: SQLiteTransaction, experiment: int, *, sees_live: bool) -> None:
+        self._tx = tx
         self.experiment = experiment
         self.position = 0
         self.sees_live = sees_live
 
-    async def ask(
+    def ask(
         self,
-        function: Callable[Concatenate[AsyncConnection, P], Awaitable[T]],
+        f: Callable[Concatenate[Transaction, P], T],
+        /,
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Return what a function of `store` says of these projections."""
-        return await anyio.to_thread.run_sync(
-            partial(self._to_its_end, function(self._tx, *args, **kwargs))
-        )
+        """Return what a function of `store` says of these projections. Not on an event loop."""
+        # A transaction of its own: an attached store must not be held in one state for long.
+        return self._tx.run(lambda tx: f(tx, *args, **kwargs), writes=False)
 
-    async def fold(self, events: Sequence[DecodedEvent]) -> Unfoldable | None:
+    def fold(self, events: Sequence[DecodedEvent]) -> Unfoldable | None:
         """Apply ``events``, which follow `position`; return the first that cannot be applied.
 
-        After that one the scratch is of no more use.
+        After that one the scratch is of no more use. Not on an event loop.
         """
-        return await anyio.to_thread.run_sync(partial(self._to_its_end, self._fold(events)))
+        return self.ask(self._fold, events)
 
-    def _to_its_end(self, work: Awaitable[T]) -> T:
-        """Return the result of a coroutine that waits for nothing.
-
-        The transaction ends with it: an attached store must not be held in one state for long.
-        """
-        try:
-            cast(Coroutine[Any, Any, T], work).send(None)
-        except StopIteration as end:
-            return cast(T, end.value)
-        finally:
-            self._connection.commit()
-        raise AssertionError("a function of the store waited for something else than its database")
-
-    async def _fold(self, events: Sequence[DecodedEvent]) -> Unfoldable | None:
-        tx, experiment = self._tx, self.experiment
+    def _fold(self, tx: Transaction, events: Sequence[DecodedEvent]) -> Unfoldable | None:
         for new in events:
             try:
-                await projections.fold(tx, experiment, new.position, new.kind, new.body, new.actor)
+                projections.fold(tx, self.experiment, new.position, new.kind, new.body, new.actor)
             except _CANNOT_FOLD as error:
                 cause = " ".join(str(getattr(error, "orig", error)).split())
                 return Unfoldable(new.position, new.kind, f"{type(error).__name__}: {cause}")
@@ -145,8 +107,8 @@ _CANNOT_FOLD = (
 )
 
 
-@asynccontextmanager
-async def open_scratch(experiment: int, live: Path | None = None) -> AsyncIterator[Scratch]:
+@contextmanager
+def open_scratch(experiment: int, live: Path | None = None) -> Iterator[Scratch]:
     """Open empty projections for ``experiment`` in a temporary SQLite file.
 
     Args:
@@ -154,36 +116,28 @@ async def open_scratch(experiment: int, live: Path | None = None) -> AsyncIterat
     """
     sqlite.require_safe_library()
     with TemporaryDirectory(prefix="trinity-buffer-") as folder:
-        engine = create_engine(
-            f"sqlite:///file:{Path(folder) / 'scratch.db'}?mode=rwc&uri=true",
-            module=dbapi2,
-            connect_args={"isolation_level": None, "check_same_thread": False},
-        )
-        listen_to.listen(engine, "connect", partial(_connected, live))
-        listen_to.listen(engine, "begin", _begin)
-        try:
-            with engine.connect() as connection:
-                tables.metadata.create_all(connection, tables=list(tables.PROJECTIONS))
-                for index in _NEEDLESS:
-                    connection.exec_driver_sql(f"DROP INDEX {index}")
-                connection.commit()
-                yield Scratch(connection, experiment, sees_live=live is not None)
-        finally:
-            engine.dispose()
+        tx = SQLiteTransaction(_connected(Path(folder) / "scratch.db", live))
+        with closing(tx):
+            tx.run(_create, writes=True)
+            yield Scratch(tx, experiment, sees_live=live is not None)
+
+
+def _create(tx: Transaction) -> None:
+    tables.metadata.create_all(tx.connection, tables=list(tables.PROJECTIONS))
+    for index in _NEEDLESS:
+        tx.rows(f"DROP INDEX {index}", ())
 
 
 # What no fold asks for, and every fold would keep up to date.
 _NEEDLESS = ("ix_annotation_experience", "ix_archived_segment")
 
 
-def _connected(live: Path | None, connection: Any, _record: Any) -> None:
-    cursor = connection.cursor()
+def _connected(path: Path, live: Path | None) -> Any:
+    driver = dbapi2.connect(
+        f"file:{path}?mode=rwc", uri=True, isolation_level=None, check_same_thread=False
+    )
     for statement in _PRAGMAS:
-        cursor.execute(statement)
+        driver.execute(statement)
     if live is not None:
-        cursor.execute("ATTACH ? AS live", (f"file:{quote(str(live.resolve()))}?mode=ro",))
-    cursor.close()
-
-
-def _begin(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN")
+        driver.execute("ATTACH ? AS live", (f"{sqlite.uri_of(live)}?mode=ro",))
+    return driver

@@ -10,13 +10,12 @@ from functools import lru_cache
 import xxhash
 from sqlalchemy import bindparam, select
 from sqlalchemy import delete as sql_delete
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import bulk
 from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.tables import archived, segment
+from trinity_buffer.store.transaction import Transaction
 
 
 def new_key() -> bytes:
@@ -52,13 +51,13 @@ def rows_of(key: bytes, families: Mapping[str, bytes]) -> list[dict[str, object]
     return rows
 
 
-async def write(tx: AsyncConnection, rows: Sequence[Mapping[str, object]]) -> None:
+def write(tx: Transaction, rows: Sequence[Mapping[str, object]]) -> None:
     """Insert what `rows_of` made."""
-    await bulk.add(tx, segment, [tuple(row.values()) for row in rows])
+    tx.add(segment, [tuple(row.values()) for row in rows])
 
 
-async def read(
-    tx: AsyncConnection, keys: Sequence[bytes], families: Sequence[str]
+def read(
+    tx: Transaction, keys: Sequence[bytes], families: Sequence[str]
 ) -> dict[tuple[bytes, str], list[tuple[int, int, bytes]]]:
     """Return (key, family) -> parts as (part, checksum, data), to be checked with `joined`."""
     if not keys or not families:
@@ -66,7 +65,7 @@ async def read(
     values: dict[str, object] = {f"key{number}": key for number, key in enumerate(keys)}
     values |= {f"family{number}": family for number, family in enumerate(families)}
     found: dict[tuple[bytes, str], list[tuple[int, int, bytes]]] = {}
-    rows = await _parts_of(len(keys), len(families)).rows(tx, **values)
+    rows = _parts_of(len(keys), len(families)).rows(tx, **values)
     for key, family, part, recorded, data in rows:
         found.setdefault((key, family), []).append((part, recorded, data))
     return found
@@ -82,17 +81,15 @@ def _parts_of(keys: int, families: int) -> Prepared:
     return Prepared(query.order_by(segment.c.key, segment.c.family, segment.c.part))
 
 
-async def delete(tx: AsyncConnection, keys: Sequence[bytes]) -> None:
+def delete(tx: Transaction, keys: Sequence[bytes]) -> None:
     """Delete segments that an ``archived`` row names; a trigger refuses all others."""
-    await tx.execute(sql_delete(segment).where(segment.c.key.in_(keys)))
+    tx.execute(sql_delete(segment).where(segment.c.key.in_(keys)))
 
 
-async def archived_at(
-    tx: AsyncConnection, keys: Sequence[bytes]
-) -> dict[bytes, tuple[int, str | None]]:
+def archived_at(tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, tuple[int, str | None]]:
     """Return (position of the event, file) of those of ``keys`` that have left the database."""
     query = select(archived.c.segment, archived.c.position, archived.c.uri)
-    rows = await tx.execute(query.where(archived.c.segment.in_(keys)))
+    rows = tx.execute(query.where(archived.c.segment.in_(keys)))
     return {bytes(key): (int(position), uri) for key, position, uri in rows.all()}
 
 

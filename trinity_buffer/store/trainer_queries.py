@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, bindparam, func, select
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from trinity_buffer.store.address import MAX_ROWS_PER_EVENT
 from trinity_buffer.store.prepared import Prepared
@@ -18,6 +17,7 @@ from trinity_buffer.store.tables import (
     rejection,
     step,
 )
+from trinity_buffer.store.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +45,19 @@ class Reader:
         )
 
 
-async def annotated_positions(
-    tx: AsyncConnection, experiment: int, *, annotation_set: str, start: int, limit: int
+def annotated_positions(
+    tx: Transaction, experiment: int, *, annotation_set: str, start: int, limit: int
 ) -> list[int]:
     """Return the positions of the events that hold the next ``limit`` rows from ``start`` on."""
-    found = await _POSITIONS.rows(tx, of=experiment, by=annotation_set, start=start, most=limit)
+    found = _POSITIONS.rows(tx, of=experiment, by=annotation_set, start=start, most=limit)
     return [position for (position,) in found]
 
 
-async def spent_rows(
-    tx: AsyncConnection, experiment: int, *, trainer: Reader, start: int, end: int
+def spent_rows(
+    tx: Transaction, experiment: int, *, trainer: Reader, start: int, end: int
 ) -> set[int]:
     """Return the addresses from ``start`` to below ``end`` that ``trainer`` holds or rejected."""
-    found = await _SPENT.rows(
+    found = _SPENT.rows(
         tx,
         of=experiment,
         holder=trainer.experiment,
@@ -100,8 +100,8 @@ def _spent() -> Prepared:
 _POSITIONS, _SPENT = _positions(), _spent()
 
 
-async def steps(
-    tx: AsyncConnection, experiment: int, name: str, *, after: int = 0, limit: int = -1
+def steps(
+    tx: Transaction, experiment: int, name: str, *, after: int = 0, limit: int = -1
 ) -> list[StepRow]:
     """Return the steps of a trainer above ``after``, in order."""
     query = select(step).where(
@@ -110,11 +110,11 @@ async def steps(
     query = query.order_by(step.c.step)
     if limit >= 0:
         query = query.limit(limit)
-    return [StepRow(*row[2:]) for row in (await tx.execute(query)).all()]
+    return [StepRow(*row[2:]) for row in tx.execute(query).all()]
 
 
-async def last_checkpoint(
-    tx: AsyncConnection, experiment: int, name: str, *, at: int | None = None
+def last_checkpoint(
+    tx: Transaction, experiment: int, name: str, *, at: int | None = None
 ) -> StepRow | None:
     """Return the last committed step (or step ``at``) of the live line that names a checkpoint."""
     query = select(step).where(
@@ -125,7 +125,7 @@ async def last_checkpoint(
     )
     if at is not None:
         query = query.where(step.c.step == at)
-    row = (await tx.execute(query.order_by(step.c.step.desc()).limit(1))).one_or_none()
+    row = tx.execute(query.order_by(step.c.step.desc()).limit(1)).one_or_none()
     return None if row is None else StepRow(*row[2:])
 
 
@@ -145,33 +145,33 @@ class Backlog:
     published: int
 
 
-async def backlog(tx: AsyncConnection, experiment: int, trainer: str) -> Backlog:
+def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:
     """Return the backlog in front of ``trainer``, at a cost that does not grow with the run."""
     last = select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == experiment)
-    planned = int((await tx.execute(last)).scalar_one())
-    row = await consumer_row(tx, experiment, trainer)
+    planned = int(tx.execute(last).scalar_one())
+    row = consumer_row(tx, experiment, trainer)
     delivered = committed = rejected = 0
     if row is not None:
-        strategy = await consumer_row(tx, experiment, str(row.config.get("strategy", "")))
+        strategy = consumer_row(tx, experiment, str(row.config.get("strategy", "")))
         rejected = row.rejected_groups + (strategy.rejected_groups if strategy else 0)
         so_far = select(step.c.step, step.c.planned_groups_so_far).where(
             step.c.experiment == experiment,
             step.c.consumer == trainer,
             step.c.step.in_([row.leased_step, row.committed_step]),
         )
-        totals = {int(number): int(groups) for number, groups in (await tx.execute(so_far)).all()}
+        totals = {int(number): int(groups) for number, groups in tx.execute(so_far).all()}
         delivered, committed = totals.get(row.leased_step, 0), totals.get(row.committed_step, 0)
-    newest = await newest_policy(tx, experiment)
+    newest = newest_policy(tx, experiment)
     return Backlog(
         planned - rejected - delivered, planned - rejected - committed, newest[0] if newest else 0
     )
 
 
-async def first_undelivered(tx: AsyncConnection, trainer: Reader) -> int:
+def first_undelivered(tx: Transaction, trainer: Reader) -> int:
     """Return the lowest address above everything that ``trainer`` was handed.
 
     Groups are handed out in the order of their addresses, but one that is too old is rejected
     before its turn: what was rejected says nothing of what lies below it.
     """
     handed = select(func.max(delivery.c.address)).where(*trainer.held())
-    return int((await tx.execute(handed)).scalar() or 0) + 1
+    return int(tx.execute(handed).scalar() or 0) + 1

@@ -16,6 +16,7 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading import load_experiences
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, reads
+from trinity_buffer.store.transaction import Transaction
 
 
 async def assign_rewards(
@@ -39,10 +40,13 @@ async def assign_rewards(
     """
     wanted, after, scored = reads.Filter(), -1, 0
     while True:
-        async with experiment.database.reading() as tx:
-            rows = await reads.experiences(
-                tx, experiment.key, wanted, after=after, limit=sizes().experiences_per_page
-            )
+        rows = await experiment.database.read(
+            reads.experiences,
+            experiment.key,
+            wanted,
+            after=after,
+            limit=sizes().experiences_per_page,
+        )
         if not rows:
             return scored
         after = rows[-1].address
@@ -56,9 +60,12 @@ async def assign_rewards(
                 "rewards": list(rewards.values()),
             }
             event = new_event("RewardsAssigned", body)
-            async with experiment.database.writing() as tx:
-                await log.append(tx, experiment.key, [event], actor=actor, now_us=now_us())
+            await experiment.database.write(_append, experiment.key, event, actor)
         scored += len(rewards)
+
+
+def _append(tx: Transaction, experiment: int, event: log.NewEvent, actor: str) -> None:
+    log.append(tx, experiment, [event], actor=actor, now_us=now_us())
 
 
 def _checked(experience: Experience, name: str, value: float) -> float:

@@ -34,7 +34,6 @@ from trinity_buffer.pipeline.loading import load_experiences, unreadable_among
 from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, segments
-from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.writer import StagedWriter
@@ -165,8 +164,9 @@ class StrategyConsumer:
         """Take up where the last commit of this name left off, whoever made it."""
         self._staged.groups.clear()
         self._staged.rejections.clear()
-        async with self.experiment.database.reading() as tx:
-            row = await queries.consumer_row(tx, self.experiment.key, self.name)
+        row = await self.experiment.database.read(
+            queries.consumer_row, self.experiment.key, self.name
+        )
         assert row is not None  # registered before
         self._calls = row.calls
         await self._reader.load(row)
@@ -176,15 +176,9 @@ class StrategyConsumer:
             "ConsumerRegistered", {"consumer": self.name, "kind": "strategy", "config": self.config}
         )
         database, key = self.experiment.database, self.experiment.key
-        async with database.reading() as tx:
-            row = await queries.consumer_row(tx, key, self.name)
+        row = await database.read(queries.consumer_row, key, self.name)
         if row is None:
-            async with database.writing() as tx:
-                await lock_experiment(tx, key)
-                row = await queries.consumer_row(tx, key, self.name)
-                if row is None:
-                    await log.append(tx, key, [event], actor=self.name, now_us=now_us())
-                    return
+            row = await database.write(queries.registered, key, self.name, event, clock=now_us)
         if row.kind != "strategy" or row.config != self.config:
             raise ConflictingStrategyError(
                 f"the annotation set {self.name!r} of experiment {self.experiment.name!r} was made "
@@ -200,12 +194,12 @@ class StrategyConsumer:
         database, key = self.experiment.database, self.experiment.key
         reached("before-annotate")
 
-        async def work(tx: Transaction) -> None:
-            await segments.write(tx, decision.segment_rows)
-            await log.append(tx, key, decision.events, actor=self.name, now_us=now_us())
+        def commit(tx: Transaction) -> None:
+            segments.write(tx, decision.segment_rows)
+            log.append(tx, key, decision.events, actor=self.name, now_us=now_us())
             reached("inside-annotate")
 
-        await database.write(work)
+        await database.write(commit)
         self._reader.committed()
         reached("after-annotate")
         self._annotated += decision.annotated
@@ -252,7 +246,9 @@ class StrategyConsumer:
             return await self._load_experiences(rows)
         except (ArchivedSegmentError, CodecError, DamagedSegmentError):
             keys = (row.segment for row in rows)
-            reasons = await unreadable_among(self.experiment.database, keys, self._families)
+            reasons = await self.experiment.database.read_session(
+                lambda s: unreadable_among(s, keys, self._families)
+            )
             if not reasons:
                 raise
         gone = {row.address for row in rows if row.segment in reasons}
@@ -285,9 +281,8 @@ class StrategyConsumer:
             if experience.archived is not None:
                 raise ArchivedSegmentError(f"{experience.eid}: {experience.archived}")
         if self._scoring is not None:
-            async with database.reading() as tx:
-                addresses = [row.address for row in rows]
-                rewards = await reads.assigned_rewards(tx, key, self._scoring, addresses)
+            addresses = [row.address for row in rows]
+            rewards = await database.read(reads.assigned_rewards, key, self._scoring, addresses)
             for experience in experiences:
                 experience.reward = rewards.get(experience.address or 0)
         return experiences
@@ -373,8 +368,7 @@ async def run_strategy(
         accepted = ", ".join(GroupingRules.__slots__)
         raise InvalidArgumentError(f"run_strategy: {error}; accepted are {accepted}") from error
     if rewards is not None:
-        async with experiment.database.reading() as tx:
-            known = await reads.scorings(tx, experiment.key)
+        known = await experiment.database.read(reads.scorings, experiment.key)
         if rewards not in known:
             raise UnknownNameError(
                 f"experiment {experiment.name!r} has no scoring {rewards!r} "

@@ -66,20 +66,9 @@ class UnitReader:
         """Take up where the last commit, whose state ``row`` holds, left off."""
         self._grouping = Grouping(self._unit, self._rules)
         self.seen = self.cursor = row.cursor
-        database, key = self._experiment.database, self._experiment.key
         after = -1
         while True:
-            async with database.reading() as tx:
-                page = await queries.waiting_rows(
-                    tx,
-                    key,
-                    self._name,
-                    after=after,
-                    up_to=self.seen,
-                    limit=sizes().waiting_rows_per_page,
-                )
-                positions = {position_of(waiting.address) for waiting in page}
-                since = await log.recorded_at(tx, key, sorted(positions))
+            page, since = await self._experiment.database.read(self._waiting_after, after)
             if not page:
                 break
             await self._learn(self._grouping.unknown(page), set())
@@ -87,6 +76,15 @@ class UnitReader:
                 self._grouping.record(waiting, since[position_of(waiting.address)])
             after = page[-1].address
         self._grouping.know_settled(self._grouping.batches)
+
+    def _waiting_after(
+        self, tx: Transaction, after: int
+    ) -> tuple[list[ExperienceRow], dict[int, int]]:
+        """Return a page of what waits, and position -> when it was recorded."""
+        key, most = self._experiment.key, sizes().waiting_rows_per_page
+        page = queries.waiting_rows(tx, key, self._name, after=after, up_to=self.seen, limit=most)
+        positions = {position_of(waiting.address) for waiting in page}
+        return page, log.recorded_at(tx, key, sorted(positions))
 
     def committed(self) -> None:
         """Note that what was read is in a commit of ours."""
@@ -98,14 +96,14 @@ class UnitReader:
 
         limit = sizes().events_per_page
 
-        async def work(tx: Transaction) -> tuple[int, list[StoredEvent]]:
-            head = await log.head(tx, key)
+        def look(tx: Transaction) -> tuple[int, list[StoredEvent]]:
+            head = log.head(tx, key)
             if head == self.seen:
                 return head, []
-            page = await log.read_after(tx, key, self.seen, limit=limit, kinds=_KINDS, up_to=head)
+            page = log.read_after(tx, key, self.seen, limit=limit, kinds=_KINDS, up_to=head)
             return head, page
 
-        head, page = await database.read(work)
+        head, page = await database.read(look)
         if head == self.seen:
             return False
         seen = page[-1].position if len(page) == limit else head
@@ -160,17 +158,17 @@ class UnitReader:
             return new
         database, key = self._experiment.database, self._experiment.key
 
-        async def work(
+        def look(
             tx: Transaction,
         ) -> tuple[dict[str, BatchRow], set[GroupKey], set[tuple[GroupKey, int]]]:
-            known = await queries.batches(tx, key, names)
+            known = queries.batches(tx, key, names)
             planned = {(name, str(task)) for name, batch in known.items() for task in batch.tasks}
             # Of what is in memory, and beyond the cursor, the database knows less than we do.
             asked = sorted(g for g in groups | planned if not self._grouping.knows_group(g))
-            decided = await queries.decided_groups(tx, key, self._name, asked, cursor=self.cursor)
-            return known, decided, await queries.refused_runs(tx, key, asked, cursor=self.seen)
+            decided = queries.decided_groups(tx, key, self._name, asked, cursor=self.cursor)
+            return known, decided, queries.refused_runs(tx, key, asked, cursor=self.seen)
 
-        known, decided, refused = await database.read(work)
+        known, decided, refused = await database.read(look)
         for batch in known.values():
             self._grouping.know_batch(
                 batch, sealed=batch.sealed_at is not None and batch.sealed_at <= self.seen

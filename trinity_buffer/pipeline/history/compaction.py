@@ -20,6 +20,7 @@ from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, retention, segments
+from trinity_buffer.store.transaction import Transaction
 
 FAMILIES = ("light", "tokens", "text", "heavy")
 
@@ -66,36 +67,33 @@ async def compact(
         raise InvalidArgumentError(f"keep_steps={keep_steps}: it must not be negative")
     if archive is not None:
         require_pyarrow()
+    key = experiment.key
+    finished = partial(retention.finished_segments, experiment=key, keep_steps=keep_steps)
     total, size, after, files = 0, 0, -1, list[str]()
     while True:
-        async with experiment.database.reading() as tx:
-            page = await retention.finished_segments(
-                tx, experiment.key, keep_steps=keep_steps, after=after, limit=sizes().rows_per_file
-            )
+        page = await experiment.database.read(finished, after=after, limit=sizes().rows_per_file)
         if page is None:
             return CompactionReport(total, size, tuple(files))
         after, keys = page
         if not keys:
             continue
-        async with experiment.database.reading() as tx:
-            stored = await segments.read(tx, keys, FAMILIES)
+        stored = await experiment.database.read(segments.read, keys, FAMILIES)
         uri = None
         if archive is not None:
             write = partial(write_archive, archive, experiment.name, stored)
             uri = await anyio.to_thread.run_sync(write)
             files.append(uri)
         reached("before-compact")
-        await _forget(experiment, keys, uri, actor)
+        event = new_event("SegmentsArchived", {"segments": list(keys), "uri": uri})
+        await experiment.database.write(_forget, experiment.key, keys, event, actor)
         reached("after-compact")
         total += len(keys)
         size += sum(len(data) for parts in stored.values() for _, _, data in parts)
 
 
-async def _forget(
-    experiment: Experiment, keys: Sequence[bytes], uri: str | None, actor: str
+def _forget(
+    tx: Transaction, experiment: int, keys: Sequence[bytes], event: log.NewEvent, actor: str
 ) -> None:
-    event = new_event("SegmentsArchived", {"segments": list(keys), "uri": uri})
-    async with experiment.database.writing() as tx:
-        await log.append(tx, experiment.key, [event], actor=actor, now_us=now_us())
-        await segments.delete(tx, keys)
-        reached("inside-compact")
+    log.append(tx, experiment, [event], actor=actor, now_us=now_us())
+    segments.delete(tx, keys)
+    reached("inside-compact")

@@ -17,9 +17,7 @@ async def migrate(url: str) -> tuple[str, str]:
         SchemaTooNewError: written by a newer version.
     """
     async with open_for_migration(url) as database:
-        async with database.reading() as tx:
-            before = await migrations.current(tx, database.name)
+        before = await database.read(migrations.current, database.name)
         if before != SCHEMA_REVISION:
-            async with database.writing() as tx:
-                await migrations.upgrade(tx)
+            await database.write(migrations.upgrade)
         return before, SCHEMA_REVISION

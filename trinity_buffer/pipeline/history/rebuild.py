@@ -18,8 +18,10 @@ from trinity_buffer.pipeline.history.refold import (
     whole_spans,
 )
 from trinity_buffer.store import comparison
+from trinity_buffer.store.comparison import Difference
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.dialect import announce, lock_experiment
+from trinity_buffer.store.dialect import lock_experiment
+from trinity_buffer.store.transaction import Transaction
 
 __all__ = ["RebuildReport", "diff_projections", "rebuild"]
 
@@ -51,23 +53,26 @@ async def rebuild(
         StoreError: an event that cannot be folded; nothing was changed.
         CodecError: a body is damaged; nothing was changed.
     """
-    async with scratch_for(database, experiment) as scratch:
+    with scratch_for(database, experiment) as scratch:
         wrong = await catch_up(database, scratch, progress)
         if wrong is not None:
             raise unfoldable_error(database.name, wrong)
         found = await suspects(database, scratch, progress)
         wrong = await catch_up(database, scratch, progress)
-        async with database.writing() as tx:
-            await lock_experiment(tx, experiment)
-            wrong = wrong or await fold_tail(tx, scratch)
-            if wrong is not None:
-                raise unfoldable_error(database.name, wrong)
+
+        def replace(tx: Transaction) -> list[Difference]:
+            lock_experiment(tx, experiment)
+            contradiction = wrong or fold_tail(tx, scratch)
+            if contradiction is not None:
+                raise unfoldable_error(database.name, contradiction)
             # Events that came meanwhile were folded on the live side with whatever is wrong there,
             # so what they may have spoilt is looked at again beside what was found.
-            again = [span for span in await found.to_confirm(tx, scratch) if not span.is_stateful]
-            again += [s for s in await whole_spans(tx, scratch) if s.is_stateful]
-            differences = await confirmed(tx, scratch, again)
-            await comparison.mend(tx, differences)
-            await announce(tx)
-        mended = Counter(difference.table for difference in differences)
+            again = [span for span in found.to_confirm(tx, scratch) if not span.is_stateful]
+            again += [s for s in whole_spans(tx, scratch) if s.is_stateful]
+            differences = confirmed(tx, scratch, again)
+            comparison.mend(tx, differences)
+            tx.announce()
+            return differences
+
+        mended = Counter(difference.table for difference in await database.write(replace))
         return RebuildReport(scratch.position, dict(sorted(mended.items())))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,15 +35,7 @@ async def pages(
     """Yield the events of ``after`` < position <= ``up_to`` in pages, each read for itself."""
     while True:
         limit = sizes().events_per_page
-        page = await database.read(
-            partial(
-                log.read_after,
-                experiment_id=experiment,
-                after=after,
-                limit=limit,
-                up_to=up_to,
-            )
-        )
+        page = await database.read(log.read_after, experiment, after, limit=limit, up_to=up_to)
         if page:
             yield page
             after = page[-1].position
@@ -76,7 +68,7 @@ def readable_events(page: Sequence[StoredEvent]) -> list[DecodedEvent]:
     return found
 
 
-def scratch_for(database: Database, experiment: int) -> AbstractAsyncContextManager[Scratch]:
+def scratch_for(database: Database, experiment: int) -> AbstractContextManager[Scratch]:
     """Open a scratch for one experiment of ``database``, to compare the two."""
     return open_scratch(experiment, database.path if database.dialect == "sqlite" else None)
 
@@ -93,20 +85,18 @@ async def catch_up(
         CodecError: a body is damaged.
     """
     while True:
-        async with database.reading() as tx:
-            head = await log.head(tx, scratch.experiment)
+        head = await database.read(log.head, scratch.experiment)
         async for page in pages(database, scratch.experiment, after=scratch.position, up_to=head):
             events = await anyio.to_thread.run_sync(decode, page)
-            if (wrong := await scratch.fold(events)) is not None:
+            if (wrong := await anyio.to_thread.run_sync(scratch.fold, events)) is not None:
                 return wrong
             progress("fold", page[-1].position, head)
-        async with database.reading() as tx:
-            behind = await log.head(tx, scratch.experiment) - head
+        behind = await database.read(log.head, scratch.experiment) - head
         if behind <= sizes().tail_events:
             return None
 
 
-async def fold_tail(
+def fold_tail(
     tx: Transaction, scratch: Scratch, decode: Decode = decoded_events
 ) -> Unfoldable | None:
     """Fold what ``tx`` sees beyond the scratch. `catch_up` first: this is to be short.
@@ -114,8 +104,8 @@ async def fold_tail(
     Raises:
         CodecError: a body is damaged.
     """
-    tail = await log.read_after(tx, scratch.experiment, scratch.position, limit=1 << 31)
-    return await scratch.fold(decode(tail))
+    tail = log.read_after(tx, scratch.experiment, scratch.position, limit=1 << 31)
+    return scratch.fold(decode(tail))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +120,18 @@ class Suspects:
     closed: tuple[Span, ...]
     open: tuple[Span, ...]
 
-    async def to_confirm(self, tx: Transaction, scratch: Scratch) -> list[Span]:
+    def to_confirm(self, tx: Transaction, scratch: Scratch) -> list[Span]:
         """Return the spans to look at again, those of owners that came meanwhile included."""
         known = {(span.table, span.owner) for span in self.open}
-        whole = await whole_spans(tx, scratch)
+        whole = whole_spans(tx, scratch)
         new = [span for span in whole if (span.table, span.owner) not in known]
         return [*self.closed, *self.open, *new]
 
 
-async def whole_spans(tx: Transaction, scratch: Scratch) -> list[Span]:
+def whole_spans(tx: Transaction, scratch: Scratch) -> list[Span]:
     """Return the unlimited spans that together are all projections, live and folded."""
-    found = await comparison.spans(tx, scratch.experiment)
-    return list(dict.fromkeys([*found, *await scratch.ask(comparison.spans, scratch.experiment)]))
+    found = comparison.spans(tx, scratch.experiment)
+    return list(dict.fromkeys([*found, *scratch.ask(comparison.spans, scratch.experiment)]))
 
 
 async def suspects(
@@ -153,14 +143,18 @@ async def suspects(
     """
     closed: list[Span] = []
     last: list[Span] = []
-    async with database.reading() as tx:
-        whole = await whole_spans(tx, scratch)
-        total = sum((await comparison.counts(tx, scratch.experiment)).values())
+
+    def look(tx: Transaction) -> tuple[list[Span], int]:
+        return whole_spans(tx, scratch), sum(comparison.counts(tx, scratch.experiment).values())
+
+    whole, total = await database.read(look)
     done = 0
     for part in whole:
         span = part
         while True:
-            limit = await scratch.ask(comparison.next_limit, scratch.experiment, span)
+            limit = await anyio.to_thread.run_sync(
+                scratch.ask, comparison.next_limit, scratch.experiment, span
+            )
             if limit is None:
                 last.append(span)
                 break
@@ -178,21 +172,24 @@ async def suspects(
 async def _differs(database: Database, scratch: Scratch, span: Span) -> tuple[int, bool]:
     """Return how many live rows a span has, and whether they are others than the folded ones."""
     if scratch.sees_live:
-        count, agrees = await scratch.ask(comparison.agrees_with_live, scratch.experiment, span)
+        agreement = partial(scratch.ask, comparison.agrees_with_live, scratch.experiment, span)
+        count, agrees = await anyio.to_thread.run_sync(agreement)
         return count, not agrees
-    async with database.reading() as tx:
-        live = await comparison.rows_of(tx, scratch.experiment, span)
-    folded = await scratch.ask(comparison.rows_of, scratch.experiment, span)
-    differ = partial(comparison.differences, span, live, folded)
-    return len(live), bool(await anyio.to_thread.run_sync(differ))
+    live = await database.read(comparison.rows_of, scratch.experiment, span)
+
+    def differ() -> bool:
+        folded = scratch.ask(comparison.rows_of, scratch.experiment, span)
+        return bool(comparison.differences(span, live, folded))
+
+    return len(live), await anyio.to_thread.run_sync(differ)
 
 
-async def confirmed(tx: Transaction, scratch: Scratch, spans: Sequence[Span]) -> list[Difference]:
+def confirmed(tx: Transaction, scratch: Scratch, spans: Sequence[Span]) -> list[Difference]:
     """Return the rows of ``spans`` that differ, ``tx`` and the scratch being at one position."""
     found: list[Difference] = []
     for span in spans:
-        live = await comparison.rows_of(tx, scratch.experiment, span)
-        folded = await scratch.ask(comparison.rows_of, scratch.experiment, span)
+        live = comparison.rows_of(tx, scratch.experiment, span)
+        folded = scratch.ask(comparison.rows_of, scratch.experiment, span)
         found += comparison.differences(span, live, folded)
     return found
 
@@ -216,17 +213,20 @@ async def differences_or_contradiction(
     Raises:
         CodecError: a body is damaged.
     """
-    async with scratch_for(database, experiment) as scratch:
+    with scratch_for(database, experiment) as scratch:
         wrong = await catch_up(database, scratch, progress, decode)
         if wrong is not None:
             return wrong
         found = await suspects(database, scratch, progress)
         wrong = await catch_up(database, scratch, progress, decode)
-        async with database.reading() as tx:
-            wrong = wrong or await fold_tail(tx, scratch, decode)
-            if wrong is not None:
-                return wrong
-            return await confirmed(tx, scratch, await found.to_confirm(tx, scratch))
+
+        def look(tx: Transaction) -> list[Difference] | Unfoldable:
+            contradiction = wrong or fold_tail(tx, scratch, decode)
+            if contradiction is not None:
+                return contradiction
+            return confirmed(tx, scratch, found.to_confirm(tx, scratch))
+
+        return await database.read(look)
 
 
 async def diff_projections(

@@ -23,7 +23,9 @@ from trinity_buffer.pipeline.streaming.portal import in_portal
 from trinity_buffer.pipeline.streaming.row_loader import RowLoader
 from trinity_buffer.pipeline.streaming.train_stream import Resume, TrainStep
 from trinity_buffer.store import log, queries, trainer_queries
-from trinity_buffer.store.rows import StepRow
+from trinity_buffer.store.database import Database
+from trinity_buffer.store.rows import ConsumerRow, StepRow
+from trinity_buffer.store.transaction import Transaction
 
 
 async def replayed_steps(
@@ -45,9 +47,7 @@ async def replayed_steps(
         InvalidArgumentError: no such trainer, or steps that it has not been handed.
     """
     database, key = experiment.database, experiment.key
-    async with database.reading() as tx:
-        row = await queries.consumer_row(tx, key, consumer)
-        steps = await trainer_queries.steps(tx, key, consumer)
+    row, steps = await database.read(_trainer, key, consumer)
     if row is None or row.kind != "trainer":
         raise InvalidArgumentError(f"experiment {experiment.name!r} has no trainer {consumer!r}")
     last = row.committed_step if last is None else last
@@ -56,12 +56,12 @@ async def replayed_steps(
             f"steps {first}:{last}: trainer {consumer!r} was handed steps 1 to {row.leased_step}"
         )
     link = FIRST_LINK
-    loader = RowLoader(database, LogRows(database, key))
+    loader = RowLoader(LogRows(key))
     for recorded in steps[:last]:
         link = chain(link, recorded.manifest_digest)
         if recorded.step >= first:
             manifest, skipped = await _recorded(experiment, recorded)
-            rows = await loader.load(manifest)
+            rows = await database.read_session(partial(loader.load, manifest=manifest))
             collate = partial(
                 collate_step, manifest, rows, rank=rank, world=world_size, device=device
             )
@@ -78,11 +78,17 @@ async def replayed_steps(
             )
 
 
+def _trainer(
+    tx: Transaction, experiment: int, name: str
+) -> tuple[ConsumerRow | None, list[StepRow]]:
+    row = queries.consumer_row(tx, experiment, name)
+    return row, trainer_queries.steps(tx, experiment, name)
+
+
 async def _recorded(experiment: Experiment, recorded: StepRow) -> tuple[Manifest, bool]:
     """Return the manifest of a step, and whether its commit says that it was skipped."""
     places = [at for at in (recorded.leased_at, recorded.committed_at) if at is not None]
-    async with experiment.database.reading() as tx:
-        stored = await log.read_at(tx, experiment.key, places)
+    stored = await experiment.database.read(log.read_at, experiment.key, places)
     leased, *committed = (decoded("", event).body for event in stored)
     skipped = any(recorded.step in body.get("skipped_steps", ()) for body in committed)
     return Manifest.from_body(leased), skipped
@@ -93,7 +99,11 @@ class _Replayed:
     """Steps, and where to ask for the names of their rows."""
 
     steps: AsyncIterator[TrainStep]
+    database: Database
     loader: RowLoader
+
+    async def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
+        return await self.database.read_session(lambda s: self.loader.uids(s, step.manifest, rows))
 
 
 class ReplayStream:
@@ -112,8 +122,7 @@ class ReplayStream:
         repeat_skips: bool,
     ) -> None:
         self._portal = portal
-        self._steps = replayed.steps
-        self._loader = replayed.loader
+        self._replayed = replayed
         self._repeat_skips = repeat_skips
         self.resume = resume
 
@@ -129,7 +138,7 @@ class ReplayStream:
 
     async def _receive(self) -> TrainStep | None:
         # StopAsyncIteration cannot pass through a portal.
-        return await anext(self._steps, None)
+        return await anext(self._replayed.steps, None)
 
     def commit(
         self,
@@ -144,7 +153,7 @@ class ReplayStream:
 
     def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
-        return self._portal.call(self._loader.uids, step.manifest, rows)
+        return self._portal.call(self._replayed.uids, step, rows)
 
     def finish(self, reason: str) -> None:
         """Do nothing: a replay changes no store."""
@@ -154,8 +163,8 @@ class ReplayStream:
 async def _opened(url: str, experiment: str, options: dict[str, Any]) -> AsyncIterator[_Replayed]:
     async with open_store(url, read_only=True) as store:
         found = await store.experiment(experiment)
-        loader = RowLoader(found.database, LogRows(found.database, found.key))
-        yield _Replayed(replayed_steps(found, **options), loader)
+        loader = RowLoader(LogRows(found.key))
+        yield _Replayed(replayed_steps(found, **options), store.database, loader)
 
 
 @contextmanager

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 from trinity_buffer.errors import CodecError
-from trinity_buffer.pipeline.background import in_thread
 from trinity_buffer.pipeline.events import decoded
 from trinity_buffer.pipeline.streaming.blocks import runs
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log
 from trinity_buffer.store.address import position_of, slot_of
-from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.transaction import ReadSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,26 +92,26 @@ class LogRows:
     """Reads the events that rows point into, each once while it is in use.
 
     Args:
-        database: of the store.
         experiment: key of the experiment that the addresses are of.
     """
 
-    def __init__(self, database: Database, experiment: int) -> None:
+    def __init__(self, experiment: int) -> None:
         self.experiment = experiment
-        self._database = database
         self._known: OrderedDict[int, Recorded | Annotated] = OrderedDict()
         self._num_rows = 0
 
-    async def facts(self, experiences: Sequence[int]) -> Facts:
+    def facts(self, s: ReadSession, experiences: Sequence[int]) -> Facts:
         """Return what is known of the experiences at these addresses, in their order.
 
         Raises:
             CodecError: the body of an event cannot be read.
         """
         positions = {position_of(experiences[first]) for first, _ in runs(experiences)}
-        return facts_of(experiences, await self.events(positions))
+        return facts_of(experiences, self.events(s, positions))
 
-    async def events(self, positions: Collection[int]) -> Mapping[int, Recorded | Annotated]:
+    def events(
+        self, s: ReadSession, positions: Collection[int]
+    ) -> Mapping[int, Recorded | Annotated]:
         """Return position -> the event there.
 
         Ask for all that is used together at once: the others may be forgotten for it.
@@ -123,12 +121,11 @@ class LogRows:
         """
         unknown = sorted(position for position in positions if position not in self._known)
         if unknown:
-            ask = partial(log.read_at, experiment_id=self.experiment, positions=unknown)
-            stored = await self._database.read(ask)
+            stored = s.read(log.read_at, self.experiment, unknown)
             if len(stored) < len(unknown):
                 gone = sorted(set(unknown) - {event.position for event in stored})
                 raise CodecError(f"the log has no event at position {gone[0]}: run `verify`")
-            self._keep(await in_thread(_read, stored))
+            self._keep(s.compute(_read, stored))
         found = {}
         for position in positions:
             found[position] = self._known[position]

@@ -14,6 +14,7 @@ from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease, hold_lease
 from trinity_buffer.store import log, queries
+from trinity_buffer.store.transaction import Transaction
 
 
 @asynccontextmanager
@@ -78,10 +79,13 @@ async def _expert_of(experiment: Experiment, options: StreamOptions) -> Experime
         raise InvalidArgumentError(
             f"expert_experiment={name!r} is the trainer's own: its rows are not an expert's"
         )
-    async with experiment.database.reading() as tx:
-        key = await log.find_experiment(tx, name)
-        found = None if key is None else await queries.config_of(tx, key)
-        known = await log.experiment_names(tx)
+
+    def find(tx: Transaction) -> tuple[int | None, Any, dict[str, int]]:
+        key = log.find_experiment(tx, name)
+        found = None if key is None else queries.config_of(tx, key)
+        return key, found, log.experiment_names(tx)
+
+    key, found, known = await experiment.database.read(find)
     if key is None or found is None:
         raise UnknownExperimentError(
             f"expert_experiment={name!r} is not in this store; it holds {', '.join(known)}"

@@ -22,8 +22,9 @@ class RankStream(TrainStream):
     async def prepare(self) -> None:
         """Join the other ranks, find the last commit and what was handed out after it."""
         await self._ranks.join()
-        async with self._database.reading() as tx:
-            steps = await trainer_queries.steps(tx, self.experiment.key, self.options.consumer)
+        steps = await self._database.read(
+            trainer_queries.steps, self.experiment.key, self.options.consumer
+        )
         self._committed = self._ranks.committed
         self._chain = FIRST_LINK
         for done in steps[: self._committed]:
@@ -47,10 +48,12 @@ class RankStream(TrainStream):
     async def _feed(self) -> None:
         while True:
             state = await self._database.changes.state()
-            async with self._database.reading() as tx:
-                leased = await trainer_queries.steps(
-                    tx, self.experiment.key, self.options.consumer, after=self._next_step - 1
-                )
+            leased = await self._database.read(
+                trainer_queries.steps,
+                self.experiment.key,
+                self.options.consumer,
+                after=self._next_step - 1,
+            )
             for row in leased:
                 await self._ready.room()
                 step = await self._serve_again(row)

@@ -20,6 +20,8 @@ from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.trainer_lease import LeaseWatch, TrainerLease, is_dead
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import leases, log
+from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.transaction import Transaction
 
 KINDS = ("RankJoined", "RanksAssembled", "StepPartDone", "StreamEnded")
 
@@ -132,8 +134,7 @@ class RankSession:
             LeaseLostError: rank 0 is gone, or the ranks assembled anew without this one.
         """
         # First the lease, then the log: rank 0 lets go of it after its last word.
-        async with self._database.reading() as tx:
-            held = await leases.holder(tx, self._experiment.key, self._name)
+        held = await self._database.read(leases.holder, self._experiment.key, self._name)
         await self._read()
         self._check()
         if self.ended is not None:
@@ -150,29 +151,22 @@ class RankSession:
 
     async def _append(self, kind: str, body: Mapping[str, Any], *, token: int | None = None) -> int:
         event = new_event(kind, body)
+
+        def append(tx: Transaction) -> list[int]:
+            if token is not None:
+                leases.require(tx, self._experiment.key, self._name, token=token)
+            key, name = self._experiment.key, self._name
+            return log.append(tx, key, [event], actor=name, now_us=now_us())
+
         with anyio.CancelScope(shield=True):
-            async with self._database.writing() as tx:
-                if token is not None:
-                    await leases.require(tx, self._experiment.key, self._name, token=token)
-                (position,) = await log.append(
-                    tx, self._experiment.key, [event], actor=self._name, now_us=now_us()
-                )
-        return position
+            positions = await self._database.write(append)
+        return positions[0]
 
     async def _read(self, joined_at: int | None = None) -> None:
         """Take in what the ranks have recorded since the last time."""
         while True:
             limit = sizes().events_per_page
-            async with self._database.reading() as tx:
-                head = await log.head(tx, self._experiment.key)
-                page = await log.read_after(
-                    tx,
-                    self._experiment.key,
-                    self._read_up_to,
-                    limit=limit,
-                    kinds=KINDS,
-                    up_to=head,
-                )
+            head, page = await self._database.read(self._page, limit)
             for stored in page:
                 body = decoded("", stored).body
                 if body["consumer"] == self._name:
@@ -181,6 +175,12 @@ class RankSession:
                 self._read_up_to = max(self._read_up_to, head)
                 return
             self._read_up_to = page[-1].position
+
+    def _page(self, tx: Transaction, limit: int) -> tuple[int, list[StoredEvent]]:
+        key, after = self._experiment.key, self._read_up_to
+        head = log.head(tx, key)
+        page = log.read_after(tx, key, after, limit=limit, kinds=KINDS, up_to=head)
+        return head, page
 
     def _take_in(
         self, position: int, kind: str, body: Mapping[str, Any], joined_at: int | None

@@ -13,9 +13,8 @@ from trinity_buffer.pipeline.streaming.log_rows import Annotated, Facts, LogRows
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import trainer_queries
 from trinity_buffer.store.address import first_address
-from trinity_buffer.store.database import Database
 from trinity_buffer.store.trainer_queries import Reader
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import ReadSession, Transaction
 
 
 class ReadyGroup(NamedTuple):
@@ -60,7 +59,6 @@ class ReadyGroups:
     Reads ahead: the trainer's lease makes it the only one that takes from this set under this name.
 
     Args:
-        database: of the store.
         annotation_set: the set.
         reader: who reads.
         rows: what the log of the experiment says that is read.
@@ -69,13 +67,11 @@ class ReadyGroups:
 
     def __init__(
         self,
-        database: Database,
         annotation_set: str,
         reader: Reader,
         rows: LogRows,
         source: int,
     ) -> None:
-        self._database = database
         self._set = annotation_set
         self._reader = reader
         self._rows = rows
@@ -83,14 +79,13 @@ class ReadyGroups:
         self._groups: deque[ReadyGroup] = deque()
         self._start = 0
 
-    async def start(self) -> None:
+    def start(self, tx: Transaction) -> None:
         """Find the place behind everything that was handed out before."""
-        async with self._database.reading() as tx:
-            self._start = await trainer_queries.first_undelivered(tx, self._reader)
+        self._start = trainer_queries.first_undelivered(tx, self._reader)
 
-    async def fill(self, number: int) -> int:
+    def fill(self, s: ReadSession, number: int) -> int:
         """Read until ``number`` groups are here, or all; return how many are here."""
-        while len(self._groups) < number and await self._read():
+        while len(self._groups) < number and self._read(s):
             pass
         return len(self._groups)
 
@@ -105,14 +100,14 @@ class ReadyGroups:
             self._groups = deque(group for group in self._groups if not unwanted(group))
         return gone
 
-    async def _read(self) -> bool:
+    def _read(self, s: ReadSession) -> bool:
         """Read the events that hold the next page of rows; return whether there were any."""
-        positions, spent = await self._database.read(self._page)
+        positions, spent = s.read(self._page)
         if not positions:
             return False
-        events = await self._rows.events(positions)
+        events = self._rows.events(s, positions)
         annotated = [one for one in map(events.get, positions) if isinstance(one, Annotated)]
-        facts = await self._rows.facts([at for one in annotated for at in one.experiences])
+        facts = self._rows.facts(s, [at for one in annotated for at in one.experiences])
         num_before = 0
         for position, event in zip(positions, annotated, strict=True):
             self._groups.extend(self._groups_of(position, event, facts, num_before, spent))
@@ -120,9 +115,9 @@ class ReadyGroups:
         self._start = first_address(positions[-1] + 1)
         return True
 
-    async def _page(self, tx: Transaction) -> tuple[list[int], set[int]]:
+    def _page(self, tx: Transaction) -> tuple[list[int], set[int]]:
         """Return the positions of the next events, and which of their rows are gone."""
-        positions = await trainer_queries.annotated_positions(
+        positions = trainer_queries.annotated_positions(
             tx,
             self._rows.experiment,
             annotation_set=self._set,
@@ -131,7 +126,7 @@ class ReadyGroups:
         )
         if not positions:
             return positions, set()
-        spent = await trainer_queries.spent_rows(
+        spent = trainer_queries.spent_rows(
             tx,
             self._rows.experiment,
             trainer=self._reader,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +13,6 @@ from trinity_buffer.codec import Column, decode_segment
 from trinity_buffer.errors import DamagedSegmentError, UnknownExperimentError
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.archive_file import SegmentParts
-from trinity_buffer.pipeline.background import in_thread
 from trinity_buffer.pipeline.loading import unreadable_among
 from trinity_buffer.pipeline.stored_segments import joined, read_segments
 from trinity_buffer.pipeline.streaming.blocks import Array, Block, Field, Value, blocks_of, runs
@@ -31,7 +29,7 @@ from trinity_buffer.pipeline.tensor_columns import tensors_of
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.address import position_of, slot_of
-from trinity_buffer.store.database import Database
+from trinity_buffer.store.transaction import ReadSession
 
 FAMILIES = ("light", "tokens", "heavy")
 ANNOTATION = ("annotation",)
@@ -121,13 +119,12 @@ class _Segments:
 class RowLoader:
     """Loads what manifests name, each segment once while it is in use."""
 
-    def __init__(self, database: Database, rows: LogRows) -> None:
-        self._database = database
+    def __init__(self, rows: LogRows) -> None:
         self._rows = rows
         self._segments = _Segments()
         self._others: dict[str, RowLoader] = {}
 
-    async def load(self, manifest: Manifest) -> LoadedRows:
+    def load(self, s: ReadSession, manifest: Manifest) -> LoadedRows:
         """Return the columns of the manifest's rows.
 
         Raises:
@@ -137,81 +134,83 @@ class RowLoader:
             UnknownExperimentError: rows come from an experiment that the store does not hold.
         """
         if not any(manifest.source):
-            return await self.load_rows(manifest.experiences, manifest.annotations)
+            return self.load_rows(s, manifest.experiences, manifest.annotations)
         parts: list[tuple[list[int], LoadedRows]] = []
         for number, name in enumerate(("", *manifest.sources)):
             rows = manifest.rows_of(number)
             if rows:
-                loader = self if number == 0 else await self._other(name)
-                found = await loader.load_rows(
+                loader = self if number == 0 else self._other(s, name)
+                found = loader.load_rows(
+                    s,
                     [manifest.experiences[row] for row in rows],
                     [manifest.annotations[row] for row in rows],
                 )
                 parts.append((rows, found))
         return _merged(parts, len(manifest.experiences))
 
-    async def unreadable(self, manifest: Manifest) -> dict[int, str]:
+    def unreadable(self, s: ReadSession, manifest: Manifest) -> dict[int, str]:
         """Return the places of the rows that can never be read -> ``deleted`` or ``damaged``."""
         found: dict[int, str] = {}
         for number, name in enumerate(("", *manifest.sources)):
             places = manifest.rows_of(number) if manifest.source else [*range(len(manifest.groups))]
             if places:
-                loader = self if number == 0 else await self._other(name)
-                found |= await loader.unreadable_rows(manifest, places)
+                loader = self if number == 0 else self._other(s, name)
+                found |= loader.unreadable_rows(s, manifest, places)
         return found
 
-    async def unreadable_rows(self, manifest: Manifest, places: Sequence[int]) -> dict[int, str]:
+    def unreadable_rows(
+        self, s: ReadSession, manifest: Manifest, places: Sequence[int]
+    ) -> dict[int, str]:
         """Return which of ``places``, all of this experiment, and why; see `unreadable`."""
-        recorded = await self._keys_of([manifest.experiences[place] for place in places])
-        annotated = await self._keys_of([manifest.annotations[place] for place in places])
+        recorded = self._keys_of(s, [manifest.experiences[place] for place in places])
+        annotated = self._keys_of(s, [manifest.annotations[place] for place in places])
         given = (key for key in recorded if key)
         computed = (key for key in annotated if key)
-        bad = await unreadable_among(self._database, given, FAMILIES)
-        bad |= await unreadable_among(self._database, computed, ANNOTATION)
+        bad = unreadable_among(s, given, FAMILIES)
+        bad |= unreadable_among(s, computed, ANNOTATION)
         keys = zip(places, recorded, annotated, strict=True)
         return {place: bad[key] for place, *used in keys for key in used if key in bad}
 
-    async def _keys_of(self, addresses: Sequence[int]) -> list[bytes | None]:
+    def _keys_of(self, s: ReadSession, addresses: Sequence[int]) -> list[bytes | None]:
         """Return of each row the key of its segment; None: it has no tensors."""
-        events = await self._rows.events({position_of(address) for address in addresses})
+        events = self._rows.events(s, {position_of(address) for address in addresses})
         return [events[position_of(address)].segment for address in addresses]
 
-    async def eid_of(self, address: int) -> EID:
+    def eid_of(self, s: ReadSession, address: int) -> EID:
         """Return the name of an experience of this experiment."""
-        ask = partial(
-            queries.experience_rows, experiment=self._rows.experiment, addresses=[address]
-        )
-        (row,) = await self._database.read(ask)
+        (row,) = s.read(queries.experience_rows, self._rows.experiment, [address])
         return row.eid
 
-    async def uids(self, manifest: Manifest, places: Sequence[int]) -> list[str]:
+    def uids(self, s: ReadSession, manifest: Manifest, places: Sequence[int]) -> list[str]:
         """Return the uids of the rows at ``places`` of a manifest."""
         found = []
         for place in places:
             source = manifest.source[place] if manifest.source else 0
-            loader = await self._other(manifest.sources[source - 1]) if source else self
-            found.append((await loader.eid_of(manifest.experiences[place])).uid)
+            loader = self._other(s, manifest.sources[source - 1]) if source else self
+            found.append(loader.eid_of(s, manifest.experiences[place]).uid)
         return found
 
-    async def _other(self, name: str) -> RowLoader:
+    def _other(self, s: ReadSession, name: str) -> RowLoader:
         """Return the loader of another experiment of the store."""
         if name not in self._others:
-            key = await self._database.read(partial(log.find_experiment, name=name))
+            key = s.read(log.find_experiment, name)
             if key is None:
                 raise UnknownExperimentError(
                     f"a step trains on rows of experiment {name!r}, which is not in this store"
                 )
-            self._others[name] = RowLoader(self._database, LogRows(self._database, key))
+            self._others[name] = RowLoader(LogRows(key))
         return self._others[name]
 
-    async def load_rows(self, experiences: Sequence[int], annotated: Sequence[int]) -> LoadedRows:
+    def load_rows(
+        self, s: ReadSession, experiences: Sequence[int], annotated: Sequence[int]
+    ) -> LoadedRows:
         """Return the columns of rows of this experiment, by their two addresses; see `load`."""
-        events = await self._rows.events({position_of(at) for at in (*experiences, *annotated)})
+        events = self._rows.events(s, {position_of(at) for at in (*experiences, *annotated)})
         keys = {event.segment for event in events.values() if event.segment}
         missing = [key for key in keys if key not in self._segments]
-        stored = await read_segments(self._database, missing, (*FAMILIES, *ANNOTATION))
+        stored = read_segments(s, missing, (*FAMILIES, *ANNOTATION))
         parts = stored.all_parts()
-        return await in_thread(self._gather, experiences, annotated, events, missing, parts)
+        return s.compute(self._gather, experiences, annotated, events, missing, parts)
 
     def _gather(
         self,

@@ -23,6 +23,7 @@ from trinity_buffer.pipeline.streaming.step_source import (
     rows_without,
 )
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
+from trinity_buffer.store.transaction import Session
 
 Unfit = Mapping[tuple[int, int], str]
 """(source, annotation) of a row -> why it cannot be trained."""
@@ -58,8 +59,8 @@ class StepRows:
             experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
         )
 
-    async def prepare(
-        self, step: int, taken: list[ReadyGroup]
+    def prepare(
+        self, s: Session, step: int, taken: list[ReadyGroup]
     ) -> tuple[Manifest | None, LoadedRows | None]:
         """Return the manifest of ``taken`` and its columns, or nothing if no row can be trained.
 
@@ -71,17 +72,17 @@ class StepRows:
             manifest = planned_manifest(step, self._set, taken, self._options)
             first = first or manifest
             try:
-                rows = await self._loader.load(manifest)
+                rows = self._loader.load(s, manifest)
             except (ArchivedSegmentError, CodecError, DamagedSegmentError):
-                unreadable = await self._loader.unreadable(manifest)
+                unreadable = self._loader.unreadable(s, manifest)
                 if not unreadable:
                     raise
-                taken = await self._left_of(taken, _named(manifest, unreadable))
+                taken = self._left_of(s, taken, _named(manifest, unreadable))
                 reasons.update(unreadable.values())
                 continue
-            unfit = await self._unfit(manifest, rows)
+            unfit = self._unfit(s, manifest, rows)
             if unfit:
-                taken = await self._left_of(taken, unfit)
+                taken = self._left_of(s, taken, unfit)
                 reasons.update(unfit.values())
                 continue
             self._watch.kept()
@@ -89,15 +90,15 @@ class StepRows:
                 return self._of_pairs(step, manifest, rows, taken)
             return manifest, rows
         if first is not None:
-            (uid,) = await self._loader.uids(first, [0]) if self._watch.names_first else [""]
+            (uid,) = self._loader.uids(s, first, [0]) if self._watch.names_first else [""]
             self._watch.rejected(groups, reasons, uid)
         return None, None
 
-    async def _unfit(self, manifest: Manifest, rows: LoadedRows) -> Unfit:
+    def _unfit(self, s: Session, manifest: Manifest, rows: LoadedRows) -> Unfit:
         """Return the rows that lack a column, and the pairs that are too long."""
         needs, limit = self._options.needs, self._options.max_tokens
         if "advantages" in needs:
-            await self._require_advantages(rows, manifest)
+            self._require_advantages(s, rows, manifest)
         lacking = {p for field in needs for p in rows_without(rows, field, manifest.source)}
         unfit = dict(_named(manifest, dict.fromkeys(sorted(lacking), "invalid")))
         if self._pairs and limit is not None:
@@ -110,7 +111,7 @@ class StepRows:
             unfit |= _named(manifest, dict.fromkeys(large, "oversize"))
         return unfit
 
-    async def _require_advantages(self, rows: LoadedRows, manifest: Manifest) -> None:
+    def _require_advantages(self, s: Session, rows: LoadedRows, manifest: Manifest) -> None:
         """Return if every row of the trainer's own experiment has advantages.
 
         Raises:
@@ -118,7 +119,7 @@ class StepRows:
         """
         missing = rows_without(rows, "advantages", manifest.source)
         if missing:
-            eid = await self._loader.eid_of(manifest.experiences[missing[0]])
+            eid = self._loader.eid_of(s, manifest.experiences[missing[0]])
             raise InvalidArgumentError(
                 f"the annotation set {manifest.annotation_set!r} has no advantages (for one, of "
                 f"{eid.uid}), which this algorithm trains on: run a strategy that computes them, "
@@ -135,7 +136,7 @@ class StepRows:
         place_of = {address: place for place, address in enumerate(manifest.annotations)}
         return final, rows.reordered([place_of[address] for address in final.annotations])
 
-    async def _left_of(self, taken: list[ReadyGroup], unfit: Unfit) -> list[ReadyGroup]:
+    def _left_of(self, s: Session, taken: list[ReadyGroup], unfit: Unfit) -> list[ReadyGroup]:
         """Reject the ``unfit`` rows; return the others."""
         for reason in sorted(set(unfit.values())):
 
@@ -143,7 +144,7 @@ class StepRows:
                 return [unfit.get((group.source, at)) != why for at in group.annotations]
 
             taken, gone = parted(taken, fits)
-            await self._source.reject(gone, reason, taken)
+            self._source.reject(s, gone, reason, taken)
         return taken
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import chain
 
-from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.log_rows import LogRows
 from trinity_buffer.pipeline.streaming.manifest import Manifest, plan_microbatches
@@ -14,10 +13,8 @@ from trinity_buffer.pipeline.streaming.ready_groups import ReadyGroup, ReadyGrou
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
-from trinity_buffer.store import leases, log
-from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.trainer_queries import Reader
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Session, Transaction
 
 RECORDED = "recorded"
 """Name of the set that ``strategy=None`` reads: whole groups, nothing computed."""
@@ -45,25 +42,24 @@ class StepSource:
         expert: Experiment | None = None,
     ) -> None:
         self._experiments = [experiment, *([] if expert is None else [expert])]
-        self._database = experiment.database
         self._options = options
         self._lease = lease
         self._sampling = options.sampling()
         self._readers = [Reader(experiment.key, options.consumer, "", options.consumer)]
-        self._ready = [ReadyGroups(self._database, annotation_set, self._readers[0], rows, 0)]
+        self._ready = [ReadyGroups(annotation_set, self._readers[0], rows, 0)]
         if expert is not None:
             known_as = f"{experiment.name}/{options.consumer}"
             reader = Reader(experiment.key, options.consumer, expert.name, known_as)
-            others = LogRows(self._database, expert.key)
+            others = LogRows(expert.key)
             self._readers.append(reader)
-            self._ready.append(ReadyGroups(self._database, RECORDED, reader, others, 1))
+            self._ready.append(ReadyGroups(RECORDED, reader, others, 1))
 
-    async def start(self) -> None:
+    def start(self, tx: Transaction) -> None:
         """Find the place behind everything that was handed out before."""
         for ready in self._ready:
-            await ready.start()
+            ready.start(tx)
 
-    async def take(self, step: int, *, partial_ok: bool) -> list[ReadyGroup] | None:
+    def take(self, s: Session, step: int, *, partial_ok: bool) -> list[ReadyGroup] | None:
         """Return the groups of ``step``, None if there are too few; fewer only if ``partial_ok``.
 
         A last, smaller step mixes in no more of the expert's groups than a whole one would.
@@ -71,7 +67,7 @@ class StepSource:
         plan = self._sampling.plan(step, self._options.groups_per_step)
         wanted = [plan.usual, plan.expert][: len(self._ready)]
         here = [
-            await self._fill(source, number, plan.min_policy_version)
+            self._fill(s, source, number, plan.min_policy_version)
             for source, number in enumerate(wanted)
         ]
         whole = all(count >= number for count, number in zip(here, wanted, strict=True))
@@ -81,10 +77,10 @@ class StepSource:
         if sum(map(min, here, wanted)) < self._options.world_size:
             return None
         popped = (ready.pop(number) for ready, number in zip(self._ready, wanted, strict=True))
-        return await self._without_oversize(list(chain.from_iterable(popped)))
+        return self._without_oversize(s, list(chain.from_iterable(popped)))
 
-    async def reject(
-        self, gone: Sequence[ReadyGroup], reason: str, left: Iterable[ReadyGroup]
+    def reject(
+        self, s: Session, gone: Sequence[ReadyGroup], reason: str, left: Iterable[ReadyGroup]
     ) -> None:
         """Record that the rows of ``gone`` are not trained.
 
@@ -106,16 +102,10 @@ class StepSource:
                 "planned_groups": len(whole) if source == 0 else 0,
             }
             event = new_event("ExperiencesRejected", body)
-            await self._database.write(
-                partial(self._append, experiment=self._experiments[source].key, event=event)
-            )
+            key = self._experiments[source].key
+            s.write(self._lease.append, [event], experiment=key)
 
-    async def _append(self, tx: Transaction, *, experiment: int, event: NewEvent) -> None:
-        key, name = self._experiments[0].key, self._options.consumer
-        await leases.require(tx, key, name, token=self._lease.token)
-        await log.append(tx, experiment, [event], actor=name, now_us=now_us())
-
-    async def _fill(self, source: int, number: int, min_version: int) -> int:
+    def _fill(self, s: Session, source: int, number: int, min_version: int) -> int:
         """Have ``number`` groups of a source ready, none too old; return how many there are."""
 
         def stale(group: ReadyGroup) -> bool:
@@ -124,18 +114,18 @@ class StepSource:
 
         ready = self._ready[source]
         while True:
-            here = await ready.fill(number)
+            here = ready.fill(s, number)
             gone = ready.pop_unwanted(stale) if source == 0 and min_version > 0 else []
             if not gone:
                 return here
-            await self.reject(gone, "stale", [])
+            self.reject(s, gone, "stale", [])
 
-    async def _without_oversize(self, taken: list[ReadyGroup]) -> list[ReadyGroup]:
+    def _without_oversize(self, s: Session, taken: list[ReadyGroup]) -> list[ReadyGroup]:
         limit = self._options.max_tokens
         if limit is None or all(max(group.lengths) <= limit for group in taken):
             return taken
         kept, large = parted(taken, lambda group: [size <= limit for size in group.lengths])
-        await self.reject(large, "oversize", kept)
+        self.reject(s, large, "oversize", kept)
         return kept
 
 

@@ -19,7 +19,7 @@ from trinity_buffer.errors import (
     StoreError,
 )
 from trinity_buffer.pipeline import checkpoint as checkpoints
-from trinity_buffer.pipeline.background import in_thread, running
+from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step
@@ -36,11 +36,10 @@ from trinity_buffer.pipeline.streaming.step_rows import StepRows
 from trinity_buffer.pipeline.streaming.step_source import RECORDED, StepSource
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions, TrainStep
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
-from trinity_buffer.store import leases, log, queries, trainer_queries
-from trinity_buffer.store.dialect import lock_experiment
+from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ConsumerRow, StepRow
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 
 TOGETHER_S = 0.05
 """For so long steps are made in one go, while the trainer asks for more of them: others of this
@@ -71,8 +70,8 @@ class TrainStream:
         self._database = experiment.database
         self._lease = lease
         self._memory = StepMemory()
-        rows = LogRows(experiment.database, experiment.key)
-        self._loader = RowLoader(experiment.database, rows)
+        rows = LogRows(experiment.key)
+        self._loader = RowLoader(rows)
         self._expert = expert
         self._source = StepSource(experiment, options, self.annotation_set, lease, rows, expert)
         self._rows = StepRows(experiment, options, self.annotation_set, self._loader, self._source)
@@ -99,15 +98,16 @@ class TrainStream:
         if self.options.resume_from is not None:
             row = await self._rewind(row, self.options.resume_from)
         self._committed = row.committed_step
-        async with self._database.reading() as tx:
-            steps = await trainer_queries.steps(tx, self.experiment.key, self.options.consumer)
+        steps = await self._database.read(
+            trainer_queries.steps, self.experiment.key, self.options.consumer
+        )
         for done in steps[: row.committed_step]:
             self._chain = chain(self._chain, done.manifest_digest)
         if row.committed_step:
             await self._find_resume(steps[row.committed_step - 1])
         self._recorded = deque(steps[row.committed_step :])
         self._next_step = row.leased_step + 1
-        await self._source.start()
+        await self._database.read(self._source.start)
         await self._ranks.assemble(self._lease, row.committed_step)
 
     async def _register(self) -> ConsumerRow:
@@ -116,13 +116,7 @@ class TrainStream:
         event = new_event(
             "ConsumerRegistered", {"consumer": name, "kind": "trainer", "config": config}
         )
-        async with self._database.writing() as tx:
-            await lock_experiment(tx, key)
-            row = await queries.consumer_row(tx, key, name)
-            if row is None:
-                await log.append(tx, key, [event], actor=name, now_us=now_us())
-                row = await queries.consumer_row(tx, key, name)
-        assert row is not None
+        row = await self._database.write(queries.registered, key, name, event, clock=now_us)
         if row.kind != "trainer" or row.config != config:
             raise ConflictingStrategyError(
                 f"consumer {name!r} is a {row.kind} on {row.config.get('strategy')!r}, not a "
@@ -132,8 +126,7 @@ class TrainStream:
 
     async def _rewind(self, row: ConsumerRow, step: int) -> ConsumerRow:
         name, key = self.options.consumer, self.experiment.key
-        async with self._database.reading() as tx:
-            kept = await trainer_queries.last_checkpoint(tx, key, name, at=step)
+        kept = await self._database.read(trainer_queries.last_checkpoint, key, name, at=step)
         if step > row.committed_step or (step > 0 and kept is None):
             raise CheckpointError(
                 f"resume_from={step}: trainer {name!r} has no checkpoint committed at that step "
@@ -144,10 +137,12 @@ class TrainStream:
         event = new_event(
             "TrainerRewound", {"consumer": name, "step": step, "from": row.committed_step}
         )
-        async with self._database.writing() as tx:
-            await leases.require(tx, key, name, token=self._lease.token)
-            await log.append(tx, key, [event], actor=name, now_us=now_us())
-            rewound = await queries.consumer_row(tx, key, name)
+
+        def rewind(tx: Transaction) -> ConsumerRow | None:
+            self._lease.append(tx, [event])
+            return queries.consumer_row(tx, key, name)
+
+        rewound = await self._database.write(rewind)
         assert rewound is not None
         return rewound
 
@@ -192,10 +187,16 @@ class TrainStream:
             await self._ready.room()
 
     async def _serve_again(self, row: StepRow) -> TrainStep:
-        async with self._database.reading() as tx:
-            (stored,) = await log.read_at(tx, self.experiment.key, [row.leased_at])
+        (stored,) = await self._database.read(log.read_at, self.experiment.key, [row.leased_at])
         manifest = Manifest.from_body(decoded("", stored).body)
-        return await self._load(manifest, recorded=True)
+
+        def load(s: ReadSession) -> TrainStep:
+            rows = self._loader.load(s, manifest)
+            return self._step(
+                manifest, rows, s.compute(self._collate, manifest, rows), recorded=True
+            )
+
+        return await self._database.read_session(load)
 
     async def _next(self) -> bool:
         """Make the next step, and more if they are asked for; return False if there is none."""
@@ -216,55 +217,47 @@ class TrainStream:
     async def _make(self, *, partial_ok: bool) -> bool:
         """Make steps while there is room and there are rows; return whether there was one."""
 
-        async def work() -> bool:
+        def work(s: Session) -> bool:
             until, made = time.monotonic() + TOGETHER_S, False
-            while await self._make_one(partial_ok=partial_ok):
+            while self._make_one(s, partial_ok=partial_ok):
                 made = True
                 if not self._ready.has_room() or time.monotonic() > until:
                     break
             return made
 
-        return await self._database.together(work)
+        return await self._database.session(work)
 
-    async def _make_one(self, *, partial_ok: bool) -> bool:
+    def _make_one(self, s: Session, *, partial_ok: bool) -> bool:
         """Make the next step, if there are rows for it; return whether there were.
 
         What it was read from is let go of on return: the next step is read into the same memory,
         and a trainer's step does not hold the bytes of the one after it.
         """
-        while (
-            taken := await self._source.take(self._next_step, partial_ok=partial_ok)
-        ) is not None:
-            manifest, rows = await self._rows.prepare(self._next_step, taken)
+        while (taken := self._source.take(s, self._next_step, partial_ok=partial_ok)) is not None:
+            manifest, rows = self._rows.prepare(s, self._next_step, taken)
             if manifest is not None and rows is not None:
                 self._next_step += 1
-                self._ready.put(await self._lease_step(manifest, rows))
+                self._ready.put(self._lease_step(s, manifest, rows))
                 return True
         return False
 
-    async def _lease_step(self, manifest: Manifest, rows: LoadedRows) -> TrainStep:
+    def _lease_step(self, s: Session, manifest: Manifest, rows: LoadedRows) -> TrainStep:
         """Return the step of these rows, leased."""
-        key, name, token = self.experiment.key, self.options.consumer, self._lease.token
-        made: list[tuple[list[MicroBatch], NewEvent]] = []
+        name, token = self.options.consumer, self._lease.token
 
-        def collate() -> None:
+        def collate() -> tuple[list[MicroBatch], NewEvent]:
             microbatches = self._collate(manifest, rows)
-            made.append((microbatches, new_event("BatchLeased", manifest.body(name, token))))
-            reached("before-lease")
+            return microbatches, new_event("BatchLeased", manifest.body(name, token))
 
-        async def work(tx: Transaction) -> None:
-            await leases.require(tx, key, name, token=token)
-            await log.append(tx, key, [made[0][1]], actor=name, now_us=now_us())
+        def append(tx: Transaction) -> None:
+            self._lease.append(tx, [event])
             reached("inside-lease")
 
-        await self._database.write(work, before=collate)
+        microbatches, event = s.compute(collate)
+        reached("before-lease")
+        s.write(append)
         reached("after-lease")
-        return self._step(manifest, rows, made[0][0], recorded=False)
-
-    async def _load(self, manifest: Manifest, *, recorded: bool) -> TrainStep:
-        rows = await self._loader.load(manifest)
-        microbatches = await in_thread(self._collate, manifest, rows)
-        return self._step(manifest, rows, microbatches, recorded=recorded)
+        return self._step(manifest, rows, microbatches, recorded=False)
 
     def _collate(self, manifest: Manifest, rows: LoadedRows) -> list[MicroBatch]:
         return collate_step(
@@ -372,7 +365,9 @@ class TrainStream:
 
     async def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
-        return await self._loader.uids(step.manifest, rows)
+        return await self._database.read_session(
+            lambda s: self._loader.uids(s, step.manifest, rows)
+        )
 
     def _committed_by(self, last: TrainStep) -> list[int]:
         """Return the steps up to ``last`` that are not committed; all were delivered."""
@@ -386,15 +381,16 @@ class TrainStream:
 
     async def _append_commit(self, events: list[NewEvent], step: TrainStep) -> None:
         name, key = self.options.consumer, self.experiment.key
+
+        def append(tx: Transaction) -> None:
+            self._lease.append(tx, events)
+            reached("inside-commit")
+
         try:
-            async with self._database.writing() as tx:
-                await leases.require(tx, key, name, token=self._lease.token)
-                await log.append(tx, key, events, actor=name, now_us=now_us())
-                reached("inside-commit")
+            await self._database.write(append)
         except StoreError:
             # The connection may have been lost after the commit: read its key back, never send it
             # again blindly.
-            async with self._database.reading() as tx:
-                row = await queries.consumer_row(tx, key, name)
+            row = await self._database.read(queries.consumer_row, key, name)
             if row is None or row.committed_step < step.step or row.token != self._lease.token:
                 raise

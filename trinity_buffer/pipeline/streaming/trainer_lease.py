@@ -6,7 +6,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -16,9 +16,11 @@ import anyio
 from trinity_buffer.errors import LeaseHeldError, LeaseLostError
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.events import now_us
-from trinity_buffer.store import leases
+from trinity_buffer.store import leases, log
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.dialect import lock_experiment
+from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.transaction import Transaction
 
 TTL_S = 30.0
 HEARTBEATS_PER_TTL = 4
@@ -93,32 +95,42 @@ class TrainerLease:
         watch = LeaseWatch(self._ttl_us / 1e6)
         while True:
             state = await self._database.changes.state()
-            async with self._database.reading() as tx:
-                held = await leases.holder(tx, self._experiment, self._consumer)
+            held = await self._database.read(leases.holder, self._experiment, self._consumer)
             silent = watch.is_silent(held)
             free = held is None or is_dead(held[0]) or (silent if wait else held[2] <= now_us())
-            if free and await self._take(held):
+            if free and await self._database.write(self._take, held):
                 return
             if not wait:
                 raise LeaseHeldError(self._held_by(held))
             await self._database.changes.changed(state, timeout_s=min(1.0, self._ttl_us / 4e6))
 
-    async def _take(self, seen: Held) -> bool:
+    def _take(self, tx: Transaction, seen: Held) -> bool:
         """Take the lease if it is as it was ``seen``, with nobody alive; return whether it was."""
-        async with self._database.writing() as tx:
-            await lock_experiment(tx, self._experiment)
-            if await leases.holder(tx, self._experiment, self._consumer) != seen:
-                return False
-            self.token = await leases.acquire(
-                tx,
-                self._experiment,
-                self._consumer,
-                owner=self.owner,
-                now_us=now_us(),
-                ttl_us=self._ttl_us,
-                dead=None if seen is None else seen[0],
-            )
+        lock_experiment(tx, self._experiment)
+        if leases.holder(tx, self._experiment, self._consumer) != seen:
+            return False
+        self.token = leases.acquire(
+            tx,
+            self._experiment,
+            self._consumer,
+            owner=self.owner,
+            now_us=now_us(),
+            ttl_us=self._ttl_us,
+            dead=None if seen is None else seen[0],
+        )
         return True
+
+    def append(
+        self, tx: Transaction, events: Sequence[NewEvent], *, experiment: int | None = None
+    ) -> list[int]:
+        """Append ``events`` of the trainer, by default to its own experiment.
+
+        Raises:
+            LeaseLostError: a newer token exists.
+        """
+        leases.require(tx, self._experiment, self._consumer, token=self.token)
+        of = self._experiment if experiment is None else experiment
+        return log.append(tx, of, events, actor=self._consumer, now_us=now_us())
 
     def _held_by(self, held: Held) -> str:
         who = "another process" if held is None else held[0]
@@ -132,22 +144,19 @@ class TrainerLease:
         while self.lost is None:
             await anyio.sleep(self._ttl_us / 1e6 / HEARTBEATS_PER_TTL)
             try:
-                async with self._database.writing() as tx:
-                    expires = now_us() + self._ttl_us
-                    await leases.renew(
-                        tx,
-                        self._experiment,
-                        self._consumer,
-                        token=self.token,
-                        expires_at_us=expires,
-                    )
+                await self._database.write(self._renew)
             except LeaseLostError as error:
                 self.lost = error
 
+    def _renew(self, tx: Transaction) -> None:
+        expires = now_us() + self._ttl_us  # by the clock as it is once the transaction has begun
+        leases.renew(tx, self._experiment, self._consumer, token=self.token, expires_at_us=expires)
+
     async def release(self) -> None:
         """Give the lease back."""
-        async with self._database.writing() as tx:
-            await leases.release(tx, self._experiment, self._consumer, token=self.token)
+        await self._database.write(
+            leases.release, self._experiment, self._consumer, token=self.token
+        )
 
 
 @asynccontextmanager

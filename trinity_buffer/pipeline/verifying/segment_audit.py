@@ -55,8 +55,7 @@ async def check_segments(
     problems: list[tuple[bytes, Problem]] = []
     for some in _by_size(named):
         families = sorted({family for one in some for family in one.body["families"]})
-        async with database.reading() as tx:
-            parts = await segments.read(tx, [one.key for one in some], families)
+        parts = await database.read(segments.read, [one.key for one in some], families)
         problems += await anyio.to_thread.run_sync(partial(_check, some, parts))
     return len(named), problems
 

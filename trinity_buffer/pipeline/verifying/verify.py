@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -139,32 +140,36 @@ class _Verification:
 
     async def _count(self) -> None:
         """See the projections in one state, and count in them beside those who read the log."""
-        async with self._database.reading() as tx:
-            self._head = await log.head(tx, self._key)
-            self._counting.set()
-            self._seen = await self._snapshot(tx)
+        loop = asyncio.get_running_loop()
+
+        def begin_at(head: int) -> None:
+            loop.call_soon_threadsafe(self._begin_at, head)
+
+        self._seen = await self._database.read(self._snapshot, begin_at)
         self._counted.set()
 
-    async def _snapshot(self, tx: Transaction) -> _Snapshot:
-        consumers = (await queries.consumers(tx, self._key)).values()
+    def _begin_at(self, head: int) -> None:
+        self._head = head
+        self._counting.set()
+
+    def _snapshot(self, tx: Transaction, begin_at: Callable[[int], None]) -> _Snapshot:
+        """Return what the projections say; before that, tell up to where the log is to be read."""
+        begin_at(log.head(tx, self._key))
+        consumers = queries.consumers(tx, self._key).values()
         return _Snapshot(
-            await comparison.counts(tx, self._key),
-            {} if self._quick else await changing_rows(tx, self._key),
+            comparison.counts(tx, self._key),
+            {} if self._quick else changing_rows(tx, self._key),
             tuple(
-                [
-                    await conservation.of_strategy(tx, self._key, row)
-                    for row in consumers
-                    if row.kind == "strategy"
-                ]
+                conservation.of_strategy(tx, self._key, row)
+                for row in consumers
+                if row.kind == "strategy"
             ),
             tuple(
-                [
-                    await conservation.of_trainer(tx, self._key, row)
-                    for row in consumers
-                    if row.kind == "trainer"
-                ]
+                conservation.of_trainer(tx, self._key, row)
+                for row in consumers
+                if row.kind == "trainer"
             ),
-            await conservation.of_plans(tx, self._key),
+            conservation.of_plans(tx, self._key),
         )
 
     async def _take(self, page: Sequence[StoredEvent]) -> None:
@@ -184,7 +189,7 @@ class _Verification:
 
     async def _compare(self, parts: Sequence[Part]) -> None:
         if parts and not self._differs:
-            holds = await self._database.read(partial(holds_for, experiment=self._key, parts=parts))
+            holds = await self._database.read(holds_for, self._key, parts)
             self._differs = not holds
 
     async def _compare_projections(self) -> None:
@@ -242,10 +247,9 @@ class _Verification:
         """Tell what is wrong with segments, but for those that were archived, maybe just now."""
         archived = self._audit.archived
         if any(key not in archived for key, _ in self._in_segments):
-            async with self._database.reading() as tx:
-                later = await log.read_after(
-                    tx, self._key, self._head, limit=1 << 31, kinds=["SegmentsArchived"]
-                )
+            later = await self._database.read(
+                log.read_after, self._key, self._head, limit=1 << 31, kinds=["SegmentsArchived"]
+            )
             for event in readable_events(later):
                 archived.update(map(bytes, event.body["segments"]))
         self._problems += [problem for key, problem in self._in_segments if key not in archived]

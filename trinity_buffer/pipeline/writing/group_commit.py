@@ -16,14 +16,13 @@ import anyio
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import StoreError
 from trinity_buffer.identity import EID
-from trinity_buffer.pipeline.background import in_thread
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, segments
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import NewEvent
-from trinity_buffer.store.transaction import TakenKeyError, Transaction
+from trinity_buffer.store.transaction import Session, TakenKeyError, Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +89,11 @@ class _Group:
         self.entries = entries
         self.rows = sum(entry.call.rows for entry in entries)
         self.writes: list[tuple[PreparedWrite, Sequence[_Entry]]] = []
-        self._prepared = False
+        self.prepared = False
 
     def prepare(self) -> None:
         """Find out what is to be committed, and for whom. Computes: not on the event loop."""
-        if self._prepared:
-            return
-        self._prepared = True
+        self.prepared = True
         for some in _partners(self.entries):
             first, *others = [entry.call for entry in some]
             joined = first.join(others) if others else None
@@ -190,7 +187,7 @@ class GroupCommit:
         group = _Group(entries)
         try:
             if group.rows > sizes().rows_per_trip:
-                await in_thread(group.prepare)
+                await self._database.compute(group.prepare)
             await self._write(group)
         except Exception:  # noqa: BLE001 - whoever it belongs to is told, below
             # Something is stored already, or cannot be stored: find out what, call by call. A call
@@ -211,55 +208,60 @@ class GroupCommit:
             TakenKeyError: something is stored already, or a batch is sealed; nothing was written.
         """
 
-        async def work(tx: Transaction) -> dict[int, int]:
-            places: dict[int, int] = {}
-            writes = [write for write, _ in group.writes]
-            await segments.write(tx, [row for write in writes for row in write.segments])
-            writes.sort(key=lambda one: one.experiment)  # locks, always in one order
-            for experiment, same in groupby(writes, key=lambda one: one.experiment):
-                some = list(same)
-                await lock_experiment(tx, experiment)
-                if await self._sealed(tx, experiment, some):
-                    raise _SomebodyIsLateError
-                reached("inside-append")
-                said = [(write.actor, event) for write in some for event in write.events]
-                positions = iter(await log.append_of_actors(tx, experiment, said, now_us=now_us()))
-                places |= {id(write): max(islice(positions, len(write.events))) for write in some}
-            return places
+        def work(s: Session) -> dict[int, int]:
+            if not group.prepared:
+                s.compute(group.prepare)
+            return s.write(_append, [write for write, _ in group.writes])
 
-        places = await self._database.write(work, before=group.prepare, integrity_errors=True)
+        places = await self._database.session(work)
         for write, entries in group.writes:
             for entry in entries:
                 entry.outcome = Outcome(position=places[id(write)])
 
     async def _try_alone(self, entry: _Entry) -> None:
         group = _Group([entry])
-        await in_thread(group.prepare)
+        await self._database.compute(group.prepare)
         for write, _ in group.writes:  # none, if there is something wrong with it
-            entry.outcome = await self._known(write)
+            entry.outcome = await self._database.read(_known, write)
             if entry.outcome is not None:
                 return
             try:
                 await self._write(group)
             except TakenKeyError as error:  # another process was quicker: look again
-                entry.outcome = await self._known(write)
+                entry.outcome = await self._database.read(_known, write)
                 if entry.outcome is None:
-                    raise StoreError(f"{self._database.name}: a key is taken: {error}") from error
+                    raise StoreError(f"a key is taken: {error}") from error
 
-    async def _known(self, write: PreparedWrite) -> Outcome | None:
-        """Return what is in the way of ``write``, or None."""
-        async with self._database.reading() as tx:
-            known = await queries.stored(tx, write.experiment, write.eids)
-            sealed = await self._sealed(tx, write.experiment, [write])
-        return Outcome(known=known, sealed=sealed) if known or sealed else None
 
-    async def _sealed(
-        self, tx: Transaction, experiment: int, writes: Sequence[PreparedWrite]
-    ) -> frozenset[str]:
-        batches = frozenset[str]().union(*(write.open_batches for write in writes))
-        if not batches:
-            return batches
-        return frozenset(await queries.sealed_among(tx, experiment, sorted(batches)))
+def _append(tx: Transaction, writes: list[PreparedWrite]) -> dict[int, int]:
+    """Record ``writes``; return the position of the last event of each, by its identity."""
+    places: dict[int, int] = {}
+    segments.write(tx, [row for write in writes for row in write.segments])
+    writes.sort(key=lambda one: one.experiment)  # locks, always in one order
+    for experiment, same in groupby(writes, key=lambda one: one.experiment):
+        some = list(same)
+        lock_experiment(tx, experiment)
+        if _sealed(tx, experiment, some):
+            raise _SomebodyIsLateError
+        reached("inside-append")
+        said = [(write.actor, event) for write in some for event in write.events]
+        positions = iter(log.append_of_actors(tx, experiment, said, now_us=now_us()))
+        places |= {id(write): max(islice(positions, len(write.events))) for write in some}
+    return places
+
+
+def _known(tx: Transaction, write: PreparedWrite) -> Outcome | None:
+    """Return what is in the way of ``write``, or None."""
+    known = queries.stored(tx, write.experiment, write.eids)
+    sealed = _sealed(tx, write.experiment, [write])
+    return Outcome(known=known, sealed=sealed) if known or sealed else None
+
+
+def _sealed(tx: Transaction, experiment: int, writes: Sequence[PreparedWrite]) -> frozenset[str]:
+    batches = frozenset[str]().union(*(write.open_batches for write in writes))
+    if not batches:
+        return batches
+    return frozenset(queries.sealed_among(tx, experiment, sorted(batches)))
 
 
 class _SomebodyIsLateError(TakenKeyError):

@@ -74,18 +74,22 @@ async def plan(
     database.require_writable()  # who may not plan need not wait for it
     body = {"batch": batch, "tasks": list(tasks), "rollouts_per_group": rollouts_per_group}
     event = new_event("BatchPlanned", body)
+
+    def append(tx: Transaction, own: int | None) -> object:
+        # Asked again under the lock: two explorers must not both take the last place.
+        lock_experiment(tx, experiment)
+        answer = _may_plan(tx, experiment, actor, body, own)
+        if answer is None:
+            log.append(tx, experiment, [event], actor=actor, now_us=now_us())
+        return answer
+
     while True:
         state = await database.changes.state()
-        async with database.reading() as tx:
-            answer = await _may_plan(tx, experiment, actor, body, policy_version)
+        own = policy_version() if callable(policy_version) else policy_version
+        answer = await database.read(_may_plan, experiment, actor, body, own)
         if answer is None:
             reached("before-plan")
-            async with database.writing() as tx:
-                # Asked again under the lock: two explorers must not both take the last place.
-                await lock_experiment(tx, experiment)
-                answer = await _may_plan(tx, experiment, actor, body, policy_version)
-                if answer is None:
-                    await log.append(tx, experiment, [event], actor=actor, now_us=now_us())
+            answer = await database.write(append, own)
             if answer is None:
                 reached("after-plan")
                 return True
@@ -100,30 +104,29 @@ MAX_ROLLOUTS = 1 << 20
 """Rollouts of one task in one batch."""
 
 
-async def _may_plan(
+def _may_plan(
     tx: Transaction,
     experiment: int,
     actor: str,
     body: dict[str, Any],
-    version: int | Callable[[], int] | None,
+    version: int | None,
 ) -> object:
     """Return None: plan it now; True: it is planned; False: the run is finished; or `_WAIT`."""
-    existing = await queries.batch_row(tx, experiment, body["batch"])
+    existing = queries.batch_row(tx, experiment, body["batch"])
     if existing is not None:
         return _same_plan(existing, actor, body)
-    if await queries.count_in_batch(tx, experiment, body["batch"]):
+    if queries.count_in_batch(tx, experiment, body["batch"]):
         raise ConflictingPlanError(
             f"batch {body['batch']!r} holds experiences that nobody planned; "
             "plan a batch before writing to it"
         )
-    found = await queries.config_of(tx, experiment)
+    found = queries.config_of(tx, experiment)
     config, finished = found if found is not None else ({}, False)
     if finished:
         return False
     rules = Admission.of(config)
-    backlog = await trainer_queries.backlog(tx, experiment, rules.trainer)
-    own = version() if callable(version) else version
-    return None if rules.admits(backlog, own) else _WAIT
+    backlog = trainer_queries.backlog(tx, experiment, rules.trainer)
+    return None if rules.admits(backlog, version) else _WAIT
 
 
 def _same_plan(existing: store_rows.BatchRow, actor: str, body: dict[str, Any]) -> bool:
@@ -174,9 +177,12 @@ def _check_batch(batch: object) -> None:
 
 async def missing(database: Database, experiment: int, batch: Key) -> list[tuple[Key, int]]:
     """Return the planned (task, run) pairs that are not stored, in the order of the plan."""
-    async with database.reading() as tx:
-        planned = await queries.batch_row(tx, experiment, batch)
-        stored = await queries.runs_of(tx, experiment, batch)
+
+    def look(tx: Transaction) -> tuple[store_rows.BatchRow | None, set[tuple[str, int]]]:
+        planned = queries.batch_row(tx, experiment, batch)
+        return planned, queries.runs_of(tx, experiment, batch)
+
+    planned, stored = await database.read(look)
     if planned is None or planned.rollouts_per_group is None:
         raise InvalidArgumentError(f"batch {batch!r} was never planned; call plan() first")
     pairs = [(task, run) for task in planned.tasks for run in range(planned.rollouts_per_group)]
@@ -187,21 +193,26 @@ async def seal(database: Database, experiment: int, actor: str, batch: Key, expe
     """Seal ``batch``; see `SQLWriter.seal`."""
     _check_batch(batch)
     event = new_event("BatchSealed", {"batch": batch, "expected": expected})
-    async with database.writing() as tx:
-        await lock_experiment(tx, experiment)
-        existing = await queries.batch_row(tx, experiment, batch)
-        if existing is not None and existing.sealed_at is not None:
-            if existing.expected == expected:
-                return
-            raise ConflictingSealError(
-                f"batch {batch!r} was sealed with {existing.expected} experiences, "
-                f"this seal says {expected}"
-            )
-        held = await queries.count_in_batch(tx, experiment, batch)
-        if held != expected:
-            raise ConflictingSealError(
-                f"batch {batch!r} holds {held} experiences, this seal says {expected}; "
-                "nothing was sealed. "
-                "missing(batch) names the planned runs that are not stored"
-            )
-        await log.append(tx, experiment, [event], actor=actor, now_us=now_us())
+    await database.write(_seal, experiment, actor, batch, expected, event)
+
+
+def _seal(
+    tx: Transaction, experiment: int, actor: str, batch: Key, expected: int, event: log.NewEvent
+) -> None:
+    lock_experiment(tx, experiment)
+    existing = queries.batch_row(tx, experiment, batch)
+    if existing is not None and existing.sealed_at is not None:
+        if existing.expected == expected:
+            return
+        raise ConflictingSealError(
+            f"batch {batch!r} was sealed with {existing.expected} experiences, "
+            f"this seal says {expected}"
+        )
+    held = queries.count_in_batch(tx, experiment, batch)
+    if held != expected:
+        raise ConflictingSealError(
+            f"batch {batch!r} holds {held} experiences, this seal says {expected}; "
+            "nothing was sealed. "
+            "missing(batch) names the planned runs that are not stored"
+        )
+    log.append(tx, experiment, [event], actor=actor, now_us=now_us())

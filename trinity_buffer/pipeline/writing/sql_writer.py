@@ -115,8 +115,7 @@ class SQLWriter(BufferWriter):
 
         After a crash an explorer finishes these before it plans more.
         """
-        async with self._database.reading() as tx:
-            return await queries.batches_of_actor(tx, self._experiment, self.actor)
+        return await self._database.read(queries.batches_of_actor, self._experiment, self.actor)
 
     async def planned(self, batch: Key) -> tuple[tuple[Key, ...], int]:
         """Return the tasks of a planned batch and how many rollouts each shall have.
@@ -124,16 +123,14 @@ class SQLWriter(BufferWriter):
         Raises:
             InvalidArgumentError: the batch was never planned.
         """
-        async with self._database.reading() as tx:
-            row = await queries.batch_row(tx, self._experiment, batch)
+        row = await self._database.read(queries.batch_row, self._experiment, batch)
         if row is None or row.rollouts_per_group is None:
             raise InvalidArgumentError(f"batch {batch!r} was never planned; call plan() first")
         return row.tasks, row.rollouts_per_group
 
     async def stored(self, batch: Key) -> int:
         """Return how many experiences of ``batch`` are stored: what `seal` expects to be told."""
-        async with self._database.reading() as tx:
-            return await queries.count_in_batch(tx, self._experiment, batch)
+        return await self._database.read(queries.count_in_batch, self._experiment, batch)
 
     @override
     async def seal(self, batch: Key, expected: int) -> None:

@@ -1,0 +1,208 @@
+"""SQLite: whole functions on the threads of aiosqlite's connections, one trip each.
+
+A statement is a call of some microseconds, and going to the connection's thread and back for each
+would cost ten times that. So the function goes there as a whole; its statements are plain calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import chain
+from typing import Any, TypeVar
+
+import aiosqlite
+import anyio
+from pysqlite3 import dbapi2
+from sqlalchemy import Table, create_engine, insert
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.pool import StaticPool
+from typing_extensions import override
+
+from trinity_buffer.sizes import sizes
+from trinity_buffer.store.transaction import Transaction
+
+T = TypeVar("T")
+
+SEATS = 4
+"""Transactions at the same time. One of them writes: on SQLite there can be no second."""
+
+
+class SQLiteTransaction(Transaction):
+    """A connection in autocommit, whose transactions `run` begins and ends, one after another.
+
+    Args:
+        driver: the connection. No transaction may be open.
+    """
+
+    def __init__(self, driver: Any) -> None:
+        engine = create_engine(
+            "sqlite://",
+            module=dbapi2,
+            creator=lambda: driver,
+            poolclass=StaticPool,
+            pool_reset_on_return=None,
+        )
+        super().__init__(engine.connect())
+        self._driver = driver
+
+    @override
+    def rows(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Execute a statement as the driver takes it; return all rows that it gives."""
+        found: list[tuple[Any, ...]] = self._driver.execute(sql, values).fetchall()
+        return found
+
+    @override
+    def add(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert ``rows``, each with all columns of ``table`` in their order."""
+        size = sizes().rows_per_statement
+        whole = len(rows) - len(rows) % size
+        for start in range(0, whole, size):
+            some = chain.from_iterable(rows[start : start + size])
+            self._driver.execute(_insert(table, size), tuple(some))
+        if whole < len(rows):
+            self._driver.executemany(_insert(table, 1), rows[whole:])
+
+    @override
+    def announce(self) -> None:
+        """Do nothing: the other processes see a commit by themselves."""
+
+    def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
+        """Return ``f(tx)``, in a transaction of its own."""
+        # A deferred transaction that is upgraded later fails without waiting for the busy timeout:
+        # writers take the lock at once.
+        try:
+            self._driver.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+            done = f(self)
+            self._driver.execute("COMMIT")
+        except BaseException:
+            if self._driver.in_transaction:  # a full disk may have rolled back already
+                self._driver.execute("ROLLBACK")
+            raise
+        finally:
+            self._connection.rollback()  # SQLAlchemy's own idea of it; nothing is left to undo
+        return done
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+        self._driver.close()
+
+
+@cache
+def _insert(table: Table, rows: int) -> str:
+    """Return the statement for so many rows, whose places are all positional."""
+    one = str(insert(table).compile(dialect=sqlite.dialect()))
+    head, values, row = one.partition("VALUES ")
+    return head + values + ", ".join([row] * rows)
+
+
+class _Desk:
+    """Stands where aiosqlite expects a connection of ``sqlite3``: it does what it is handed.
+
+    aiosqlite never looks at what its ``connector`` returns: it calls methods of it, in its thread.
+    """
+
+    def __init__(self, connector: Callable[[], Any]) -> None:
+        self._connector = connector
+        self._tx: SQLiteTransaction | None = None  # connected on the first trip
+        self._answer: tuple[bool, Any] = (True, None)
+
+    def execute(self, work: Callable[[SQLiteTransaction], Any], _: Any) -> _Desk:
+        try:
+            if self._tx is None:
+                self._tx = SQLiteTransaction(self._connector())
+            self._answer = (True, work(self._tx))
+        except BaseException as error:  # noqa: BLE001 - raised again by `_Seat.trip`; set on a future, a StopIteration would never arrive
+            self._answer = (False, error)
+        return self
+
+    def fetchall(self) -> tuple[bool, Any]:
+        answer, self._answer = self._answer, (True, None)
+        return answer
+
+    def close(self) -> None:
+        if self._tx is not None:
+            self._tx.close()
+
+
+class _Seat:
+    """One connection and its thread, which does not keep the interpreter from ending."""
+
+    def __init__(self, connector: Callable[[], Any]) -> None:
+        made: list[aiosqlite.Connection] = []
+
+        def make() -> None:
+            desk: Any = _Desk(connector)
+            made.append(aiosqlite.Connection(lambda: desk, iter_chunk_size=64))
+
+        # A thread inherits being a daemon from the one that makes it.
+        maker = threading.Thread(target=make, daemon=True)
+        maker.start()
+        maker.join()
+        self._connection = made[0]
+
+    async def open(self) -> None:
+        await self._connection
+
+    async def trip(self, work: Callable[[SQLiteTransaction], T]) -> T:
+        """Return what ``work`` returns, in the thread."""
+        # The public method that makes one trip: it executes, fetches, and returns what it fetched.
+        trip: Any = self._connection.execute_fetchall
+        well, answer = await trip(work, ())
+        if not well:
+            raise answer
+        done: T = answer
+        return done
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+
+class Seats:
+    """Connections to one file. Each trip has one for itself.
+
+    Args:
+        connector: returns a new connection, in autocommit.
+    """
+
+    def __init__(self, connector: Callable[[], Any]) -> None:
+        self._connector = connector
+        self._free = anyio.Semaphore(SEATS, fast_acquire=True)
+        self._write_lock = anyio.Lock(fast_acquire=True)
+        self._idle: list[_Seat] = []
+
+    async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
+        """Return ``f(tx)``, in a transaction of its own."""
+        return await self.trip(lambda tx: tx.run(f, writes=writes), writes=writes)
+
+    async def trip(self, work: Callable[[SQLiteTransaction], T], *, writes: bool) -> T:
+        """Return what ``work`` returns, in the thread of a connection; one at a time ``writes``.
+
+        Once it has begun, a cancellation waits for its end.
+        """
+        if not writes:
+            return await self._trip(work)
+        async with self._write_lock:
+            return await self._trip(work)
+
+    async def _trip(self, work: Callable[[SQLiteTransaction], T]) -> T:
+        with anyio.CancelScope(shield=True):
+            async with self._free:
+                seat = self._idle.pop() if self._idle else await self._opened()
+                try:
+                    done = await seat.trip(work)
+                finally:
+                    self._idle.append(seat)
+        return done
+
+    async def _opened(self) -> _Seat:
+        seat = _Seat(self._connector)
+        await seat.open()
+        return seat
+
+    async def close(self) -> None:
+        """Close every connection."""
+        while self._idle:
+            await self._idle.pop().close()
