@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check long fmt bench torture proofs migrate
+.PHONY: help setup demo test check long fmt bench torture mutants proofs migrate
 
 help:            ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -44,6 +44,9 @@ bench: setup     ## the figures of docs/performance.md; quickly: make bench ARGS
 
 torture: setup   ## kill, pause, starve and confuse everything: make torture ARGS="--store postgresql"
 	$(BIN)/python -m benchmarks.torture --minutes 30 --seed 1 --record $(ARGS)
+
+mutants: setup   ## small changes that no test notices: make mutants ARGS="--sample 20 --seed 7"
+	$(BIN)/python -m benchmarks.mutants $(ARGS)
 
 proofs: setup    ## recorded figures that are older than their code: make proofs ARGS=--run
 	$(BIN)/python -m benchmarks.proofs $(ARGS)

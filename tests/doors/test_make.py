@@ -13,6 +13,7 @@ from tests.doors.workshop import run
 
 ELSEWHERE = {
     "check": "runs this very test; here its recipe is only read",
+    "mutants": "runs all tests first; tests/benchmarks calls it in a small repository",
     "setup": "has a test of its own below, in a copy without an environment",
 }
 TARGETS = [target for target in targets() if target not in ELSEWHERE]

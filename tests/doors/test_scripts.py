@@ -15,7 +15,10 @@ from tests.doors.sizes import sized
 from tests.doors.workshop import run
 
 TOOLS, BENCHMARKS = scripts("tools"), scripts("benchmarks")
-ROLES = {"latency_role": "processes that `benchmarks.run --only latency` starts"}
+ELSEWHERE = {
+    "latency_role": "processes that `benchmarks.run --only latency` starts",
+    "mutants": "runs all tests first; tests/benchmarks calls it in a small repository",
+}
 
 
 ON_PAGES = {command for block in shell_blocks() for command in block.commands}
@@ -23,7 +26,7 @@ ON_PAGES = {command for block in shell_blocks() for command in block.commands}
 
 
 def lines_of(files: list[Path]) -> list[str]:
-    lines = [line for file in files if file.stem not in ROLES for line in usages(file)]
+    lines = [line for file in files if file.stem not in ELSEWHERE for line in usages(file)]
     return [line for line in lines if line not in ON_PAGES]
 
 

@@ -103,7 +103,7 @@ def copy_of_the_repository(folder: Path) -> Path:
     Its ``.venv`` counts as built, whatever the times of the files: nothing is installed.
     """
     copy = folder / "repository"
-    hidden = shutil.ignore_patterns(".*", "runs", "dist", "__pycache__", "*.egg-info")
+    hidden = shutil.ignore_patterns(".*", "runs", "dist", "mutants", "__pycache__", "*.egg-info")
     shutil.copytree(ROOT, copy, ignore=hidden)
     (copy / ".venv").mkdir()
     for entry in Path(sys.prefix).iterdir():
