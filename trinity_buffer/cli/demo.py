@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import anyio
-from rich.console import Console
 from rich.live import Live
 
 from trinity_buffer.cli.demo_sources import expert_batches, expert_of, needs_of_run, teacher_of
 from trinity_buffer.cli.options import made_folder
-from trinity_buffer.cli.printing import progress
+from trinity_buffer.cli.printing import Terminal, progress
 from trinity_buffer.cli.roles import explore, first_policy, task_of
 from trinity_buffer.cli.run_algorithm import algorithm_of, recorded
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
@@ -83,7 +82,7 @@ class Demo:
     chaos_every_s: float | None = None
     limit_s: float | None = None
     brief: bool = False
-    console: Console = field(default_factory=Console)
+    console: Terminal = field(default_factory=Terminal)
     _numbers: RunNumbers = field(default_factory=RunNumbers)
     _supervisors: list[Supervisor] = field(default_factory=list)
 

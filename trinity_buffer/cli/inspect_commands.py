@@ -17,7 +17,17 @@ from trinity_buffer.cli.options import (
     chosen_experiment,
     chosen_store,
 )
-from trinity_buffer.cli.printing import console, print_json, shown, size_of, table, time_of
+from trinity_buffer.cli.printing import (
+    console,
+    one_line,
+    print_json,
+    shown,
+    size_of,
+    table,
+    time_of,
+    unescaped,
+)
+from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspect import (
     EventLine,
     ExperienceView,
@@ -102,7 +112,7 @@ def _print_overview(found: Overview) -> None:
 def _print_experiment(one: ExperimentOverview) -> None:
     out = console()
     state = "finished" if one.finished else "open"
-    out.print(f"[bold]experiment {escape(one.name)}[/bold] ({state})")
+    out.print(f"[bold]experiment {escape(one_line(one.name))}[/bold] ({state})")
     low, high = one.versions
     lines = [
         f"events       {one.head}, {time_of(one.first_at)} to {time_of(one.last_at)} UTC",
@@ -177,7 +187,7 @@ def _print_event(line: EventLine, *, as_json: bool) -> None:
         print_json(line)
         return
     head = f"{line.position:>8}  {time_of(line.recorded_at)}  {line.kind:<20} {line.actor:<12}"
-    console().print(f"{head} {line.summary}", markup=False)
+    console().print(one_line(f"{head} {line.summary}"), markup=False)
 
 
 def groups(
@@ -208,16 +218,15 @@ def groups(
     if as_json:
         print_json(*found)
         return
-    columns = ["batch", "task", "runs", "mean", "deviation", "rewards", "advantages", "state"]
+    columns = ["uid", "runs", "mean", "deviation", "rewards", "advantages", "state"]
     console().print(table(f"{len(found)} groups, the newest first", columns, map_rows(found)))
 
 
 def map_rows(found: list[GroupView]) -> list[tuple[Any, ...]]:
-    """Return groups as rows of a table."""
+    """Return groups as rows of a table, each with the uid of its first experience."""
     return [
         (
-            str(group.batch),
-            str(group.task),
+            group.runs[0].uid,
             len({run.run for run in group.runs}),
             group.mean,
             group.deviation,
@@ -247,7 +256,12 @@ def show(
 
     async def main() -> ExperienceView:
         async def question(found: Experiment) -> ExperienceView:
-            return await questions.show(found, uid)
+            try:
+                return await questions.show(found, uid)
+            except UnknownNameError:
+                if unescaped(uid) == uid:
+                    raise
+                return await questions.show(found, unescaped(uid))
 
         answer: ExperienceView = await asked(store, experiment, question)
         return answer
@@ -261,33 +275,35 @@ def show(
 
 def _print_experience(found: ExperienceView) -> None:
     out = console()
-    out.print(f"[bold]{escape(found.uid)}[/bold] at {found.address}, {found.kind}")
+    uid = escape(one_line(found.uid))
+    out.print(f"[bold]{uid}[/bold] at {found.address}, {found.kind}")
     out.print(
-        f"recorded by {found.actor}, {time_of(found.recorded_at)} UTC, segment {found.segment}, "
-        f"digest {found.digest}\n"
+        f"recorded by {one_line(found.actor)}, {time_of(found.recorded_at)} UTC, "
+        f"segment {found.segment}, digest {found.digest}\n"
         f"reward {shown(found.reward)}, policy version {shown(found.policy_version)}, "
         f"{found.prompt_length} prompt + {found.length - found.prompt_length} response tokens "
         f"({found.trained_tokens} trained), finish reason {shown(found.finish_reason)}",
         markup=False,
     )
     if found.refused is not None:
-        out.print(f"refused: {found.refused}", markup=False)
+        out.print(one_line(f"refused: {found.refused}"), markup=False)
     if found.archived is not None:
         out.print(found.archived, markup=False)
     out.print(table("tensors", _TENSOR_COLUMNS, _tensor_rows(found.tensors)))
     for name, value in found.objects.items():
-        out.print(f"{name}: {value}", markup=False)
+        out.print(f"{name}: {value}".replace("\n", "\n  "), markup=False)
     for one in found.sets:
         reason = "" if one.reason is None else f": {one.reason}"
         where = "" if one.annotation is None else f" at {one.annotation}"
         copies = f", {one.copies} copies" if one.copies > 1 else ""
-        out.print(f"\nset {one.annotation_set}: {one.state}{reason}{where}{copies}", markup=False)
+        told = one_line(f"set {one.annotation_set}: {one.state}{reason}{where}{copies}")
+        out.print(f"\n{told}", markup=False)
         if one.tensors:
             out.print(table("", _TENSOR_COLUMNS, _tensor_rows(one.tensors)))
         for step in one.steps:
             held = "trained" if step.committed else "leased, not committed,"
             told = f"{held} in step {step.step}" if step.step else f"rejected: {step.reason}"
-            out.print(f"  {step.trainer}: {told}", markup=False)
+            out.print(one_line(f"  {step.trainer}: {told}"), markup=False)
 
 
 _TENSOR_COLUMNS = ["field", "dtype", "shape", "min", "mean", "max", "first"]

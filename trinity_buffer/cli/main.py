@@ -15,6 +15,7 @@ from trinity_buffer.cli import (
     maintenance_commands,
     run_commands,
 )
+from trinity_buffer.cli.printing import escaped
 from trinity_buffer.cli.supervisor import end_with_parent, exit_code_of
 from trinity_buffer.errors import TrinityBufferError
 
@@ -30,7 +31,7 @@ def run_command() -> None:
     try:
         app()
     except TrinityBufferError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {escaped(str(error))}\n")
         raise SystemExit(exit_code_of(error)) from None
 
 
@@ -48,7 +49,7 @@ def main() -> NoReturn:
         code = end.code
     with suppress(OSError):  # nobody may be reading any more
         if isinstance(code, str):
-            sys.stderr.write(f"{code}\n")
+            sys.stderr.write(f"{escaped(code)}\n")
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))

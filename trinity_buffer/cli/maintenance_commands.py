@@ -16,7 +16,7 @@ from trinity_buffer.cli.options import (
     chosen_experiment,
     chosen_store,
 )
-from trinity_buffer.cli.printing import console, print_json, progress, shown, table
+from trinity_buffer.cli.printing import console, one_line, print_json, progress, shown, table
 from trinity_buffer.pipeline.history.rebuild import RebuildReport
 from trinity_buffer.pipeline.history.rebuild import rebuild as rebuild_projections
 from trinity_buffer.pipeline.store import open_store
@@ -77,7 +77,7 @@ def _print_verified(found: VerifyReport) -> None:
     out = console()
 
     def say(line: str) -> None:
-        out.print(line, markup=False)
+        out.print(one_line(line), markup=False)
 
     kind = "quick look" if found.quick else "full look"
     say(f"{found.store}, experiment {found.experiment}, {found.version}, {kind}")

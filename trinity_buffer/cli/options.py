@@ -10,6 +10,7 @@ from typing import Annotated
 import anyio
 import typer
 
+from trinity_buffer.cli.printing import escaped
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError, UnknownStoreError
 from trinity_buffer.pipeline.store import open_store
 
@@ -97,7 +98,8 @@ async def awaited_experiment(url: str, experiment: str | None) -> str:
             return await chosen_experiment(url, experiment)
         except (UnknownStoreError, UnknownExperimentError) as error:
             if not said:
-                sys.stderr.write(f"waits for the first explorer or trainer to make it: {error}\n")
+                told = escaped(f"waits for the first explorer or trainer to make it: {error}")
+                sys.stderr.write(f"{told}\n")
                 said = True
         # A store that is not there has nothing to tell of its coming.
         await anyio.sleep(STORE_LOOK_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,10 +11,12 @@ from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
+from typing_extensions import override
 
 Report = Callable[[str, int, int], None]
 
@@ -21,16 +24,60 @@ PLAIN_WIDTH = 1000
 """Of lines that go into a file or a pipe: nobody cuts or wraps them there."""
 
 
-def console() -> Console:
+_ORDERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
+    "\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""Characters that a terminal obeys, or that change how others are read; not tab and line feed."""
+
+_ESCAPES = re.compile(r"\\(?:[nrt\\]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+
+
+def escaped(text: str) -> str:
+    """Return ``text`` with everything spelled out that a terminal would obey."""
+    return _ORDERS.sub(_spelled, text)
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` escaped, line feeds and tabs too: nobody's name begins a line of ours."""
+    return escaped(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def unescaped(text: str) -> str:
+    """Return what `one_line` spelled out."""
+    return _ESCAPES.sub(lambda found: found[0].encode().decode("unicode_escape"), text)
+
+
+def _spelled(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
+def _spelled_in_json(found: re.Match[str]) -> str:
+    return json.dumps(found[0])[1:-1] if found[0] != "\x7f" else "\\u007f"
+
+
+class Terminal(Console):
+    """Where everything for people is printed: what a rollout says is shown, never obeyed."""
+
+    @override
+    def render_str(self, text: str, **style: Any) -> Text:
+        return super().render_str(escaped(text), **style)
+
+
+def console() -> Terminal:
     """Return where results are printed; lines are not wrapped where nobody watches."""
     watched = sys.stdout.isatty()
-    return Console(width=None if watched else PLAIN_WIDTH, highlight=False, soft_wrap=not watched)
+    width = None if watched else PLAIN_WIDTH
+    return Terminal(width=width, highlight=False, emoji=False, soft_wrap=not watched)
 
 
 def as_json(value: Any) -> str:
-    """Return a result as one line of JSON; bytes are written as hexadecimal digits."""
+    """Return a result as one line of JSON; bytes are written as hexadecimal digits.
+
+    What a terminal would obey is escaped as JSON does it: who parses the line reads the same text.
+    """
     plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    return json.dumps(plain, default=_as_text, ensure_ascii=False)
+    return _ORDERS.sub(_spelled_in_json, json.dumps(plain, default=_as_text, ensure_ascii=False))
 
 
 def _as_text(value: object) -> Any:
@@ -52,7 +99,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     found = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         numbers = all(isinstance(row[index], int | float) or row[index] is None for row in rows)
-        found.add_column(column, justify="right" if numbers and rows else "left", style="")
+        side: JustifyMethod = "right" if numbers and rows else "left"
+        found.add_column(column, justify=side, no_wrap=column == "uid")  # nobody can type half
     for row in rows:
         found.add_row(*(escape(shown(cell)) for cell in row))
     return found
@@ -67,8 +115,8 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {count}" for key, count in value.items()) or "-"
-    return str(value)
+        return one_line(", ".join(f"{key} {count}" for key, count in value.items())) or "-"
+    return one_line(str(value))
 
 
 def time_of(seconds: float | None) -> str:
@@ -92,7 +140,7 @@ def progress() -> Iterator[Report]:
 
     It goes to standard error, so that what is printed can be read by a program.
     """
-    screen = Console(stderr=True)
+    screen = Terminal(stderr=True)
     if not screen.is_terminal:
         yield _plain_report()
         return

@@ -14,6 +14,7 @@ import anyio
 import torch
 
 from trinity_buffer.algorithm import Algorithm
+from trinity_buffer.cli.printing import escaped
 from trinity_buffer.cli.run_algorithm import algorithm_of, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
 from trinity_buffer.demo.needs import needs_of
@@ -282,5 +283,5 @@ def line_of(report: StepReport) -> str:
 
 def plain(message: str) -> None:
     """Print a line with the time of day."""
-    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {message}\n")
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {escaped(message)}\n")
     sys.stdout.flush()

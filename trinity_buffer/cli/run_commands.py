@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from trinity_buffer.cli.options import (
     chosen_store,
     made_folder,
 )
+from trinity_buffer.cli.printing import print_json
 from trinity_buffer.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def annotate(
             url, chosen, strategy=strategy, name=name, args=args, follow=follow
         )
         if as_json:
-            typer.echo(json.dumps(asdict(report)))
+            print_json(asdict(report))
         else:
             roles.plain(
                 f"{report.annotated} annotated, {report.rejected} rejected, "
