@@ -1,6 +1,5 @@
 """Torture a store for some minutes, round by round, and tell what was found.
 
-python -m benchmarks.torture --minutes 30 --seed 1 --store sqlite
 python -m benchmarks.torture --minutes 30 --seed 1 --store postgresql --record
 python -m benchmarks.torture --seed 1 --first-round 17 --rounds 1    # the faults of round 17 again
 

@@ -147,9 +147,9 @@ def test_a_mutated_blob_is_read_or_refused(seed: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(100, 110))
-def test_a_million_mutated_blobs_are_read_or_refused(seed: int) -> None:
-    assert fuzz(110_000, seed) > 40_000
+@pytest.mark.parametrize("seed", range(100, 102))
+def test_a_hundred_thousand_mutated_blobs_are_read_or_refused(seed: int) -> None:
+    assert fuzz(50_000, seed) > 20_000
 
 
 def test_random_bytes_are_refused() -> None:

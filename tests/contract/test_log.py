@@ -139,11 +139,8 @@ async def test_eight_writers_and_three_readers_agree_on_one_order(store_url: str
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(4))
-async def test_a_hundred_thousand_events_are_seen_once_by_each_reader(
-    store_url: str, part: int
-) -> None:
-    await race(store_url, writers=8, per_writer=3_125, readers=3, at_once=9)
+async def test_two_thousand_events_are_seen_once_by_each_reader(store_url: str) -> None:
+    await race(store_url, writers=8, per_writer=250, readers=3, at_once=9)
 
 
 async def test_a_slow_writer_hides_nothing_from_a_reader_that_goes_on(store_url: str) -> None:

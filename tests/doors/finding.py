@@ -70,6 +70,10 @@ def shell_blocks() -> list[Block]:
     return found
 
 
+ON_PAGES = {command for block in shell_blocks() for command in block.commands}
+"""They run in test_blocks, and nowhere else."""
+
+
 def helps() -> dict[str, str]:
     """Return what the help of each ``trinity-buffer`` command says, on one line."""
     group = typer.main.get_command(app)

@@ -11,8 +11,8 @@ DEMO = (
     "--set max_steps=2 --set groups_per_step=2 --set groups_per_batch=1 --set rollouts_per_group=4 "
     "--set model.width=8 --set model.layers=1 --set model.heads=1 --set evaluation.problems=8"
 )
-BENCH = "--tasks 2 --repetitions 1"
-TORTURE = "--rounds 1 --round-seconds 2"
+BENCH = "--only write,stream --tasks 2 --repetitions 1"
+TORTURE = "--rounds 1 --round-seconds 0"
 SIZES = {
     "make demo": DEMO,
     "make test": "-n 0 tests/codec/test_bodies.py",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doors.finding import ROOT, targets
+from tests.doors.finding import ON_PAGES, ROOT, targets
 from tests.doors.sizes import sized
 from tests.doors.workshop import run
 
@@ -16,7 +16,11 @@ ELSEWHERE = {
     "mutants": "runs all tests first; tests/benchmarks calls it in a small repository",
     "setup": "has a test of its own below, in a copy without an environment",
 }
-TARGETS = [target for target in targets() if target not in ELSEWHERE]
+TARGETS = [
+    target
+    for target in targets()
+    if target not in ELSEWHERE and f"make {target}" not in ON_PAGES  # those run in test_blocks
+]
 
 
 def test_every_target_is_told_by_help() -> None:

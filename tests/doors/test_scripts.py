@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doors.finding import ROOT, scripts, shell_blocks, usages
+from tests.doors.finding import ON_PAGES, ROOT, scripts, usages
 from tests.doors.sizes import sized
 from tests.doors.workshop import run
 
@@ -19,10 +19,6 @@ ELSEWHERE = {
     "latency_role": "processes that `benchmarks.run --only latency` starts",
     "mutants": "runs all tests first; tests/benchmarks calls it in a small repository",
 }
-
-
-ON_PAGES = {command for block in shell_blocks() for command in block.commands}
-"""They run in test_blocks."""
 
 
 def lines_of(files: list[Path]) -> list[str]:

@@ -379,8 +379,5 @@ def test_the_store_and_the_model_agree(machine: type[StoreMachine]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(10))
-def test_the_store_and_the_model_agree_in_many_histories(
-    machine: type[StoreMachine], part: int
-) -> None:
-    check(machine, histories=30, steps=60)
+def test_the_store_and_the_model_agree_in_many_histories(machine: type[StoreMachine]) -> None:
+    check(machine, histories=20, steps=50)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.torture.round import RoundReport
 
 CONSUMERS = {"trainer": "grpo", "second": "other"}
-REPLAY_LIMIT_S = 300.0
+REPLAY_LIMIT_S = 900.0
 
 
 def examine(report: RoundReport, plan: Plan, site: Site, url: str, folder: Path) -> None:

@@ -31,8 +31,8 @@ CONFIG = {
 STEPS_AFTERWARDS = 3
 """Every trainer must get so much further when the faults have stopped."""
 
-CALM_LIMIT_S = 180.0
-EFFECT_LIMIT_S = 300.0
+CALM_LIMIT_S = 600.0
+EFFECT_LIMIT_S = 600.0
 """Until every kind of fault has taken effect once."""
 
 
