@@ -14,7 +14,7 @@ from trinity_buffer.pipeline.store import open_store
 
 
 def demo(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trinity_buffer", "demo", "--limit", "240", *words]
+    command = [sys.executable, "-m", "trinity_buffer", "demo", "--limit", "900", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 

@@ -18,7 +18,7 @@ from trinity_buffer.cli.demo_sources import expert_of, teacher_of
 from trinity_buffer.cli.run_algorithm import recorded
 from trinity_buffer.cli.run_config import RunConfig, resolved
 from trinity_buffer.crash_points import VARIABLE
-from trinity_buffer.demo.recipes import RECIPES, config_for
+from trinity_buffer.demo.recipes import config_for
 from trinity_buffer.pipeline.store import open_store
 
 SMALL: dict[str, Any] = {
@@ -79,6 +79,9 @@ def test_a_demo_that_cannot_be_is_refused(
     assert not list(tmp_path.glob("runs/*"))
 
 
+ONE_OF_A_FAMILY = ("sft", "ppo", "mix", "multi_step_grpo", "jsd")
+"""They differ in what they train on; what else differs is tested in one process."""
+
 LITTLE = {
     "task.digits": 1,
     "model.width": 8,
@@ -104,13 +107,13 @@ def command(*words: object) -> tuple[int, str]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "chosen",
-    [*(f"--algorithm {name}" for name in RECIPES), "--set algorithm=dpo", "--set loss.name=topr"],
+    [*(f"--algorithm {name}" for name in ONE_OF_A_FAMILY), "--set loss.name=topr"],
 )
-def test_a_demo_of_every_algorithm_survives_a_kill_and_replays(chosen: str, tmp_path: Path) -> None:
-    """Every trainer is killed between its third checkpoint and the commit."""
+def test_a_demo_survives_a_kill_and_replays(chosen: str, tmp_path: Path) -> None:
+    """The trainer is killed between its third checkpoint and the commit."""
     store = ("--store", tmp_path / "run.db")
     little = [word for key, value in LITTLE.items() for word in ("--set", f"{key}={value}")]
-    code, said = command("demo", "--name", "run", *chosen.split(), *store, *little, "--limit", 300)
+    code, said = command("demo", "--name", "run", *chosen.split(), *store, *little, "--limit", 900)
     assert code == 0, said
     assert said.splitlines()[-1] == "lost 0, duplicated 0"
     assert "4 gradient steps" in said
