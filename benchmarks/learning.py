@@ -36,14 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--algorithm", action="append", choices=sorted(RECIPES), default=[])
-    parser.add_argument("--all", action="store_true", help="every algorithm")
+    parser.add_argument("--all", action="store_true", help="every algorithm, where none is named")
     parser.add_argument("--seeds", default="0,1,2", help="with commas")
     parser.add_argument("--again", action="store_true", help="also what has a result already")
     parser.add_argument("--report", action="store_true", help="write docs/learning.md")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--small", action="store_true", help="two small steps: does it run at all?")
     asked = parser.parse_args(arguments)
-    names = list(RECIPES) if asked.all else asked.algorithm
+    names = asked.algorithm or (list(RECIPES) if asked.all else [])
     if not names and not asked.report:
         parser.error("name --algorithm NAME, or --all, or --report")
     if asked.small and asked.results == RESULTS:

@@ -13,6 +13,7 @@ DEMO = (
 )
 BENCH = "--only write,stream --tasks 2 --repetitions 1"
 TORTURE = "--rounds 1 --round-seconds 0"
+LEARNING = "--small --seeds 0 --results runs/learning.jsonl"
 SIZES = {
     "make demo": DEMO,
     "make test": "-n 0 tests/codec/test_bodies.py",
@@ -23,7 +24,8 @@ SIZES = {
     "make migrate": "URL=runs/demo.db",
     "trinity-buffer demo": DEMO,
     "trinity-buffer explore": "--batches 10",
-    "python benchmarks/learning.py": "--small --seeds 0 --results runs/learning.jsonl",
+    "python benchmarks/learning.py": LEARNING,
+    "python benchmarks/learning.py --all": f"{LEARNING} --algorithm sft",
     "python -m benchmarks.proofs": "--only nothing",
     "python -m benchmarks.run": BENCH,
     "python -m benchmarks.verify": "--experiences 64 --repetitions 1 --store runs/verify.db",
