@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trinity_buffer.pipeline.store import open_store
     from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
     from trinity_buffer.pipeline.verifying.verify import verify
+    from trinity_buffer.trainer.token_scores import token_scores
     from trinity_buffer.writer import BufferWriter, StagedWriter, WriteReceipt
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ __all__ = [
     "open_store",
     "open_train_stream",
     "run_strategy",
+    "token_scores",
     "verify",
 ]
 
@@ -63,6 +65,7 @@ _HOMES = {
     "open_store": "trinity_buffer.pipeline.store",
     "open_train_stream": "trinity_buffer.pipeline.streaming.sync_stream",
     "run_strategy": "trinity_buffer.pipeline.annotating.strategy_consumer",
+    "token_scores": "trinity_buffer.trainer.token_scores",
 }
 
 

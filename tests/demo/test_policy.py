@@ -34,8 +34,10 @@ def boundaries() -> Tensor:
 def test_packed_and_padded_scores_are_equal() -> None:
     policy, rows = make_policy(), make_rows()
     mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], True)
-    padded = policy.logprobs(pad_sequence(rows, True), attention_mask=mask)
-    packed = policy.logprobs(torch.cat(rows), cu_seqlens=boundaries(), max_seqlen=12)
+    padded = policy.scores({"input_ids": pad_sequence(rows, True), "attention_mask": mask})
+    packed = policy.scores(
+        {"input_ids": torch.cat(rows), "cu_seqlens": boundaries(), "max_seqlen": 12}
+    )
     for one, other in zip(padded, packed, strict=True):
         torch.testing.assert_close(one[mask], other, rtol=0, atol=1e-13)
         assert one[~mask].eq(0).all()
@@ -46,8 +48,8 @@ def test_packed_and_padded_gradients_are_equal() -> None:
     mask = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], True)
     gradients = []
     for scores in (
-        policy.logprobs(pad_sequence(rows, True), attention_mask=mask),
-        policy.logprobs(torch.cat(rows), cu_seqlens=boundaries()),
+        policy.scores({"input_ids": pad_sequence(rows, True), "attention_mask": mask}),
+        policy.scores({"input_ids": torch.cat(rows), "cu_seqlens": boundaries()}),
     ):
         policy.zero_grad()
         (scores.logprob.sum() + scores.entropy.square().sum()).backward()
@@ -58,9 +60,9 @@ def test_packed_and_padded_gradients_are_equal() -> None:
 
 def test_no_sequence_of_a_pack_sees_another_one() -> None:
     policy, rows = make_policy(), make_rows()
-    before = policy.logprobs(torch.cat(rows), cu_seqlens=boundaries()).logprob
+    before = policy.scores({"input_ids": torch.cat(rows), "cu_seqlens": boundaries()}).logprob
     rows[2] = (rows[2] + 1) % 11
-    after = policy.logprobs(torch.cat(rows), cu_seqlens=boundaries()).logprob
+    after = policy.scores({"input_ids": torch.cat(rows), "cu_seqlens": boundaries()}).logprob
     untouched = torch.ones(len(before), dtype=torch.bool)
     untouched[6:18] = False
     assert torch.equal(before[untouched], after[untouched])
@@ -72,7 +74,10 @@ def test_a_token_is_scored_by_what_comes_before_it_alone() -> None:
     ids = torch.arange(8).unsqueeze(0)
     changed = ids.clone()
     changed[0, 5] = 9
-    one, other = policy.logprobs(ids).logprob[0], policy.logprobs(changed).logprob[0]
+    one, other = (
+        policy.scores({"input_ids": ids}).logprob[0],
+        policy.scores({"input_ids": changed}).logprob[0],
+    )
     assert torch.equal(one[:5], other[:5])
     assert (one[5:] != other[5:]).all()
 
@@ -80,7 +85,7 @@ def test_a_token_is_scored_by_what_comes_before_it_alone() -> None:
 def test_the_score_of_a_token_is_read_from_the_logits_before_it() -> None:
     policy, ids = make_policy(), torch.tensor([[3, 1, 4]])
     everything = policy(ids).log_softmax(-1)[0]
-    scores = policy.logprobs(ids)
+    scores = policy.scores({"input_ids": ids})
     wanted = torch.stack([torch.zeros((), dtype=torch.float64), everything[0, 1], everything[1, 4]])
     torch.testing.assert_close(scores.logprob[0], wanted)
     entropy = torch.distributions.Categorical(logits=everything[1]).entropy()
@@ -91,9 +96,11 @@ def test_positions_that_are_given_are_used() -> None:
     policy, rows = make_policy(), make_rows()
     counted = torch.cat([torch.arange(length) for length in LENGTHS])
     ids, limits = torch.cat(rows), boundaries()
-    given = policy.logprobs(ids, position_ids=counted, cu_seqlens=limits).logprob
-    assert torch.equal(given, policy.logprobs(ids, cu_seqlens=limits).logprob)
-    moved = policy.logprobs(ids, position_ids=counted.flip(0), cu_seqlens=limits).logprob
+    given = policy.scores({"input_ids": ids, "position_ids": counted, "cu_seqlens": limits}).logprob
+    assert torch.equal(given, policy.scores({"input_ids": ids, "cu_seqlens": limits}).logprob)
+    moved = policy.scores(
+        {"input_ids": ids, "position_ids": counted.flip(0), "cu_seqlens": limits}
+    ).logprob
     assert not torch.equal(given, moved)
 
 

@@ -119,7 +119,7 @@ def test_the_recipe_of_the_sorter_learns_one_digit() -> None:
         scores = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
         advantages = torch.nn.functional.pad(scores.view(-1, 1), (2, 0))
         old = torch.stack([torch.nn.functional.pad(recorded(e), (2, 0)) for e in made])
-        logprob = policy.logprobs(torch.stack([e.tokens for e in made])).logprob
+        logprob = policy.scores({"input_ids": torch.stack([e.tokens for e in made])}).logprob
         response = (torch.arange(3) > 1).expand_as(old)
         loss, _ = loss_fn(logprob, old, response, advantages)
         optimizer.zero_grad()

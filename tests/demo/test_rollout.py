@@ -48,7 +48,7 @@ def said(experiences: list[Experience]) -> dict[str, list[int]]:
 def test_recorded_logprobs_are_the_policys(task: Task) -> None:
     policy = make_policy(task)
     for experience in generate(task):
-        scores = policy.logprobs(experience.tokens.long().unsqueeze(0)).logprob[0]
+        scores = policy.scores({"input_ids": experience.tokens.long().unsqueeze(0)}).logprob[0]
         torch.testing.assert_close(
             experience.logprobs, scores[experience.prompt_length :].detach(), rtol=0, atol=1e-5
         )

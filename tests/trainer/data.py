@@ -33,7 +33,9 @@ def rollouts(batch: str = "b0", *, version: int | None = 0, tasks: int = TASKS) 
         for run in range(RUNS):
             prompt, size = draw.randrange(2, 7), draw.randrange(2, 9)
             tokens = [draw.randrange(VOCABULARY) for _ in range(prompt + size)]
-            scored = sampler.logprobs(torch.tensor([tokens])).logprob[0, prompt:].detach()
+            scored = (
+                sampler.scores({"input_ids": torch.tensor([tokens])}).logprob[0, prompt:].detach()
+            )
             made.append(
                 Experience(
                     eid=EID(batch, task, run, 0),

@@ -11,7 +11,7 @@ from tests.trainer.data import CONFIG, policy
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.demo.policy import TransformerCritic, TransformerPolicy
 from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
-from trinity_buffer.trainer.models import Models, prepare, scores_of
+from trinity_buffer.trainer.models import Models, prepare
 from trinity_buffer.trainer.parallel import OneProcess, Processes
 from trinity_buffer.trainer.requirements import strategy_of, stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
@@ -52,7 +52,7 @@ def gradient(
         step = next(stream)
         prepare(step, algorithm, models, reduce=ranks.sum if ranks.world_size > 1 else None)
         for microbatch in step.microbatches:
-            scores = scores_of(models.policy, microbatch)
+            scores = models.policy.scores(microbatch)
             loss, _ = algorithm.loss(
                 scores.logprob, microbatch, entropy=scores.entropy, layout=microbatch.layout
             )

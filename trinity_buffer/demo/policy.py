@@ -20,7 +20,9 @@ from typing_extensions import override
 
 from trinity_buffer.demo.policy_file import read_policy, write_policy
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
+from trinity_buffer.trainer.last_hidden import OutputHead
 from trinity_buffer.trainer.policy import TokenScores
+from trinity_buffer.trainer.token_scores import token_logits, token_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,8 @@ class TransformerPolicy(nn.Module):
         seed: of the initial weights.
     """
 
+    file_name = "policy.safetensors"
+
     def __init__(self, config: PolicyConfig, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
@@ -212,47 +216,30 @@ class TransformerPolicy(nn.Module):
         Raises:
             InvalidArgumentError: a shape that fits no layout, or a sequence above ``max_length``.
         """
-        packed = self._packed(input_ids, cu_seqlens, max_seqlen)
-        if position_ids is None:
-            steps = torch.arange(input_ids.shape[-1], device=input_ids.device)
-            position_ids = steps if packed is None else packed.positions()
-        return self._logits(input_ids, position_ids, packed, None)
+        hidden = self._hidden_of(input_ids, position_ids, cu_seqlens, max_seqlen)
+        return self.head(hidden)  # type: ignore[no-any-return]  # nn.Module.__call__
 
-    def logprobs(
-        self,
-        input_ids: Tensor,
-        *,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-    ) -> TokenScores:
-        """Return log-probability and entropy of the given tokens, at temperature 1.
+    def last_hidden(self, microbatch: Mapping[str, Any]) -> tuple[Tensor, OutputHead]:
+        """Return the last hidden states, and the head that makes logits of them; see `forward`."""
+        hidden = self._hidden_of(
+            microbatch["input_ids"],
+            microbatch.get("position_ids"),
+            microbatch.get("cu_seqlens"),
+            microbatch.get("max_seqlen"),
+        )
+        return hidden, OutputHead(self.head.weight)
 
-        Args:
-            input_ids: see `forward`.
-            position_ids: see `forward`.
-            attention_mask: ``[B, T]`` bool, False at the padding, where both results are then 0.
-            cu_seqlens: see `forward`.
-            max_seqlen: see `forward`.
+    def scores(self, microbatch: Mapping[str, Any]) -> TokenScores:
+        """Return log-probability and entropy of every token; see `token_scores`.
 
         Raises:
             InvalidArgumentError: see `forward`.
         """
-        logits = self.forward(
-            input_ids, position_ids=position_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
-        )
-        time = input_ids.dim() - 1
-        everything = torch.log_softmax(
-            _at_least_float32(logits).narrow(time, 0, -1 + logits.shape[time]), -1
-        )
-        following = input_ids.narrow(time, 1, input_ids.shape[time] - 1).long()
-        logprob = everything.gather(-1, following.unsqueeze(-1)).squeeze(-1)
-        entropy = -(everything.exp() * everything).sum(-1)
-        real = _has_predecessor(input_ids, attention_mask, cu_seqlens)
-        return TokenScores(
-            *(functional.pad(x, (1, 0)).where(real, 0.0) for x in (logprob, entropy))
-        )
+        return token_scores(self, microbatch)
+
+    def logits(self, microbatch: Mapping[str, Any]) -> Tensor:
+        """Return the logits of a micro-batch; see `forward`."""
+        return token_logits(self, microbatch)
 
     def read(self, input_ids: Tensor, cache: KeyValueCache) -> Tensor:
         """Read ``[B, T]`` further tokens into ``cache`` and return the logits after the last one.
@@ -269,7 +256,7 @@ class TransformerPolicy(nn.Module):
             )
         self._check_length(seen + new)
         positions = torch.arange(seen, seen + new, device=input_ids.device)
-        return self._logits(input_ids, positions, None, cache)[:, -1]
+        return self.head(self._hidden(input_ids, positions, None, cache)[:, -1])  # type: ignore[no-any-return]  # nn.Module.__call__
 
     def new_cache(self) -> KeyValueCache:
         """Return an empty cache for `read`."""
@@ -288,6 +275,17 @@ class TransformerPolicy(nn.Module):
         """
         write_policy(path, asdict(self.config), self.state_dict(), metadata or {})
 
+    def restore(self, path: str | Path) -> None:
+        """Take the weights that `save` wrote to ``path``.
+
+        Raises:
+            CheckpointError: there is no such file, or it is not a policy of this kind and shape.
+        """
+        try:
+            self.load_state_dict(self.load(path).state_dict())
+        except RuntimeError as error:
+            raise CheckpointError(f"{path}: a policy of another shape ({error})") from error
+
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Return the model that `save` wrote to ``path``, on the CPU.
@@ -303,7 +301,20 @@ class TransformerPolicy(nn.Module):
             raise CheckpointError(f"{path}: the weights do not fit the config ({error})") from error
         return policy
 
-    def _logits(
+    def _hidden_of(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+    ) -> Tensor:
+        packed = self._packed(input_ids, cu_seqlens, max_seqlen)
+        if position_ids is None:
+            steps = torch.arange(input_ids.shape[-1], device=input_ids.device)
+            position_ids = steps if packed is None else packed.positions()
+        return self._hidden(input_ids, position_ids, packed, None)
+
+    def _hidden(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
@@ -313,7 +324,7 @@ class TransformerPolicy(nn.Module):
         hidden = self.tokens(input_ids) + self.positions(position_ids)
         for block in self.blocks:
             hidden = block(hidden, packed, cache)
-        return self.head(self.norm(hidden))  # type: ignore[no-any-return]  # nn.Module.__call__
+        return self.norm(hidden)  # type: ignore[no-any-return]  # nn.Module.__call__
 
     def _packed(
         self, input_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
@@ -370,22 +381,3 @@ class TransformerCritic(TransformerPolicy):
         else:
             first[cu_seqlens[:-1].long()] = True
         return values.masked_fill(first, 0.0)
-
-
-def _has_predecessor(
-    input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None
-) -> Tensor:
-    """Return which tokens the policy predicted: all but the first of a sequence and padding."""
-    if attention_mask is None:
-        real = torch.ones_like(input_ids, dtype=torch.bool)
-    else:
-        real = attention_mask.bool().clone()
-    if cu_seqlens is None:
-        real[:, 0] = False
-    else:
-        real[cu_seqlens[:-1].long()] = False
-    return real
-
-
-def _at_least_float32(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()

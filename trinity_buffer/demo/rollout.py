@@ -74,7 +74,7 @@ def rollout(
     """Return the experiences of the runs ``pairs`` of ``batch``, run by run in the given order.
 
     A run of several turns gives one experience per turn, ``eid.step`` counts them. Log-probs are
-    those of `TransformerPolicy.logprobs` at temperature 1, which is what is sampled at.
+    those of `token_scores` at temperature 1, which is what is sampled at.
 
     Args:
         policy: what to sample from.

@@ -15,7 +15,7 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.step_tensors import Reduce
 from trinity_buffer.pipeline.streaming.stream_options import TrainStep
-from trinity_buffer.trainer.policy import Critic, Policy, TokenScores
+from trinity_buffer.trainer.policy import Critic, Policy
 
 
 @dataclass(slots=True)
@@ -51,17 +51,6 @@ def require_models(algorithm: Algorithm, models: Models) -> None:
     ]
     if lacking:
         raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs a {lacking[0]} model")
-
-
-def scores_of(policy: Policy, microbatch: MicroBatch) -> TokenScores:
-    """Return log-probability and entropy of every token of a micro-batch."""
-    packed = "cu_seqlens" in microbatch
-    return policy.logprobs(
-        microbatch["input_ids"],
-        attention_mask=None if packed else microbatch["attention_mask"],
-        cu_seqlens=microbatch.get("cu_seqlens"),
-        max_seqlen=microbatch.get("max_seqlen"),
-    )
 
 
 def values_of(critic: Critic, microbatch: MicroBatch) -> Tensor:
@@ -105,16 +94,16 @@ def _score(microbatch: MicroBatch, algorithm: Algorithm, models: Models) -> None
     wanted = algorithm.tensors | _read_by_advantages(algorithm)
     before = "old_logprob" not in microbatch
     if before or "entropy" in wanted:
-        scores = scores_of(models.policy, microbatch)
+        scores = models.policy.scores(microbatch)
         microbatch["entropy"] = scores.entropy
         if before:
             microbatch["old_logprob"] = scores.logprob
     if "necs" in wanted:
         microbatch["necs"] = _necs(models.policy, microbatch)
     if models.reference is not None and algorithm.needs_reference:
-        microbatch["ref_logprob"] = scores_of(models.reference, microbatch).logprob
+        microbatch["ref_logprob"] = models.reference.scores(microbatch).logprob
     if models.teacher is not None:
-        microbatch["teacher_logprob"] = scores_of(models.teacher, microbatch).logprob
+        microbatch["teacher_logprob"] = models.teacher.scores(microbatch).logprob
     if "teacher_logprob" in wanted and "teacher_logprob" not in microbatch:
         raise InvalidArgumentError(
             f"algorithm {algorithm.name!r} needs teacher_logprob: store teacher_logprobs with the "
@@ -126,12 +115,8 @@ def _score(microbatch: MicroBatch, algorithm: Algorithm, models: Models) -> None
 
 def _necs(policy: Policy, microbatch: MicroBatch) -> Tensor:
     """Return the expected change of entropy at every token, from the logits before it."""
-    logits = policy.forward(
-        microbatch["input_ids"],
-        cu_seqlens=microbatch.get("cu_seqlens"),
-        max_seqlen=microbatch.get("max_seqlen"),
-    )
-    return torch.roll(expected_entropy_change(logits), 1, -1).where(microbatch["action_mask"], 0.0)
+    change = expected_entropy_change(policy.logits(microbatch))
+    return torch.roll(change, 1, -1).where(microbatch["action_mask"], 0.0)
 
 
 def _read_by_advantages(algorithm: Algorithm) -> frozenset[str]:

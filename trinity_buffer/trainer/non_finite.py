@@ -14,7 +14,6 @@ from torch import Tensor
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.stream_options import TrainStep
-from trinity_buffer.trainer.models import scores_of
 from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.trainer.policy import Policy
 
@@ -48,7 +47,7 @@ def _terms_of_rows(microbatch: MicroBatch, algorithm: Algorithm, policy: Policy)
     those of all others.
     """
     with torch.no_grad():
-        scores = scores_of(policy, microbatch)
+        scores = policy.scores(microbatch)
     leaves = [scores.logprob.requires_grad_(), scores.entropy.requires_grad_()]
     with torch.enable_grad():
         loss, _ = algorithm.loss(leaves[0], microbatch, entropy=leaves[1], layout=microbatch.layout)

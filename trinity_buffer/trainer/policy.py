@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -75,32 +75,17 @@ class Critic(Trainable, Protocol):
 class Policy(Trainable, Protocol):
     """The model that is trained, or one that it is compared with."""
 
-    def logprobs(
-        self,
-        input_ids: Tensor,
-        *,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-    ) -> TokenScores:
-        """Return log-probability and entropy of the given tokens, at temperature 1.
+    def scores(self, microbatch: Mapping[str, Any]) -> TokenScores:
+        """Return log-probability and entropy of every token of a micro-batch, at temperature 1.
 
         Args:
-            input_ids: ``[B, T]`` right-padded, or ``[T_total]`` with ``cu_seqlens``.
-            attention_mask: ``[B, T]`` bool, False at the padding, where both results are then 0.
-            cu_seqlens: ``[N + 1]`` boundaries of packed sequences.
-            max_seqlen: length of the longest of them.
+            microbatch: see `token_scores`; both results are 0 at padding and at the first token of
+                a sequence.
         """
         ...
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-    ) -> Tensor:
-        """Return the logits of the next token, ``[B, T, vocab]``, packed ``[T_total, vocab]``."""
+    def logits(self, microbatch: Mapping[str, Any]) -> Tensor:
+        """Return the logits of the next token, ``[N, T, vocab]``, packed ``[T, vocab]``."""
         ...
 
     def new_critic(self) -> Critic:

@@ -25,7 +25,7 @@ from trinity_buffer.trainer.checkpoint_folder import (
     save_checkpoint,
 )
 from trinity_buffer.trainer.critic import ValueLossFn
-from trinity_buffer.trainer.models import Models, prepare, require_models, scores_of, values_of
+from trinity_buffer.trainer.models import Models, prepare, require_models, values_of
 from trinity_buffer.trainer.non_finite import largest_rows
 from trinity_buffer.trainer.parallel import OneProcess, Processes
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable
@@ -261,7 +261,7 @@ class Trainer(Generic[AnyPolicy]):
         )
 
     def _loss(self, microbatch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        scores = scores_of(self.state.policy, microbatch)
+        scores = self.state.policy.scores(microbatch)
         return self._algorithm.loss(
             scores.logprob, microbatch, entropy=scores.entropy, layout=microbatch.layout
         )

@@ -1,0 +1,244 @@
+"""Scores of given tokens: those of the naive way, in any layout and in chunks of any size."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
+from typing_extensions import override
+
+import trinity_buffer as tb
+from tests.trainer.qwen import SHAPE, qwen2, qwen3
+from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.trainer.policy import TokenScores
+
+LENGTHS = (5, 1, 12, 3)
+
+
+def demo() -> TransformerPolicy:
+    return TransformerPolicy(PolicyConfig(37, width=16, max_length=12))
+
+
+def made(model: Any, config: Any, **changes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return model(config(**(SHAPE | changes)))  # type: ignore[no-any-return]
+
+    return make
+
+
+FAMILIES = [
+    qwen2,
+    qwen3,
+    demo,
+    lambda: qwen2(use_sliding_window=True, sliding_window=4, max_window_layers=0),
+    made(Gemma2ForCausalLM, Gemma2Config, final_logit_softcapping=0.5, head_dim=4),
+    made(CohereForCausalLM, CohereConfig, logit_scale=3.0),
+    made(GraniteForCausalLM, GraniteConfig, logits_scaling=0.3),
+    made(PhiForCausalLM, PhiConfig),
+]
+FAMILY = pytest.mark.parametrize(
+    "make", FAMILIES, ids=["qwen2", "qwen3", "demo", "window", "gemma2", "cohere", "granite", "phi"]
+)
+
+
+def rows() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 37, (length,), generator=generator) for length in LENGTHS]
+
+
+def padded() -> dict[str, Tensor]:
+    there = pad_sequence([torch.ones(size, dtype=torch.bool) for size in LENGTHS], True)
+    return {"input_ids": pad_sequence(rows(), True), "attention_mask": there}
+
+
+def packed() -> dict[str, Any]:
+    return {
+        "input_ids": torch.cat(rows()),
+        "position_ids": torch.cat([torch.arange(size) for size in LENGTHS]),
+        "attention_mask": torch.ones(sum(LENGTHS), dtype=torch.bool),
+        "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32),
+        "max_seqlen": max(LENGTHS),
+    }
+
+
+def naive(model: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return log-probs and entropies row by row, from all logits."""
+    found = []
+    for ids in rows():
+        logits = model(ids[None])
+        logits = logits if isinstance(logits, Tensor) else logits.logits
+        every = logits[0].double().log_softmax(-1)[:-1]
+        logprob = every.gather(1, ids[1:, None]).squeeze(1)
+        entropy = -(every.exp() * every).sum(1)
+        found.append((logprob, entropy))
+    return found
+
+
+def flat(scores: TokenScores, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    there = batch["attention_mask"]
+    assert all(one[~there].eq(0).all() for one in scores)
+    return scores.logprob[there], scores.entropy[there]
+
+
+def expected(model: Any) -> tuple[Tensor, Tensor]:
+    pairs = [[nn.functional.pad(one, (1, 0)) for one in row] for row in naive(model)]
+    return torch.cat([row[0] for row in pairs]), torch.cat([row[1] for row in pairs])
+
+
+def gradients(model: nn.Module, scores: tuple[Tensor, Tensor]) -> list[Tensor]:
+    model.zero_grad()
+    weights = torch.linspace(-1, 1, len(scores[0]), dtype=scores[0].dtype)
+    ((scores[0] * weights).sum() + (scores[1].square() * weights.flip(0)).sum()).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@FAMILY
+@pytest.mark.parametrize("layout", [padded, packed])
+def test_scores_and_gradients_are_those_of_all_logits_in_float64(
+    make: Callable[[], nn.Module], layout: Callable[[], dict[str, Any]]
+) -> None:
+    model = make().double()
+    wanted = expected(model)
+    batch = layout()
+    # 26 tokens, 37 words: slices of 1 and 8, 1 for each token, and all at once.
+    for chunk_logits in (1, 170, 2**24):
+        found = flat(tb.token_scores(model, batch, chunk_logits=chunk_logits), batch)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)  # their norms are in float32
+        torch.testing.assert_close(
+            gradients(model, found), gradients(model, expected(model)), rtol=1e-5, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("make", [qwen2, qwen3])
+def test_padded_and_packed_are_one_gradient_in_float32(make: Callable[[], nn.Module]) -> None:
+    model, both = make(), []
+    for batch in (padded(), packed()):
+        scores = flat(tb.token_scores(model, batch, chunk_logits=100), batch)
+        both.append((scores, gradients(model, scores)))
+    torch.testing.assert_close(both[0][0], both[1][0], rtol=0, atol=1e-5)
+    largest = max(float(g.abs().max()) for g in both[0][1])
+    for one, other in zip(both[0][1], both[1][1], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * largest)
+
+
+def test_sums_of_a_model_in_bfloat16_are_in_float32() -> None:
+    model = qwen2().bfloat16()
+    batch = padded()
+    found = flat(tb.token_scores(model, batch, chunk_logits=100), batch)
+    assert all(one.dtype == torch.float32 for one in found)
+    torch.testing.assert_close(found, tuple(x.float() for x in expected(model)), rtol=0, atol=1e-5)
+    assert {g.dtype for g in gradients(model, found)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_rows_without_a_predicted_token_score_zero(size: int) -> None:
+    model = qwen2()
+    ids, nothing = torch.zeros(2, size, dtype=torch.long), torch.zeros(2, size, dtype=torch.bool)
+    scores = tb.token_scores(model, {"input_ids": ids, "attention_mask": nothing})
+    assert scores.logprob.eq(0).all()
+    assert scores.entropy.eq(0).all()
+    scores.logprob.sum().backward()
+    assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    model, batch = qwen2(), padded()
+    model.lm_head.requires_grad_(requires_grad=False)
+    tb.token_scores(model, batch).logprob.sum().backward()
+    assert model.lm_head.weight.grad is None
+    assert float(model.model.norm.weight.grad.abs().sum()) > 0
+
+
+class _Largest(TorchDispatchMode):
+    """Notes how many numbers the largest tensor has that an operation returns."""
+
+    numbers = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.numbers = max(self.numbers, found.numel() if isinstance(found, Tensor) else 0)
+        return found
+
+
+def test_no_tensor_of_tokens_times_vocabulary_lives() -> None:
+    model = qwen2(vocab_size=4000)
+    batch = {"input_ids": torch.randint(0, 4000, (16, 60))}
+    with _Largest() as largest:  # type: ignore[no-untyped-call]  # torch has no types for it
+        scores = tb.token_scores(model, batch, chunk_logits=2**16)
+        (scores.logprob + scores.entropy).sum().backward()
+    assert 2**15 < largest.numbers <= 2**16 + 944  # never more than asked, but for one column
+    # The weights of the head are the largest beside it: 4000 x 16 = 64,000.
+
+
+MEASURED = """
+import torch
+from pathlib import Path
+from trinity_buffer.trainer.last_hidden import OutputHead
+from trinity_buffer.trainer.token_scores import CHUNK_LOGITS, head_scores
+torch.set_num_threads(1)
+def megabytes(what):
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[what].split()[0]) / 1e3
+hidden = torch.randn(2048, 16, requires_grad=True)
+weight = torch.randn(152064, 16, requires_grad=True)
+before = megabytes("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+scores = head_scores(hidden, OutputHead(weight), torch.arange(2048), CHUNK_LOGITS)
+sum(one.sum() for one in scores).backward()
+print(round(megabytes("VmHWM") - before - (hidden.nbytes + weight.nbytes) / 1e6))
+"""
+
+
+@pytest.mark.long
+def test_a_vocabulary_of_152k_takes_less_than_300_mb() -> None:
+    done = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 100 < int(done.stdout) < 300
+
+
+def test_an_adapter_on_the_head_is_refused_with_the_remedy() -> None:
+    class Adapted(nn.Linear):
+        pass
+
+    model = qwen2()
+    model.lm_head = Adapted(16, 37, bias=False)
+    with pytest.raises(InvalidArgumentError, match="no plain linear output head, but Adapted"):
+        tb.token_scores(model, padded())
+
+
+def test_logits_that_are_changed_behind_the_head_are_refused() -> None:
+    class Bent(type(qwen2())):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            said = super().forward(*args, **kwargs)
+            said.logits = said.logits * 2
+            return said
+
+    model = qwen2()
+    model.__class__ = Bent
+    with pytest.raises(InvalidArgumentError, match="logits of Bent are not those of its output"):
+        tb.token_scores(model, padded())
+
+
+def test_no_chunk_is_an_error() -> None:
+    with pytest.raises(InvalidArgumentError, match="chunk_logits=0"):
+        tb.token_scores(qwen2(), padded(), chunk_logits=0)

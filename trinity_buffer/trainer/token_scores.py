@@ -1,0 +1,210 @@
+"""Log-probability and entropy of given tokens, without ever holding the logits of a batch.
+
+Logits of 16k tokens over a vocabulary of 152k take 10 GB in float32, and several times that with
+their gradients. Here the output head is applied to slices of the vocabulary, one after another, in
+the forward pass and once more in the backward pass; only sums over the vocabulary are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.trainer.last_hidden import OutputHead, last_hidden
+from trinity_buffer.trainer.policy import TokenScores
+
+CHUNK_LOGITS = 2**24
+"""So many logits are held at a time: 64 MiB in float32, of which there are two or three."""
+
+
+def token_scores(
+    model: Any, microbatch: Mapping[str, Any], *, chunk_logits: int = CHUNK_LOGITS
+) -> TokenScores:
+    """Return log-probability and entropy of every token of a micro-batch, at temperature 1.
+
+    Element t describes token t and comes from what precedes it; it is 0 at the first token of a
+    sequence and at padding. float32, or float64 of a model in float64.
+
+    Args:
+        model: a causal language model of transformers, or one that has ``last_hidden``.
+        microbatch: ``input_ids`` ``[N, T]`` right-padded, with ``attention_mask`` if there is
+            padding; or ``[T]`` packed, with ``cu_seqlens`` ``[N + 1]``, ``position_ids`` and
+            ``max_seqlen``.
+        chunk_logits: how many logits are held at a time; less memory, more passes.
+
+    Raises:
+        InvalidArgumentError: the logits of the model are not those of a linear output head.
+    """
+    if chunk_logits < 1:
+        raise InvalidArgumentError(f"chunk_logits={chunk_logits}: it must be at least 1")
+    ids = microbatch["input_ids"]
+    hidden, head = last_hidden(model, microbatch)
+    places = _predicted(microbatch).flatten().nonzero().squeeze(-1)
+    found = head_scores(
+        hidden.flatten(0, -2)[places - 1], head, ids.flatten()[places].long(), chunk_logits
+    )
+    return TokenScores(
+        *(x.new_zeros(ids.numel()).index_copy(0, places, x).view(ids.shape) for x in found)
+    )
+
+
+def token_logits(model: Any, microbatch: Mapping[str, Any]) -> Tensor:
+    """Return all logits of a micro-batch, ``[..., vocabulary]``; those at t are of token t + 1."""
+    hidden, head = last_hidden(model, microbatch)
+    logits, _ = _logits(hidden.flatten(0, -2), head, slice(None))
+    return logits.view(*hidden.shape[:-1], -1)
+
+
+def head_scores(
+    hidden: Tensor, head: OutputHead, targets: Tensor, chunk_logits: int
+) -> tuple[Tensor, Tensor]:
+    """Return log-probability and entropy ``[T]`` of ``targets`` under ``hidden`` ``[T, D]``."""
+    columns = max(1, chunk_logits // max(1, len(targets)))
+    return _HeadScores.apply(hidden, head.weight, head.bias, targets, (head, columns))  # type: ignore[no-any-return,no-untyped-call]  # autograd.Function has no types
+
+
+class _HeadScores(torch.autograd.Function):
+    """Sums over the vocabulary, slice by slice; see `head_scores`."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        how: tuple[OutputHead, int],
+    ) -> tuple[Tensor, Tensor]:
+        head, ctx.columns = how[0]._replace(weight=weight, bias=bias), how[1]
+        sums = _Sums.of(hidden)
+        for part in _parts(weight, ctx.columns):
+            logits, _ = _logits(hidden, head, part)
+            sums = sums.add(logits, targets - part.start)
+        normalizer, entropy = sums.peak + sums.total.log(), sums.entropy()
+        ctx.scale, ctx.softcap = head.scale, head.softcap
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
+        return sums.chosen - normalizer, entropy
+
+    @staticmethod
+    @once_differentiable
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
+        head = OutputHead(weight, bias, ctx.scale, ctx.softcap)
+        of_hidden = torch.zeros_like(hidden, dtype=normalizer.dtype)
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        of_bias = None if bias is None else torch.empty_like(bias)
+        for part in _parts(weight, ctx.columns):
+            logits, slope = _logits(hidden, head, part)
+            found = _of_logits(logits, normalizer, entropy, targets - part.start, gradients)
+            found = (found if slope is None else found.mul_(slope)).mul_(head.scale)
+            if of_bias is not None:
+                of_bias[part] = found.sum(0)
+            found = found.to(hidden.dtype)
+            of_hidden += found @ weight[part].to(hidden.dtype)
+            if of_weight is not None:
+                of_weight[part] = found.T @ hidden
+        return of_hidden.to(hidden.dtype), of_weight, of_bias, None, None
+
+
+def _parts(weight: Tensor, columns: int) -> Iterator[slice]:
+    size = len(weight)
+    return (slice(begin, min(begin + columns, size)) for begin in range(0, size, columns))
+
+
+def _logits(hidden: Tensor, head: OutputHead, part: slice) -> tuple[Tensor, Tensor | None]:
+    """Return the logits ``[T, columns]`` of a part of the vocabulary, and the slope of a cap."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        raw = hidden @ head.weight[part].to(hidden.dtype).T
+        logits = raw if raw.dtype == torch.float64 else raw.float()
+        if head.bias is not None:
+            logits = logits + head.bias[part]
+        if head.scale != 1:
+            logits = logits * head.scale
+        if head.softcap is None:
+            return logits, None
+        bent = torch.tanh(logits / head.softcap)
+        return bent * head.softcap, 1 - bent.square()
+
+
+class _Sums(NamedTuple):
+    """What is known of every token's logits z so far, each ``[T]``.
+
+    Attributes:
+        peak: the largest z.
+        total: sum of exp(z - peak).
+        moment: sum of exp(z - peak) (z - peak), so that entropies near 0 lose no digits.
+        chosen: the logit of the token itself, once its part of the vocabulary was seen.
+    """
+
+    peak: Tensor
+    total: Tensor
+    moment: Tensor
+    chosen: Tensor
+
+    @classmethod
+    def of(cls, hidden: Tensor) -> _Sums:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        zero = hidden.new_zeros(len(hidden), dtype=dtype)
+        return cls(torch.full_like(zero, torch.finfo(dtype).min), zero, zero, zero)
+
+    def add(self, logits: Tensor, targets: Tensor) -> _Sums:
+        """Return the sums with further logits, which are overwritten."""
+        place, inside = _within(targets, logits.shape[1])
+        chosen = logits.gather(1, place.unsqueeze(1)).squeeze(1).where(inside, self.chosen)
+        peak = torch.maximum(self.peak, logits.amax(1))
+        moved = self.peak - peak
+        below = logits.sub_(peak.unsqueeze(1))
+        weights = below.exp()
+        total = self.total * moved.exp() + weights.sum(1)
+        moment = (self.moment + self.total * moved) * moved.exp() + weights.mul_(below).sum(1)
+        return _Sums(peak, total, moment, chosen)
+
+    def entropy(self) -> Tensor:
+        return self.total.log() - self.moment / self.total
+
+
+def _of_logits(
+    logits: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    targets: Tensor,
+    gradients: tuple[Tensor, ...],
+) -> Tensor:
+    """Return the gradient with respect to ``logits``, which are overwritten.
+
+    With p = exp(l), l = z - normalizer: d logprob / dz = 1[target] - p, dH / dz = -p (l + H).
+    """
+    of_logprob, of_entropy = gradients
+    below = logits.sub_(normalizer.unsqueeze(1))
+    share = below.exp()
+    found = below.add_(entropy.unsqueeze(1)).mul_(of_entropy.unsqueeze(1))
+    found = found.add_(of_logprob.unsqueeze(1)).mul_(share).neg_()
+    place, inside = _within(targets, logits.shape[1])
+    # Not scatter_add_: that of a GPU has no fixed order, and each row has one place only.
+    here = found.gather(1, place.unsqueeze(1)) + of_logprob.where(inside, 0.0).unsqueeze(1)
+    return found.scatter_(1, place.unsqueeze(1), here)
+
+
+def _within(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Return a place in the part for every target, and whether it is the target's."""
+    return targets.clamp(0, columns - 1), (targets >= 0) & (targets < columns)
+
+
+def _predicted(microbatch: Mapping[str, Any]) -> Tensor:
+    """Return which tokens the model predicted: all but the first of a sequence and padding."""
+    ids, limits = microbatch["input_ids"], microbatch.get("cu_seqlens")
+    there = microbatch.get("attention_mask")
+    real = torch.ones_like(ids, dtype=torch.bool) if there is None else there.bool().clone()
+    if limits is None:
+        real[:, 0] = False
+    else:
+        real[limits[:-1].long()] = False
+    return real
