@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trinity_buffer.errors import TrinityBufferError
     from trinity_buffer.experience import Experience, group_by
+    from trinity_buffer.explorer.exploration import explore
     from trinity_buffer.identity import EID
     from trinity_buffer.metrics import gather_metrics
     from trinity_buffer.pipeline.annotating.scoring import assign_rewards
@@ -38,6 +39,7 @@ __all__ = [
     "__version__",
     "assign_rewards",
     "compact",
+    "explore",
     "gather_metrics",
     "group_by",
     "open_replay_stream",
@@ -60,6 +62,7 @@ _HOMES = {
     "StrategyConsumer": "trinity_buffer.pipeline.annotating.strategy_consumer",
     "TrinityBufferError": "trinity_buffer.errors",
     "WriteReceipt": "trinity_buffer.writer",
+    "explore": "trinity_buffer.explorer.exploration",
     "gather_metrics": "trinity_buffer.metrics",
     "group_by": "trinity_buffer.experience",
     "open_store": "trinity_buffer.pipeline.store",

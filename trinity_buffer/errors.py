@@ -7,6 +7,7 @@ TrinityBufferError
 ├── ConflictError (ValueError)
 │   ├── ConflictingExperienceError      one EID, two contents
 │   ├── ConflictingPlanError            one batch, two plans
+│   │   └── BatchTakenError             another actor planned the same batch
 │   ├── ConflictingSealError            one batch, two counts
 │   └── ConflictingStrategyError        one annotation set, two configurations
 ├── TrainingError (RuntimeError)        a run that cannot go on: more of the same would not mend it
@@ -63,6 +64,10 @@ class ConflictingExperienceError(ConflictError):
 
 class ConflictingPlanError(ConflictError):
     """A batch is already planned with other tasks, or by another actor."""
+
+
+class BatchTakenError(ConflictingPlanError):
+    """Another actor has planned the same batch; it generates it."""
 
 
 class ConflictingSealError(ConflictError):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import anyio
 
+import trinity_buffer as tb
 from trinity_buffer.cli import roles
 
 
@@ -22,6 +24,30 @@ def explorer(url: str, experiment: str, actor: str, acknowledgements: str) -> No
             max_batches=None,
             say=roles.plain,
         )
+
+    anyio.run(main)
+
+
+def any_rollout(url: str, actor: str, made: str, concurrency: int) -> None:
+    """Go through a list of twelve tasks, twice; note in the file ``made`` each run that is made."""
+
+    notes = os.open(made, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    async def rollout(task: str, model: str) -> list[tb.Experience]:
+        os.write(notes, f"{actor} {task}\n".encode())
+        return [tb.Experience(tokens=[1, 2], logprobs=[-0.5], reward=float(len(task)))]
+
+    async def main() -> None:
+        async with tb.open_store(url) as store:
+            await tb.explore(
+                await store.experiment("crash"),
+                actor=actor,
+                tasks=[f"task {number}" for number in range(12)],
+                rollout=rollout,
+                model="none",
+                epochs=2,
+                concurrency=concurrency,
+            )
 
     anyio.run(main)
 

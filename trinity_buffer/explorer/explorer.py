@@ -6,17 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol
 
 import anyio.to_thread
 
-from trinity_buffer.errors import CheckpointError
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.acknowledgements import Acknowledgements
+from trinity_buffer.explorer.weights import Loadable, Weights
 from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.background import running
-from trinity_buffer.pipeline.checkpoint import being_read, require_digest
-from trinity_buffer.pipeline.experiment import Experiment, PublishedPolicy
+from trinity_buffer.pipeline.experiment import Experiment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,27 +45,22 @@ class BatchReport:
 
     Attributes:
         reward: mean of the rewards of its runs' last steps; None: they have none.
+        policy_version: of the weights; None: the model cannot be loaded anew.
         repaired: True if it was planned before a crash and finished now.
+        left_out: planned runs that came to nothing; the batch is sealed without them.
     """
 
     batch: Key
-    policy_version: int
+    policy_version: int | None
     rollouts: int
     experiences: int
     reward: float | None
     repaired: bool
+    left_out: int = 0
 
 
-class Sampler(Protocol):
+class Sampler(Loadable, Protocol):
     """A policy that makes rollouts of its own."""
-
-    def load(self, uri: str) -> Self:
-        """Return a sampler with the weights that were published at ``uri``.
-
-        Raises:
-            CheckpointError: they are not there any more.
-        """
-        ...
 
     def rollout(
         self, pairs: Sequence[tuple[Key, int]], *, batch: Key, policy_version: int
@@ -93,20 +87,18 @@ class Explorer:
         self._experiment = experiment
         self._settings = settings
         self._writer = experiment.writer(settings.actor)
-        self._sampler = sampler
-        self._version = 0
-        self._last_policy_at = 0
+        self._weights = Weights(experiment, sampler)
         path = settings.acknowledgements
         self._acknowledgements = None if path is None else Acknowledgements(path)
 
     async def run(self, report: Callable[[BatchReport], None]) -> None:
         """Explore until the experiment is finished or ``max_batches`` are planned."""
         try:
-            await self._load_newest()
+            await self._weights.load_newest()
             number, unfinished = await self._writer.unsealed()
             for batch in unfinished:
                 report(await self._finish(batch, repaired=True))
-            async with running(self._follow_policies):
+            async with running(self._weights.follow):
                 while self._settings.max_batches is None or number < self._settings.max_batches:
                     batch = f"{self._settings.actor}-{number}"
                     tasks = list(range(self._settings.groups_per_batch))
@@ -114,7 +106,7 @@ class Explorer:
                         batch,
                         tasks,
                         self._settings.rollouts_per_group,
-                        policy_version=lambda: self._version,
+                        policy_version=lambda: self._weights.version,
                     )
                     if not planned:
                         return
@@ -127,7 +119,7 @@ class Explorer:
     async def _finish(self, batch: Key, *, repaired: bool) -> BatchReport:
         """Generate and write what is missing of a planned batch, then seal it."""
         missing = await self._writer.missing(batch)
-        version, sampler = self._version, self._sampler
+        version, sampler = self._weights.version, self._weights.model
         experiences, rewards = 0, []
         for pairs in _by_group(missing, self._settings.groups_per_write):
             made = await anyio.to_thread.run_sync(
@@ -142,40 +134,6 @@ class Explorer:
         await self._writer.seal(batch, await self._writer.stored(batch))
         mean = sum(rewards) / len(rewards) if rewards else None
         return BatchReport(batch, version, len(missing), experiences, mean, repaired)
-
-    async def _follow_policies(self) -> None:
-        async for _ in self._experiment.events(
-            self._last_policy_at, follow=True, kinds=("PolicyPublished",)
-        ):
-            await self._load_newest()
-
-    def _load(self, policy: PublishedPolicy) -> Sampler:
-        """Return a sampler with these weights, which stay while they are loaded."""
-        with being_read(Path(policy.uri)):
-            if policy.digest and Path(policy.uri).is_file():
-                require_digest(Path(policy.uri), policy.digest)
-            return self._sampler.load(policy.uri)
-
-    async def _load_newest(self) -> None:
-        while True:
-            found = await self._experiment.newest_policy()
-            if found is None or found.version == self._version:
-                return
-            try:
-                sampler = await anyio.to_thread.run_sync(self._load, found)
-            except CheckpointError:
-                # The trainer keeps only its newest checkpoints: between the event and the file, a
-                # newer one came. Gone, half there or another's file: all mean to ask again.
-                if (
-                    newer := await self._experiment.newest_policy()
-                ) and newer.position > found.position:
-                    continue
-                raise
-            self._sampler, self._version, self._last_policy_at = (
-                sampler,
-                found.version,
-                found.position,
-            )
 
 
 def _by_group(pairs: Sequence[tuple[Key, int]], groups: int) -> list[list[tuple[Key, int]]]:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import anyio
+from anyio.abc import TaskGroup
 
 T = TypeVar("T")
 
@@ -25,26 +26,36 @@ def settle_imports() -> None:
 
 
 @asynccontextmanager
-async def running(*tasks: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run ``tasks`` while the body runs; cancel them when it ends, and it when one of them fails.
+async def task_group() -> AsyncIterator[TaskGroup]:
+    """Open a group of tasks whose first error comes out as it is, not inside an exception group.
 
-    An error, of the body or of a task, comes out as it is, not inside an exception group: callers
-    catch errors by name.
+    Callers catch errors by name. An error, of the body or of a task, cancels the others.
     """
     failure: Exception | None = None
     try:
         async with anyio.create_task_group() as group:
-            for task in tasks:
-                group.start_soon(task)
             try:
-                yield
+                yield group
             except Exception as error:  # noqa: BLE001 - re-raised below, bare of the group
                 failure = error
-            group.cancel_scope.cancel()
+                group.cancel_scope.cancel()
     except ExceptionGroup as errors:
         failure = failure or _first_of(errors)
     if failure is not None:
         raise failure
+
+
+@asynccontextmanager
+async def running(*tasks: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run ``tasks`` while the body runs; cancel them when it ends, and it when one of them fails.
+
+    An error comes out as `task_group` says.
+    """
+    async with task_group() as group:
+        for task in tasks:
+            group.start_soon(task)
+        yield
+        group.cancel_scope.cancel()
 
 
 @asynccontextmanager

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_buffer.crash_points import reached
-from trinity_buffer.errors import ConflictingPlanError, ConflictingSealError, InvalidArgumentError
+from trinity_buffer.errors import (
+    BatchTakenError,
+    ConflictingPlanError,
+    ConflictingSealError,
+    InvalidArgumentError,
+)
 from trinity_buffer.identity import Key, problem_of_key
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.store import log, queries, trainer_queries
@@ -135,17 +140,17 @@ def _same_plan(existing: store_rows.BatchRow, actor: str, body: dict[str, Any]) 
         raise ConflictingPlanError(
             f"batch {key!r} was sealed without a plan; choose another batch id"
         )
-    if existing.actor != actor:
-        raise ConflictingPlanError(
-            f"batch {key!r} is planned by {existing.actor!r}; a batch has one actor, so {actor!r} "
-            "needs an id of its own"
-        )
     same_tasks = [str(task) for task in existing.tasks] == [str(task) for task in body["tasks"]]
     if not same_tasks or existing.rollouts_per_group != body["rollouts_per_group"]:
         raise ConflictingPlanError(
             f"batch {key!r} is planned with {len(existing.tasks)} tasks × "
             f"{existing.rollouts_per_group} rollouts, which is "
             "not what this plan says; a plan cannot be changed, choose another batch id"
+        )
+    if existing.actor != actor:
+        raise BatchTakenError(
+            f"batch {key!r} is planned by {existing.actor!r}; a batch has one actor, so {actor!r} "
+            "needs an id of its own"
         )
     return True
 

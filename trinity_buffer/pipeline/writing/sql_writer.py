@@ -15,6 +15,7 @@ from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.pipeline.writing.write_call import OnInvalid, WriteCall
 from trinity_buffer.store import queries
 from trinity_buffer.store.database import Database
+from trinity_buffer.store.rows import BatchRow
 from trinity_buffer.writer import BufferWriter, WriteReceipt
 
 
@@ -89,7 +90,8 @@ class SQLWriter(BufferWriter):
             True once planned; False if the experiment finished before there was room.
 
         Raises:
-            ConflictingPlanError: the batch is planned with other tasks, or by another actor.
+            ConflictingPlanError: the batch is planned with other tasks.
+            BatchTakenError: another actor has planned it, with the same tasks.
         """
         return await planning.plan(
             self._database,
@@ -116,6 +118,10 @@ class SQLWriter(BufferWriter):
         After a crash an explorer finishes these before it plans more.
         """
         return await self._database.read(queries.batches_of_actor, self._experiment, self.actor)
+
+    async def batches(self, batches: Sequence[str]) -> dict[str, BatchRow]:
+        """Return those of ``batches`` that somebody has planned or sealed."""
+        return await self._database.read(queries.batches, self._experiment, batches)
 
     async def planned(self, batch: Key) -> tuple[tuple[Key, ...], int]:
         """Return the tasks of a planned batch and how many rollouts each shall have.

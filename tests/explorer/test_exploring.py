@@ -1,0 +1,286 @@
+"""`tb.explore`: one task list, anybody's rollouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import pytest
+
+import trinity_buffer as tb
+from trinity_buffer.errors import ConflictingPlanError, InvalidArgumentError
+from trinity_buffer.explorer.explorer import BatchReport
+from trinity_buffer.identity import Key
+from trinity_buffer.pipeline.experiment import Experiment
+
+TASKS = ("ant", "bee", "cat", "dog", "eel")
+SMALL: dict[str, Any] = {"groups_per_batch": 2, "rollouts_per_group": 2, "retry_delay_s": 0.0}
+
+
+def experience(reward: float = 1.0) -> tb.Experience:
+    return tb.Experience(tokens=[1, 2, 3], prompt_length=1, logprobs=[-0.5, -0.25], reward=reward)
+
+
+async def answer(task: str, model: object) -> list[tb.Experience]:
+    return [experience()]
+
+
+@dataclass
+class Rollouts:
+    """Counts its calls by task; the first ones of a task raise what is in store for it."""
+
+    failures: dict[str, list[Exception]] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+
+    async def __call__(self, task: str, model: object) -> list[tb.Experience]:
+        self.calls[task] += 1
+        await anyio.lowlevel.checkpoint()
+        if self.failures.get(task):
+            raise self.failures[task].pop(0)
+        return [experience()]
+
+
+async def planned(experiment: Experiment) -> list[tuple[str, str, tuple[Any, ...]]]:
+    """Return (batch, actor, tasks) of all plans, in the order of the log."""
+    return [
+        (event.body["batch"], event.actor, tuple(event.body["tasks"]))
+        async for event in experiment.events(kinds=("BatchPlanned",))
+    ]
+
+
+async def sealed(experiment: Experiment) -> dict[str, int]:
+    events = experiment.events(kinds=("BatchSealed",))
+    return {event.body["batch"]: event.body["expected"] async for event in events}
+
+
+async def runs(experiment: Experiment) -> Counter[str]:
+    return Counter([one.eid.rid async for one in experiment.read(include_refused=True)])
+
+
+def all_runs(epochs: int = 1) -> Counter[str]:
+    return Counter(
+        f"epoch{epoch}-{task // 2}/{task}/{run}"
+        for epoch in range(epochs)
+        for task in range(len(TASKS))
+        for run in range(2)
+    )
+
+
+async def test_every_task_of_every_epoch_is_planned_made_and_sealed_once(store_url: str) -> None:
+    async with tb.open_store(store_url) as store:
+        experiment = await store.experiment("run", config={})
+        reports: list[BatchReport] = []
+        for _ in range(2):  # the second time there is nothing left to do
+            await tb.explore(
+                experiment,
+                actor="e0",
+                tasks=TASKS,
+                rollout=answer,
+                model=None,
+                epochs=2,
+                report=reports.append,
+                **SMALL,
+            )
+        assert await runs(experiment) == all_runs(epochs=2)
+        assert await sealed(experiment) == {
+            f"epoch{epoch}-{number}": runs
+            for epoch in range(2)
+            for number, runs in enumerate([4, 4, 2])
+        }
+        assert sorted(report.rollouts for report in reports) == [2, 2, 4, 4, 4, 4]
+
+
+async def test_two_actors_share_one_list(store_url: str) -> None:
+    both_began, begun = anyio.Event(), set()
+
+    async def act(actor: str) -> None:
+        async def rollout(task: str, model: object) -> list[tb.Experience]:
+            begun.add(actor)
+            if len(begun) == 2:
+                both_began.set()
+            await both_began.wait()  # neither takes the whole list before the other came
+            return [experience()]
+
+        async with tb.open_store(store_url) as store:
+            experiment = await store.experiment("run")
+            await tb.explore(
+                experiment, actor=actor, tasks=TASKS, rollout=rollout, model=None, epochs=4,
+                concurrency=1, **SMALL,
+            )  # fmt: skip
+
+    async with tb.open_store(store_url) as store:
+        experiment = await store.experiment("run", config={})
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as group:
+                group.start_soon(act, "e0")
+                group.start_soon(act, "e1")
+        plans = await planned(experiment)
+        assert len(plans) == len({batch for batch, _, _ in plans}) == 12
+        assert {actor for _, actor, _ in plans} == {"e0", "e1"}
+        assert await runs(experiment) == all_runs(epochs=4)
+        assert len(await sealed(experiment)) == 12
+
+
+async def test_an_error_that_no_attempt_mends_ends_it_and_only_the_missing_is_made_again(
+    sqlite_url: str,
+) -> None:
+    rollout = Rollouts({"cat": [ZeroDivisionError("a bug")]})
+    async with tb.open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+
+        async def explore() -> None:
+            await tb.explore(
+                experiment, actor="e0", tasks=TASKS, rollout=rollout, model=None, concurrency=1,
+                **SMALL,
+            )  # fmt: skip
+
+        with pytest.raises(ZeroDivisionError, match="a bug") as caught:
+            await explore()
+        assert caught.value.__notes__ == ["in the rollout epoch0-1/2/0"]
+        await explore()
+        assert await runs(experiment) == all_runs()
+        assert rollout.calls == Counter(dict.fromkeys(TASKS, 2)) + Counter(["cat"])
+
+
+async def test_an_error_of_the_filter_is_tried_again(sqlite_url: str) -> None:
+    rollout = Rollouts({"bee": [ConnectionError("gone"), TimeoutError("slow")]})
+    async with tb.open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        await tb.explore(
+            experiment, actor="e0", tasks=TASKS, rollout=rollout, model=None, attempts=3, **SMALL
+        )
+        assert rollout.calls["bee"] == 4
+        assert await runs(experiment) == all_runs()
+
+
+async def test_the_last_attempt_decides(sqlite_url: str) -> None:
+    rollout = Rollouts({"bee": [ConnectionError("gone"), ConnectionError("gone")]})
+    async with tb.open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        with pytest.raises(ConnectionError, match="gone") as caught:
+            await tb.explore(
+                experiment, actor="e0", tasks=TASKS, rollout=rollout, model=None, attempts=2,
+                concurrency=1, **SMALL,
+            )  # fmt: skip
+        assert caught.value.__notes__ == [
+            "in the rollout epoch0-0/1/0",
+        ]
+
+
+async def test_what_times_out_or_comes_to_nothing_is_left_out_and_said(sqlite_url: str) -> None:
+    async def rollout(task: str, model: object) -> list[tb.Experience]:
+        if task == "bee":
+            await anyio.sleep_forever()
+        return [] if task == "cat" else [experience()]
+
+    reports: list[BatchReport] = []
+    async with tb.open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        await tb.explore(
+            experiment, actor="e0", tasks=TASKS, rollout=rollout, model=None, timeout_s=0.2,
+            attempts=1, on_failure="leave_out", report=reports.append, **SMALL,
+        )  # fmt: skip
+        assert await sealed(experiment) == {"epoch0-0": 2, "epoch0-1": 2, "epoch0-2": 2}
+        assert {report.batch: report.left_out for report in reports} == {
+            "epoch0-0": 2,
+            "epoch0-1": 2,
+            "epoch0-2": 0,
+        }
+        writer = experiment.writer("anybody")
+        assert await writer.missing("epoch0-0") == [(1, 0), (1, 1)]
+
+
+async def test_no_more_rollouts_than_asked_for_run_at_once(sqlite_url: str) -> None:
+    running, most, all_there = 0, 0, anyio.Event()
+
+    async def rollout(task: str, model: object) -> list[tb.Experience]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        if running == 3:
+            all_there.set()
+        await all_there.wait()  # batches of four: the slots are filled across their borders
+        running -= 1
+        return [experience()]
+
+    async with tb.open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        with anyio.fail_after(60):
+            await tb.explore(
+                experiment, actor="e0", tasks=TASKS, rollout=rollout, model=None, concurrency=3,
+                **SMALL,
+            )  # fmt: skip
+    assert most == 3
+
+
+@dataclass
+class Named:
+    """A model that is its weights."""
+
+    uri: str
+
+    def load(self, uri: str) -> Named:
+        return Named(uri)
+
+
+async def test_a_run_is_made_and_noted_with_the_weights_it_began_with(sqlite_url: str) -> None:
+    used: list[str] = []
+    async with tb.open_store(sqlite_url) as store:
+        experiment = await store.experiment(
+            "run", config={"max_staleness": 0, "groups_per_step": 9}
+        )
+
+        async def rollout(task: str, model: Named) -> Sequence[tb.Experience]:
+            used.append(model.uri)
+            if len(used) == 1:
+                # With max_staleness=0 nothing more is planned until these weights are loaded.
+                await experiment.publish_policy(1, "second")
+            assert model.uri == used[-1]
+            return [experience(0.0), experience(1.0)]
+
+        with anyio.fail_after(60):
+            await tb.explore(
+                experiment, actor="e0", tasks=TASKS[:2], rollout=rollout, model=Named("first"),
+                groups_per_batch=1, rollouts_per_group=1, concurrency=1,
+            )  # fmt: skip
+        stored = {one.eid.uid: one.policy_version async for one in experiment.read()}
+    assert used == ["first", "second"]
+    assert stored == {
+        "epoch0-0/0/0/0/": 0,
+        "epoch0-0/0/0/1/": 0,
+        "epoch0-1/1/0/0/": 1,
+        "epoch0-1/1/0/1/": 1,
+    }
+
+
+@pytest.mark.parametrize(("tasks", "size"), [({"ant": 0, "fox": 0}, 2), ({"ant": 0, "bee": 0}, 1)])
+async def test_another_list_or_another_cut_is_refused(
+    tasks: dict[Key, int], size: int, sqlite_url: str
+) -> None:
+    async with tb.open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": 1})
+        first = {"ant": 0, "bee": 0}
+        common: dict[str, Any] = {"rollout": answer, "model": None}
+        await tb.explore(experiment, actor="e0", tasks=first, groups_per_batch=2, **common)
+        with pytest.raises(ConflictingPlanError, match="'epoch0-0' is planned with 2 tasks × 1"):
+            await tb.explore(experiment, actor="e1", tasks=tasks, groups_per_batch=size, **common)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"concurrency": 0}, "concurrency=0"), ({"on_failure": "ignore"}, "'leave_out'")],
+)
+async def test_what_cannot_be_is_refused(
+    options: dict[str, Any], message: str, sqlite_url: str
+) -> None:
+    async with tb.open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        with pytest.raises(InvalidArgumentError, match=message):
+            await tb.explore(
+                experiment, actor="e0", tasks=TASKS, rollout=answer, model=None, **options
+            )
+        with pytest.raises(InvalidArgumentError, match="tasks is empty"):
+            await tb.explore(experiment, actor="e0", tasks=[], rollout=answer, model=None)

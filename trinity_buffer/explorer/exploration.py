@@ -1,0 +1,294 @@
+"""`explore`: anybody's rollouts of a task list that several actors share.
+
+The list is cut into batches whose ids follow from epoch and position alone: ``epoch0-0``,
+``epoch0-1``, ... Whoever plans a batch first has claimed it, by the order of the log; the others
+are told `BatchTakenError` and go on to the next. So every task of every epoch is planned once,
+whatever dies when, and nothing but the log is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup
+
+from trinity_buffer.errors import BatchTakenError, InvalidArgumentError
+from trinity_buffer.experience import Experience
+from trinity_buffer.explorer.acknowledgements import Acknowledgements
+from trinity_buffer.explorer.explorer import BatchReport
+from trinity_buffer.explorer.weights import Loadable, Weights
+from trinity_buffer.identity import EID, Key
+from trinity_buffer.pipeline.background import running, task_group
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.store.rows import BatchRow
+
+T = TypeVar("T")
+M = TypeVar("M")
+
+Rollout = Callable[[T, M], Awaitable[Sequence[Experience]]]
+"""One attempt at a task with a model: the experiences of the run, one per step, in order."""
+
+BATCHES_PER_LOOK = 256
+"""Of how many batches one query asks who has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExploreOptions:
+    """How `explore` goes through its tasks.
+
+    Attributes:
+        epochs: how often the whole list is gone through.
+        groups_per_batch: tasks that are planned, and later sealed, at once.
+        rollouts_per_group: attempts at each task; these two default to what the experiment's
+            configuration says, else to 8.
+        concurrency: rollouts at the same time; also the most that a kill of the process may cost.
+        timeout_s: seconds that one attempt at a rollout may take; then it is a TimeoutError.
+        attempts: how often a rollout is tried while it fails with an error of ``retry_on``.
+        retry_on: errors that another attempt may mend, TimeoutError among them. Any other error
+            ends `explore` at once.
+        retry_delay_s: seconds before the second attempt; doubled before each one after it.
+        on_failure: what becomes of a rollout whose last attempt failed too: ``"raise"`` ends
+            `explore`, and the next one makes what is missing; ``"leave_out"`` seals the batch
+            without it.
+        acknowledgements: file that notes what the store has acknowledged; None: none is kept.
+        report: is told of each batch once it is sealed.
+    """
+
+    epochs: int = 1
+    groups_per_batch: int = 8
+    rollouts_per_group: int = 8
+    concurrency: int = 32
+    timeout_s: float | None = None
+    attempts: int = 3
+    retry_on: tuple[type[Exception], ...] = (OSError,)
+    retry_delay_s: float = 1.0
+    on_failure: Literal["raise", "leave_out"] = "raise"
+    acknowledgements: Path | None = None
+    report: Callable[[BatchReport], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "groups_per_batch", "rollouts_per_group", "concurrency", "attempts"):
+            if getattr(self, name) < 1:
+                raise InvalidArgumentError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.on_failure not in ("raise", "leave_out"):
+            raise InvalidArgumentError(
+                f"on_failure={self.on_failure!r}: accepted are 'raise' and 'leave_out'"
+            )
+
+
+async def explore(
+    experiment: Experiment,
+    *,
+    actor: str,
+    tasks: Sequence[T] | Mapping[Any, T],
+    rollout: Rollout[T, M],
+    model: M,
+    **options: Any,
+) -> None:
+    """Have every task rolled out and write what comes of it, until the list is through.
+
+    After a crash, the same call again finishes what this actor had begun: only runs that are not
+    stored are made. It ends early when the experiment is finished.
+
+    Args:
+        actor: name of this process; no two that live at the same time may share it.
+        tasks: what is to be done. The keys of a mapping are the task ids of the `EID`; those of a
+            sequence are its positions. All actors must give the same list.
+        rollout: makes one run. Its experiences get their `EID` here; ``eid.step`` counts them.
+        model: what ``rollout`` is given. One that can ``load(uri)`` (see `Loadable`) is replaced
+            by one with newer weights as they are published, and its version is noted as
+            ``info["model_version"]``. A run keeps the model that it began with.
+        options: see `ExploreOptions`.
+
+    Raises:
+        ConflictingPlanError: these batches were planned from another list, or cut otherwise.
+        InvalidExperienceError: a rollout returned what cannot be right.
+    """
+    sizes = ("groups_per_batch", "rollouts_per_group")
+    known = {name: experiment.config[name] for name in sizes if name in experiment.config}
+    settings = ExploreOptions(**{**known, **options})
+    pairs: Iterable[tuple[Key, T]] = (
+        tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
+    )
+    listed = dict(pairs)
+    if not listed:
+        raise InvalidArgumentError("tasks is empty: give at least one task")
+    await _Exploration(experiment, actor, listed, rollout, model, settings).run()
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A planned batch whose runs are being made."""
+
+    key: str
+    repaired: bool
+    missing: Sequence[tuple[Key, int]]
+    done: int = 0
+    experiences: int = 0
+    left_out: int = 0
+    rewards: list[float] = field(default_factory=list)
+
+    def take(self, made: Sequence[Experience]) -> None:
+        """Count one run."""
+        self.done += 1
+        self.experiences += len(made)
+        self.left_out += not made
+        if made and made[-1].reward is not None:
+            self.rewards.append(made[-1].reward)
+
+
+class _Exploration:
+    def __init__(
+        self,
+        experiment: Experiment,
+        actor: str,
+        tasks: Mapping[Key, Any],
+        rollout: Rollout[Any, Any],
+        model: Any,
+        options: ExploreOptions,
+    ) -> None:
+        self._writer = experiment.writer(actor)
+        self._tasks = tasks
+        self._rollout = rollout
+        self._model = model
+        self._weights = Weights(experiment, model) if isinstance(model, Loadable) else None
+        self._options = options
+        self._slots = anyio.Semaphore(options.concurrency)
+        path = options.acknowledgements
+        self._acknowledgements = None if path is None else Acknowledgements(path)
+
+    async def run(self) -> None:
+        """Go through the list."""
+        try:
+            if self._weights is None:
+                await self._make_all()
+                return
+            await self._weights.load_newest()
+            async with running(self._weights.follow):
+                await self._make_all()
+        finally:
+            if self._acknowledgements is not None:
+                self._acknowledgements.close()
+
+    async def _make_all(self) -> None:
+        async with task_group() as group:
+            async for batch in self._claimed():
+                await self._begin(batch, group)
+
+    async def _claimed(self) -> AsyncIterator[_Batch]:
+        """Yield the batches that are this actor's to make."""
+        batches = self._batches()
+        while page := dict(islice(batches, BATCHES_PER_LOOK)):
+            rows = await self._writer.batches(list(page))
+            for batch, tasks in page.items():
+                row = rows.get(batch)
+                if row is not None and row.sealed_at is not None and self._is(row, tasks):
+                    continue
+                try:
+                    planned = await self._plan(batch, tasks)
+                except BatchTakenError:
+                    continue
+                if not planned:
+                    return
+                missing = await self._writer.missing(batch)
+                yield _Batch(batch, row is not None, missing)
+
+    def _batches(self) -> Iterator[tuple[str, list[Key]]]:
+        keys, size = list(self._tasks), self._options.groups_per_batch
+        for epoch in range(self._options.epochs):
+            for number, start in enumerate(range(0, len(keys), size)):
+                yield f"epoch{epoch}-{number}", keys[start : start + size]
+
+    def _is(self, row: BatchRow, tasks: Sequence[Key]) -> bool:
+        same = list(map(str, row.tasks)) == list(map(str, tasks))
+        return same and row.rollouts_per_group == self._options.rollouts_per_group
+
+    async def _plan(self, batch: str, tasks: Sequence[Key]) -> bool:
+        return await self._writer.plan(
+            batch,
+            tasks,
+            self._options.rollouts_per_group,
+            policy_version=None if self._weights is None else self._version,
+        )
+
+    def _version(self) -> int:
+        assert self._weights is not None
+        return self._weights.version
+
+    async def _begin(self, batch: _Batch, group: TaskGroup) -> None:
+        """Start what is missing of a planned batch, each run as soon as there is a slot for it."""
+        if not batch.missing:
+            await self._seal(batch)
+        for task, run in batch.missing:
+            await self._slots.acquire()
+            group.start_soon(self._make, batch, EID(batch.key, task, run))
+
+    async def _make(self, batch: _Batch, run: EID) -> None:
+        """Make one run and write it; seal the batch after its last one."""
+        made = await self._attempted(run)
+        if made:
+            receipt = await self._writer.write(made)
+            if self._acknowledgements is not None:
+                self._acknowledgements.note(receipt)
+        # Only now: so a kill costs no more rollouts than run at the same time.
+        self._slots.release()
+        batch.take(made)
+        if batch.done == len(batch.missing):
+            await self._seal(batch)
+
+    async def _attempted(self, run: EID) -> list[Experience]:
+        """Return the experiences of a run; none if it is to be left out."""
+        options = self._options
+        for attempt in range(options.attempts - 1):
+            with suppress(*options.retry_on):
+                return await self._once(run)
+            await anyio.sleep(options.retry_delay_s * 2**attempt)
+        try:
+            return await self._once(run)
+        except options.retry_on:
+            if options.on_failure == "leave_out":
+                return []
+            raise
+
+    async def _once(self, run: EID) -> list[Experience]:
+        model, version = self._model, None
+        if self._weights is not None:
+            model, version = self._weights.model, self._weights.version
+        try:
+            with anyio.fail_after(self._options.timeout_s):
+                made = list(await self._rollout(self._tasks[run.task], model))
+        except Exception as error:
+            error.add_note(f"in the rollout {run.rid}")
+            raise
+        for step, experience in enumerate(made):
+            experience.eid = EID(run.batch, run.task, run.run, step)
+            if version is not None:
+                experience.info.setdefault("model_version", version)
+        return made
+
+    async def _seal(self, batch: _Batch) -> None:
+        await self._writer.seal(batch.key, await self._writer.stored(batch.key))
+        if self._options.report is None:
+            return
+        mean = sum(batch.rewards) / len(batch.rewards) if batch.rewards else None
+        version = None if self._weights is None else self._weights.version
+        runs = len(batch.missing) - batch.left_out
+        self._options.report(
+            BatchReport(
+                batch.key, version, runs, batch.experiences, mean, batch.repaired, batch.left_out
+            )
+        )
