@@ -140,7 +140,14 @@ def test_algorithms_are_listed(cli: Cli) -> None:
     found = cli("algorithms", "--json").json
     names = {(one["kind"], one["name"]) for one in found}
     assert {("add_strategy", "grpo"), ("policy_loss_fn", "ppo"), ("kl_fn", "k3")} <= names
-    assert "trinity_buffer.algorithm" in cli("algorithms").out
+    printed = cli("algorithms").out
+    assert "trinity_buffer.algorithm" in printed
+    # What a recipe changes is told, not what the part says of itself.
+    (dapo,) = [one for one in found if one["name"] == "dapo"]
+    assert dapo["arguments"]["policy_loss_fn"]["args"]["clip_range_high"] == 0.28
+    assert "clip_range_high=0.28" in printed
+    (ppo,) = [one for one in found if (one["kind"], one["name"]) == ("policy_loss_fn", "ppo")]
+    assert ppo["arguments"]["clip_range"] == 0.2
 
 
 @pytest.mark.parametrize(

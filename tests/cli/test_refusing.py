@@ -77,9 +77,9 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("demo", "--set", "commit_every_steps=9"),
         "error: commit_every_steps=9 with max_staleness=3: explorers would wait",
     ),
-    "a demo of distillation without a teacher": (
-        ("demo", "--set", "algorithm=on_policy_distill", "--set", "loss.args={}"),
-        "needs teacher_logprobs: store them with the experiences, or give the trainer a teacher",
+    "a demo of distillation where nobody can teach": (
+        ("demo", "--algorithm", "on_policy_distill", "--task", "guess"),
+        "task 'guess' has no solutions to learn from",
     ),
     "rollouts to distil without a teacher": (
         ("explore", "--set", "algorithm=jsd"),

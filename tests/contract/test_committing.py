@@ -124,6 +124,21 @@ async def test_one_can_only_go_on_from_where_there_is_a_checkpoint(
         assert "TrainerRewound" not in await kinds(experiment)
 
 
+async def test_a_rewind_to_a_checkpoint_that_is_gone_records_nothing_and_names_the_others(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with annotated(store_url) as experiment:
+        await trained(experiment, tmp_path, 3)
+        (tmp_path / "step-1").rename(tmp_path / "elsewhere")
+        with pytest.raises(CheckpointError, match=r"step-1, which is gone.*checkpoints of 2, 3"):
+            await resumed(experiment, resume_from=1)
+        (tmp_path / "elsewhere").rename(tmp_path / "step-1")
+        (tmp_path / "step-1" / "weights").write_bytes(b"others")
+        with pytest.raises(CheckpointError, match="is not the one that was committed"):
+            await resumed(experiment, resume_from=1)
+        assert "TrainerRewound" not in await kinds(experiment)
+
+
 async def test_a_commit_takes_in_every_step_before_it_and_is_one_event(
     store_url: str, tmp_path: Path
 ) -> None:

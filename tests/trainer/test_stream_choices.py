@@ -50,6 +50,35 @@ async def test_a_group_rejected_before_its_turn_hides_no_older_one(store_url: st
     assert len({row for rows in served for row in rows}) == 8 * RUNS
 
 
+@pytest.mark.parametrize(
+    ("given", "groups", "layout"),
+    [({}, [4, 2], "packed"), ({"groups_per_step": 3, "layout": "padded"}, [3, 3], "padded")],
+)
+async def test_what_nobody_gives_is_what_the_experiment_is_configured_with(
+    given: dict[str, object], groups: list[int], layout: str, store_url: str
+) -> None:
+    config = {"groups_per_step": 4, "tokens_per_microbatch": 20, "layout": "packed"}
+    async with open_store(store_url) as store:
+        await recorded(store, "run", "experience", rollouts())
+        experiment = await store.experiment("run", config={"rollouts_per_group": RUNS, **config})
+        await run_strategy(experiment, "grpo")
+        async with experiment.train_stream(strategy="grpo", **given) as stream:
+            steps = [step async for step in stream]
+    assert [len(set(step.manifest.groups)) for step in steps] == groups
+    assert {step.manifest.layout for step in steps} == {layout}
+    assert min(len(step.microbatches) for step in steps) > 1
+
+
+async def test_a_step_size_that_is_no_number_is_named(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={"groups_per_step": "four"})
+        with pytest.raises(
+            InvalidArgumentError, match=r"groups_per_step='four': it must be an int"
+        ):
+            async with experiment.train_stream(strategy="grpo"):
+                pass
+
+
 async def test_a_set_without_advantages_is_refused_before_the_first_step(store_url: str) -> None:
     async with open_store(store_url) as store:
         experiment = await recorded(store, "run", "experience", rollouts())

@@ -17,7 +17,7 @@ from trinity_buffer.cli.options import (
     chosen_store,
 )
 from trinity_buffer.cli.printing import console, print_json
-from trinity_buffer.cli.run_commands import SetOption
+from trinity_buffer.cli.run_commands import ArgumentsOption, SetOption
 from trinity_buffer.pipeline.history.compaction import CompactionReport
 from trinity_buffer.pipeline.history.compaction import compact as compact_experiment
 from trinity_buffer.pipeline.store import open_store
@@ -76,7 +76,7 @@ def reannotate(
     name: Annotated[str, typer.Option(help="Name of the new annotation set.")],
     store: StoreOption = None,
     experiment: ExperimentOption = None,
-    overrides: SetOption = None,
+    arguments: ArgumentsOption = None,
     rewards: Annotated[str | None, typer.Option(help="Scoring whose rewards are used.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -95,7 +95,7 @@ def reannotate(
         chosen = await chosen_experiment(url, experiment)
         async with open_store(url) as opened:
             found = await opened.experiment(chosen)
-            args = overridden({}, overrides or [])
+            args = overridden({}, arguments or [])
             return await run_strategy(found, strategy, args, name=name, rewards=rewards)
 
     report: ConsumerReport = run(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -168,23 +169,55 @@ def migrate(store: StoreOption = None, as_json: JsonOption = False) -> None:
 
 
 def algorithms(as_json: JsonOption = False) -> None:
-    """List the algorithms, and the parts of which one's own are made.
+    """List the algorithms, and the parts of which one's own are made, with their arguments.
+
+    Of an algorithm these are the effective ones: the parts' own, as its recipe changes them.
 
     Example: trinity-buffer algorithms --json
     """
     from trinity_buffer.algorithm import registry  # noqa: PLC0415 - torch, which only this one needs
+    from trinity_buffer.algorithm.building import effective_args  # noqa: PLC0415
 
     kinds = [value for value in vars(registry).values() if isinstance(value, registry.Registry)]
     found: list[dict[str, Any]] = [
-        {"kind": kind.kind, "name": name, "class": _named(kind.get(name))}
+        {
+            "kind": kind.kind,
+            "name": name,
+            "class": _named(kind.get(name)),
+            "arguments": _arguments_of(kind.kind, name, kind.get(name), effective_args),
+        }
         for kind in sorted(kinds, key=lambda kind: kind.kind)
         for name in kind.names()
     ]
     if as_json:
         print_json(*found)
         return
-    rows = [tuple(one.values()) for one in found]
-    console().print(table(f"{len(found)} registered names", ["kind", "name", "class"], rows))
+    rows = [(*list(one.values())[:-1], _told(one["arguments"])) for one in found]
+    console().print(table(f"{len(found)} registered names", list(found[0]), rows))
+
+
+def _arguments_of(
+    kind: str, name: str, cls: Any, effective_args: Callable[[str], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what ``cls`` takes unless it is told otherwise; of an algorithm, part by part."""
+    if kind != "algorithm_type":
+        return dict(cls.default_args())
+    found: dict[str, Any] = effective_args(name)
+    del found["algorithm"]  # its name
+    return found
+
+
+def _told(arguments: Mapping[str, Any]) -> str:
+    """Return arguments as people read them, those of a part behind its name."""
+    return ", ".join(f"{name}={_one_told(value)}" for name, value in arguments.items())
+
+
+def _one_told(value: Any) -> str:
+    if isinstance(value, list):
+        return "+".join(map(_one_told, value)) or "none"
+    if isinstance(value, dict) and value.keys() == {"name", "args"}:
+        return f"{value['name']}({_told(value['args'])})"
+    return str(value)
 
 
 def _named(cls: Any) -> str:

@@ -28,12 +28,14 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport,
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.streaming.stream_options import CONFIGURED
 from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.trainer.requirements import (
     strategies_of,
     strategy_of,
     stream_options,
 )
+from trinity_buffer.trainer.settings import KEPT_CHECKPOINTS
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 
 Say = Callable[[str], None]
@@ -162,10 +164,13 @@ async def config_of(url: str, experiment: str) -> tuple[RunConfig, str]:
         return of_experiment(opened.config), opened.config.get("schema", "experience")
 
 
-def settings_of(config: RunConfig, checkpoints: Path) -> TrainerSettings:
+def settings_of(
+    config: RunConfig, checkpoints: Path, keep_checkpoints: int | None = KEPT_CHECKPOINTS
+) -> TrainerSettings:
     """Return how the trainer of a run makes gradients into steps."""
     return TrainerSettings(
         checkpoints=checkpoints,
+        keep_checkpoints=keep_checkpoints,
         learning_rate=config.optimizer.learning_rate,
         warmup_steps=config.optimizer.warmup_steps,
         decay_steps=config.optimizer.decay_steps,
@@ -200,27 +205,30 @@ def trainer_on(
 
 
 def train(
-    url: str, experiment: str, *, checkpoints: Path, follow: bool, resume_from: int | None, say: Say
+    url: str,
+    experiment: str,
+    *,
+    checkpoints: Path,
+    keep_checkpoints: int | None = KEPT_CHECKPOINTS,
+    follow: bool,
+    resume_from: int | None,
+    say: Say,
 ) -> None:
     """Train until the target is reached or the stream ends; then finish the experiment."""
     use_one_thread()
     config, _ = anyio.run(config_of, url, experiment)
-    task = task_of(config)
     algorithm = algorithm_of(config)
-    settings = settings_of(config, checkpoints)
+    settings = settings_of(config, checkpoints, keep_checkpoints)
     with open_train_stream(
         url,
         experiment=experiment,
         strategy=strategy_of(algorithm),
         consumer=config.trainer,
-        groups_per_step=config.groups_per_step,
-        tokens_per_microbatch=config.tokens_per_microbatch,
-        layout=config.layout,
-        max_tokens=task.max_length,
+        max_tokens=task_of(config).max_length,
         resume_from=resume_from,
-        lease_ttl_s=config.lease_ttl_s,
         follow=follow,
         expert_experiment=config.expert_experiment,
+        **config.model_dump(include=set(CONFIGURED)),
         **stream_options(
             algorithm,
             recompute_old_logprob=config.recompute_old_logprob,

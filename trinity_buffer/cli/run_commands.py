@@ -31,6 +31,14 @@ SetOption = Annotated[
         "--set", help="Override a key of the configuration, as optimizer.learning_rate=3e-4."
     ),
 ]
+ArgumentsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="An argument of the strategy, as epsilon=1e-5; of one of several, as grpo.epsilon=1e-5"
+        " (`trinity-buffer algorithms` lists them).",
+    ),
+]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML or YAML file with the configuration.")
 ]
@@ -160,7 +168,7 @@ def annotate(
     name: Annotated[
         str | None, typer.Option(help="Name of the annotation set; by default the strategy's.")
     ] = None,
-    overrides: SetOption = None,
+    arguments: ArgumentsOption = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on until the experiment is finished.")
     ] = False,
@@ -179,7 +187,7 @@ def annotate(
     async def main() -> None:
         url = chosen_store(store)
         chosen = await (awaited_experiment if follow else chosen_experiment)(url, experiment)
-        args = overridden({}, overrides) if overrides else None
+        args = overridden({}, arguments) if arguments else None
         if follow and not as_json:
             roles.plain(f"annotates {chosen}")
         report = await roles.annotate(
@@ -206,8 +214,12 @@ def train(
         Path | None, typer.Option(help="Folder; by default beside the store.")
     ] = None,
     resume_from: Annotated[
-        int | None, typer.Option(help="Rewind to this committed step first.")
+        int | None,
+        typer.Option(help="Rewind to this committed step first, one whose checkpoint is kept."),
     ] = None,
+    keep_checkpoints: Annotated[
+        str, typer.Option(help="How many stay on the disk, the newest: a number, or all.")
+    ] = "2",
     follow: Annotated[
         bool, typer.Option("--follow", help="Wait for more; otherwise end with what is stored.")
     ] = False,
@@ -219,6 +231,7 @@ def train(
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
 
     url = chosen_store(store)
+    kept = _number_or_all("--keep-checkpoints", keep_checkpoints)
     folder = checkpoints or _beside(url)
     if checkpoints is not None:  # before anything is recorded
         made_folder(checkpoints)
@@ -230,11 +243,21 @@ def train(
             url,
             name,
             checkpoints=folder,
+            keep_checkpoints=kept,
             follow=follow,
             resume_from=resume_from,
             say=roles.plain,
         )
     )
+
+
+def _number_or_all(option: str, said: str) -> int | None:
+    """Return the number that was said, None for ``all``."""
+    if said == "all":
+        return None
+    if not said.isdecimal() or int(said) < 1:
+        raise InvalidArgumentError(f"{option} {said}: it must be a number from 1 on, or all")
+    return int(said)
 
 
 def _until_interrupted(run: Callable[..., Any], *args: Any) -> None:

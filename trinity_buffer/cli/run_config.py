@@ -25,7 +25,7 @@ class _Section(BaseModel):
 class TaskConfig(_Section):
     """What the policy practises on."""
 
-    name: Literal["sort", "guess"] = "sort"
+    name: Literal["sort", "guess"] = Field("sort", description="what is practised")
     digits: int = Field(3, ge=1, description="sort: how many digits")
     numbers: int = Field(8, ge=2, description="guess: the hidden number is below this")
     turns: int = Field(4, ge=1, description="guess: how many guesses a run may take")
@@ -34,9 +34,9 @@ class TaskConfig(_Section):
 class ModelConfig(_Section):
     """The policy: a small transformer, random at first."""
 
-    width: int = Field(64, ge=8)
-    layers: int = Field(2, ge=1)
-    heads: int = Field(4, ge=1)
+    width: int = Field(64, ge=8, description="of a token's vector")
+    layers: int = Field(2, ge=1, description="blocks of attention")
+    heads: int = Field(4, ge=1, description="of attention, in each layer")
 
 
 class OptimizerConfig(_Section):
@@ -46,9 +46,9 @@ class OptimizerConfig(_Section):
     warmup_steps: int = Field(0, ge=0, description="it rises from 0 over so many steps")
     decay_steps: int | None = Field(None, ge=1, description="then it falls until this step")
     lowest_rate: float = Field(0.1, ge=0, le=1, description="to this fraction of itself")
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = Field(0.0, ge=0)
-    max_gradient_norm: float = Field(1.0, gt=0)
+    betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the two averages")
+    weight_decay: float = Field(0.0, ge=0, description="per step, times the learning rate")
+    max_gradient_norm: float = Field(1.0, gt=0, description="gradients are scaled down to it")
     entropy_coef: float | None = Field(
         None, ge=0, description="of the entropy bonus; by default what the algorithm says"
     )
@@ -60,14 +60,14 @@ class LossConfig(_Section):
     """The policy loss, by its registered name, with constructor arguments."""
 
     name: str | None = Field(None, description="by default the algorithm's")
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = Field(default_factory=dict, description="of its constructor")
 
 
 class EvaluationConfig(_Section):
     """Greedy answers to fresh problems, by the trainer, between steps."""
 
-    every_steps: int = Field(10, ge=1)
-    problems: int = Field(256, ge=1)
+    every_steps: int = Field(10, ge=1, description="between two evaluations")
+    problems: int = Field(256, ge=1, description="that are answered each time")
     target_accuracy: float | None = Field(None, description="end the experiment when it is reached")
 
 
@@ -79,13 +79,15 @@ class RunConfig(_Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    seed: int = Field(0, gt=-(1 << 62), lt=1 << 62)
+    seed: int = Field(0, gt=-(1 << 62), lt=1 << 62, description="of weights, problems and rollouts")
     algorithm: str = Field("grpo", description="registered name, see `trinity-buffer algorithms`")
     algorithm_args: dict[str, Any] = Field(
         default_factory=dict, description="parts and arguments, as of algorithm.build"
     )
     strategy: str | None = Field(None, description="by default the algorithm's")
-    strategy_args: dict[str, Any] = Field(default_factory=dict)
+    strategy_args: dict[str, Any] = Field(
+        default_factory=dict, description="of its constructor; of several: name -> arguments"
+    )
     reference: str | None = Field(
         None, description="policy file that divergences are measured from; by default version 0"
     )
@@ -97,15 +99,23 @@ class RunConfig(_Section):
         False, description="by the trainer before the step, in place of what explorers recorded"
     )
     trainer: str = Field("trainer", description="name of the trainer consumer")
-    groups_per_batch: int = Field(8, ge=1)
-    rollouts_per_group: int = Field(8, ge=1)
-    groups_per_step: int = Field(16, ge=1)
-    max_waiting_groups: int | None = Field(None, ge=1)
-    max_staleness: int | None = Field(
-        2, ge=0, description="in policy versions, which are gradient steps"
+    groups_per_batch: int = Field(8, ge=1, description="that an explorer plans at once")
+    rollouts_per_group: int = Field(8, ge=1, description="runs of one task")
+    deadline_s: float | None = Field(
+        None, gt=0, description="after its first rollout a group is closed as it is; null: never"
     )
-    commit_every_steps: int = Field(1, ge=1)
-    max_steps: int | None = Field(None, ge=1)
+    incomplete: Literal["keep", "reject"] = Field(
+        "keep", description="a group that was closed before its planned rollouts were stored"
+    )
+    groups_per_step: int = Field(16, ge=1, description="of one gradient step")
+    max_waiting_groups: int | None = Field(
+        None, ge=1, description="for the trainer, before explorers wait; null: no bound"
+    )
+    max_staleness: int | None = Field(
+        2, ge=0, description="before explorers wait for new weights; null: no bound"
+    )
+    commit_every_steps: int = Field(1, ge=1, description="with a checkpoint and new weights")
+    max_steps: int | None = Field(None, ge=1, description="after which the run ends; null: never")
     max_skipped_steps: int = Field(
         3, ge=1, description="in a row, of a loss or gradient that is not finite; then it ends"
     )
@@ -115,8 +125,10 @@ class RunConfig(_Section):
     lease_ttl_s: float = Field(
         30.0, gt=0, description="a trainer that is silent for so long may be replaced"
     )
-    tokens_per_microbatch: int | None = Field(None, ge=1)
-    layout: Literal["padded", "packed"] = "padded"
+    tokens_per_microbatch: int | None = Field(
+        None, ge=1, description="that are computed at once; null: a step is one micro-batch"
+    )
+    layout: Literal["padded", "packed"] = Field("padded", description="of a micro-batch's rows")
 
     @override
     def model_post_init(self, context: Any) -> None:

@@ -113,18 +113,14 @@ def steps(
     return [StepRow(*row[2:]) for row in tx.execute(query).all()]
 
 
-def last_checkpoint(
-    tx: Transaction, experiment: int, name: str, *, at: int | None = None
-) -> StepRow | None:
-    """Return the last committed step (or step ``at``) of the live line that names a checkpoint."""
+def last_checkpoint(tx: Transaction, experiment: int, name: str) -> StepRow | None:
+    """Return the last committed step of the live line that names a checkpoint."""
     query = select(step).where(
         step.c.experiment == experiment,
         step.c.consumer == name,
         step.c.committed_at.is_not(None),
         step.c.checkpoint.is_not(None),
     )
-    if at is not None:
-        query = query.where(step.c.step == at)
     row = tx.execute(query.order_by(step.c.step.desc()).limit(1)).one_or_none()
     return None if row is None else StepRow(*row[2:])
 

@@ -10,6 +10,9 @@ import torch
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.trainer.policy import Trainable
 
+KEPT_CHECKPOINTS = 2
+"""Of the newest steps that are committed: what a trainer resumes from, and what explorers load."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
@@ -24,7 +27,7 @@ class TrainerSettings:
         lowest_rate: fraction of ``learning_rate`` at which it stays.
         max_gradient_norm: gradients are scaled down to it.
         commit_every_steps: how often a checkpoint is written and committed.
-        keep_checkpoints: how many committed ones stay on the disk.
+        keep_checkpoints: how many committed ones stay on the disk, the newest; None: all of them.
         critic_learning_rate: of the critic, where there is one; it follows the same schedule.
         value_clip_range: see `ValueLossFn`.
         recompute_old_logprob: compute ``old_logprob`` before each step, whatever the stream brings;
@@ -43,7 +46,7 @@ class TrainerSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     max_gradient_norm: float = 1.0
     commit_every_steps: int = 1
-    keep_checkpoints: int = 2
+    keep_checkpoints: int | None = KEPT_CHECKPOINTS
     critic_learning_rate: float = 1e-3
     value_clip_range: float | None = None
     recompute_old_logprob: bool = False
@@ -51,10 +54,12 @@ class TrainerSettings:
     max_skipped_steps: int | None = 3
 
     def __post_init__(self) -> None:
-        if self.commit_every_steps < 1 or self.keep_checkpoints < 1:
-            raise InvalidArgumentError("commit_every_steps and keep_checkpoints must be at least 1")
-        if self.max_skipped_steps is not None and self.max_skipped_steps < 1:
-            raise InvalidArgumentError("max_skipped_steps must be at least 1, or None")
+        if self.commit_every_steps < 1:
+            raise InvalidArgumentError("commit_every_steps must be at least 1")
+        for name in ("keep_checkpoints", "max_skipped_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidArgumentError(f"{name} must be at least 1, or None")
 
     def rate_at(self, step: int) -> float:
         """Return the learning rate of gradient step ``step``, from 1; nothing else decides it."""

@@ -327,11 +327,10 @@ class Trainer(Generic[AnyPolicy]):
             skipped=self._skipped,
         )
         self._skipped = {}
-        remove_old(
-            self._settings.checkpoints,
-            keep=self._settings.keep_checkpoints,
-            committed=folder,
-        )
+        if self._settings.keep_checkpoints is not None:
+            remove_old(
+                self._settings.checkpoints, keep=self._settings.keep_checkpoints, committed=folder
+            )
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

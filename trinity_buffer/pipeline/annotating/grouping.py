@@ -7,9 +7,9 @@ when its batch is sealed, or at its deadline; a straggling group holds back nobo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import order_of
@@ -51,6 +51,17 @@ class GroupingRules:
             raise InvalidArgumentError(
                 f"deadline_s={deadline!r}: it must be a positive number of seconds, or None"
             )
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], **given: Any) -> GroupingRules:
+        """Return the rules that ``config`` of an experiment names, with ``given`` in their place.
+
+        Raises:
+            TypeError: ``given`` names a rule that there is not.
+            InvalidArgumentError: an impossible rule.
+        """
+        configured = {name: config[name] for name in cls.__slots__ if name in config}
+        return cls(**{**configured, **given})
 
 
 @dataclass(slots=True)

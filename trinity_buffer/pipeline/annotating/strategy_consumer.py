@@ -93,11 +93,7 @@ class StrategyConsumer:
             else compose(self._staged, listed, args or {})
         )
         self.name = name or "+".join(names)
-        self.rules = rules or GroupingRules(
-            rollouts_per_group=experiment.config.get("rollouts_per_group"),
-            deadline_s=experiment.config.get("deadline_s"),
-            incomplete=experiment.config.get("incomplete", "keep"),
-        )
+        self.rules = rules or GroupingRules.of(experiment.config)
         given = as_json(f"arguments of strategy {self.name!r}", dict(args or {}))
         self.config = {"strategy": names, "args": given, "grouping": asdict(self.rules)}
         self._scoring = rewards
@@ -357,13 +353,8 @@ async def run_strategy(
         ConflictingStrategyError: the annotation set exists with another configuration.
         UnknownNameError: no such strategy, or no such scoring.
     """
-    defaults = {
-        field: experiment.config[field]
-        for field in GroupingRules.__slots__
-        if field in experiment.config
-    }
     try:
-        rules = GroupingRules(**{**defaults, **grouping})
+        rules = GroupingRules.of(experiment.config, **grouping)
     except TypeError as error:
         accepted = ", ".join(GroupingRules.__slots__)
         raise InvalidArgumentError(f"run_strategy: {error}; accepted are {accepted}") from error

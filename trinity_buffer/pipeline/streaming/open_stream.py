@@ -34,7 +34,7 @@ async def open_async_train_stream(
             committed.
     """
     try:
-        chosen = StreamOptions(**options)
+        chosen = StreamOptions.of(experiment.config, **options)
     except TypeError as error:
         accepted = ", ".join(StreamOptions.__slots__)
         raise InvalidArgumentError(f"train stream: {error}; accepted are {accepted}") from error

@@ -31,10 +31,6 @@ class RecordedStrategy(AddStrategy):
 def recorder(experiment: Experiment) -> StrategyConsumer:
     """Return the consumer that makes the groups of what was recorded."""
     config = experiment.config
-    alone = 1 if config.get("schema") in ("sft", "dpo", "cpt") else None
-    rules = GroupingRules(
-        rollouts_per_group=config.get("rollouts_per_group", alone),
-        deadline_s=config.get("deadline_s"),
-        incomplete=config.get("incomplete", "keep"),
-    )
+    alone = {"rollouts_per_group": 1} if config.get("schema") in ("sft", "dpo", "cpt") else {}
+    rules = GroupingRules.of({**alone, **config})
     return StrategyConsumer(experiment, RecordedStrategy, name=RECORDED, rules=rules)

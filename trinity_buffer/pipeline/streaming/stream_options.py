@@ -14,10 +14,16 @@ from trinity_buffer.pipeline.streaming.manifest import LayoutName, Manifest
 from trinity_buffer.pipeline.streaming.step_tensors import Reduce, changed, joined, recount, scatter
 from trinity_buffer.pipeline.streaming.trainer_lease import TTL_S
 
+CONFIGURED = ("groups_per_step", "tokens_per_microbatch", "layout", "lease_ttl_s")
+"""Options that are the experiment's configuration unless they are given."""
+
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
     """How a train stream forms its steps; recorded ones are served as recorded all the same.
+
+    ``groups_per_step``, ``tokens_per_microbatch``, ``layout`` and ``lease_ttl_s`` that are not
+    given are those of the experiment's configuration, if it has them.
 
     Attributes:
         strategy: the annotation set to train on; None: what was recorded.
@@ -74,8 +80,9 @@ class StreamOptions:
             raise InvalidArgumentError(
                 f"layout={self.layout!r}: accepted are 'padded' and 'packed'"
             )
-        if self.groups_per_step < 1 or self.prefetch < 1:
-            raise InvalidArgumentError("groups_per_step and prefetch must be at least 1")
+        _require_count("groups_per_step", self.groups_per_step)
+        _require_count("prefetch", self.prefetch)
+        _require_count("tokens_per_microbatch", self.tokens_per_microbatch or 1)
         if not 0 <= self.rank < self.world_size:
             raise InvalidArgumentError(
                 f"rank={self.rank} of world_size={self.world_size}: ranks count from 0"
@@ -99,6 +106,17 @@ class StreamOptions:
             )
         self.sampling()
 
+    @classmethod
+    def of(cls, config: Mapping[str, Any], **given: Any) -> StreamOptions:
+        """Return the options ``given``, and for the others what ``config`` of an experiment says.
+
+        Raises:
+            TypeError: ``given`` names an option that there is not.
+            UnknownNameError, InvalidArgumentError: an impossible option.
+        """
+        configured = {name: config[name] for name in CONFIGURED if name in config}
+        return cls(**{**configured, **given})
+
     def sampling(self) -> SampleStrategy:
         """Return the strategy that plans what a step takes.
 
@@ -113,6 +131,11 @@ class StreamOptions:
         }
         made: SampleStrategy = kind(**{k: v for k, v in given.items() if v is not None})
         return made
+
+
+def _require_count(name: str, value: object) -> None:
+    if not (type(value) is int and value >= 1):
+        raise InvalidArgumentError(f"{name}={value!r}: it must be an int from 1 on")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import anyio.to_thread
 
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import (
-    CheckpointError,
     ConflictingStrategyError,
     InvalidArgumentError,
     StoreError,
@@ -30,6 +29,7 @@ from trinity_buffer.pipeline.streaming.log_rows import LogRows
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.streaming.ranks import RankSession
 from trinity_buffer.pipeline.streaming.recorded_strategy import recorder
+from trinity_buffer.pipeline.streaming.rewinding import require_checkpoint_of
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.step_memory import StepMemory
 from trinity_buffer.pipeline.streaming.step_rows import StepRows
@@ -126,12 +126,7 @@ class TrainStream:
 
     async def _rewind(self, row: ConsumerRow, step: int) -> ConsumerRow:
         name, key = self.options.consumer, self.experiment.key
-        kept = await self._database.read(trainer_queries.last_checkpoint, key, name, at=step)
-        if step > row.committed_step or (step > 0 and kept is None):
-            raise CheckpointError(
-                f"resume_from={step}: trainer {name!r} has no checkpoint committed at that step "
-                f"(the last committed step is {row.committed_step})"
-            )
+        await require_checkpoint_of(self._database, key, row, step)
         if step == row.committed_step:
             return row
         event = new_event(

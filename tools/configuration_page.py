@@ -1,0 +1,79 @@
+"""Print docs/configuration.md: every key of a run's configuration, from the classes that read it.
+
+python tools/configuration_page.py > docs/configuration.md
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from trinity_buffer.cli.run_config import RunConfig
+
+UNITS = {
+    r".*_s": "seconds",
+    r".*_steps": "gradient steps",
+    r"groups_per_.*|max_waiting_groups": "groups",
+    r"rollouts_per_group": "rollouts",
+    r"max_staleness": "policy versions",
+    r"tokens_per_microbatch": "tokens",
+    r"evaluation\.problems": "problems",
+    r"evaluation\.target_accuracy|optimizer\.lowest_rate": "fraction",
+}
+"""Pattern of a key -> what its number counts."""
+
+HEAD = """# Configuration
+
+What a file for `--config` (TOML or YAML) may hold, and `--set KEY=VALUE` changes in
+`trinity-buffer demo`, `explore`, `train` and `replay`. A dot stands for a section:
+`optimizer.learning_rate` is `learning_rate` in `[optimizer]`. The resolved configuration is the
+first event of the experiment (`trinity-buffer stats --config`); a later change is an event too.
+
+An experiment that you make in Python may hold other keys beside these. `run_strategy` reads
+`rollouts_per_group`, `deadline_s` and `incomplete` there, a train stream `groups_per_step`,
+`tokens_per_microbatch`, `layout` and `lease_ttl_s`; a keyword that you give wins. Keys that are in
+neither place have the default of that function. The demo's recipes change some of the
+defaults below.
+
+| key | type | unit | default | meaning |
+|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """Return the text of the page."""
+    return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in _rows(RunConfig, ""))
+
+
+def _rows(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, ...]]:
+    for name, field in section.model_fields.items():
+        key, kind = prefix + name, field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _rows(kind, f"{key}.")
+        else:
+            yield (f"`{key}`", _type(kind), _unit(key), _default(field), field.description or "")
+
+
+def _type(kind: Any) -> str:
+    if isinstance(kind, type) and not hasattr(kind, "__args__"):
+        return kind.__name__
+    text = re.sub(r"typing\.|Literal\[(.*)\]", r"\1", str(kind)).replace("None", "null")
+    return text.replace(" | ", " or ").replace("'", "`")
+
+
+def _unit(key: str) -> str:
+    return next((unit for pattern, unit in UNITS.items() if re.fullmatch(pattern, key)), "")
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    return "null" if value is None else f"`{str(value).lower() if value is False else value}`"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
