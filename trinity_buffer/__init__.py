@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trinity_buffer.errors import TrinityBufferError
     from trinity_buffer.experience import Experience, group_by
+    from trinity_buffer.explorer.conversation import Completion, Conversation
     from trinity_buffer.explorer.exploration import explore
     from trinity_buffer.identity import EID
     from trinity_buffer.metrics import gather_metrics
@@ -31,6 +32,8 @@ __version__ = "0.1.0"
 __all__ = [
     "EID",
     "BufferWriter",
+    "Completion",
+    "Conversation",
     "Experience",
     "StagedWriter",
     "StrategyConsumer",
@@ -57,6 +60,8 @@ _HOMES = {
     "open_replay_stream": "trinity_buffer.pipeline.history.replay",
     "EID": "trinity_buffer.identity",
     "BufferWriter": "trinity_buffer.writer",
+    "Completion": "trinity_buffer.explorer.conversation",
+    "Conversation": "trinity_buffer.explorer.conversation",
     "Experience": "trinity_buffer.experience",
     "StagedWriter": "trinity_buffer.writer",
     "StrategyConsumer": "trinity_buffer.pipeline.annotating.strategy_consumer",

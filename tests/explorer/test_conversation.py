@@ -1,0 +1,108 @@
+"""`tb.Conversation`: turns, tool calls and tokens stay together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import trinity_buffer as tb
+from trinity_buffer.errors import InvalidArgumentError
+
+QUESTION = {"role": "user", "content": "how many?"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "count", "arguments": "{}"}}
+
+
+def turn(prompt: Sequence[int], said: Sequence[int], **changed: Any) -> tb.Completion:
+    logprobs = [-token / 8 for token in said]
+    made = {"prompt_ids": prompt, "token_ids": said, "logprobs": logprobs, "text": f"<{said}>"}
+    return tb.Completion(**{**made, **changed})
+
+
+def test_turns_that_continue_each_other_are_one_experience_masked_on_what_was_said() -> None:
+    talk = tb.Conversation([QUESTION], tools=[{"type": "function"}])
+    talk.said(turn([1, 2], [3, 4], tool_calls=[CALL]))
+    talk.heard({"role": "tool", "tool_call_id": "c1", "content": "5"})
+    talk.said(turn([1, 2, 3, 4, 50, 51], [6], finish_reason="stop"))
+    (made,) = talk.experiences(0.5, info={"solved": True})
+
+    assert made.tokens.tolist() == [1, 2, 3, 4, 50, 51, 6]
+    assert made.prompt_length == 2
+    assert made.action_mask is not None
+    assert made.logprobs is not None
+    assert made.action_mask.tolist() == [True, True, False, False, True]
+    assert made.logprobs.tolist() == [-3 / 8, -4 / 8, 0, 0, -6 / 8]
+    assert (made.reward, made.info) == (0.5, {"finish_reason": "stop", "solved": True})
+    assert [message["role"] for message in made.messages or ()] == [
+        *("user", "assistant", "tool", "assistant"),
+    ]
+    assert made.messages is not None
+    assert made.messages[1] == {"role": "assistant", "content": "<[3, 4]>", "tool_calls": [CALL]}
+    assert made.tools == [{"type": "function"}]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [1, 2, 3, 9, 50],  # the text came back as another token
+        [1, 2, 50],  # the template left the earlier turn out
+        [1, 2, 3],  # shorter than what was there
+    ],
+)
+def test_a_prompt_that_does_not_continue_begins_another_experience(prompt: list[int]) -> None:
+    talk = tb.Conversation([QUESTION])
+    talk.said(turn([1, 2], [3, 4]))
+    talk.heard(QUESTION)
+    talk.said(turn(prompt, [6]))
+    talk.heard(QUESTION)
+    talk.said(turn([*prompt, 6, 7], [8]))
+    first, second = talk.experiences(1.0)
+    assert first.tokens.tolist() == [1, 2, 3, 4]
+    assert second.tokens.tolist() == [*prompt, 6, 7, 8]
+    assert second.prompt_length == len(prompt)
+    assert second.action_mask is not None
+    assert second.action_mask.tolist() == [True, False, True]
+    assert (first.reward, second.reward) == (1.0, 1.0)
+
+
+def test_one_turn_without_log_probs_leaves_its_experience_without() -> None:
+    talk = tb.Conversation([QUESTION])
+    talk.said(turn([1], [2], logprobs=None))
+    talk.said(turn([1, 2, 3], [4]))
+    (made,) = talk.experiences(1.0)
+    assert made.logprobs is None
+
+
+def test_the_weights_of_each_turn_are_kept_and_the_oldest_is_the_policy_version() -> None:
+    talk = tb.Conversation([QUESTION])
+    talk.said(turn([1], [2], weight_version="10"))
+    talk.said(turn([1, 2, 3], [4], weight_version="9"))
+    (made,) = talk.experiences(1.0)
+    assert made.info["weight_versions"] == ["10", "9"]
+    assert made.policy_version == 9
+
+
+def test_weights_that_are_not_numbered_give_no_policy_version() -> None:
+    talk = tb.Conversation([QUESTION])
+    talk.said(turn([1], [2], weight_version="main"))
+    (made,) = talk.experiences(1.0)
+    assert (made.info["weight_versions"], made.policy_version) == (["main"], None)
+
+
+def test_what_is_not_aligned_is_refused() -> None:
+    talk = tb.Conversation([QUESTION])
+    with pytest.raises(InvalidArgumentError, match="nothing to train"):
+        talk.experiences(1.0)
+    with pytest.raises(InvalidArgumentError, match="2 tokens and 1 log-probs"):
+        talk.said(turn([1], [2, 3], logprobs=[-1.0]))
+    with pytest.raises(InvalidArgumentError, match="0 tokens cannot be trained"):
+        talk.said(turn([1], []))
+    with pytest.raises(InvalidArgumentError, match=r"said\(\)"):
+        talk.heard({"role": "assistant", "content": "hello"})
+    with pytest.raises(InvalidArgumentError, match="'c9' answers no call"):
+        talk.heard({"role": "tool", "tool_call_id": "c9", "content": ""})
+    talk.said(turn([1], [2], tool_calls=[CALL]))
+    with pytest.raises(InvalidArgumentError, match=r"\['c1'\] are not answered"):
+        talk.said(turn([1, 2, 3], [4]))
+    assert len(talk.turns) == 1

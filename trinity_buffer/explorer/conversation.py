@@ -1,0 +1,193 @@
+"""A conversation as the tokens that a model saw and said: nothing is ever tokenised again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.experience import Experience
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What a model said once, in its own tokens.
+
+    Attributes:
+        prompt_ids: all tokens that it saw before.
+        token_ids: what it said.
+        logprobs: of each of ``token_ids``, as sampled; None: not known.
+        text: what it said, decoded.
+        tool_calls: tools that it called, in the form of the OpenAI dialect.
+        finish_reason: why it stopped: ``"stop"``, ``"length"``, ``"tool_calls"``, ...
+        weight_version: name of the weights, as the server tells; None: it does not.
+    """
+
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float] | None
+    text: str = ""
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    finish_reason: str | None = None
+    weight_version: str | None = None
+
+    def message(self) -> dict[str, Any]:
+        """Return it as a message of the assistant."""
+        calls = [dict(call) for call in self.tool_calls]
+        said: dict[str, Any] = {"role": "assistant", "content": self.text}
+        return {**said, "tool_calls": calls} if calls else said
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Turns of which each one's prompt continues all that was seen and said before."""
+
+    prompt_length: int
+    tokens: list[int]
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] | None = field(default_factory=list)
+    turns: list[Completion] = field(default_factory=list)
+
+    def goes_on(self, turn: Completion) -> bool:
+        """Return whether the prompt of ``turn`` begins with all tokens so far."""
+        return list(turn.prompt_ids[: len(self.tokens)]) == self.tokens
+
+    def add(self, turn: Completion) -> None:
+        """Append what came between, which is not trained, and what the model said, which is."""
+        between = turn.prompt_ids[len(self.tokens) :]
+        self.tokens += [*between, *turn.token_ids]
+        self.mask += [False] * len(between) + [True] * len(turn.token_ids)
+        if self.logprobs is not None and turn.logprobs is not None:
+            self.logprobs += [0.0] * len(between) + list(turn.logprobs)
+        else:
+            self.logprobs = None
+        self.turns.append(turn)
+
+
+class Conversation:
+    """Messages for the model, and beside them the exact tokens of every turn.
+
+    Call `heard` with what others say and `said` with each `Completion`; hand `messages` to the
+    model. `experiences` gives what can be trained: one experience for turns of which each prompt
+    continues the tokens before it, and a new one wherever it does not (a chat template that drops
+    an earlier turn's thoughts, for example).
+
+    Attributes:
+        messages: the whole conversation, in the form of the OpenAI dialect.
+        turns: what the model said.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Mapping[str, Any]] = (),
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.tools = [dict(tool) for tool in tools]
+        self.turns: list[Completion] = []
+        self._open_calls: list[str] = []
+        for message in messages:
+            self.heard(message)
+
+    def heard(self, message: Mapping[str, Any]) -> None:
+        """Take in a message of the system, the user or a tool.
+
+        Raises:
+            InvalidArgumentError: one of the assistant, or the answer to a call that nobody waits
+                for.
+        """
+        role = message.get("role")
+        if role == "assistant":
+            raise InvalidArgumentError(
+                "a message of the assistant has no tokens: give the Completion to said()"
+            )
+        if role == "tool":
+            call = message.get("tool_call_id")
+            if call not in self._open_calls:
+                raise InvalidArgumentError(
+                    f"tool_call_id={call!r} answers no call; open are {self._open_calls}"
+                )
+            self._open_calls.remove(call)
+        self.messages.append(dict(message))
+
+    def said(self, completion: Completion) -> Completion:
+        """Take in what the model said, and return it.
+
+        Raises:
+            InvalidArgumentError: its tokens and log-probs do not fit each other, it said nothing,
+                or a tool call before it was not answered.
+        """
+        count = len(completion.token_ids)
+        if not completion.prompt_ids or not count:
+            raise InvalidArgumentError(
+                f"a completion of {len(completion.prompt_ids)} prompt tokens and {count} tokens "
+                "cannot be trained: each must be at least one"
+            )
+        if completion.logprobs is not None and len(completion.logprobs) != count:
+            raise InvalidArgumentError(
+                f"a completion has {count} tokens and {len(completion.logprobs)} log-probs"
+            )
+        if self._open_calls:
+            raise InvalidArgumentError(
+                f"the tool calls {self._open_calls} are not answered: give heard() a message with "
+                "role='tool' for each"
+            )
+        self.turns.append(completion)
+        self.messages.append(completion.message())
+        self._open_calls = [str(call.get("id")) for call in completion.tool_calls]
+        return completion
+
+    def experiences(
+        self, reward: float | None, *, info: Mapping[str, Any] | None = None
+    ) -> list[Experience]:
+        """Return what can be trained of it, in the order of the turns.
+
+        ``action_mask`` is True on what the model said. Each experience carries the reward of the
+        whole run. Its ``info`` gets ``finish_reason`` of its last turn and, where a server told
+        them, ``weight_versions``: one for each of its turns; if they are numbers,
+        ``model_version`` is the oldest.
+
+        Raises:
+            InvalidArgumentError: the model said nothing yet.
+        """
+        if not self.turns:
+            raise InvalidArgumentError("the model said nothing yet: there is nothing to train")
+        return [self._experience(stretch, reward, info or {}) for stretch in self._stretches()]
+
+    def _stretches(self) -> list[_Stretch]:
+        found: list[_Stretch] = []
+        for turn in self.turns:
+            if not found or not found[-1].goes_on(turn):
+                found.append(_Stretch(len(turn.prompt_ids), list(turn.prompt_ids)))
+            found[-1].add(turn)
+        return found
+
+    def _experience(
+        self, stretch: _Stretch, reward: float | None, info: Mapping[str, Any]
+    ) -> Experience:
+        return Experience(
+            tokens=stretch.tokens,
+            prompt_length=stretch.prompt_length,
+            action_mask=stretch.mask,
+            logprobs=stretch.logprobs,
+            reward=reward,
+            info={**_origin(stretch.turns), **info},
+            response_text="".join(turn.text for turn in stretch.turns),
+            messages=[dict(message) for message in self.messages],
+            tools=self.tools or None,
+        )
+
+
+def _origin(turns: Sequence[Completion]) -> dict[str, Any]:
+    """Return how the turns came about: why they ended, and with which weights."""
+    found: dict[str, Any] = {}
+    if turns[-1].finish_reason is not None:
+        found["finish_reason"] = turns[-1].finish_reason
+    versions = [turn.weight_version for turn in turns if turn.weight_version is not None]
+    if versions and len(versions) == len(turns):
+        found["weight_versions"] = versions
+        if all(version.isdecimal() for version in versions):
+            found["model_version"] = min(map(int, versions))
+    return found
