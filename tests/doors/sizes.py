@@ -12,13 +12,10 @@ DEMO = (
     "--set model.width=8 --set model.layers=1 --set model.heads=1 --set evaluation.problems=8"
 )
 BENCH = "--only write,stream --tasks 2 --repetitions 1"
-TORTURE = "--rounds 1 --round-seconds 0"
 LEARNING = "--small --seeds 0 --results runs/learning.jsonl"
 SIZES = {
     "make demo": DEMO,
     "make test": "-n 0 tests/codec/test_bodies.py",
-    "make long": "tests/doors/test_make.py -k fmt",
-    "make torture": TORTURE,
     "make bench": BENCH,
     "make proofs": "--only nothing",  # --run takes hours; tests/benchmarks runs it small
     "make migrate": "URL=runs/demo.db",
@@ -29,7 +26,6 @@ SIZES = {
     "python -m benchmarks.proofs": "--only nothing",
     "python -m benchmarks.run": BENCH,
     "python -m benchmarks.verify": "--experiences 64 --repetitions 1 --store runs/verify.db",
-    "python -m benchmarks.torture": TORTURE,
 }
 
 

@@ -13,6 +13,8 @@ from tests.doors.workshop import run
 
 ELSEWHERE = {
     "check": "runs this very test; here its recipe is only read",
+    "long": "runs this very test, too",
+    "torture": "its module runs in tests/torture",
     "mutants": "runs all tests first; tests/benchmarks calls it in a small repository",
     "setup": "has a test of its own below, in a copy without an environment",
 }

@@ -17,7 +17,9 @@ from tests.doors.workshop import run
 TOOLS, BENCHMARKS = scripts("tools"), scripts("benchmarks")
 ELSEWHERE = {
     "latency_role": "processes that `benchmarks.run --only latency` starts",
+    "learning": "runs in test_blocks and in tests/benchmarks",
     "mutants": "runs all tests first; tests/benchmarks calls it in a small repository",
+    "torture": "runs in tests/torture",
 }
 
 

@@ -380,4 +380,4 @@ def test_the_store_and_the_model_agree(machine: type[StoreMachine]) -> None:
 
 @pytest.mark.long
 def test_the_store_and_the_model_agree_in_many_histories(machine: type[StoreMachine]) -> None:
-    check(machine, histories=20, steps=50)
+    check(machine, histories=10, steps=50)
