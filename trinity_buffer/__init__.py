@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
     from trinity_buffer.pipeline.verifying.verify import verify
     from trinity_buffer.trainer.token_scores import token_scores
+    from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
     from trinity_buffer.writer import BufferWriter, StagedWriter, WriteReceipt
 
 __version__ = "0.1.0"
@@ -37,6 +38,8 @@ __all__ = [
     "Experience",
     "StagedWriter",
     "StrategyConsumer",
+    "Trainer",
+    "TrainerSettings",
     "TrinityBufferError",
     "WriteReceipt",
     "__version__",
@@ -74,6 +77,8 @@ _HOMES = {
     "open_train_stream": "trinity_buffer.pipeline.streaming.sync_stream",
     "run_strategy": "trinity_buffer.pipeline.annotating.strategy_consumer",
     "token_scores": "trinity_buffer.trainer.token_scores",
+    "Trainer": "trinity_buffer.trainer.trainer",
+    "TrainerSettings": "trinity_buffer.trainer.trainer",
 }
 
 

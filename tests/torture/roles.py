@@ -21,7 +21,6 @@ from tests.torture.effects import note
 from trinity_buffer.cli import roles
 from trinity_buffer.cli.run_algorithm import algorithm_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
-from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler
 from trinity_buffer.errors import ConflictingExperienceError, TrinityBufferError
 from trinity_buffer.experience import Experience
@@ -258,14 +257,14 @@ def trainer(
         _trainer_on(stream if publishes else _Private(stream), config, checkpoints).run(_silence)
 
 
-def _trainer_on(stream: Any, config: RunConfig, folder: Path) -> Trainer[TransformerPolicy]:
+def _trainer_on(stream: Any, config: RunConfig, folder: Path) -> Trainer:
     optimizer = config.optimizer
     settings = TrainerSettings(
         checkpoints=folder,
         learning_rate=optimizer.learning_rate,
         max_gradient_norm=optimizer.max_gradient_norm,
     )
-    return Trainer(stream, lambda: roles.first_policy(config), algorithm_of(config), settings)
+    return Trainer(stream, roles.first_policy(config), algorithm_of(config), settings)
 
 
 def _silence(_: Any) -> None:

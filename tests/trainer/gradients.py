@@ -9,7 +9,7 @@ import torch
 
 from tests.trainer.data import CONFIG, policy
 from trinity_buffer.algorithm import Algorithm
-from trinity_buffer.demo.policy import TransformerCritic, TransformerPolicy
+from trinity_buffer.demo.policy import TransformerCritic
 from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
 from trinity_buffer.trainer.models import Models, prepare
 from trinity_buffer.trainer.parallel import OneProcess, Processes
@@ -72,7 +72,7 @@ def train(
     processes: Processes | None = None,
     recomputed: bool = False,
     **settings: Any,
-) -> tuple[Trainer[TransformerPolicy], list[StepReport]]:
+) -> tuple[Trainer, list[StepReport]]:
     """Train up to ``max_steps`` of 2 groups each, or on from the last commit."""
     reports: list[StepReport] = []
     mixes = algorithm.sample.plan(1, 2).expert > 0
@@ -90,11 +90,10 @@ def train(
     ) as stream:
         trainer = Trainer(
             stream,
-            policy,
+            policy(),
             algorithm,
             TrainerSettings(checkpoints=folder, max_steps=max_steps, **settings),
             teacher=policy(2),
-            processes=processes,
         )
         trainer.run(reports.append)
     return trainer, reports

@@ -239,7 +239,7 @@ def test_models_beside_the_policy_that_are_broken_break_nothing_else(
     ) as stream:
         trainer = Trainer(
             stream,
-            policy,
+            policy(),
             algorithm,
             TrainerSettings(checkpoints=tmp_path / "c", max_steps=1),
             reference=broken_policy() if "reference" in models else None,
@@ -270,7 +270,7 @@ def test_weights_and_optimizers_that_are_not_finite_are_neither_kept_nor_publish
     options = stream_options(algorithm)
     with open_train_stream(sqlite_url, experiment="run", strategy="grpo", **options) as stream:
         settings = TrainerSettings(checkpoints=tmp_path / "c", max_steps=3)
-        trainer = Trainer(stream, policy, algorithm, settings)
+        trainer = Trainer(stream, policy(), algorithm, settings)
 
         def spoil(step: int) -> dict[str, float]:
             if step == 2:
@@ -345,7 +345,7 @@ def test_a_replay_repeats_what_was_skipped(
         settings = TrainerSettings(
             checkpoints=tmp_path / "r", commit_every_steps=99, max_skipped_steps=None
         )
-        replayed = Trainer(stream, policy, again, settings)
+        replayed = Trainer(stream, policy(), again, settings)
         reports: list[StepReport] = []
         replayed.run(reports.append)
     assert [report.skipped for report in reports] == [True, True, False]

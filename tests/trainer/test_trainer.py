@@ -12,7 +12,7 @@ import torch
 from tests.trainer.data import CONFIG, policy, prepared
 from tests.trainer.gradients import train
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build
-from trinity_buffer.demo.policy import TransformerCritic, TransformerPolicy
+from trinity_buffer.demo.policy import TransformerCritic
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
 from trinity_buffer.trainer.critic import ValueLossFn
@@ -50,7 +50,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
 ) -> None:
     anyio.run(prepared, sqlite_url, build(name, **arguments))
 
-    def run(folder: str, max_steps: int) -> Trainer[TransformerPolicy]:
+    def run(folder: str, max_steps: int) -> Trainer:
         algorithm = build(name, **arguments)  # its coefficients are of this process
         return train(
             sqlite_url, algorithm, tmp_path / folder, max_steps=max_steps, consumer=folder
@@ -97,7 +97,7 @@ def test_a_missing_teacher_is_named_with_the_ways_out(sqlite_url: str, tmp_path:
             InvalidArgumentError, match=r"teacher_logprobs.*or give the trainer a teacher"
         ),
     ):
-        Trainer(stream, policy, algorithm, TrainerSettings(checkpoints=tmp_path)).run(
+        Trainer(stream, policy(), algorithm, TrainerSettings(checkpoints=tmp_path)).run(
             lambda _: None
         )
 

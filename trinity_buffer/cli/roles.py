@@ -192,11 +192,11 @@ def trainer_on(
     config: RunConfig,
     algorithm: Algorithm,
     settings: TrainerSettings,
-) -> Trainer[TransformerPolicy]:
+) -> Trainer:
     """Return the trainer of a run on ``stream``, at the stream's last commit."""
     return Trainer(
         stream,
-        lambda: first_policy(config),
+        first_policy(config),
         algorithm,
         settings,
         reference=None if config.reference is None else TransformerPolicy.load(config.reference),
@@ -259,7 +259,7 @@ def train(
 class _Evaluation:
     """Greedy accuracy on fresh problems, every few steps."""
 
-    def __init__(self, config: RunConfig, trainer: Trainer[TransformerPolicy]) -> None:
+    def __init__(self, config: RunConfig, trainer: Trainer) -> None:
         self._config = config
         self._trainer = trainer
         self._task = task_of(config)

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from trinity_buffer.demo.policy_file import read_policy, write_policy
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
+from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE
 from trinity_buffer.trainer.last_hidden import OutputHead
 from trinity_buffer.trainer.policy import TokenScores
 from trinity_buffer.trainer.token_scores import token_logits, token_scores
@@ -172,7 +173,7 @@ class TransformerPolicy(nn.Module):
         seed: of the initial weights.
     """
 
-    file_name = "policy.safetensors"
+    file_name = POLICY_FILE
 
     def __init__(self, config: PolicyConfig, *, seed: int = 0) -> None:
         super().__init__()

@@ -114,7 +114,7 @@ def _require_finite(state: TrainerState[Any]) -> None:
 
 def _write(folder: Path, state: TrainerState[Any]) -> None:
     _require_finite(state)
-    state.policy.save(folder / POLICY_FILE)
+    state.policy.save(folder / state.policy.file_name)
     tensors, groups = _optimizer_tensors(state.optimizer)
     tensors["rng"] = torch.get_rng_state()
     save_file(tensors, folder / OPTIMIZER_FILE)
@@ -134,13 +134,14 @@ def _write(folder: Path, state: TrainerState[Any]) -> None:
 
 
 def load_checkpoint(
-    folder: Path, optimizer_of: OptimizerOf, policy: AnyPolicy
+    folder: Path, optimizer_of: OptimizerOf, policy: AnyPolicy, critic: Critic | None = None
 ) -> TrainerState[AnyPolicy]:
     """Return the state in ``folder`` and restore torch's random numbers.
 
     Args:
-        optimizer_of: returns a fresh optimizer for a model.
-        policy: one of the kind that was saved.
+        optimizer_of: returns the optimizer of a model.
+        policy: of the kind that was saved; it takes the saved weights.
+        critic: likewise, where one was saved.
 
     Raises:
         CheckpointError: a file is missing or cannot be read.
@@ -155,17 +156,17 @@ def load_checkpoint(
         raise CheckpointError(
             f"checkpoint {folder} cannot be read: {error}; resume from an older step"
         ) from error
-    policy = policy.load(folder / POLICY_FILE)
+    policy.restore(folder / policy.file_name)
     optimizer = optimizer_of(policy)
     torch.set_rng_state(tensors.pop("rng"))
     optimizer.load_state_dict(_optimizer_state(tensors, state["optimizer"]))
-    critic = None
-    if trains_critic:
-        model = policy.new_critic().load(folder / CRITIC_FILE)
-        critic = (model, optimizer_of(model, is_critic=True))
-        critic[1].load_state_dict(_optimizer_state(of_critic, state["critic_optimizer"]))
+    trained = None
+    if trains_critic and critic is not None:
+        critic.restore(folder / CRITIC_FILE)
+        trained = (critic, optimizer_of(critic, is_critic=True))
+        trained[1].load_state_dict(_optimizer_state(of_critic, state["critic_optimizer"]))
     coefficients = state.get("coefficients", {})
-    return TrainerState(policy, optimizer, state["step"], manifests, critic, coefficients)
+    return TrainerState(policy, optimizer, state["step"], manifests, trained, coefficients)
 
 
 def read_step(folder: Path) -> int:
@@ -196,7 +197,7 @@ def remove_old(root: Path, *, keep: int, committed: Path) -> None:
     for folder, (step, number) in places.items():
         gone = kept and (step < kept[0] or (step == last[0] and number < last[1]))
         # What an explorer is loading goes after a later commit.
-        if gone and may_remove(folder / POLICY_FILE):
+        if gone and all(may_remove(path) for path in folder.glob("*")):
             # A process that was fenced may be writing into it still: what is left goes next time.
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -215,6 +216,7 @@ def _optimizer_tensors(
         f"{index}.{name}": value.detach().contiguous()
         for index, entries in state["state"].items()
         for name, value in entries.items()
+        if value is not None  # as the momentum of an optimizer without
     }
     return tensors, state["param_groups"]
 

@@ -53,6 +53,21 @@ def require_models(algorithm: Algorithm, models: Models) -> None:
         raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs a {lacking[0]} model")
 
 
+def new_critic(policy: Policy) -> Critic:
+    """Return a fresh critic that reads what ``policy`` reads.
+
+    Raises:
+        InvalidArgumentError: this policy cannot make one.
+    """
+    make = getattr(policy, "new_critic", None)
+    if make is None:
+        raise InvalidArgumentError(
+            f"the algorithm trains a critic, and {type(policy).__name__} has no method "
+            "`new_critic()`: add it, or choose an algorithm without a critic, such as grpo"
+        )
+    return make()  # type: ignore[no-any-return]  # found by its name
+
+
 def values_of(critic: Critic, microbatch: MicroBatch) -> Tensor:
     """Return the value of every token of a micro-batch."""
     return critic.values(
@@ -115,7 +130,13 @@ def _score(microbatch: MicroBatch, algorithm: Algorithm, models: Models) -> None
 
 def _necs(policy: Policy, microbatch: MicroBatch) -> Tensor:
     """Return the expected change of entropy at every token, from the logits before it."""
-    change = expected_entropy_change(policy.logits(microbatch))
+    logits = getattr(policy, "logits", None)
+    if logits is None:
+        raise InvalidArgumentError(
+            f"{type(policy).__name__} has no method `logits(microbatch)`, and the algorithm needs "
+            "the expected change of entropy: add it, or choose another advantage function"
+        )
+    change = expected_entropy_change(logits(microbatch))
     return torch.roll(change, 1, -1).where(microbatch["action_mask"], 0.0)
 
 

@@ -33,6 +33,13 @@ class Processes(Protocol):
         ...
 
 
+def processes_here() -> Processes:
+    """Return the ranks of the process group, where there is one, else this process alone."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return TorchProcesses()
+    return OneProcess()
+
+
 class OneProcess:
     """A trainer on its own."""
 

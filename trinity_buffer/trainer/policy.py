@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,11 @@ class Trainable(Protocol):
         ...
 
     def save(self, path: str | Path) -> None:
-        """Write the weights to the file ``path``, durably."""
+        """Write the weights to ``path``: a file, or a new folder."""
         ...
 
-    def load(self, path: str | Path) -> Self:
-        """Return a model of this kind with the weights that `save` wrote to ``path``.
+    def restore(self, path: str | Path) -> None:
+        """Take the weights that `save` wrote to ``path``.
 
         Raises:
             CheckpointError: there is no such file, it is none of these, or it is not finite.
@@ -75,6 +75,11 @@ class Critic(Trainable, Protocol):
 class Policy(Trainable, Protocol):
     """The model that is trained, or one that it is compared with."""
 
+    @property
+    def file_name(self) -> str:
+        """What `save` writes is called so in a checkpoint."""
+        ...
+
     def scores(self, microbatch: Mapping[str, Any]) -> TokenScores:
         """Return log-probability and entropy of every token of a micro-batch, at temperature 1.
 
@@ -82,14 +87,6 @@ class Policy(Trainable, Protocol):
             microbatch: see `token_scores`; both results are 0 at padding and at the first token of
                 a sequence.
         """
-        ...
-
-    def logits(self, microbatch: Mapping[str, Any]) -> Tensor:
-        """Return the logits of the next token, ``[N, T, vocab]``, packed ``[T, vocab]``."""
-        ...
-
-    def new_critic(self) -> Critic:
-        """Return a fresh critic that reads what this policy reads."""
         ...
 
 

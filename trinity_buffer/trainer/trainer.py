@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,20 +16,20 @@ from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError, NonFiniteError
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
-from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+from trinity_buffer.pipeline.streaming.stream_options import Resume, TrainStep
 from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream
+from trinity_buffer.trainer.causal_lm import policy_of
 from trinity_buffer.trainer.checkpoint_folder import (
-    POLICY_FILE,
     TrainerState,
     load_checkpoint,
     remove_old,
     save_checkpoint,
 )
 from trinity_buffer.trainer.critic import ValueLossFn
-from trinity_buffer.trainer.models import Models, prepare, require_models, values_of
+from trinity_buffer.trainer.models import Models, new_critic, prepare, require_models, values_of
 from trinity_buffer.trainer.non_finite import largest_rows
-from trinity_buffer.trainer.parallel import OneProcess, Processes
-from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable
+from trinity_buffer.trainer.parallel import processes_here
+from trinity_buffer.trainer.policy import Critic, Policy, Trainable
 from trinity_buffer.trainer.requirements import require
 from trinity_buffer.trainer.settings import TrainerSettings
 
@@ -59,20 +60,22 @@ class StepReport:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class Trainer(Generic[AnyPolicy]):
+class Trainer:
     """Trains a policy on a stream of gradient steps.
 
     Args:
         stream: where the steps come from and commits go to; its last commit is where training goes
             on.
-        fresh_policy: returns the policy to begin with, where there is no commit yet; it is also the
-            reference, unless another is given.
+        model: with the weights to begin with: a causal language model of transformers, or any
+            `Policy`. It is trained in place; where there is a commit, it takes the weights of that.
         algorithm: what `trinity_buffer.algorithm.build` made.
         settings: everything else.
-        reference: a frozen policy that divergences are measured from.
+        optimizer: of the model's parameters, at its own rates; None: AdamW, by ``settings``.
+        reference: a frozen model that divergences are measured from; None: a copy of ``model``.
         teacher: a frozen policy to distil; None: its log-probabilities are in the store, or the
             algorithm needs none.
-        processes: of a data-parallel trainer.
+
+    In the processes of a `torch.distributed` group the gradients are averaged over its ranks.
 
     Raises:
         InvalidArgumentError: the algorithm cannot be trained like this.
@@ -81,38 +84,39 @@ class Trainer(Generic[AnyPolicy]):
     def __init__(
         self,
         stream: SyncTrainStream | ReplayStream,
-        fresh_policy: Callable[[], AnyPolicy],
+        model: Any,
         algorithm: Algorithm,
         settings: TrainerSettings,
         *,
-        reference: Policy | None = None,
-        teacher: Policy | None = None,
-        processes: Processes | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        reference: Any = None,
+        teacher: Any = None,
     ) -> None:
         self._stream = stream
         self._algorithm = algorithm
         self._settings = settings
-        self._processes = processes or OneProcess()
+        self._optimizer = optimizer
+        self._processes = processes_here()
         self._value_loss = ValueLossFn(settings.value_clip_range, algorithm.loss_agg_mode)
         adaptive = algorithm.kl_loss.adaptive or algorithm.kl_penalty.adaptive
         if adaptive and self._processes.world_size > 1:
             raise InvalidArgumentError(
                 "an adaptive KL coefficient would differ from rank to rank: give a fixed one"
             )
-        resume = stream.resume
-        if resume is not None and resume.checkpoint is not None:
-            self.state = load_checkpoint(resume.checkpoint, settings.optimizer_of, fresh_policy())
-        else:
-            self.state = self._fresh(fresh_policy())
-        if reference is None and algorithm.needs_reference:
-            reference = fresh_policy()
+        policy = policy_of(model)
+        if reference is not None:
+            reference = policy_of(reference)
+        elif algorithm.needs_reference:
+            reference = deepcopy(policy)  # before it takes the weights of a commit
+        self.state = self._begun(policy, stream.resume)
         for name, coefficient in self.state.coefficients.items():
             getattr(algorithm, name).kl_coef = coefficient
         critic = None if self.state.critic is None else self.state.critic[0]
         self._skipped: dict[int, list[str]] = {}  # step -> uids, until they are committed
         self._look_at: list[str] = []
         self._skipped_in_a_row = 0
-        self._models = Models(self.state.policy, critic, reference, teacher)
+        teacher = None if teacher is None else policy_of(teacher)
+        self._models = Models(policy, critic, reference, teacher)
         require_models(algorithm, self._models)
         if isinstance(stream, SyncTrainStream):  # a replay lacks nothing that the run had
             require(
@@ -123,21 +127,27 @@ class Trainer(Generic[AnyPolicy]):
                 expert=stream.expert_experiment,
             )
 
-    def _fresh(self, policy: AnyPolicy) -> TrainerState[AnyPolicy]:
-        settings, critic = self._settings, None
-        if self._algorithm.type.use_critic:
-            model = policy.new_critic()
-            critic = (model, settings.optimizer_of(model, is_critic=True))
-        return TrainerState(policy, settings.optimizer_of(policy), 0, (), critic)
+    def _begun(self, policy: Policy, resume: Resume | None) -> TrainerState[Any]:
+        """Return the state after the last commit, or that of the beginning."""
+        critic = new_critic(policy) if self._algorithm.type.use_critic else None
+        if resume is not None and resume.checkpoint is not None:
+            return load_checkpoint(resume.checkpoint, self._optimizer_of, policy, critic)
+        pair = None if critic is None else (critic, self._optimizer_of(critic, is_critic=True))
+        return TrainerState(policy, self._optimizer_of(policy), 0, (), pair)
+
+    def _optimizer_of(self, model: Trainable, *, is_critic: bool = False) -> torch.optim.Optimizer:
+        if self._optimizer is not None and not is_critic:
+            return self._optimizer
+        return self._settings.optimizer_of(model, is_critic=is_critic)
 
     @property
-    def policy(self) -> AnyPolicy:
+    def policy(self) -> Any:
         """The policy as it is now."""
         return self.state.policy
 
     def run(
         self,
-        report: Callable[[StepReport], bool | None],
+        report: Callable[[StepReport], bool | None] = lambda _: None,
         *,
         measure: Callable[[int], dict[str, float]] = lambda _: {},
     ) -> None:
@@ -227,7 +237,8 @@ class Trainer(Generic[AnyPolicy]):
 
     def _step(self, step: TrainStep) -> None:
         """Let the optimizers take their steps."""
-        _set_rate(self.state.optimizer, self._settings.rate_at(step.step))
+        if self._optimizer is None:
+            _set_rate(self.state.optimizer, self._settings.rate_at(step.step))
         reached("before-step")
         self.state.optimizer.step()
         if self.state.critic is not None:
@@ -322,7 +333,7 @@ class Trainer(Generic[AnyPolicy]):
         self._stream.commit(
             step,
             checkpoint=folder,
-            policy=folder / POLICY_FILE,
+            policy=folder / self.state.policy.file_name,
             metrics=metrics,
             skipped=self._skipped,
         )
