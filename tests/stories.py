@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from trinity_buffer.events import SegmentsArchived
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotating.scoring import assign_rewards
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
@@ -112,7 +113,7 @@ async def _train(experiment: Experiment, story: Story) -> None:
 
 async def _archive_nothing(store: Store, experiment: Experiment) -> None:
     """Record that a segment was archived that was never there: the table has a row by that."""
-    event = new_event("SegmentsArchived", {"segments": [bytes(16)], "uri": None})
+    event = new_event(SegmentsArchived(segments=[bytes(16)], uri=None))
     await store.database.write(
         log.append, experiment.key, [event], actor="compact", now_us=now_us()
     )

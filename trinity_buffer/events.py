@@ -11,14 +11,14 @@ A change that old readers would misunderstand raises the `version` of its class 
 to `UPCASTERS`. A field that only some events have is `optional`: it is left out where it says
 nothing, so older stores need no new version.
 
-Columns stay columns: the `columns` of `ExperiencesRecorded` are lists with one item per row.
+Columns stay columns: `ExperienceColumns` are lists with one item per experience.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
 
 from trinity_buffer.errors import CodecError
 from trinity_buffer.identity import Key
@@ -82,14 +82,49 @@ class BatchPlanned:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExperienceColumns:
+    """What an ``ExperiencesRecorded`` says of its experiences: lists with one item per experience.
+
+    Attributes:
+        batch, task, run, step, suffix: the address of the experience.
+        length: its tokens; ``response_length`` those that the action mask covers, and
+            ``trained_tokens`` those that it selects.
+        kind: of the experience, such as ``single``.
+        digest: of its content.
+    """
+
+    batch: Sequence[Key]
+    task: Sequence[Key]
+    run: Sequence[int]
+    step: Sequence[int]
+    suffix: Sequence[str]
+    reward: Sequence[float | None]
+    policy_version: Sequence[int | None]
+    prompt_length: Sequence[int]
+    length: Sequence[int]
+    response_length: Sequence[int]
+    trained_tokens: Sequence[int]
+    kind: Sequence[str]
+    finish_reason: Sequence[str | None]
+    digest: Sequence[bytes]
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def uids(self) -> Iterator[str]:
+        """Yield the uid of each experience, as `EID.uid` writes it."""
+        eids = zip(self.batch, self.task, self.run, self.step, self.suffix, strict=True)
+        return (f"{batch}/{task}/{run}/{step}/{suffix}" for batch, task, run, step, suffix in eids)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExperiencesRecorded:
     """Experiences are durable.
 
     Attributes:
         segment: key of their tensors.
         families: column family -> bytes of its segment.
-        columns: name -> one item per experience: ids, reward, policy version, lengths, finish
-            reason, content digest.
+        columns: ids, rewards, policy versions, lengths, finish reasons, content digests.
         refused: slot -> reason, of experiences that no strategy will see (``late``, ``invalid``).
     """
 
@@ -97,7 +132,7 @@ class ExperiencesRecorded:
 
     segment: bytes
     families: Mapping[str, int]
-    columns: Mapping[str, Sequence[Any]] = named("meta")
+    columns: ExperienceColumns = named("meta")  # noqa: RUF009 - says how the key is named
     refused: Mapping[int, str]
 
 
@@ -230,7 +265,7 @@ class BatchLeased:
     consumer: str
     token: int
     step: int
-    annotation_set: str | None
+    annotation_set: str
     annotations: Sequence[int]
     experiences: Sequence[int]
     groups: Sequence[int]
@@ -238,7 +273,7 @@ class BatchLeased:
     planned_groups: int
     layout: str
     microbatches: Sequence[Sequence[int]]
-    normalizer: int | None
+    normalizer: float | None
     digest: bytes
 
 
@@ -321,7 +356,7 @@ class StepsCommitted:
     chain: bytes
     checkpoint: str | None
     checkpoint_digest: str | None
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Any]
     environment: Mapping[str, Any]
     skipped: str | None = optional(None)
     skipped_steps: Sequence[int] = optional(())
@@ -442,8 +477,12 @@ def body_of(fact: Fact) -> dict[str, Any]:
     if isinstance(fact, UnknownEvent):
         return dict(fact.body)
     plan = _PLANS[type(fact)]
-    said = ((name, getattr(fact, attribute), default) for attribute, name, default in plan)
-    return {name: value for name, value, default in said if not _left_out(value, default)}
+    said = ((name, getattr(fact, attribute), default) for attribute, name, default, _ in plan)
+    return {name: _plain(value) for name, value, default in said if not _left_out(value, default)}
+
+
+def _plain(value: Any) -> Any:
+    return dict(vars(value)) if isinstance(value, ExperienceColumns) else value
 
 
 def _left_out(value: Any, default: Any) -> bool:
@@ -454,31 +493,97 @@ def fact_of(kind: str, body: Mapping[str, Any]) -> Fact:
     """Return the fact that a body of today's version says. Keys that are not known are passed over.
 
     Raises:
-        CodecError: the body lacks a field of its kind.
+        CodecError: the body lacks a field of its kind, or has one of another type.
     """
     found = KINDS.get(kind)
     if found is None:
         return UnknownEvent(kind=kind, body=body)
-    try:
-        values = {
-            attribute: body[name] if default is MISSING else body.get(name, default)
-            for attribute, name, default in _PLANS[found]
-        }
-    except KeyError as error:
-        raise CodecError(f"the body of an event {kind} is damaged: it has no {error}") from error
+    values = {}
+    for attribute, name, default, form in _PLANS[found]:
+        if name in body:
+            values[attribute] = _checked(kind, name, body[name], form)
+        elif default is MISSING:
+            raise CodecError(f"the body of an event {kind} is damaged: it has no {name!r}")
     return found(**values)
 
 
-def _plan(kind: type[Recorded]) -> tuple[tuple[str, str, Any], ...]:
-    """Return per field its attribute, its key in the body, and what it is where it is left out."""
-    return tuple(
-        (
-            each.name,
-            each.metadata.get("name") or each.name,
-            each.default if each.metadata.get("optional") else MISSING,
-        )
-        for each in fields(kind)
-    )
+class _Form(NamedTuple):
+    """Of which types a value may be, and of which its items; nothing: of any."""
+
+    types: frozenset[type]
+    items: frozenset[type]
 
 
-_PLANS = {kind: _plan(kind) for kind in KINDS.values()}
+class _Plan(NamedTuple):
+    """A field: its attribute, its key in the body, what it is where it is left out, its form."""
+
+    attribute: str
+    name: str
+    default: Any
+    form: _Form
+
+
+_READ_AS: Mapping[Any, frozenset[type]] = {
+    Sequence: frozenset({list, tuple}),
+    Mapping: frozenset({dict}),
+    int: frozenset({int, bool}),
+    float: frozenset({float, int, bool}),
+}
+_ANYTHING: frozenset[type] = frozenset()
+
+
+def _types(hint: Any) -> frozenset[type]:
+    """Return of which types a decoded value of this hint may be; nothing: of any."""
+    if hint is Any:
+        return _ANYTHING
+    plain = get_origin(hint) or hint
+    if plain in _READ_AS:
+        return _READ_AS[plain]
+    members = get_args(hint)
+    return frozenset().union(*map(_types, members)) if members else frozenset({plain})
+
+
+_OF_COLUMNS = _Form(frozenset({dict}), frozenset({list, tuple}))
+
+
+def _form(hint: Any) -> _Form:
+    if hint is ExperienceColumns:
+        return _OF_COLUMNS
+    items = get_args(hint)[-1] if get_origin(hint) in (Sequence, Mapping) else Any
+    return _Form(_types(hint), _types(items))
+
+
+def _checked(kind: str, name: str, value: Any, form: _Form) -> Any:
+    sound = type(value) in form.types
+    if sound and form.items:
+        items = value.values() if type(value) is dict else value
+        sound = form.items.issuperset(map(type, items))
+    if not sound:
+        raise CodecError(f"the body of an event {kind} is damaged: its {name!r} is {value!r:.100}")
+    return _columns(kind, value) if form is _OF_COLUMNS else value
+
+
+def _columns(kind: str, value: Mapping[str, Any]) -> ExperienceColumns:
+    """Return the columns of an event. Those that are not known are passed over."""
+    found = {}
+    for attribute, name, _, form in _COLUMNS:
+        if name not in value:
+            raise CodecError(f"the body of an event {kind} is damaged: it has no column {name!r}")
+        found[attribute] = _checked(kind, name, value[name], form)
+    if len(set(map(len, found.values()))) > 1:
+        raise CodecError(f"the body of an event {kind} is damaged: its columns differ in length")
+    return ExperienceColumns(**found)
+
+
+def _planned(kind: type[Any]) -> tuple[_Plan, ...]:
+    hints = get_type_hints(kind)
+    return tuple(_plan(each, _form(hints[each.name])) for each in fields(kind))
+
+
+def _plan(each: Field[Any], form: _Form) -> _Plan:
+    default = each.default if each.metadata.get("optional") else MISSING
+    return _Plan(each.name, each.metadata.get("name") or each.name, default, form)
+
+
+_PLANS = {kind: _planned(kind) for kind in KINDS.values()}
+_COLUMNS = _planned(ExperienceColumns)

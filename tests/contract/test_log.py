@@ -14,6 +14,7 @@ from sqlalchemy.exc import DBAPIError
 from tests.conftest import Resize
 from tests.contract.making import contents, dawdling, group, kinds, opened, rollout, rows
 from trinity_buffer.errors import StoreError
+from trinity_buffer.events import StreamEnded
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
@@ -29,7 +30,9 @@ async def note(experiment: Experiment, writer: int, number: int) -> int:
 
 async def notes(experiment: Experiment, writer: int, numbers: Sequence[int]) -> list[int]:
     """Append an event for each number, in one transaction; return their positions."""
-    some = [new_event("StreamEnded", {"assembly": writer, "step": number}) for number in numbers]
+    some = [
+        new_event(StreamEnded(consumer="t", assembly=writer, step=number)) for number in numbers
+    ]
     return await experiment.database.write(
         log.append, experiment.key, some, actor=f"w{writer}", now_us=now_us()
     )
@@ -154,7 +157,7 @@ async def test_a_slow_writer_hides_nothing_from_a_reader_that_goes_on(store_url:
 
     async def write_slowly(experiment: Experiment) -> None:
         """Begin first, take the first position, commit after everybody had time to pass by."""
-        event = new_event("StreamEnded", {"assembly": 0, "step": 0})
+        event = new_event(StreamEnded(consumer="t", assembly=0, step=0))
 
         async def wait() -> None:
             has_position.set()

@@ -14,6 +14,7 @@ from sqlalchemy import func, select
 from tests.conftest import Resize
 from tests.contract.making import contents, kinds, opened
 from trinity_buffer.errors import ReadOnlyStoreError
+from trinity_buffer.events import StreamEnded
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
@@ -24,7 +25,7 @@ from trinity_buffer.store.transaction import ReadSession, Session, TakenKeyError
 
 def noting(experiment: Experiment, step: int) -> Callable[[Transaction], list[int]]:
     """Return what appends one event of no consequence."""
-    event = new_event("StreamEnded", {"assembly": 1, "step": step})
+    event = new_event(StreamEnded(consumer="t", assembly=1, step=step))
     return lambda tx: log.append(tx, experiment.key, [event], actor="t", now_us=now_us())
 
 

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Table, func, insert, select, text
 
-from trinity_buffer.pipeline.events import Event, new_event, now_us
+from trinity_buffer import codec
+from trinity_buffer.pipeline.events import Event, now_us
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.tables import PROJECTIONS, event
@@ -47,7 +48,7 @@ async def delete_event(url: str, position: int) -> None:
 
 async def append_unfolded(url: str, kind: str, body: dict[str, Any]) -> int:
     """Put an event at the end of the log that no projection hears of; return its position."""
-    encoded = new_event(kind, body).encoded
+    encoded = codec.encode_body(kind, body)
 
     def append(tx: Transaction) -> int:
         head = int(tx.execute(select(func.max(event.c.position))).scalar_one())

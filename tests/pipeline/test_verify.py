@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.pipeline.planting import (
 from tests.stories import RUNS, Story, rollout, tell
 from trinity_buffer import codec
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
+from trinity_buffer.events import BatchLeased, body_of
 from trinity_buffer.pipeline.checkpoint import digest_of
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.store import open_store
@@ -99,10 +101,10 @@ async def test_a_committed_step_that_the_weights_did_not_go_through_is_lost(
 
 
 async def test_a_manifest_that_was_committed_twice_is_there_twice(story: Story) -> None:
-    body = dict((await events_of(story.url, "StepsCommitted"))[1].body)
+    commit = (await events_of(story.url, "StepsCommitted"))[1].fact
     async with open_store(story.url) as store:
         key = (await store.experiment(story.name)).key
-        again = [new_event("StepsCommitted", body)]
+        again = [new_event(commit)]
         (position,) = await store.database.write(
             log.append, key, again, actor="trainer", now_us=now_us()
         )
@@ -124,8 +126,10 @@ async def test_a_batch_that_was_trained_twice_is_there_twice(story: Story) -> No
 
 async def test_two_manifests_with_one_row_are_an_experience_trained_twice(story: Story) -> None:
     leased = (await events_of(story.url, "BatchLeased"))[1]
-    again = Manifest.from_body({**leased.body, "step": 4})
-    position = await append_unfolded(story.url, "BatchLeased", again.body("trainer", 1))
+    assert isinstance(leased.fact, BatchLeased)
+    again = replace(Manifest.of(leased.fact), step=4)
+    body = body_of(again.leased_by("trainer", 1))
+    position = await append_unfolded(story.url, "BatchLeased", body)
     story.say_chain([*story.manifests, again.digest])
     report = await verified(story)
     assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
@@ -167,7 +171,7 @@ async def commit_anew(url: str, story: Story) -> None:
     def change(tx: Transaction) -> None:
         for row in tx.execute(select(event).where(event.c.kind == "StepsCommitted")).all():
             body = codec.decode_body(row.kind, row.body)
-            changed = new_event(row.kind, {**body, "checkpoint_digest": digest}).encoded
+            changed = codec.encode_body(row.kind, {**body, "checkpoint_digest": digest})
             mine = event.c.position == row.position
             tx.execute(update(event).where(mine).values(body=changed))
         tx.execute(
@@ -241,7 +245,7 @@ async def test_a_manifest_that_is_not_its_digest_is_named(story: Story) -> None:
     body = {**leased.body, "normalizer": 7.0}
 
     def change(tx: Transaction) -> None:
-        changed = new_event("BatchLeased", body).encoded
+        changed = codec.encode_body("BatchLeased", body)
         mine = event.c.position == leased.position
         tx.execute(update(event).where(mine).values(body=changed))
 

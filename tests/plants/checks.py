@@ -24,6 +24,7 @@ from trinity_buffer.errors import (
     CursorConflictError,
     InvalidExperienceError,
 )
+from trinity_buffer.events import PolicyPublished
 from trinity_buffer.pipeline.annotating import strategy_consumer
 from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer, run_strategy
 from trinity_buffer.pipeline.events import new_event, now_us
@@ -140,7 +141,7 @@ async def a_slow_writer_hides_nothing(url: str, folder: Path) -> None:
     holding, release, second_is_through = anyio.Event(), anyio.Event(), anyio.Event()
     seen: list[int] = []
     async with opened(url) as slow, opened(url) as quick, opened(url) as reading:
-        event = new_event("PolicyPublished", {"version": 1, "uri": "", "digest": ""})
+        event = new_event(PolicyPublished(number=1, uri="", digest=""))
 
         async def write_slowly() -> None:
 

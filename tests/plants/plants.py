@@ -13,6 +13,7 @@ from sqlalchemy import delete, select, update
 from tests.pipeline.planting import delete_event
 from tests.plants import checks
 from trinity_buffer.errors import LeaseLostError
+from trinity_buffer.events import BatchLeased, ExperiencesRejected, Fact
 from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.annotating import decision
 from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer
@@ -144,19 +145,19 @@ def a_rejection_is_forgotten(patch: Patch) -> None:
 
 def a_replay_has_another_order(patch: Patch) -> None:
     """6: the rows of a manifest come back in another order than that they were trained in."""
-    usual = Manifest.from_body
+    usual = Manifest.of
 
     def swapped(rows: tuple[int, ...]) -> tuple[int, ...]:
         # Neighbours are of one length, so that no shape tells.
         return tuple(rows[i ^ 1] for i in range(len(rows)))
 
-    def in_another_order(body: Any) -> Manifest:
-        found = usual(body)
+    def in_another_order(leased: BatchLeased) -> Manifest:
+        found = usual(leased)
         return replace(
             found, annotations=swapped(found.annotations), experiences=swapped(found.experiences)
         )
 
-    patch.setattr(Manifest, "from_body", in_another_order)
+    patch.setattr(Manifest, "of", in_another_order)
 
 
 def positions_come_from_a_sequence(patch: Patch) -> None:
@@ -239,7 +240,9 @@ def everybody_may_plan(patch: Patch) -> None:
 def rejected_groups_hold_a_place(patch: Patch) -> None:
     """10: a group that a filter rejected is waited for, for ever."""
 
-    def counted(kind: str, body: dict[str, Any]) -> Any:
-        return new_event(kind, body | {"planned_groups": 0} if "planned_groups" in body else body)
+    def counted(fact: Fact) -> Any:
+        if isinstance(fact, ExperiencesRejected):
+            fact = replace(fact, planned_groups=0)
+        return new_event(fact)
 
     patch.setattr(decision, "new_event", counted)

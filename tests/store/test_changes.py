@@ -16,6 +16,7 @@ import pytest
 from pysqlite3 import dbapi2
 
 from tests.postgres import PostgresServer
+from trinity_buffer.events import PolicyPublished
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import changes as module
@@ -77,7 +78,7 @@ async def test_a_commit_of_this_process_is_told_to_it_and_not_looked_for(
         database, key = store.database, (await store.experiment("e", config={})).key
 
         def work(tx: Transaction) -> None:
-            event = new_event("PolicyPublished", {"version": 1, "uri": "", "digest": ""})
+            event = new_event(PolicyPublished(number=1, uri="", digest=""))
             log.append(tx, key, [event], actor="t", now_us=now_us())
 
         with anyio.fail_after(LONG_S / 4):

@@ -7,6 +7,7 @@ import torch
 
 from tests.trainer.data import RUNS, recorded, rollouts, solutions
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
+from trinity_buffer.events import body_of
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
@@ -102,9 +103,9 @@ async def test_an_expert_above_the_limit_is_rejected_in_its_own_experiment(store
 
 async def test_a_body_of_one_source_says_nothing_of_sources() -> None:
     manifest = Manifest(1, "grpo", (5,), (3,), (0,), 1, "padded", ())
-    body = manifest.body("trainer", 1)
-    assert "sources" not in body
-    assert Manifest.from_body(body) == manifest
+    leased = manifest.leased_by("trainer", 1)
+    assert "sources" not in body_of(leased)
+    assert Manifest.of(leased) == manifest
 
 
 async def test_an_expert_that_is_not_there_is_named(sqlite_url: str) -> None:

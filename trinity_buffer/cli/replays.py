@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import anyio
 import torch
@@ -21,12 +21,15 @@ from trinity_buffer.cli.roles import (
 from trinity_buffer.cli.run_algorithm import algorithm_of
 from trinity_buffer.cli.run_config import RunConfig, overridden, resolved
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.events import PolicyPublished, StepsCommitted, kinds_of
 from trinity_buffer.pipeline.checkpoint import digest_of
 from trinity_buffer.pipeline.history.replay import open_replay_stream
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.environment import environment_of_run
 from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE, read_step, save_checkpoint
 from trinity_buffer.trainer.trainer import StepReport
+
+Reads = PolicyPublished | StepsCommitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +147,21 @@ def _span(steps: str | None, from_checkpoint: Path | None) -> tuple[int, int | N
 
 async def _recorded(
     url: str, experiment: str, trainer: str
-) -> tuple[int, dict[int, str], dict[str, Any]]:
+) -> tuple[int, dict[int, str | None], dict[str, Any]]:
     """Return the last committed step, the digests of published weights, and the environment."""
     committed, digests, environment = 0, {}, {}
     async with open_store(url, read_only=True) as store:
         opened = await store.experiment(experiment)
-        async for event in opened.events(kinds=("StepsCommitted", "PolicyPublished")):
-            if event.kind == "PolicyPublished":
-                digests[event.body["version"]] = event.body["digest"]
-            elif event.body["consumer"] == trainer:
-                committed = event.body["steps"][-1]
-                environment = dict(event.body["environment"])
+        async for event in opened.events(kinds=kinds_of(Reads)):
+            assert isinstance(event.fact, Reads)
+            match event.fact:
+                case PolicyPublished(number=number, digest=digest):
+                    digests[number] = digest
+                case StepsCommitted() as commit:
+                    if commit.consumer == trainer:
+                        committed, environment = commit.steps[-1], dict(commit.environment)
+                case _:
+                    assert_never(event.fact)
     if not committed:
         raise InvalidArgumentError(f"trainer {trainer!r} has committed no step yet")
     return committed, digests, environment

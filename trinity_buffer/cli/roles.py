@@ -23,6 +23,7 @@ from trinity_buffer.demo.rollout import TaskSampler, evaluate
 from trinity_buffer.demo.solutions import SolutionSampler
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
 from trinity_buffer.errors import TrainingError
+from trinity_buffer.events import ExperimentFinished, kinds_of
 from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings, Sampler
 from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport, run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
@@ -151,7 +152,7 @@ async def annotate(
 async def _nothing_to_annotate(experiment: Experiment, *, follow: bool) -> ConsumerReport:
     """Return at once, or when the experiment is finished: the trainer reads what was recorded."""
     if follow:
-        async for _ in experiment.events(follow=True, kinds=("ExperimentFinished",)):
+        async for _ in experiment.events(follow=True, kinds=kinds_of(ExperimentFinished)):
             pass
     return ConsumerReport(0, 0, 0, 0)
 

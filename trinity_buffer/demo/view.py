@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol, assert_never
 
 from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from trinity_buffer.events import (
+    BatchLeased,
+    ConfigurationChanged,
+    ExperiencesAnnotated,
+    ExperiencesRecorded,
+    ExperiencesRejected,
+    ExperimentFinished,
+    PolicyPublished,
+    StepsCommitted,
+)
 from trinity_buffer.pipeline.events import Event
 
 WINDOW_S = 5.0
@@ -20,7 +30,17 @@ WINDOW_S = 5.0
 STARTING = "starting: nothing is recorded yet"
 """What is said until there is a number to say."""
 
-Body = Mapping[str, Any]
+Reads = (
+    ConfigurationChanged
+    | ExperiencesRecorded
+    | ExperiencesAnnotated
+    | ExperiencesRejected
+    | BatchLeased
+    | StepsCommitted
+    | PolicyPublished
+    | ExperimentFinished
+)
+"""What of a run is drawn."""
 
 
 class Child(Protocol):
@@ -91,48 +111,45 @@ class RunNumbers:
 
     def take(self, event: Event) -> None:
         """Fold one event."""
-        fold = _FOLDS.get(event.kind)
-        if fold is not None:
-            fold(self, event.body, event.recorded_at)
+        if isinstance(event.fact, Reads):
+            self._take(event.fact, event.recorded_at)
 
-    def _annotated(self, body: Body, at: float) -> None:
-        self.annotated.add(len(body["experiences"]), at)
+    def _take(self, fact: Reads, at: float) -> None:  # noqa: C901 - one case per kind
+        match fact:
+            case ExperiencesRecorded():
+                self._recorded(fact, at)
+            case ExperiencesAnnotated():
+                self.annotated.add(len(fact.experiences), at)
+            case ExperiencesRejected():
+                self.rejected += len(fact.experiences)
+            case BatchLeased():
+                self.leased_rows += len(fact.annotations)
+            case StepsCommitted():
+                self._committed(fact, at)
+            case PolicyPublished():
+                self.policy = fact.number
+            case ExperimentFinished():
+                self.finished = fact.reason
+            case ConfigurationChanged():
+                self.finished = None
+            case _:
+                assert_never(fact)
 
-    def _rejected(self, body: Body, _at: float) -> None:
-        self.rejected += len(body["experiences"])
+    def _committed(self, fact: StepsCommitted, at: float) -> None:
+        self.steps.add(len(fact.steps), at)
+        self.step = fact.steps[-1]
+        self.skipped = {step for step in self.skipped if step < fact.steps[0]}
+        self.skipped |= set(fact.skipped_steps)
+        if "accuracy" in fact.metrics:
+            self.accuracies.append((self.step, fact.metrics["accuracy"]))
 
-    def _leased(self, body: Body, _at: float) -> None:
-        self.leased_rows += len(body["annotations"])
-
-    def _committed(self, body: Body, at: float) -> None:
-        self.steps.add(len(body["steps"]), at)
-        self.step = body["steps"][-1]
-        self.skipped = {step for step in self.skipped if step < body["steps"][0]}
-        self.skipped |= set(body.get("skipped_steps", ()))
-        if "accuracy" in body["metrics"]:
-            self.accuracies.append((self.step, body["metrics"]["accuracy"]))
-
-    def _published(self, body: Body, _at: float) -> None:
-        self.policy = body["version"]
-
-    def _finished(self, body: Body, _at: float) -> None:
-        self.finished = body["reason"]
-
-    def _configured(self, _body: Body, _at: float) -> None:
-        self.finished = None
-
-    def _recorded(self, body: Body, at: float) -> None:
-        meta = body["meta"]
-        last = dict(
-            zip(
-                zip(meta["batch"], meta["task"], meta["run"], strict=True),
-                meta["reward"],
-                strict=True,
-            )
-        )
-        rewards = [float(reward) for reward in last.values() if isinstance(reward, (int, float))]
+    def _recorded(self, fact: ExperiencesRecorded, at: float) -> None:
+        columns = fact.columns
+        runs = zip(columns.batch, columns.task, columns.run, strict=True)
+        last = dict(zip(runs, columns.reward, strict=True))
+        rewards = [float(reward) for reward in last.values() if reward is not None]
         self.rollouts.add(len(last), at)
-        versions = [version for version in meta["policy_version"] if isinstance(version, int)]
+        versions = [version for version in columns.policy_version if version is not None]
         if rewards:
             mean = sum(rewards) / len(rewards)
             self.recent_reward += (mean - self.recent_reward) * (0.2 if self.rewards else 1.0)
@@ -170,17 +187,6 @@ class RunNumbers:
             f"waiting {self.waiting}  staleness {self.staleness:.1f}"
         )
 
-
-_FOLDS = {
-    "ExperiencesRecorded": RunNumbers._recorded,  # noqa: SLF001 - its own table
-    "ExperiencesAnnotated": RunNumbers._annotated,  # noqa: SLF001
-    "ExperiencesRejected": RunNumbers._rejected,  # noqa: SLF001
-    "BatchLeased": RunNumbers._leased,  # noqa: SLF001
-    "StepsCommitted": RunNumbers._committed,  # noqa: SLF001
-    "PolicyPublished": RunNumbers._published,  # noqa: SLF001
-    "ExperimentFinished": RunNumbers._finished,  # noqa: SLF001
-    "ConfigurationChanged": RunNumbers._configured,  # noqa: SLF001
-}
 
 BARS = " ▁▂▃▄▅▆▇█"
 

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.events import (
+    KINDS,
+    BatchLeased,
+    BatchPlanned,
+    BatchSealed,
+    ConfigurationChanged,
+    ConsumerRegistered,
+    ExperiencesAnnotated,
+    ExperiencesRecorded,
+    ExperiencesRejected,
+    ExperimentCreated,
+    ExperimentFinished,
+    Fact,
+    PolicyPublished,
+    RankJoined,
+    RanksAssembled,
+    RewardsAssigned,
+    SegmentsArchived,
+    StepPartDone,
+    StepsCommitted,
+    StreamEnded,
+    TrainerRewound,
+    UnknownEvent,
+    body_of,
+)
 from trinity_buffer.pipeline.events import Event
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import inspection, log
-from trinity_buffer.store.projections import EVENT_KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +72,60 @@ async def event_lines(
         UnknownNameError: a kind that no event has.
     """
     for kind in kinds or ():
-        if kind not in EVENT_KINDS:
-            raise UnknownNameError(f"no event is a {kind!r}; kinds are {', '.join(EVENT_KINDS)}")
+        if kind not in KINDS:
+            raise UnknownNameError(f"no event is a {kind!r}; kinds are {', '.join(KINDS)}")
     async for event in experiment.events(after, follow=follow, kinds=kinds):
         yield line_of(event)
 
 
 def line_of(event: Event) -> EventLine:
     """Return an event as one line."""
-    summarise = _SUMMARIES.get(event.kind, _unknown)
-    return EventLine(
-        event.position, event.kind, event.actor, event.recorded_at, summarise(event.body)
-    )
+    summary = _summary(event.fact)
+    return EventLine(event.position, event.kind, event.actor, event.recorded_at, summary)
 
 
-Body = Mapping[str, Any]
+def _summary(fact: Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one case per kind
+    match fact:
+        case ExperimentCreated():
+            return ", ".join(f"{key}={value!r}" for key, value in fact.config.items())
+        case ConfigurationChanged():
+            return _changed(fact)
+        case ExperimentFinished():
+            return fact.reason
+        case BatchPlanned():
+            size = f"{len(fact.tasks)} tasks × {fact.rollouts_per_group} rollouts"
+            return f"batch {fact.batch}: {size}"
+        case BatchSealed():
+            return f"batch {fact.batch}: {fact.expected} experiences"
+        case ExperiencesRecorded():
+            return _recorded(fact)
+        case ConsumerRegistered():
+            return f"{fact.kind} {fact.consumer}"
+        case ExperiencesAnnotated():
+            size = f"{len(fact.experiences)} in {len(fact.planned)} groups"
+            return f"set {fact.consumer}: {size}"
+        case ExperiencesRejected():
+            return f"by {fact.by} {fact.consumer}: {_reasons(fact.reasons)}"
+        case BatchLeased():
+            return _leased(fact)
+        case StepsCommitted():
+            return _committed(fact)
+        case TrainerRewound():
+            return f"{fact.consumer} back to step {fact.step}"
+        case RewardsAssigned():
+            return f"{len(fact.rewards)} rewards of {fact.scoring}"
+        case SegmentsArchived():
+            where = fact.uri or "nowhere: deleted for good"
+            return f"{len(fact.segments)} segments to {where}"
+        case PolicyPublished():
+            return f"version {fact.number}: {fact.uri}"
+        case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded() | UnknownEvent():
+            return _as_it_is(body_of(fact))
+        case _:
+            assert_never(fact)
 
 
-def _unknown(body: Body) -> str:
+def _as_it_is(body: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={_short(value)}" for key, value in body.items())
 
 
@@ -75,81 +135,41 @@ def _short(value: Any) -> str:
     return f"{len(value)} of them" if isinstance(value, list | dict) else str(value)
 
 
-def _created(body: Body) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in body["config"].items())
-
-
-def _changed(body: Body) -> str:
-    pairs = body["changes"].items()
+def _changed(fact: ConfigurationChanged) -> str:
+    pairs = fact.changes.items()
     return ", ".join(f"{key}: {before!r} -> {after!r}" for key, (before, after) in pairs)
 
 
-def _planned(body: Body) -> str:
-    tasks = body["tasks"]
-    return f"batch {body['batch']}: {len(tasks)} tasks × {body['rollouts_per_group']} rollouts"
-
-
-def _recorded(body: Body) -> str:
-    meta, refused = body["meta"], body["refused"]
-    rewards = [reward for reward in meta["reward"] if reward is not None]
-    parts = [f"{len(meta['batch'])} of batch {_some(meta['batch'])}"]
+def _recorded(fact: ExperiencesRecorded) -> str:
+    columns = fact.columns
+    rewards = [reward for reward in columns.reward if reward is not None]
+    parts = [f"{len(columns)} of batch {_some(columns.batch)}"]
     if rewards:
         parts.append(f"mean reward {sum(rewards) / len(rewards):.3f}")
-    parts.append(f"{sum(meta['length'])} tokens")
-    if refused:
-        parts.append(f"refused: {_reasons(refused.values())}")
+    parts.append(f"{sum(columns.length)} tokens")
+    if fact.refused:
+        parts.append(f"refused: {_reasons(fact.refused.values())}")
     return ", ".join(parts)
 
 
-def _some(keys: Sequence[Any]) -> str:
+def _some(keys: Sequence[object]) -> str:
     names = list(dict.fromkeys(map(str, keys)))
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
-def _reasons(reasons: Any) -> str:
+def _reasons(reasons: Iterable[str]) -> str:
     counted = Counter(reasons).items()
     return ", ".join(f"{count} {reason}" for reason, count in sorted(counted))
 
 
-def _annotated(body: Body) -> str:
-    groups = len(body["planned"])
-    return f"set {body['consumer']}: {len(body['experiences'])} in {groups} groups"
+def _leased(fact: BatchLeased) -> str:
+    parts = f"{fact.num_groups} groups, {len(fact.microbatches)} micro-batches"
+    return f"step {fact.step} of {fact.consumer}: {len(fact.annotations)} rows, {parts}"
 
 
-def _rejected(body: Body) -> str:
-    return f"by {body['by']} {body['consumer']}: {_reasons(body['reasons'])}"
-
-
-def _leased(body: Body) -> str:
-    count, parts = len(body["annotations"]), len(body["microbatches"])
-    where = f"step {body['step']} of {body['consumer']}"
-    return f"{where}: {count} rows, {body['num_groups']} groups, {parts} micro-batches"
-
-
-def _committed(body: Body) -> str:
-    steps = body["steps"]
-    numbers = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    line = f"{numbers} of {body['consumer']}, checkpoint {body['checkpoint'] or 'none'}"
-    skipped = body.get("skipped_steps")
-    return line if not skipped else f"{line}, skipped ({body['skipped']}): {_some(skipped)}"
-
-
-_SUMMARIES: dict[str, Callable[[Body], str]] = {
-    "ExperimentCreated": _created,
-    "ConfigurationChanged": _changed,
-    "ExperimentFinished": lambda body: str(body["reason"]),
-    "BatchPlanned": _planned,
-    "BatchSealed": lambda body: f"batch {body['batch']}: {body['expected']} experiences",
-    "ExperiencesRecorded": _recorded,
-    "ConsumerRegistered": lambda body: f"{body['kind']} {body['consumer']}",
-    "ExperiencesAnnotated": _annotated,
-    "ExperiencesRejected": _rejected,
-    "BatchLeased": _leased,
-    "StepsCommitted": _committed,
-    "TrainerRewound": lambda body: f"{body['consumer']} back to step {body['step']}",
-    "RewardsAssigned": lambda body: f"{len(body['rewards'])} rewards of {body['scoring']}",
-    "SegmentsArchived": lambda body: (
-        f"{len(body['segments'])} segments to {body['uri'] or 'nowhere: deleted for good'}"
-    ),
-    "PolicyPublished": lambda body: f"version {body['version']}: {body['uri']}",
-}
+def _committed(fact: StepsCommitted) -> str:
+    first, last = fact.steps[0], fact.steps[-1]
+    numbers = f"step {first}" if first == last else f"steps {first} to {last}"
+    line = f"{numbers} of {fact.consumer}, checkpoint {fact.checkpoint or 'none'}"
+    skipped = fact.skipped_steps
+    return line if not skipped else f"{line}, skipped ({fact.skipped}): {_some(skipped)}"

@@ -7,16 +7,20 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from trinity_buffer import codec
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import CodecError, InvalidArgumentError
+from trinity_buffer.events import Fact, body_of, fact_of, kind_of
 from trinity_buffer.store.log import NewEvent, StoredEvent
 
 CLOCK_OFFSET = "TRINITY_BUFFER_CLOCK_OFFSET_S"
 """Environment variable: seconds by which this process's clock is wrong, for tests of that."""
 
 _offset_us = int(float(os.environ.get(CLOCK_OFFSET) or 0) * 1e6)
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class Event:
         actor: who recorded it.
         recorded_at: seconds since 1970, for people; the order is `position`.
         body: what happened; see ``docs/events.md``.
+        fact: the same as an instance of its class in `trinity_buffer.events`.
     """
 
     experiment: str
@@ -38,10 +43,12 @@ class Event:
     actor: str
     recorded_at: float
     body: Mapping[str, Any]
+    fact: Fact
 
 
-def new_event(kind: str, body: Mapping[str, Any]) -> NewEvent:
+def new_event(fact: Fact) -> NewEvent:
     """Return the event to append. Encodes: call it outside transactions."""
+    kind, body = kind_of(fact), body_of(fact)
     return NewEvent(kind, body, codec.encode_body(kind, body))
 
 
@@ -49,12 +56,29 @@ def decoded(experiment: str, stored: StoredEvent) -> Event:
     """Return a stored event with its body as it is written today, however old it is.
 
     Raises:
-        CodecError: the body is damaged, or of a newer version.
+        CodecError: the body is damaged, or of a newer version; the message names the position.
     """
-    body = codec.decode_body(stored.kind, stored.body)
-    return Event(
-        experiment, stored.position, stored.kind, stored.actor, stored.recorded_at / 1e6, body
-    )
+    try:
+        body = codec.decode_body(stored.kind, stored.body)
+        fact = fact_of(stored.kind, body)
+    except CodecError as error:
+        place = f"experiment {experiment!r}, the event at position {stored.position}"
+        raise type(error)(f"{place}: {error}") from error
+    at = stored.recorded_at / 1e6
+    return Event(experiment, stored.position, stored.kind, stored.actor, at, body, fact)
+
+
+def fact_at(experiment: str, stored: StoredEvent, kind: type[T]) -> T:
+    """Return what a stored event says, which must be of ``kind``.
+
+    Raises:
+        CodecError: the body is damaged, of a newer version, or the event is of another kind.
+    """
+    fact = decoded(experiment, stored).fact
+    if not isinstance(fact, kind):
+        place = f"experiment {experiment!r}, the event at position {stored.position}"
+        raise CodecError(f"{place}: it is a {stored.kind}, not a {kind.__name__}: run `verify`")
+    return fact
 
 
 def as_json(what: str, value: Any) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trinity_buffer.errors import ArchivedSegmentError, DamagedSegmentError
+from trinity_buffer.events import ExperimentFinished, PolicyPublished
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
@@ -138,7 +139,7 @@ class Experiment:
 
     async def finish(self, reason: str, *, actor: str = "user") -> None:
         """Record that nothing more will be generated or trained; whoever follows it ends."""
-        event = new_event("ExperimentFinished", {"reason": reason})
+        event = new_event(ExperimentFinished(reason=reason))
         await self.database.write(self._append, event, actor)
 
     async def read(  # noqa: PLR0913 - all by keyword, each a filter
@@ -187,7 +188,7 @@ class Experiment:
             digest: of the file, as `checkpoint.digest_of` computes it: an explorer refuses another
                 file in its place; "": anything there is loaded.
         """
-        event = new_event("PolicyPublished", {"version": version, "uri": uri, "digest": digest})
+        event = new_event(PolicyPublished(number=version, uri=uri, digest=digest))
         await self.database.write(self._append, event, actor)
 
     async def columns(self) -> frozenset[str] | None:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
+from trinity_buffer.events import ConfigurationChanged, ExperimentCreated
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import IDENTITY_KEYS, SCHEMA_NAMES, Experiment
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
@@ -89,8 +90,8 @@ class Store:
                 f"experiment {name!r}: schema={fresh['schema']!r}, accepted are "
                 f"{', '.join(SCHEMA_NAMES)}"
             )
-        created = new_event("ExperimentCreated", {"config": fresh})
-        return await self.database.write(_create_or_change, name, wanted, created, actor)
+        created = new_event(ExperimentCreated(config=fresh))
+        return await self.database.write(_create_or_change, name, wanted, fresh, created, actor)
 
 
 def _find(
@@ -103,7 +104,12 @@ def _find(
 
 
 def _create_or_change(
-    tx: Transaction, name: str, wanted: dict[str, Any], created: NewEvent, actor: str
+    tx: Transaction,
+    name: str,
+    wanted: dict[str, Any],
+    fresh: dict[str, Any],
+    created: NewEvent,
+    actor: str,
 ) -> tuple[int, dict[str, Any]]:
     """Return the key of an experiment and its configuration, new or with what changed."""
     key = log.create_experiment(tx, name)
@@ -111,7 +117,7 @@ def _create_or_change(
     found = queries.config_of(tx, key)
     if found is None:
         log.append(tx, key, [created], actor=actor, now_us=now_us())
-        return key, created.body["config"]
+        return key, fresh
     before = found[0]
     changes = {
         k: [before.get(k), v] for k, v in wanted.items() if k not in before or before[k] != v
@@ -124,7 +130,7 @@ def _create_or_change(
         )
     after = {**before, **wanted}
     if changes:
-        event = new_event("ConfigurationChanged", {"changes": changes, "config": after})
+        event = new_event(ConfigurationChanged(changes=changes, config=after))
         log.append(tx, key, [event], actor=actor, now_us=now_us())
     return key, after
 

@@ -13,6 +13,7 @@ from pysqlite3 import dbapi2
 from sqlalchemy.exc import SQLAlchemyError
 
 from trinity_buffer.errors import StoreError
+from trinity_buffer.events import Fact
 from trinity_buffer.store import projections, sqlite, tables
 from trinity_buffer.store.sqlite_seats import SQLiteTransaction
 from trinity_buffer.store.transaction import Transaction
@@ -39,6 +40,7 @@ class DecodedEvent:
     kind: str
     actor: str
     body: Mapping[str, Any]
+    fact: Fact
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRejected
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.grouping import Group
 from trinity_buffer.pipeline.annotation_encoding import ANNOTATED, encode_annotations
@@ -128,36 +130,38 @@ class Verdicts:
                 are decided once because each row can be taken once.
         """
         kept = self._leave_out_broken(kept)
-        common = {"consumer": self.strategy, "seen": seen, "calls": calls}
-        first = {} if after is None else {"after": after}
         events, rows = [], []
         experiences = [experience for group in kept.values() for experience in group]
         if experiences:
             key, families = segments.new_key(), {"annotation": encode_annotations(experiences)}
             rows = segments.rows_of(key, families)
-            body = {
-                **common,
-                **first,
-                "segment": key,
-                "families": {family: len(blob) for family, blob in families.items()},
-                "experiences": [experience.address for experience in experiences],
-                "groups": [number for number, group in enumerate(kept.values()) for _ in group],
-                "planned": [self.planned.get(tid, False) for tid in kept],
-                "metrics": list(map(_finite, self.metrics)),
-            }
-            events.append(new_event("ExperiencesAnnotated", body))
+            annotated = ExperiencesAnnotated(
+                consumer=self.strategy,
+                seen=seen,
+                calls=calls,
+                after=after,
+                segment=key,
+                families={family: len(blob) for family, blob in families.items()},
+                experiences=[cast("int", one.address) for one in experiences],
+                groups=[number for number, group in enumerate(kept.values()) for _ in group],
+                planned=[self.planned.get(tid, False) for tid in kept],
+                metrics=list(map(_finite, self.metrics)),
+            )
+            events.append(new_event(annotated))
         left_out = sum(planned and tid not in kept for tid, planned in self.planned.items())
         if self.reasons or left_out:
             addresses = sorted(self.reasons)
-            body = {
-                **common,
-                **({} if events else first),
-                "by": "strategy",
-                "experiences": addresses,
-                "reasons": [self.reasons[address] for address in addresses],
-                "planned_groups": left_out,
-            }
-            events.append(new_event("ExperiencesRejected", body))
+            rejected = ExperiencesRejected(
+                consumer=self.strategy,
+                seen=seen,
+                calls=calls,
+                after=None if events else after,
+                by="strategy",
+                experiences=addresses,
+                reasons=[self.reasons[address] for address in addresses],
+                planned_groups=left_out,
+            )
+            events.append(new_event(rejected))
         reasons = frozenset(self.reasons.values())
         return Decision(events, rows, len(experiences), len(self.reasons), reasons)
 

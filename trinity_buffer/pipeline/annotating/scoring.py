@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.events import RewardsAssigned
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
@@ -52,14 +54,16 @@ async def assign_rewards(
         after = rows[-1].address
         experiences = await load_experiences(experiment.database, experiment.key, rows, families)
         found = [(e, reward(e)) for e in experiences]
-        rewards = {e.address: _checked(e, name, value) for e, value in found if value is not None}
+        rewards = {
+            cast("int", e.address): _checked(e, name, value)
+            for e, value in found
+            if value is not None
+        }
         if rewards:
-            body = {
-                "scoring": name,
-                "experiences": list(rewards),
-                "rewards": list(rewards.values()),
-            }
-            event = new_event("RewardsAssigned", body)
+            scored_anew = RewardsAssigned(
+                scoring=name, experiences=list(rewards), rewards=list(rewards.values())
+            )
+            event = new_event(scored_anew)
             await experiment.database.write(_append, experiment.key, event, actor)
         scored += len(rewards)
 

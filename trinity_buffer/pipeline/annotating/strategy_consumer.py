@@ -23,6 +23,7 @@ from trinity_buffer.errors import (
     InvalidArgumentError,
     UnknownNameError,
 )
+from trinity_buffer.events import ConsumerRegistered
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.decision import Decision, Verdicts
 from trinity_buffer.pipeline.annotating.grouping import Group, GroupingRules, ReadyUnit
@@ -169,7 +170,7 @@ class StrategyConsumer:
 
     async def _register(self) -> None:
         event = new_event(
-            "ConsumerRegistered", {"consumer": self.name, "kind": "strategy", "config": self.config}
+            ConsumerRegistered(consumer=self.name, kind="strategy", config=self.config)
         )
         database, key = self.experiment.database, self.experiment.key
         row = await database.read(queries.consumer_row, key, self.name)

@@ -15,6 +15,7 @@ import anyio.to_thread
 
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.events import SegmentsArchived
 from trinity_buffer.pipeline.archive_file import require_pyarrow, write_archive
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
@@ -84,7 +85,7 @@ async def compact(
             uri = await anyio.to_thread.run_sync(write)
             files.append(uri)
         reached("before-compact")
-        event = new_event("SegmentsArchived", {"segments": list(keys), "uri": uri})
+        event = new_event(SegmentsArchived(segments=list(keys), uri=uri))
         await experiment.database.write(_forget, experiment.key, keys, event, actor)
         reached("after-compact")
         total += len(keys)

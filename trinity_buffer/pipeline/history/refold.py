@@ -11,6 +11,7 @@ import anyio.to_thread
 
 from trinity_buffer import codec
 from trinity_buffer.errors import CodecError, StoreError
+from trinity_buffer.events import fact_of
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import comparison, log
 from trinity_buffer.store.comparison import Difference, Span
@@ -53,9 +54,10 @@ def decoded_events(page: Sequence[StoredEvent]) -> list[DecodedEvent]:
     for event in page:
         try:
             body = codec.decode_body(event.kind, event.body)
+            fact = fact_of(event.kind, body)
         except CodecError as error:
             raise type(error)(f"event {event.position}: {error}") from error
-        found.append(DecodedEvent(event.position, event.kind, event.actor, body))
+        found.append(DecodedEvent(event.position, event.kind, event.actor, body, fact))
     return found
 
 

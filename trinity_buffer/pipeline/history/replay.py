@@ -13,7 +13,8 @@ import anyio.to_thread
 from anyio.from_thread import BlockingPortal
 
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.events import decoded
+from trinity_buffer.events import BatchLeased, StepsCommitted
+from trinity_buffer.pipeline.events import fact_at
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.collate import collate_step
@@ -89,9 +90,10 @@ async def _recorded(experiment: Experiment, recorded: StepRow) -> tuple[Manifest
     """Return the manifest of a step, and whether its commit says that it was skipped."""
     places = [at for at in (recorded.leased_at, recorded.committed_at) if at is not None]
     stored = await experiment.database.read(log.read_at, experiment.key, places)
-    leased, *committed = (decoded("", event).body for event in stored)
-    skipped = any(recorded.step in body.get("skipped_steps", ()) for body in committed)
-    return Manifest.from_body(leased), skipped
+    leased = fact_at(experiment.name, stored[0], BatchLeased)
+    committed = [fact_at(experiment.name, event, StepsCommitted) for event in stored[1:]]
+    skipped = any(recorded.step in commit.skipped_steps for commit in committed)
+    return Manifest.of(leased), skipped
 
 
 @dataclass(frozen=True, slots=True)

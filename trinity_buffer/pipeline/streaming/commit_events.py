@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import anyio.to_thread
 
+from trinity_buffer.events import PolicyPublished, StepsCommitted
 from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.store.log import NewEvent
@@ -22,24 +23,13 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def skips(skipped: Mapping[int, Sequence[str]]) -> dict[str, Any]:
-    """Return what ``StepsCommitted`` says of skipped steps; nothing where there are none."""
-    if not skipped:
-        return {}
-    return {
-        "skipped": NON_FINITE,
-        "skipped_steps": list(skipped),
-        "largest_rows": [list(uids) for uids in skipped.values()],
-    }
-
-
 async def commit_events(
-    body: Mapping[str, Any], checkpoint: str | Path | None, policy: str | Path | None
+    commit: StepsCommitted, checkpoint: str | Path | None, policy: str | Path | None
 ) -> list[NewEvent]:
     """Write the files of a commit through to the disk; return the events that record it.
 
     Args:
-        body: of ``StepsCommitted``, without its checkpoint.
+        commit: without its checkpoint.
         checkpoint: file or folder that holds the weights after its last step; None: none.
         policy: file with the weights that explorers shall load as the version of that step.
 
@@ -49,12 +39,12 @@ async def commit_events(
     kept: tuple[str | None, str | None] = (None, None)
     if checkpoint is not None:
         kept = await anyio.to_thread.run_sync(_make_durable, checkpoint)
-    named = dict(zip(("checkpoint", "checkpoint_digest"), kept, strict=True))
-    events = [new_event("StepsCommitted", {**body, **named})]
+    path, content = kept
+    events = [new_event(replace(commit, checkpoint=path, checkpoint_digest=content))]
     if policy is not None:
         uri, digest = await anyio.to_thread.run_sync(_make_durable, policy)
-        published = {"version": body["steps"][-1], "uri": uri, "digest": digest}
-        events.append(new_event("PolicyPublished", published))
+        published = PolicyPublished(number=commit.steps[-1], uri=uri, digest=digest)
+        events.append(new_event(published))
     return events
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal, cast
 
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import CodecError, InvalidArgumentError
+from trinity_buffer.events import BatchLeased
 
 LayoutName = Literal["padded", "packed"]
 
@@ -87,41 +88,50 @@ class Manifest:
             json.dumps(content, separators=(",", ":")).encode(), digest_size=16
         ).digest()
 
-    def body(self, consumer: str, token: int) -> dict[str, Any]:
-        """Return the body of the `BatchLeased` event."""
-        others = {"sources": list(self.sources), "source": list(self.source)}
-        return (others if self.sources else {}) | {
-            "consumer": consumer,
-            "token": token,
-            "step": self.step,
-            "annotation_set": self.annotation_set,
-            "annotations": list(self.annotations),
-            "experiences": list(self.experiences),
-            "groups": list(self.groups),
-            "num_groups": self.num_groups,
-            "planned_groups": self.num_planned_groups,
-            "layout": self.layout,
-            "microbatches": [[m.start, m.stop, m.width, m.rank] for m in self.microbatches],
-            "normalizer": self.normalizer,
-            "digest": self.digest,
-        }
+    def leased_by(self, consumer: str, token: int) -> BatchLeased:
+        """Return what is recorded when ``consumer`` takes the step."""
+        return BatchLeased(
+            sources=list(self.sources),
+            source=list(self.source) if self.sources else (),
+            consumer=consumer,
+            token=token,
+            step=self.step,
+            annotation_set=self.annotation_set,
+            annotations=list(self.annotations),
+            experiences=list(self.experiences),
+            groups=list(self.groups),
+            num_groups=self.num_groups,
+            planned_groups=self.num_planned_groups,
+            layout=self.layout,
+            microbatches=[[m.start, m.stop, m.width, m.rank] for m in self.microbatches],
+            normalizer=self.normalizer,
+            digest=self.digest,
+        )
 
     @classmethod
-    def from_body(cls, body: Mapping[str, Any]) -> Manifest:
-        """Return the manifest that an event recorded."""
+    def of(cls, leased: BatchLeased) -> Manifest:
+        """Return the manifest that an event recorded.
+
+        Raises:
+            CodecError: a layout or a micro-batch that is none.
+        """
+        if leased.layout not in ("padded", "packed") or any(
+            len(plan) not in (3, 4) for plan in leased.microbatches
+        ):
+            raise CodecError(f"the manifest of step {leased.step} is damaged: its layout is none")
         return cls(
-            step=body["step"],
-            annotation_set=body["annotation_set"],
-            annotations=tuple(body["annotations"]),
-            experiences=tuple(body["experiences"]),
-            groups=tuple(body["groups"]),
-            num_planned_groups=body["planned_groups"],
-            layout=body["layout"],
-            microbatches=tuple(MicroBatchPlan(*plan) for plan in body["microbatches"]),
-            normalizer=body["normalizer"],
+            step=leased.step,
+            annotation_set=leased.annotation_set,
+            annotations=tuple(leased.annotations),
+            experiences=tuple(leased.experiences),
+            groups=tuple(leased.groups),
+            num_planned_groups=leased.planned_groups,
+            layout=cast("LayoutName", leased.layout),
+            microbatches=tuple(MicroBatchPlan(*plan) for plan in leased.microbatches),
+            normalizer=leased.normalizer,
             # Steps of one source alone do not say so, and older logs never did.
-            sources=tuple(body.get("sources", ())),
-            source=tuple(body.get("source", ())),
+            sources=tuple(leased.sources),
+            source=tuple(leased.source),
         )
 
 

@@ -8,12 +8,18 @@ for living ones nor hold a commit up: nothing depends on how long anything took.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, assert_never
 
 import anyio
 
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
+from trinity_buffer.events import (
+    RankJoined,
+    RanksAssembled,
+    StepPartDone,
+    StreamEnded,
+    kinds_of,
+)
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
@@ -23,7 +29,8 @@ from trinity_buffer.store import leases, log
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.transaction import Transaction
 
-KINDS = ("RankJoined", "RanksAssembled", "StepPartDone", "StreamEnded")
+OfRanks = RankJoined | RanksAssembled | StepPartDone | StreamEnded
+"""What the ranks say to each other."""
 
 
 class RankSession:
@@ -64,13 +71,13 @@ class RankSession:
             await self._database.changes.changed(state, timeout_s=self._ttl_s / 4)
             if lease.lost is not None:
                 raise lease.lost
-        body = {
-            "consumer": self._name,
-            "token": lease.token,
-            "committed_step": committed,
-            "joins": [self._joins[rank] for rank in sorted(others)],
-        }
-        self._position = await self._append("RanksAssembled", body, token=lease.token)
+        together = RanksAssembled(
+            consumer=self._name,
+            token=lease.token,
+            committed_step=committed,
+            joins=[self._joins[rank] for rank in sorted(others)],
+        )
+        self._position = await self._append(together, token=lease.token)
         self.committed = committed
 
     async def all_parts(self, step: int, lease: TrainerLease) -> None:
@@ -94,16 +101,17 @@ class RankSession:
     async def end(self, last_step: int) -> None:
         """Tell the other ranks that there are no steps after ``last_step``."""
         if self._world > 1:
-            body = {"consumer": self._name, "assembly": self._position, "step": last_step}
-            await self._append("StreamEnded", body)
+            await self._append(
+                StreamEnded(consumer=self._name, assembly=self._position, step=last_step)
+            )
 
     # -- the other ranks
     # ------------------------------------------------------------------------------------------
 
     async def join(self) -> None:
         """Record that this rank is here, and wait for the assembly that answers it."""
-        body = {"consumer": self._name, "rank": self._rank, "world_size": self._world}
-        own = await self._append("RankJoined", body)
+        here = RankJoined(consumer=self._name, rank=self._rank, world_size=self._world)
+        own = await self._append(here)
         self._read_up_to = own
         while not self._position:
             state = await self._database.changes.state()
@@ -119,13 +127,10 @@ class RankSession:
         """
         await self._read()
         self._check()
-        body = {
-            "consumer": self._name,
-            "assembly": self._position,
-            "rank": self._rank,
-            "step": step,
-        }
-        await self._append("StepPartDone", body)
+        done = StepPartDone(
+            consumer=self._name, assembly=self._position, rank=self._rank, step=step
+        )
+        await self._append(done)
 
     async def wait_for_news(self, state: Any) -> None:
         """Return when something happened since ``state``.
@@ -149,8 +154,8 @@ class RankSession:
     # -- reading
     # ------------------------------------------------------------------------------------------
 
-    async def _append(self, kind: str, body: Mapping[str, Any], *, token: int | None = None) -> int:
-        event = new_event(kind, body)
+    async def _append(self, fact: OfRanks, *, token: int | None = None) -> int:
+        event = new_event(fact)
 
         def append(tx: Transaction) -> list[int]:
             if token is not None:
@@ -168,9 +173,10 @@ class RankSession:
             limit = sizes().events_per_page
             head, page = await self._database.read(self._page, limit)
             for stored in page:
-                body = decoded("", stored).body
-                if body["consumer"] == self._name:
-                    self._take_in(stored.position, stored.kind, body, joined_at)
+                fact = decoded(self._experiment.name, stored).fact
+                assert isinstance(fact, OfRanks)
+                if fact.consumer == self._name:
+                    self._take_in(stored.position, fact, joined_at)
             if len(page) < limit:
                 self._read_up_to = max(self._read_up_to, head)
                 return
@@ -179,34 +185,42 @@ class RankSession:
     def _page(self, tx: Transaction, limit: int) -> tuple[int, list[StoredEvent]]:
         key, after = self._experiment.key, self._read_up_to
         head = log.head(tx, key)
-        page = log.read_after(tx, key, after, limit=limit, kinds=KINDS, up_to=head)
+        page = log.read_after(tx, key, after, limit=limit, kinds=kinds_of(OfRanks), up_to=head)
         return head, page
 
-    def _take_in(
-        self, position: int, kind: str, body: Mapping[str, Any], joined_at: int | None
-    ) -> None:
-        if kind == "RankJoined":
-            self._take_in_join(position, body)
-        elif kind == "RanksAssembled":
-            if joined_at is not None and joined_at in body["joins"]:
-                self._position, self.committed = position, body["committed_step"]
-            elif self._position and position > self._position:
-                self._superseded = "the ranks assembled anew without this process"
-            self._joins = {}  # answered: they belong to that assembly
-        elif body["assembly"] == self._position and kind == "StepPartDone":
-            self._parts[body["rank"]] = max(self._parts.get(body["rank"], 0), body["step"])
-        elif body["assembly"] == self._position and kind == "StreamEnded":
-            self.ended = body["step"]
+    def _take_in(self, position: int, fact: OfRanks, joined_at: int | None) -> None:
+        match fact:
+            case RankJoined():
+                self._take_in_join(position, fact)
+            case RanksAssembled():
+                self._take_in_assembly(position, fact, joined_at)
+            case StepPartDone():
+                if fact.assembly == self._position:
+                    self._parts[fact.rank] = max(self._parts.get(fact.rank, 0), fact.step)
+            case StreamEnded():
+                if fact.assembly == self._position:
+                    self.ended = fact.step
+            case _:
+                assert_never(fact)
 
-    def _take_in_join(self, position: int, body: Mapping[str, Any]) -> None:
+    def _take_in_assembly(
+        self, position: int, together: RanksAssembled, joined_at: int | None
+    ) -> None:
+        if joined_at is not None and joined_at in together.joins:
+            self._position, self.committed = position, together.committed_step
+        elif self._position and position > self._position:
+            self._superseded = "the ranks assembled anew without this process"
+        self._joins = {}  # answered: they belong to that assembly
+
+    def _take_in_join(self, position: int, join: RankJoined) -> None:
         if self._position and self._rank == 0:
-            self._superseded = f"rank {body['rank']} started again"
-        elif body["world_size"] != self._world:
+            self._superseded = f"rank {join.rank} started again"
+        elif join.world_size != self._world:
             raise InvalidArgumentError(
-                f"rank {body['rank']} of trainer {self._name!r} was started with world_size="
-                f"{body['world_size']}, this one with {self._world}: start all ranks alike"
+                f"rank {join.rank} of trainer {self._name!r} was started with world_size="
+                f"{join.world_size}, this one with {self._world}: start all ranks alike"
             )
-        self._joins[body["rank"]] = position
+        self._joins[join.rank] = position
 
     def _check(self) -> None:
         if self._superseded:

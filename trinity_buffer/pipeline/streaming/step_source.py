@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
+from trinity_buffer.events import ExperiencesRejected
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.log_rows import LogRows
@@ -94,14 +95,14 @@ class StepSource:
             if not rows:
                 continue
             whole = [one for one in groups if one.planned and one.key not in trained]
-            body = {
-                "consumer": reader.rejecting,
-                "by": "trainer",
-                "experiences": rows,
-                "reasons": [reason] * len(rows),
-                "planned_groups": len(whole) if source == 0 else 0,
-            }
-            event = new_event("ExperiencesRejected", body)
+            rejected = ExperiencesRejected(
+                consumer=reader.rejecting,
+                by="trainer",
+                experiences=rows,
+                reasons=[reason] * len(rows),
+                planned_groups=len(whole) if source == 0 else 0,
+            )
+            event = new_event(rejected)
             key = self._experiments[source].key
             s.write(self._lease.append, [event], experiment=key)
 

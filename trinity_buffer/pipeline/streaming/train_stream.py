@@ -17,12 +17,13 @@ from trinity_buffer.errors import (
     InvalidArgumentError,
     StoreError,
 )
+from trinity_buffer.events import BatchLeased, ConsumerRegistered, StepsCommitted, TrainerRewound
 from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.background import running
-from trinity_buffer.pipeline.events import decoded, new_event, now_us
+from trinity_buffer.pipeline.events import fact_at, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step
-from trinity_buffer.pipeline.streaming.commit_events import commit_events, finite, skips
+from trinity_buffer.pipeline.streaming.commit_events import NON_FINITE, commit_events, finite
 from trinity_buffer.pipeline.streaming.environment import environment_of_run
 from trinity_buffer.pipeline.streaming.handover import Handover
 from trinity_buffer.pipeline.streaming.log_rows import LogRows
@@ -113,9 +114,7 @@ class TrainStream:
     async def _register(self) -> ConsumerRow:
         config = {"strategy": self.annotation_set}
         name, key = self.options.consumer, self.experiment.key
-        event = new_event(
-            "ConsumerRegistered", {"consumer": name, "kind": "trainer", "config": config}
-        )
+        event = new_event(ConsumerRegistered(consumer=name, kind="trainer", config=config))
         row = await self._database.write(queries.registered, key, name, event, clock=now_us)
         if row.kind != "trainer" or row.config != config:
             raise ConflictingStrategyError(
@@ -129,9 +128,8 @@ class TrainStream:
         await require_checkpoint_of(self._database, key, row, step)
         if step == row.committed_step:
             return row
-        event = new_event(
-            "TrainerRewound", {"consumer": name, "step": step, "from": row.committed_step}
-        )
+        back = TrainerRewound(consumer=name, step=step, from_step=row.committed_step)
+        event = new_event(back)
 
         def rewind(tx: Transaction) -> ConsumerRow | None:
             self._lease.append(tx, [event])
@@ -183,7 +181,7 @@ class TrainStream:
 
     async def _serve_again(self, row: StepRow) -> TrainStep:
         (stored,) = await self._database.read(log.read_at, self.experiment.key, [row.leased_at])
-        manifest = Manifest.from_body(decoded("", stored).body)
+        manifest = Manifest.of(fact_at(self.experiment.name, stored, BatchLeased))
 
         def load(s: ReadSession) -> TrainStep:
             rows = self._loader.load(s, manifest)
@@ -242,7 +240,7 @@ class TrainStream:
 
         def collate() -> tuple[list[MicroBatch], NewEvent]:
             microbatches = self._collate(manifest, rows)
-            return microbatches, new_event("BatchLeased", manifest.body(name, token))
+            return microbatches, new_event(manifest.leased_by(name, token))
 
         def append(tx: Transaction) -> None:
             self._lease.append(tx, [event])
@@ -340,17 +338,21 @@ class TrainStream:
             return
         steps = self._committed_by(step)
         await self._ranks.all_parts(step.step, self._lease)
-        body = {
-            "consumer": self.options.consumer,
-            "token": self._lease.token,
-            "steps": steps,
-            "manifests": [self._delivered[number] for number in steps],
-            "chain": step.chain,
-            "metrics": finite(metrics or {}),
-            "environment": dict(environment or environment_of_run(self.options.device)),
-            **skips(skipped or {}),
-        }
-        events = await commit_events(body, checkpoint, policy)
+        commit = StepsCommitted(
+            consumer=self.options.consumer,
+            token=self._lease.token,
+            steps=steps,
+            manifests=[self._delivered[number] for number in steps],
+            chain=step.chain,
+            checkpoint=None,
+            checkpoint_digest=None,
+            metrics=finite(metrics or {}),
+            environment=dict(environment or environment_of_run(self.options.device)),
+            skipped=NON_FINITE if skipped else None,
+            skipped_steps=list(skipped or ()),
+            largest_rows=[list(uids) for uids in (skipped or {}).values()],
+        )
+        events = await commit_events(commit, checkpoint, policy)
         reached("before-commit")
         await self._append_commit(events, step)
         reached("after-commit")

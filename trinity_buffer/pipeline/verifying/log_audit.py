@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
 
 from trinity_buffer import codec
 from trinity_buffer.errors import CodecError
+from trinity_buffer.events import (
+    BatchLeased,
+    BatchPlanned,
+    BatchSealed,
+    ConfigurationChanged,
+    ConsumerRegistered,
+    ExperiencesAnnotated,
+    ExperiencesRecorded,
+    ExperiencesRejected,
+    ExperimentCreated,
+    ExperimentFinished,
+    Fact,
+    PolicyPublished,
+    RankJoined,
+    RanksAssembled,
+    RewardsAssigned,
+    SegmentsArchived,
+    StepPartDone,
+    StepsCommitted,
+    StreamEnded,
+    TrainerRewound,
+    UnknownEvent,
+    fact_of,
+)
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.trainer_audit import TrainerAudit
 from trinity_buffer.store.address import address_of, first_address, written_as
@@ -67,12 +91,6 @@ class _Strategy:
     decided: list[Integers] = field(default_factory=list)
 
 
-def uids_of(meta: Mapping[str, Sequence[Any]]) -> Iterable[str]:
-    """Return the uids of one ``ExperiencesRecorded``, as `EID.uid` writes them."""
-    eids = zip(*(meta[name] for name in ("batch", "task", "run", "step", "suffix")), strict=True)
-    return (f"{batch}/{task}/{run}/{step}/{suffix}" for batch, task, run, step, suffix in eids)
-
-
 class LogAudit:
     """Collects what the log says, event by event. Feed it with `add`, then ask.
 
@@ -109,15 +127,16 @@ class LogAudit:
             self._follow(stored)
             try:
                 body = codec.decode_body(stored.kind, stored.body)
+                fact = fact_of(stored.kind, body)
             except CodecError as error:
                 self._wrong("log", stored.position, f"its body cannot be read: {error}")
                 continue
             try:
-                self._read(stored, body)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                self._read(stored.position, fact)
+            except (LookupError, TypeError, ValueError, ArithmeticError) as error:
                 what = f"its body has not the form of {stored.kind}: {error!r}"
                 self._wrong("log", stored.position, what)
-            found.append(DecodedEvent(stored.position, stored.kind, stored.actor, body))
+            found.append(DecodedEvent(stored.position, stored.kind, stored.actor, body, fact))
         return found
 
     def _wrong(self, check: str, position: int, what: str) -> None:
@@ -134,54 +153,71 @@ class LogAudit:
         self.position = stored.position
         self.events += 1
 
-    def _read(self, stored: StoredEvent, body: Mapping[str, Any]) -> None:
-        reader = _READERS.get(stored.kind)
-        if reader is not None:
-            reader(self, stored.position, body)
+    def _read(self, position: int, fact: Fact) -> None:  # noqa: C901, PLR0912, PLR0915 - one case per kind
+        match fact:
+            case BatchPlanned():
+                self._planned(fact)
+            case BatchSealed():
+                self._sealed(position, fact)
+            case ExperiencesRecorded():
+                self._recorded_ones(position, fact)
+            case ConsumerRegistered():
+                self._registered(fact)
+            case ExperiencesAnnotated():
+                self._annotated(position, fact)
+            case ExperiencesRejected():
+                self._rejected(position, fact)
+            case BatchLeased():
+                self._leased(position, fact)
+            case StepsCommitted():
+                self._tell(self._trainer(fact.consumer).committed(position, fact))
+            case TrainerRewound():
+                self._tell(self._trainer(fact.consumer).rewound(position, fact))
+            case PolicyPublished():
+                self._counts["policy"] += 1
+            case RewardsAssigned():
+                self._scored(fact)
+            case SegmentsArchived():
+                self.archived.update(fact.segments)
+            case ExperimentCreated() | ConfigurationChanged() | ExperimentFinished():
+                pass  # one row of one table, which the expectation compares
+            case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded():
+                pass  # what ranks say to each other is in no projection
+            case UnknownEvent():
+                pass
+            case _:
+                assert_never(fact)
 
     def _tell(self, problems: Iterable[Problem]) -> None:
         self.problems.extend(problems)
 
-    def _trainer(self, body: Mapping[str, Any]) -> TrainerAudit:
-        name = body["consumer"]
+    def _trainer(self, name: str) -> TrainerAudit:
         if name not in self.trainers:
             raise LookupError(f"trainer {name!r} was never registered")
         return self.trainers[name]
 
-    def _registered(self, _position: int, body: Mapping[str, Any]) -> None:
+    def _registered(self, fact: ConsumerRegistered) -> None:
         self._counts["consumer"] += 1
-        if body["kind"] == "trainer":
-            self.trainers[body["consumer"]] = TrainerAudit(body["consumer"])
+        if fact.kind == "trainer":
+            self.trainers[fact.consumer] = TrainerAudit(fact.consumer)
         else:
-            self._strategies[body["consumer"]] = _Strategy()
+            self._strategies[fact.consumer] = _Strategy()
 
-    def _leased(self, position: int, body: Mapping[str, Any]) -> None:
+    def _leased(self, position: int, fact: BatchLeased) -> None:
         self._counts["step"] += 1
-        self._counts["delivery"] += len(body["annotations"])
-        self._tell(self._trainer(body).leased(position, body))
+        self._counts["delivery"] += len(fact.annotations)
+        self._tell(self._trainer(fact.consumer).leased(position, fact))
 
-    def _committed(self, position: int, body: Mapping[str, Any]) -> None:
-        self._tell(self._trainer(body).committed(position, body))
+    def _scored(self, fact: RewardsAssigned) -> None:
+        addresses = np.array(fact.experiences, np.int64)
+        self._scores.setdefault(fact.scoring, []).append(addresses)
 
-    def _rewound(self, position: int, body: Mapping[str, Any]) -> None:
-        self._tell(self._trainer(body).rewound(position, body))
-
-    def _published(self, _position: int, _body: Mapping[str, Any]) -> None:
-        self._counts["policy"] += 1
-
-    def _scored(self, _position: int, body: Mapping[str, Any]) -> None:
-        addresses = np.array(body["experiences"], np.int64)
-        self._scores.setdefault(body["scoring"], []).append(addresses)
-
-    def _archived(self, _position: int, body: Mapping[str, Any]) -> None:
-        self.archived.update(map(bytes, body["segments"]))
-
-    def _recorded_ones(self, position: int, body: Mapping[str, Any]) -> None:
-        meta, refused = body["meta"], body["refused"]
-        count = len(meta["batch"])
-        batches = [str(batch) for batch in meta["batch"]]
-        self.uids.add(uids_of(meta), count)
-        self._runs.add(zip(batches, map(str, meta["task"]), meta["run"], strict=True), count)
+    def _recorded_ones(self, position: int, fact: ExperiencesRecorded) -> None:
+        columns, refused = fact.columns, fact.refused
+        count = len(columns)
+        batches = list(map(str, columns.batch))
+        self.uids.add(columns.uids(), count)
+        self._runs.add(zip(batches, map(str, columns.task), columns.run, strict=True), count)
         self._counts["experience"] += count
         self.experiences += count
         addresses = np.arange(count, dtype=np.int64) + first_address(position)
@@ -189,46 +225,48 @@ class LogAudit:
         self._held.update(batches)
         self._held.subtract(batches[slot] for slot, why in refused.items() if why == "late")
 
-    def _planned(self, _position: int, body: Mapping[str, Any]) -> None:
-        batch, tasks, rollouts = str(body["batch"]), body["tasks"], body["rollouts_per_group"]
+    def _planned(self, fact: BatchPlanned) -> None:
+        batch, tasks, rollouts = str(fact.batch), fact.tasks, fact.rollouts_per_group
         self._batches.add(batch)
         self._counts["plan"] += len(tasks)
         runs = product((batch,), map(str, tasks), range(rollouts))
         self._planned_runs.append(np.fromiter(map(hash, runs), np.int64, len(tasks) * rollouts))
 
-    def _sealed(self, position: int, body: Mapping[str, Any]) -> None:
-        batch = str(body["batch"])
+    def _sealed(self, position: int, fact: BatchSealed) -> None:
+        batch = str(fact.batch)
         self._batches.add(batch)
-        if self._held[batch] != body["expected"]:
-            what = f"batch {batch!r} was sealed with {body['expected']} experiences"
+        if self._held[batch] != fact.expected:
+            what = f"batch {batch!r} was sealed with {fact.expected} experiences"
             self._wrong("log", position, f"{what}, recorded before were {self._held[batch]}")
 
-    def _strategy(self, position: int, body: Mapping[str, Any]) -> _Strategy:
-        if body["consumer"] not in self._strategies:
-            raise LookupError(f"strategy {body['consumer']!r} was never registered")
-        found = self._strategies[body["consumer"]]
+    def _strategy(self, position: int, name: str, seen: int | None) -> _Strategy:
+        if name not in self._strategies:
+            raise LookupError(f"strategy {name!r} was never registered")
+        if seen is None:
+            raise ValueError(f"strategy {name!r} does not say what it has seen")
+        found = self._strategies[name]
         # Less than before is right: of two processes of one name, one may be behind.
-        if body["seen"] >= position:
-            what = f"strategy {body['consumer']!r} has seen {body['seen']}, which was not there yet"
+        if seen >= position:
+            what = f"strategy {name!r} has seen {seen}, which was not there yet"
             self._wrong("log", position, what)
-        found.seen = max(found.seen, body["seen"])
+        found.seen = max(found.seen, seen)
         return found
 
-    def _annotated(self, position: int, body: Mapping[str, Any]) -> None:
-        found = self._strategy(position, body)
-        found.rows += len(body["experiences"])
+    def _annotated(self, position: int, fact: ExperiencesAnnotated) -> None:
+        found = self._strategy(position, fact.consumer, fact.seen)
+        found.rows += len(fact.experiences)
         # Copies are one experience; of so few numbers a set is quicker than NumPy.
-        found.decided.append(np.array(sorted(set(body["experiences"])), np.int64))
+        found.decided.append(np.array(sorted(set(fact.experiences)), np.int64))
 
-    def _rejected(self, position: int, body: Mapping[str, Any]) -> None:
-        count = len(body["experiences"])
+    def _rejected(self, position: int, fact: ExperiencesRejected) -> None:
+        count = len(fact.experiences)
         self._counts["rejection"] += count
-        if body["by"] == "strategy":
-            found = self._strategy(position, body)
+        if fact.by == "strategy":
+            found = self._strategy(position, fact.consumer, fact.seen)
             found.rejections += count
-            found.decided.append(np.array(body["experiences"], np.int64))
+            found.decided.append(np.array(fact.experiences, np.int64))
         else:
-            self._trainer(body).rejected(position, body)
+            self._trainer(fact.consumer).rejected(position, fact)
 
     # -- at the end -------------------------------------------------------------------------------
 
@@ -282,22 +320,6 @@ class LogAudit:
         again = np.zeros(len(planned), np.bool_)
         again[1:] = planned[1:] == planned[:-1]
         return int(np.count_nonzero(~self._runs.lacking(planned) & ~again))
-
-
-_READERS: Mapping[str, Callable[[LogAudit, int, Mapping[str, Any]], None]] = {
-    "BatchPlanned": LogAudit._planned,  # noqa: SLF001 - the class's own table
-    "BatchSealed": LogAudit._sealed,  # noqa: SLF001
-    "ExperiencesRecorded": LogAudit._recorded_ones,  # noqa: SLF001
-    "ConsumerRegistered": LogAudit._registered,  # noqa: SLF001
-    "ExperiencesAnnotated": LogAudit._annotated,  # noqa: SLF001
-    "ExperiencesRejected": LogAudit._rejected,  # noqa: SLF001
-    "BatchLeased": LogAudit._leased,  # noqa: SLF001
-    "StepsCommitted": LogAudit._committed,  # noqa: SLF001
-    "TrainerRewound": LogAudit._rewound,  # noqa: SLF001
-    "PolicyPublished": LogAudit._published,  # noqa: SLF001
-    "RewardsAssigned": LogAudit._scored,  # noqa: SLF001
-    "SegmentsArchived": LogAudit._archived,  # noqa: SLF001
-}
 
 
 def _joined(parts: Sequence[Integers]) -> Integers:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import assert_never
 
 import anyio.to_thread
 
 from trinity_buffer.codec import Segment, decode_segment, digests_of_segments
 from trinity_buffer.errors import CodecError, DamagedSegmentError
+from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded, Fact
 from trinity_buffer.pipeline.verifying.findings import Problem
-from trinity_buffer.pipeline.verifying.log_audit import uids_of
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import segments
 from trinity_buffer.store.address import address_of, written_as
@@ -22,39 +22,49 @@ from trinity_buffer.store.scratch import DecodedEvent
 Parts = dict[tuple[bytes, str], list[tuple[int, int, bytes]]]
 
 
+WithSegment = ExperiencesRecorded | ExperiencesAnnotated
+
+
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """An event that names a segment."""
+    """An event that names a segment, and how many rows it says that it has."""
 
     position: int
-    body: Mapping[str, Any]
+    fact: WithSegment
+    rows: int
 
     @property
     def key(self) -> bytes:
-        return bytes(self.body["segment"])
+        return self.fact.segment
 
     @property
     def size(self) -> int:
-        return sum(self.body["families"].values())
+        return sum(self.fact.families.values())
 
-    @property
-    def rows(self) -> int:
-        meta = self.body.get("meta")
-        return len(self.body["experiences"] if meta is None else meta["batch"])
+
+def _named(position: int, fact: Fact) -> Iterator[_Named]:
+    if isinstance(fact, WithSegment) and fact.segment:
+        yield _Named(position, fact, _rows(fact))
+
+
+def _rows(fact: WithSegment) -> int:
+    match fact:
+        case ExperiencesRecorded():
+            return len(fact.columns)
+        case ExperiencesAnnotated():
+            return len(fact.experiences)
+        case _:
+            assert_never(fact)
 
 
 async def check_segments(
     database: Database, events: Sequence[DecodedEvent]
 ) -> tuple[int, list[tuple[bytes, Problem]]]:
     """Return how many segments ``events`` name, and what is wrong with which of them."""
-    named = [
-        _Named(event.position, event.body)
-        for event in events
-        if event.kind in ("ExperiencesRecorded", "ExperiencesAnnotated") and event.body["segment"]
-    ]
+    named = [one for event in events for one in _named(event.position, event.fact)]
     problems: list[tuple[bytes, Problem]] = []
     for some in _by_size(named):
-        families = sorted({family for one in some for family in one.body["families"]})
+        families = sorted({family for one in some for family in one.fact.families})
         parts = await database.read(segments.read, [one.key for one in some], families)
         problems += await anyio.to_thread.run_sync(partial(_check, some, parts))
     return len(named), problems
@@ -81,7 +91,7 @@ def _check(named: Sequence[_Named], parts: Parts) -> list[tuple[bytes, Problem]]
 def _check_one(one: _Named, parts: Parts) -> Iterator[Problem]:
     where = f"segment {one.key.hex()} of position {one.position}"
     decoded: list[Segment] = []
-    for family, size in one.body["families"].items():
+    for family, size in one.fact.families.items():
         try:
             blob = segments.joined(one.key, family, parts.get((one.key, family), []))
             if len(blob) != size:
@@ -97,22 +107,24 @@ def _check_one(one: _Named, parts: Parts) -> Iterator[Problem]:
             yield Problem("segments", where, what)
             continue
         decoded.append(segment)
-    if len(decoded) == len(one.body["families"]) and "meta" in one.body:
-        yield from _check_digests(one, decoded)
+    if len(decoded) == len(one.fact.families) and isinstance(one.fact, ExperiencesRecorded):
+        yield from _check_digests(one.position, one.fact, decoded)
 
 
-def _check_digests(one: _Named, decoded: Sequence[Segment]) -> Iterator[Problem]:
-    meta = one.body["meta"]
+def _check_digests(
+    position: int, fact: ExperiencesRecorded, decoded: Sequence[Segment]
+) -> Iterator[Problem]:
+    columns = fact.columns
     try:
-        found = digests_of_segments(meta, decoded)
+        found = digests_of_segments(vars(columns), decoded)
     except CodecError as error:
-        yield Problem("digests", f"position {one.position}", str(error))
+        yield Problem("digests", f"position {position}", str(error))
         return
-    if found == list(meta["digest"]):
+    if found == list(columns.digest):
         return
-    uids = list(uids_of(meta))
-    for slot, (digest, recorded) in enumerate(zip(found, meta["digest"], strict=True)):
+    uids = list(columns.uids())
+    for slot, (digest, recorded) in enumerate(zip(found, columns.digest, strict=True)):
         if digest != recorded:
-            where = f"experience {written_as(address_of(one.position, slot))} ({uids[slot]})"
+            where = f"experience {written_as(address_of(position, slot))} ({uids[slot]})"
             what = f"its content has the digest {digest.hex()}, recorded is {recorded.hex()}"
             yield Problem("digests", where, what)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trinity_buffer.events import (
+    BatchLeased,
+    ExperiencesRejected,
+    StepsCommitted,
+    TrainerRewound,
+)
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.store.address import written_as
@@ -63,13 +68,13 @@ class TrainerAudit:
         self._rejected: list[tuple[int, Integers]] = []
         self._links: dict[int, bytes] = {0: FIRST_LINK}
 
-    def leased(self, position: int, body: Mapping[str, Any]) -> Iterator[Problem]:
+    def leased(self, position: int, fact: BatchLeased) -> Iterator[Problem]:
         """Take in a ``BatchLeased``."""
-        manifest = Manifest.from_body(body)
+        manifest = Manifest.of(fact)
         place = self._place(position)
-        if manifest.digest != body["digest"]:
+        if manifest.digest != fact.digest:
             what = f"the manifest of step {manifest.step} has the digest {manifest.digest.hex()}"
-            yield Problem("manifests", place, f"{what}, recorded is {body['digest'].hex()}")
+            yield Problem("manifests", place, f"{what}, recorded is {fact.digest.hex()}")
         if manifest.step != len(self.steps) + 1:
             what = f"step {manifest.step} was leased, the next one is {len(self.steps) + 1}"
             yield Problem("manifests", place, what)
@@ -77,14 +82,12 @@ class TrainerAudit:
         if manifest.source:
             numbers = [self._number_of("")] + [self._number_of(one) for one in manifest.sources]
             rows += np.array(numbers, np.int64)[list(manifest.source)] * _OTHER_EXPERIMENT
-        self.steps[manifest.step] = LeasedManifest(
-            position, manifest.step, bytes(body["digest"]), rows
-        )
+        self.steps[manifest.step] = LeasedManifest(position, manifest.step, fact.digest, rows)
 
-    def committed(self, position: int, body: Mapping[str, Any]) -> Iterator[Problem]:
+    def committed(self, position: int, fact: StepsCommitted) -> Iterator[Problem]:
         """Take in a ``StepsCommitted``."""
         place = self._place(position)
-        for step, digest in zip(body["steps"], body["manifests"], strict=True):
+        for step, digest in zip(fact.steps, fact.manifests, strict=True):
             leased = self.steps.get(step)
             if leased is None:
                 yield Problem("commits", place, f"step {step} was committed and never leased")
@@ -92,29 +95,29 @@ class TrainerAudit:
                 what = f"step {step} was committed with the manifest {digest.hex()}"
                 yield Problem("commits", place, f"{what}, leased was {leased.digest.hex()}")
             if step in self.live:
-                self.twice.append((step, bytes(digest)))
+                self.twice.append((step, digest))
                 yield Problem("commits", place, f"step {step} was committed before")
             elif step != len(self.live) + 1:
                 what = f"step {step} was committed, the next one is {len(self.live) + 1}"
                 yield Problem("commits", place, what)
-            self.live[step] = bytes(digest)
+            self.live[step] = digest
             self._links[step] = chain(self._links.get(step - 1, FIRST_LINK), digest)
-        last = body["steps"][-1]
-        if self._links[last] != body["chain"]:
+        last = fact.steps[-1]
+        if self._links[last] != fact.chain:
             yield Problem("commits", place, f"the chain of manifests up to step {last} is another")
-        self.commits.append(Commit(position, last, body["checkpoint"], body["checkpoint_digest"]))
+        self.commits.append(Commit(position, last, fact.checkpoint, fact.checkpoint_digest))
 
-    def rewound(self, position: int, body: Mapping[str, Any]) -> Iterator[Problem]:
+    def rewound(self, position: int, fact: TrainerRewound) -> Iterator[Problem]:
         """Take in a ``TrainerRewound``."""
-        kept = body["step"]
+        kept = fact.step
         if kept and kept not in self.live:
             what = f"it goes back to step {kept}, which was not committed"
             yield Problem("commits", self._place(position), what)
         self.live = {step: digest for step, digest in self.live.items() if step <= kept}
 
-    def rejected(self, position: int, body: Mapping[str, Any]) -> None:
+    def rejected(self, position: int, fact: ExperiencesRejected) -> None:
         """Take in an ``ExperiencesRejected`` of the trainer itself."""
-        self._rejected.append((position, np.array(body["experiences"], np.int64)))
+        self._rejected.append((position, np.array(fact.experiences, np.int64)))
 
     def finish(self) -> Iterator[Problem]:
         """Yield what only the whole log tells: a row is handed out once, or rejected once."""

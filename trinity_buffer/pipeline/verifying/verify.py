@@ -14,11 +14,11 @@ from typing import TypeAlias, TypeVar
 import anyio
 import anyio.to_thread
 
+from trinity_buffer.events import ExperiencesRecorded, SegmentsArchived, kinds_of
 from trinity_buffer.pipeline.background import made_ahead, running
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import (
     Progress,
-    decoded_events,
     differences_or_contradiction,
     no_progress,
     pages,
@@ -26,7 +26,7 @@ from trinity_buffer.pipeline.history.refold import (
 )
 from trinity_buffer.pipeline.verifying import outside
 from trinity_buffer.pipeline.verifying.findings import Problem, VerifyReport
-from trinity_buffer.pipeline.verifying.log_audit import LogAudit, uids_of
+from trinity_buffer.pipeline.verifying.log_audit import LogAudit
 from trinity_buffer.pipeline.verifying.segment_audit import check_segments
 from trinity_buffer.store import comparison, conservation, log, queries
 from trinity_buffer.store.address import address_of, written_as
@@ -248,10 +248,15 @@ class _Verification:
         archived = self._audit.archived
         if any(key not in archived for key, _ in self._in_segments):
             later = await self._database.read(
-                log.read_after, self._key, self._head, limit=1 << 31, kinds=["SegmentsArchived"]
+                log.read_after,
+                self._key,
+                self._head,
+                limit=1 << 31,
+                kinds=kinds_of(SegmentsArchived),
             )
             for event in readable_events(later):
-                archived.update(map(bytes, event.body["segments"]))
+                if isinstance(event.fact, SegmentsArchived):
+                    archived.update(event.fact.segments)
         self._problems += [problem for key, problem in self._in_segments if key not in archived]
 
     async def report(
@@ -317,9 +322,10 @@ def _places(
     known: dict[str, list[int]], page: Sequence[StoredEvent], suspected: set[int]
 ) -> dict[str, list[int]]:
     """Return ``known`` with the addresses of the uids on this page whose hash is suspected."""
-    recorded = [stored for stored in page if stored.kind == "ExperiencesRecorded"]
-    for event in decoded_events(recorded):
-        for slot, uid in enumerate(uids_of(event.body["meta"])):
+    for event in readable_events(page):
+        if not isinstance(event.fact, ExperiencesRecorded):
+            continue
+        for slot, uid in enumerate(event.fact.columns.uids()):
             if hash(uid) in suspected:
                 known.setdefault(uid, []).append(address_of(event.position, slot))
     return known

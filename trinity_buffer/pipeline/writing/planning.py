@@ -13,6 +13,7 @@ from trinity_buffer.errors import (
     ConflictingSealError,
     InvalidArgumentError,
 )
+from trinity_buffer.events import BatchPlanned, BatchSealed
 from trinity_buffer.identity import Key, problem_of_key
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.store import log, queries, trainer_queries
@@ -77,13 +78,13 @@ async def plan(
     """Plan ``batch`` as soon as admission allows; see `SQLWriter.plan`."""
     _check(batch, tasks, rollouts_per_group)
     database.require_writable()  # who may not plan need not wait for it
-    body = {"batch": batch, "tasks": list(tasks), "rollouts_per_group": rollouts_per_group}
-    event = new_event("BatchPlanned", body)
+    wanted = BatchPlanned(batch=batch, tasks=list(tasks), rollouts_per_group=rollouts_per_group)
+    event = new_event(wanted)
 
     def append(tx: Transaction, own: int | None) -> object:
         # Asked again under the lock: two explorers must not both take the last place.
         lock_experiment(tx, experiment)
-        answer = _may_plan(tx, experiment, actor, body, own)
+        answer = _may_plan(tx, experiment, actor, wanted, own)
         if answer is None:
             log.append(tx, experiment, [event], actor=actor, now_us=now_us())
         return answer
@@ -91,7 +92,7 @@ async def plan(
     while True:
         state = await database.changes.state()
         own = policy_version() if callable(policy_version) else policy_version
-        answer = await database.read(_may_plan, experiment, actor, body, own)
+        answer = await database.read(_may_plan, experiment, actor, wanted, own)
         if answer is None:
             reached("before-plan")
             answer = await database.write(append, own)
@@ -113,16 +114,16 @@ def _may_plan(
     tx: Transaction,
     experiment: int,
     actor: str,
-    body: dict[str, Any],
+    wanted: BatchPlanned,
     version: int | None,
 ) -> object:
     """Return None: plan it now; True: it is planned; False: the run is finished; or `_WAIT`."""
-    existing = queries.batch_row(tx, experiment, body["batch"])
+    existing = queries.batch_row(tx, experiment, wanted.batch)
     if existing is not None:
-        return _same_plan(existing, actor, body)
-    if queries.count_in_batch(tx, experiment, body["batch"]):
+        return _same_plan(existing, actor, wanted)
+    if queries.count_in_batch(tx, experiment, wanted.batch):
         raise ConflictingPlanError(
-            f"batch {body['batch']!r} holds experiences that nobody planned; "
+            f"batch {wanted.batch!r} holds experiences that nobody planned; "
             "plan a batch before writing to it"
         )
     found = queries.config_of(tx, experiment)
@@ -134,14 +135,14 @@ def _may_plan(
     return None if rules.admits(backlog, version) else _WAIT
 
 
-def _same_plan(existing: store_rows.BatchRow, actor: str, body: dict[str, Any]) -> bool:
-    key = body["batch"]
+def _same_plan(existing: store_rows.BatchRow, actor: str, wanted: BatchPlanned) -> bool:
+    key = wanted.batch
     if existing.planned_at is None:
         raise ConflictingPlanError(
             f"batch {key!r} was sealed without a plan; choose another batch id"
         )
-    same_tasks = [str(task) for task in existing.tasks] == [str(task) for task in body["tasks"]]
-    if not same_tasks or existing.rollouts_per_group != body["rollouts_per_group"]:
+    same_tasks = [str(task) for task in existing.tasks] == [str(task) for task in wanted.tasks]
+    if not same_tasks or existing.rollouts_per_group != wanted.rollouts_per_group:
         raise ConflictingPlanError(
             f"batch {key!r} is planned with {len(existing.tasks)} tasks × "
             f"{existing.rollouts_per_group} rollouts, which is "
@@ -197,7 +198,7 @@ async def missing(database: Database, experiment: int, batch: Key) -> list[tuple
 async def seal(database: Database, experiment: int, actor: str, batch: Key, expected: int) -> None:
     """Seal ``batch``; see `SQLWriter.seal`."""
     _check_batch(batch)
-    event = new_event("BatchSealed", {"batch": batch, "expected": expected})
+    event = new_event(BatchSealed(batch=batch, expected=expected))
     await database.write(_seal, experiment, actor, batch, expected, event)
 
 

@@ -11,6 +11,7 @@ from trinity_buffer.errors import (
     InvalidArgumentError,
     InvalidExperienceError,
 )
+from trinity_buffer.events import ExperienceColumns, ExperiencesRecorded
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.encoding import EncodedWrite, content_digest_of, encode_experiences
@@ -161,13 +162,13 @@ class WriteCall:
         if self._late or self._invalid:
             reasons = [self._refusal(experience.eid) for experience in part.experiences]
             refused = {slot: reason for slot, reason in enumerate(reasons) if reason is not None}
-        body = {
-            "segment": part.key,
-            "families": {family: len(blob) for family, blob in part.encoded.families.items()},
-            "meta": part.encoded.meta,
-            "refused": refused,
-        }
-        return new_event("ExperiencesRecorded", body)
+        fact = ExperiencesRecorded(
+            segment=part.key,
+            families={family: len(blob) for family, blob in part.encoded.families.items()},
+            columns=ExperienceColumns(**part.encoded.meta),
+            refused=refused,
+        )
+        return new_event(fact)
 
 
 def _sound_parts(experiences: Sequence[Experience], schema: str) -> list[_Part] | None:
