@@ -449,6 +449,21 @@ Recorded = (
 Fact = Recorded | UnknownEvent
 """All that a reader may meet in a log."""
 
+
+@dataclass(frozen=True, slots=True)
+class PlacedFact:
+    """A fact at its place in the log of an experiment, and who recorded it."""
+
+    position: int
+    actor: str
+    fact: Fact
+
+    @property
+    def kind(self) -> str:
+        """How the log names its kind."""
+        return kind_of(self.fact)
+
+
 KINDS: Mapping[str, type[Recorded]] = {each.__name__: each for each in get_args(Recorded)}
 """Kind, as the log names it -> its class."""
 

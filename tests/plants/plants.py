@@ -13,7 +13,7 @@ from sqlalchemy import delete, select, update
 from tests.pipeline.planting import delete_event
 from tests.plants import checks
 from trinity_buffer.errors import LeaseLostError
-from trinity_buffer.events import BatchLeased, ExperiencesRejected, Fact
+from trinity_buffer.events import BatchLeased, ExperiencesRejected, Fact, PlacedFact
 from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.annotating import decision
 from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer
@@ -135,12 +135,12 @@ def a_rejection_is_forgotten(patch: Patch) -> None:
     """5: the fold leaves out one row of a rejection, now and in every rebuild."""
     usual = projections._rejected
 
-    def forgetful(tx: Any, experiment: int, position: int, body: Any, actor: str) -> None:
-        usual(tx, experiment, position, body, actor)
-        last = tables.rejection.c.address == body["experiences"][-1]
+    def forgetful(tx: Any, experiment: int, position: int, fact: ExperiencesRejected) -> None:
+        usual(tx, experiment, position, fact)
+        last = tables.rejection.c.address == fact.experiences[-1]
         tx.execute(delete(tables.rejection).where(last))
 
-    patch.setitem(projections._FOLDS, "ExperiencesRejected", forgetful)
+    patch.setattr(projections, "_rejected", forgetful)
 
 
 def a_replay_has_another_order(patch: Patch) -> None:
@@ -170,7 +170,7 @@ def positions_come_from_a_sequence(patch: Patch) -> None:
         placed = [(next(sequence), actor, new) for actor, new in said]
         rows = [(experiment, at, new.kind, who, now_us, new.encoded) for at, who, new in placed]
         tx.add(tables.event, rows)
-        facts = [(at, new.kind, new.body, who) for at, who, new in placed]
+        facts = [PlacedFact(at, who, new.fact) for at, who, new in placed]
         projections.fold_all(tx, experiment, facts)
         tx.announce()
         return [at for at, _, _ in placed]

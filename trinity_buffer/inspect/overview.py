@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import repeat
 from statistics import fmean
 
-from trinity_buffer.pipeline.events import decoded
+from trinity_buffer.events import BatchLeased
+from trinity_buffer.pipeline.events import fact_at
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store import conservation, inspection, log, queries, trainer_queries
 from trinity_buffer.store.conservation import PlanCounts, StrategyCounts, TrainerCounts
@@ -115,7 +116,7 @@ def _of_experiment(tx: Transaction, key: int, name: str) -> ExperimentOverview:
     strategies = [
         conservation.of_strategy(tx, key, row) for row in consumers if row.kind == "strategy"
     ]
-    trainers = [_of_trainer(tx, key, row) for row in consumers if row.kind == "trainer"]
+    trainers = [_of_trainer(tx, key, name, row) for row in consumers if row.kind == "trainer"]
     return ExperimentOverview(
         name=name,
         finished=config is not None and config[1],
@@ -135,29 +136,29 @@ def _of_experiment(tx: Transaction, key: int, name: str) -> ExperimentOverview:
     )
 
 
-def _of_trainer(tx: Transaction, key: int, row: ConsumerRow) -> TrainerProgress:
+def _of_trainer(tx: Transaction, key: int, name: str, row: ConsumerRow) -> TrainerProgress:
     backlog = trainer_queries.backlog(tx, key, row.name)
     return TrainerProgress(
         row.name,
         row.leased_step,
         row.committed_step,
-        _staleness(tx, key, row),
+        _staleness(tx, key, name, row),
         backlog.undelivered,
         backlog.uncommitted,
         conservation.of_trainer(tx, key, row),
     )
 
 
-def _staleness(tx: Transaction, key: int, row: ConsumerRow) -> float | None:
+def _staleness(tx: Transaction, key: int, name: str, row: ConsumerRow) -> float | None:
     after = row.leased_step - STEPS_OF_STALENESS
     recent = trainer_queries.steps(tx, key, row.name, after=after)
     own: list[tuple[int, int]] = []
     for stored in log.read_at(tx, key, [step.leased_at for step in recent]):
-        body = decoded("", stored).body
-        sources = body.get("source") or repeat(0)
+        leased = fact_at(name, stored, BatchLeased)
+        sources = leased.source or repeat(0)
         own += [
-            (body["step"], address)
-            for address, source in zip(body["experiences"], sources, strict=False)
+            (leased.step, address)
+            for address, source in zip(leased.experiences, sources, strict=False)
             if source == 0
         ]
     versions = inspection.known_policy_versions(tx, key, [address for _, address in own])

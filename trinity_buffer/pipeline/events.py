@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from trinity_buffer import codec
 from trinity_buffer.errors import CodecError, InvalidArgumentError
-from trinity_buffer.events import Fact, body_of, fact_of, kind_of
+from trinity_buffer.events import Fact, fact_of
 from trinity_buffer.store.log import NewEvent, StoredEvent
 
 CLOCK_OFFSET = "TRINITY_BUFFER_CLOCK_OFFSET_S"
@@ -48,8 +48,7 @@ class Event:
 
 def new_event(fact: Fact) -> NewEvent:
     """Return the event to append. Encodes: call it outside transactions."""
-    kind, body = kind_of(fact), body_of(fact)
-    return NewEvent(kind, body, codec.encode_body(kind, body))
+    return NewEvent(fact, codec.encode_fact(fact))
 
 
 def decoded(experiment: str, stored: StoredEvent) -> Event:

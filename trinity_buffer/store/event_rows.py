@@ -5,41 +5,45 @@ Each is a tuple of all columns of its table in their order, as the drivers take 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import count, repeat
 from typing import Any
 
+from trinity_buffer.events import (
+    BatchLeased,
+    BatchPlanned,
+    ExperiencesAnnotated,
+    ExperiencesRecorded,
+    ExperiencesRejected,
+)
 from trinity_buffer.identity import Key
 from trinity_buffer.store.address import first_address
 
-Body = Mapping[str, Any]
 Row = tuple[Any, ...]
 
 
-def experience_rows(experiment: int, position: int, body: Body) -> list[Row]:
-    """Return the rows of `experience` of an ``ExperiencesRecorded``."""
-    meta, refused, key = body["meta"], body["refused"], body["segment"]
-    batches, tasks = meta["batch"], meta["task"]
-    number, base = len(batches), first_address(position)
+def experience_rows(experiment: int, position: int, fact: ExperiencesRecorded) -> list[Row]:
+    """Return the rows of `experience` that an event makes."""
+    columns, refused = fact.columns, fact.refused
+    number, base = len(columns), first_address(position)
     return list(
         zip(
             repeat(experiment, number),
             range(base, base + number),
-            map(str, batches),
-            map(str, tasks),
-            meta["run"],
-            meta["step"],
-            meta["suffix"],
-            map(_int_keys, batches, tasks),
-            meta["reward"],
-            meta["policy_version"],
-            meta["prompt_length"],
-            meta["length"],
-            meta["trained_tokens"],
-            meta["finish_reason"],
+            map(str, columns.batch),
+            map(str, columns.task),
+            columns.run,
+            columns.step,
+            columns.suffix,
+            map(_int_keys, columns.batch, columns.task),
+            columns.reward,
+            columns.policy_version,
+            columns.prompt_length,
+            columns.length,
+            columns.trained_tokens,
+            columns.finish_reason,
             map(refused.get, range(number)) if refused else repeat(None, number),
-            repeat(key, number),
-            meta["digest"],
+            repeat(fact.segment, number),
+            columns.digest,
             strict=True,
         )
     )
@@ -49,42 +53,40 @@ def _int_keys(batch_key: Key, task: Key) -> int:
     return isinstance(batch_key, int) + 2 * isinstance(task, int)
 
 
-def plan_rows(experiment: int, body: Body, first: int) -> list[Row]:
-    """Return the rows of `plan` of a ``BatchPlanned``; ``first`` is the ordinal of its first."""
-    key = str(body["batch"])
+def plan_rows(experiment: int, fact: BatchPlanned, first: int) -> list[Row]:
+    """Return the rows of `plan` that an event makes; ``first`` is the ordinal of its first."""
+    key = str(fact.batch)
     return [
         (experiment, key, str(task), isinstance(task, int), ordinal)
-        for ordinal, task in enumerate(body["tasks"], first)
+        for ordinal, task in enumerate(fact.tasks, first)
     ]
 
 
-def annotation_rows(experiment: int, position: int, body: Body) -> list[Row]:
-    """Return the rows of `annotation` of an ``ExperiencesAnnotated``."""
-    groups, planned = body["groups"], body["planned"]
-    addressed = zip(body["experiences"], groups, strict=True)
+def annotation_rows(experiment: int, position: int, fact: ExperiencesAnnotated) -> list[Row]:
+    """Return the rows of `annotation` that an event makes."""
+    name, planned = fact.consumer, fact.planned
+    addressed = zip(fact.experiences, fact.groups, strict=True)
     slots = zip(addressed, count(first_address(position)), strict=False)
-    name = body["consumer"]
     return [
         (experiment, name, slot, address, group, planned[group]) for (address, group), slot in slots
     ]
 
 
-def rejection_rows(experiment: int, position: int, body: Body) -> list[Row]:
-    """Return the rows of `rejection` of an ``ExperiencesRejected``."""
-    name = body["consumer"]
+def rejection_rows(experiment: int, position: int, fact: ExperiencesRejected) -> list[Row]:
+    """Return the rows of `rejection` that an event makes."""
     return [
-        (experiment, name, address, reason, position)
-        for address, reason in zip(body["experiences"], body["reasons"], strict=True)
+        (experiment, fact.consumer, address, reason, position)
+        for address, reason in zip(fact.experiences, fact.reasons, strict=True)
     ]
 
 
-def delivery_rows(experiment: int, body: Body) -> list[Row]:
-    """Return the rows of `delivery` of a ``BatchLeased``."""
-    name, number, addresses = body["consumer"], body["step"], body["annotations"]
-    if not body.get("source"):
+def delivery_rows(experiment: int, fact: BatchLeased) -> list[Row]:
+    """Return the rows of `delivery` that an event makes."""
+    name, number, addresses = fact.consumer, fact.step, fact.annotations
+    if not fact.source:
         return [(experiment, name, "", address, number) for address in addresses]
-    names = ("", *body.get("sources", ()))
+    names = ("", *fact.sources)
     return [
         (experiment, name, names[of], address, number)
-        for of, address in zip(body["source"], addresses, strict=True)
+        for of, address in zip(fact.source, addresses, strict=True)
     ]

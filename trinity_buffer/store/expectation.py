@@ -8,22 +8,44 @@ experiences are asked in seconds: who differs, and how, `comparison` says after 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, assert_never
 
 from sqlalchemy import Table, bindparam, select, type_coerce
 from sqlalchemy.types import NULLTYPE
 
+from trinity_buffer.events import (
+    BatchLeased,
+    BatchPlanned,
+    BatchSealed,
+    ConfigurationChanged,
+    ConsumerRegistered,
+    ExperiencesAnnotated,
+    ExperiencesRecorded,
+    ExperiencesRejected,
+    ExperimentCreated,
+    ExperimentFinished,
+    PlacedFact,
+    PolicyPublished,
+    RankJoined,
+    RanksAssembled,
+    RewardsAssigned,
+    SegmentsArchived,
+    StepPartDone,
+    StepsCommitted,
+    StreamEnded,
+    TrainerRewound,
+    UnknownEvent,
+)
+from trinity_buffer.identity import Key
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import event_rows
 from trinity_buffer.store.address import first_address
 from trinity_buffer.store.comparison import Row, owner_of, same_row
-from trinity_buffer.store.event_rows import Body
 from trinity_buffer.store.prepared import Prepared
-from trinity_buffer.store.scratch import DecodedEvent
 from trinity_buffer.store.tables import (
     PROJECTIONS,
     annotation,
@@ -99,14 +121,13 @@ class Expectation:
         self._rewards: dict[tuple[str, int], float] = {}
         self._planned = 0
 
-    def take(self, events: Iterable[DecodedEvent]) -> None:
+    def take(self, events: Iterable[PlacedFact]) -> None:
         """Take in the next events."""
         for event in events:
-            reader = _READERS.get(event.kind)
-            if reader is None or self.contradicted:
-                continue
+            if self.contradicted:
+                return
             try:
-                reader(self, event.position, event.body, event.actor)
+                self._take(event)
             except _CONTRADICTIONS:
                 self.contradicted = True
 
@@ -131,67 +152,92 @@ class Expectation:
 
     # -- one event --------------------------------------------------------------------------------
 
-    def _configured(self, position: int, body: Body, _actor: str) -> None:
-        self._configuration = {"position": position, "config": body["config"], "finished": False}
+    def _take(self, placed: PlacedFact) -> None:  # noqa: C901, PLR0912, PLR0915 - one case per kind
+        at, fact = placed.position, placed.fact
+        match fact:
+            case ExperimentCreated() | ConfigurationChanged():
+                self._configuration = {"position": at, "config": fact.config, "finished": False}
+            case ExperimentFinished():
+                if self._configuration is not None:
+                    self._configuration["finished"] = True
+            case BatchPlanned():
+                self._plan(at, fact, placed.actor)
+            case BatchSealed():
+                found = self._batch(fact.batch, placed.actor)
+                found.update(sealed_at=at, expected=fact.expected)
+            case ExperiencesRecorded():
+                rows = event_rows.experience_rows(self.experiment, at, fact)
+                self._add(experience, rows, _last_address(at))
+            case ConsumerRegistered():
+                self._registered(fact)
+            case ExperiencesAnnotated():
+                self._annotated(at, fact)
+            case ExperiencesRejected():
+                self._rejected(at, fact)
+            case BatchLeased():
+                self._leased(at, fact)
+            case StepsCommitted():
+                self._committed(at, fact)
+            case TrainerRewound():
+                self._rewound(fact)
+            case PolicyPublished():
+                self._add(policy, [(self.experiment, at, fact.number, fact.uri, fact.digest)], at)
+            case RewardsAssigned():
+                self._scored(fact)
+            case SegmentsArchived():
+                new: list[Row] = [(self.experiment, key, at, fact.uri) for key in fact.segments]
+                self._add(archived, new, at)
+            case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded() | UnknownEvent():
+                pass  # in no projection
+            case _:
+                assert_never(fact)
 
-    def _finished(self, _position: int, _body: Body, _actor: str) -> None:
-        if self._configuration is not None:
-            self._configuration["finished"] = True
-
-    def _plan(self, position: int, body: Body, actor: str) -> None:
-        if str(body["batch"]) in self._batches:
+    def _plan(self, position: int, fact: BatchPlanned, actor: str) -> None:
+        if str(fact.batch) in self._batches:
             raise ValueError("a batch is planned twice")
-        found = self._batch(body, actor)
-        found |= {"rollouts_per_group": body["rollouts_per_group"], "planned_at": position}
-        rows = event_rows.plan_rows(self.experiment, body, self._planned + 1)
+        found = self._batch(fact.batch, actor)
+        found |= {"rollouts_per_group": fact.rollouts_per_group, "planned_at": position}
+        rows = event_rows.plan_rows(self.experiment, fact, self._planned + 1)
         self._planned += len(rows)
         self._add(plan, rows, self._planned)
 
-    def _batch(self, body: Body, actor: str) -> dict[str, Any]:
-        key = body["batch"]
+    def _batch(self, key: Key, actor: str) -> dict[str, Any]:
         unknown = dict.fromkeys(("rollouts_per_group", "planned_at", "sealed_at", "expected"))
         new = {"batch": str(key), "batch_is_int": isinstance(key, int), "actor": actor, **unknown}
         return self._batches.setdefault(str(key), new)
 
-    def _sealed(self, position: int, body: Body, actor: str) -> None:
-        self._batch(body, actor).update(sealed_at=position, expected=body["expected"])
-
-    def _recorded(self, position: int, body: Body, _actor: str) -> None:
-        rows = event_rows.experience_rows(self.experiment, position, body)
-        self._add(experience, rows, _last_address(position))
-
-    def _registered(self, _position: int, body: Body, _actor: str) -> None:
-        name = body["consumer"]
-        if name in self._consumers:
+    def _registered(self, fact: ConsumerRegistered) -> None:
+        if fact.consumer in self._consumers:
             raise ValueError("a consumer is registered twice")
-        row = {"name": name, "kind": body["kind"], "config": body["config"]}
-        self._consumers[name] = _Consumer(row | dict.fromkeys(_NUMBERS, 0))
+        row = {"name": fact.consumer, "kind": fact.kind, "config": fact.config}
+        self._consumers[fact.consumer] = _Consumer(row | dict.fromkeys(_NUMBERS, 0))
 
-    def _seen(self, body: Body) -> None:
-        row = self._consumers[body["consumer"]].row
-        if body.get("after", row["cursor"]) != row["cursor"]:
+    def _seen(self, fact: ExperiencesAnnotated | ExperiencesRejected) -> None:
+        row = self._consumers[fact.consumer].row
+        if fact.seen is None or fact.calls is None:
+            raise ValueError("a strategy does not say what it has seen")
+        if fact.after not in (None, row["cursor"]):
             raise ValueError("a strategy did not go on from where it was")
-        row["cursor"] = max(row["cursor"], body["seen"])
-        row["calls"] = max(row["calls"], body["calls"])
-        if max(body["experiences"], default=0) > _last_address(row["cursor"]):
+        row["cursor"] = max(row["cursor"], fact.seen)
+        row["calls"] = max(row["calls"], fact.calls)
+        if max(fact.experiences, default=0) > _last_address(row["cursor"]):
             raise ValueError("a strategy decided what it has not seen")
 
-    def _annotated(self, position: int, body: Body, _actor: str) -> None:
-        self._seen(body)
-        rows = event_rows.annotation_rows(self.experiment, position, body)
-        self._add(annotation, rows, _last_address(position), body["consumer"])
+    def _annotated(self, position: int, fact: ExperiencesAnnotated) -> None:
+        self._seen(fact)
+        rows = event_rows.annotation_rows(self.experiment, position, fact)
+        self._add(annotation, rows, _last_address(position), fact.consumer)
 
-    def _rejected(self, position: int, body: Body, _actor: str) -> None:
-        if body["by"] == "strategy":
-            self._seen(body)
-        rows = event_rows.rejection_rows(self.experiment, position, body)
-        self._add(rejection, rows, position, body["consumer"])
-        if body["planned_groups"]:
-            row = self._consumers[body["consumer"]].row
-            row["rejected_groups"] += body["planned_groups"]
+    def _rejected(self, position: int, fact: ExperiencesRejected) -> None:
+        if fact.by == "strategy":
+            self._seen(fact)
+        rows = event_rows.rejection_rows(self.experiment, position, fact)
+        self._add(rejection, rows, position, fact.consumer)
+        if fact.planned_groups:
+            self._consumers[fact.consumer].row["rejected_groups"] += fact.planned_groups
 
-    def _leased(self, position: int, body: Body, _actor: str) -> None:
-        name, number = body["consumer"], body["step"]
+    def _leased(self, position: int, fact: BatchLeased) -> None:
+        name, number = fact.consumer, fact.step
         found = self._consumers[name]
         if number in found.steps:
             raise ValueError("a step is leased twice")
@@ -200,49 +246,38 @@ class Expectation:
             "consumer": name,
             "step": number,
             "leased_at": position,
-            "rows": len(body["annotations"]),
-            "groups": body["num_groups"],
-            "planned_groups_so_far": before + body["planned_groups"],
-            "manifest_digest": body["digest"],
+            "rows": len(fact.annotations),
+            "groups": fact.num_groups,
+            "planned_groups_so_far": before + fact.planned_groups,
+            "manifest_digest": fact.digest,
             **_NOT_COMMITTED,
         }
         found.uncommitted.add(number)
-        found.row.update(leased_step=number, token=body["token"])
-        self._add(delivery, event_rows.delivery_rows(self.experiment, body), number, name)
+        found.row.update(leased_step=number, token=fact.token)
+        self._add(delivery, event_rows.delivery_rows(self.experiment, fact), number, name)
 
-    def _committed(self, position: int, body: Body, _actor: str) -> None:
-        found, last = self._consumers[body["consumer"]], body["steps"][-1]
+    def _committed(self, position: int, fact: StepsCommitted) -> None:
+        found, last = self._consumers[fact.consumer], fact.steps[-1]
         done = {number for number in found.uncommitted if number <= last}
         for number in done:
             found.steps[number]["committed_at"] = position
         found.uncommitted -= done
         found.steps[last].update(
-            checkpoint=body["checkpoint"], checkpoint_digest=body["checkpoint_digest"]
+            checkpoint=fact.checkpoint, checkpoint_digest=fact.checkpoint_digest
         )
-        found.row.update(committed_step=last, token=body["token"])
+        found.row.update(committed_step=last, token=fact.token)
 
-    def _rewound(self, _position: int, body: Body, _actor: str) -> None:
-        found, kept = self._consumers[body["consumer"]], body["step"]
+    def _rewound(self, fact: TrainerRewound) -> None:
+        found, kept = self._consumers[fact.consumer], fact.step
         for number, row in found.steps.items():
             if number > kept:
                 row.update(_NOT_COMMITTED)
                 found.uncommitted.add(number)
         found.row["committed_step"] = kept
 
-    def _published(self, position: int, body: Body, _actor: str) -> None:
-        row = (self.experiment, position, body["version"], body["uri"], body["digest"])
-        self._add(policy, [row], position)
-
-    def _scored(self, _position: int, body: Body, _actor: str) -> None:
-        name = body["scoring"]
-        for address, reward in zip(body["experiences"], body["rewards"], strict=True):
-            self._rewards[name, address] = reward
-
-    def _archived(self, position: int, body: Body, _actor: str) -> None:
-        rows: list[Row] = [
-            (self.experiment, bytes(key), position, body["uri"]) for key in body["segments"]
-        ]
-        self._add(archived, rows, position)
+    def _scored(self, fact: RewardsAssigned) -> None:
+        for address, reward in zip(fact.experiences, fact.rewards, strict=True):
+            self._rewards[fact.scoring, address] = reward
 
     # -- all of it --------------------------------------------------------------------------------
 
@@ -345,21 +380,3 @@ def _text_of(config: Any) -> str:
 
 _NUMBERS = ("cursor", "calls", "rejected_groups", "token", "leased_step", "committed_step")
 _NOT_COMMITTED = dict.fromkeys(("committed_at", "checkpoint", "checkpoint_digest"))
-
-_READERS: Mapping[str, Callable[[Expectation, int, Body, str], None]] = {
-    "ExperimentCreated": Expectation._configured,  # noqa: SLF001 - the class's own table
-    "ConfigurationChanged": Expectation._configured,  # noqa: SLF001
-    "ExperimentFinished": Expectation._finished,  # noqa: SLF001
-    "BatchPlanned": Expectation._plan,  # noqa: SLF001
-    "BatchSealed": Expectation._sealed,  # noqa: SLF001
-    "ExperiencesRecorded": Expectation._recorded,  # noqa: SLF001
-    "ConsumerRegistered": Expectation._registered,  # noqa: SLF001
-    "ExperiencesAnnotated": Expectation._annotated,  # noqa: SLF001
-    "ExperiencesRejected": Expectation._rejected,  # noqa: SLF001
-    "BatchLeased": Expectation._leased,  # noqa: SLF001
-    "StepsCommitted": Expectation._committed,  # noqa: SLF001
-    "TrainerRewound": Expectation._rewound,  # noqa: SLF001
-    "PolicyPublished": Expectation._published,  # noqa: SLF001
-    "RewardsAssigned": Expectation._scored,  # noqa: SLF001
-    "SegmentsArchived": Expectation._archived,  # noqa: SLF001
-}

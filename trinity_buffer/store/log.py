@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from sqlalchemy import bindparam, false, func, or_, select
 
+from trinity_buffer.events import Fact, PlacedFact, kind_of
 from trinity_buffer.store import projections
 from trinity_buffer.store.dialect import (
     among,
@@ -27,14 +27,17 @@ class NewEvent:
     """A fact that is about to be recorded.
 
     Attributes:
-        kind: in past tense, such as ``ExperiencesRecorded``.
-        body: what the projections fold.
+        fact: what the projections fold.
         encoded: the same as bytes, which is what is stored.
     """
 
-    kind: str
-    body: Mapping[str, Any]
+    fact: Fact
     encoded: bytes
+
+    @property
+    def kind(self) -> str:
+        """In past tense, such as ``ExperiencesRecorded``."""
+        return kind_of(self.fact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ def append_of_actors(
     placed = [(position, actor, new) for position, (actor, new) in enumerate(said, first)]
     rows = [(experiment_id, at, new.kind, who, now_us, new.encoded) for at, who, new in placed]
     tx.add(event, rows)
-    facts = [(at, new.kind, new.body, who) for at, who, new in placed]
+    facts = [PlacedFact(at, who, new.fact) for at, who, new in placed]
     projections.fold_all(tx, experiment_id, facts)
     tx.announce()
     return [at for at, _, _ in placed]

@@ -7,14 +7,38 @@ and opens no segment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import assert_never
 
 from sqlalchemy import Text, bindparam, delete, func, insert, select, update
 
 from trinity_buffer.errors import CursorConflictError
+from trinity_buffer.events import (
+    BatchLeased,
+    BatchPlanned,
+    BatchSealed,
+    Config,
+    ConfigurationChanged,
+    ConsumerRegistered,
+    ExperiencesAnnotated,
+    ExperiencesRecorded,
+    ExperiencesRejected,
+    ExperimentCreated,
+    ExperimentFinished,
+    PlacedFact,
+    PolicyPublished,
+    RankJoined,
+    RanksAssembled,
+    RewardsAssigned,
+    SegmentsArchived,
+    StepPartDone,
+    StepsCommitted,
+    StreamEnded,
+    TrainerRewound,
+    UnknownEvent,
+)
 from trinity_buffer.store import event_rows
 from trinity_buffer.store.address import first_address
 from trinity_buffer.store.dialect import among_given, given, upsert
@@ -37,35 +61,64 @@ from trinity_buffer.store.tables import (
 )
 from trinity_buffer.store.transaction import Transaction
 
-Body = Mapping[str, Any]
+Decided = ExperiencesAnnotated | ExperiencesRejected
+"""What moves the cursor of a strategy."""
 
 
-def fold(
-    tx: Transaction, experiment: int, position: int, kind: str, body: Body, actor: str
-) -> None:
-    """Apply one event. An unknown kind changes nothing: an old version may read a newer log."""
-    handler = _FOLDS.get(kind)
-    if handler is not None:
-        handler(tx, experiment, position, body, actor)
+def fold(tx: Transaction, experiment: int, placed: PlacedFact) -> None:  # noqa: C901, PLR0912, PLR0915 - one case per kind
+    """Apply one event."""
+    at, fact = placed.position, placed.fact
+    match fact:
+        case ExperimentCreated() | ConfigurationChanged():
+            _configured(tx, experiment, at, fact.config)
+        case ExperimentFinished():
+            _finished(tx, experiment)
+        case BatchPlanned():
+            _planned(tx, experiment, at, fact, placed.actor)
+        case BatchSealed():
+            _sealed(tx, experiment, at, fact, placed.actor)
+        case ExperiencesRecorded():
+            tx.add(experience, event_rows.experience_rows(experiment, at, fact))
+        case ConsumerRegistered():
+            _registered(tx, experiment, fact)
+        case ExperiencesAnnotated():
+            _annotated(tx, experiment, at, fact)
+        case ExperiencesRejected():
+            _rejected(tx, experiment, at, fact)
+        case BatchLeased():
+            _leased(tx, experiment, at, fact)
+        case StepsCommitted():
+            _committed(tx, experiment, at, fact)
+        case TrainerRewound():
+            _rewound(tx, experiment, fact)
+        case PolicyPublished():
+            _published(tx, experiment, at, fact)
+        case RewardsAssigned():
+            _scored(tx, experiment, fact)
+        case SegmentsArchived():
+            _archived(tx, experiment, at, fact)
+        case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded():
+            pass  # what ranks say to each other they read in the log itself
+        case UnknownEvent():
+            pass  # an old version may read a newer log
+        case _:
+            assert_never(fact)
 
 
-def fold_all(tx: Transaction, experiment: int, facts: Sequence[tuple[int, str, Body, str]]) -> None:
-    """Apply events, as (position, kind, body, actor), in order; neighbours of a kind together.
+def fold_all(tx: Transaction, experiment: int, facts: Sequence[PlacedFact]) -> None:
+    """Apply events in order; the experiences of neighbours together.
 
     Calls that share a transaction record one event each: their experiences are one insert.
     """
-    for kind, group in groupby(facts, key=lambda fact: fact[1]):
-        some = list(group)
-        if kind == "ExperiencesRecorded":
-            rows = [
-                row
-                for at, _, body, _ in some
-                for row in event_rows.experience_rows(experiment, at, body)
-            ]
+    for _, group in groupby(facts, key=lambda placed: type(placed.fact)):
+        rows = []
+        for placed in group:
+            if isinstance(placed.fact, ExperiencesRecorded):
+                rows += event_rows.experience_rows(experiment, placed.position, placed.fact)
+            else:
+                fold(tx, experiment, placed)
+        if rows:
             tx.add(experience, rows)
-            continue
-        for position, _, body, actor in some:
-            fold(tx, experiment, position, kind, body, actor)
 
 
 def clear(tx: Transaction, experiment: int) -> None:
@@ -74,32 +127,34 @@ def clear(tx: Transaction, experiment: int) -> None:
         tx.execute(delete(table).where(table.c.experiment == experiment))
 
 
-def _configured(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
+def _configured(tx: Transaction, experiment: int, position: int, config: Config) -> None:
     row = {
         "experiment": experiment,
         "position": position,
-        "config": body["config"],
+        "config": config,
         "finished": False,
     }
     statement = upsert(tx, configuration).values(row)
-    changed = {"position": position, "config": body["config"], "finished": False}
+    changed = {"position": position, "config": config, "finished": False}
     tx.execute(statement.on_conflict_do_update(index_elements=["experiment"], set_=changed))
 
 
-def _finished(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
+def _finished(tx: Transaction, experiment: int) -> None:
     tx.execute(
         update(configuration).where(configuration.c.experiment == experiment).values(finished=True)
     )
 
 
-def _planned(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
-    key = body["batch"]
+def _planned(
+    tx: Transaction, experiment: int, position: int, fact: BatchPlanned, actor: str
+) -> None:
+    key = fact.batch
     row = {
         "experiment": experiment,
         "batch": str(key),
         "batch_is_int": isinstance(key, int),
         "actor": actor,
-        "rollouts_per_group": body["rollouts_per_group"],
+        "rollouts_per_group": fact.rollouts_per_group,
         "planned_at": position,
         "sealed_at": None,
         "expected": None,
@@ -107,11 +162,11 @@ def _planned(tx: Transaction, experiment: int, position: int, body: Body, actor:
     tx.execute(insert(batch), row)
     last = select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == experiment)
     first = int(tx.execute(last).scalar_one()) + 1
-    tx.add(plan, event_rows.plan_rows(experiment, body, first))
+    tx.add(plan, event_rows.plan_rows(experiment, fact, first))
 
 
-def _sealed(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
-    key, sealed = body["batch"], {"sealed_at": position, "expected": body["expected"]}
+def _sealed(tx: Transaction, experiment: int, position: int, fact: BatchSealed, actor: str) -> None:
+    key, sealed = fact.batch, {"sealed_at": position, "expected": fact.expected}
     row = {
         "experiment": experiment,
         "batch": str(key),
@@ -123,37 +178,35 @@ def _sealed(tx: Transaction, experiment: int, position: int, body: Body, actor: 
     tx.execute(statement.on_conflict_do_update(index_elements=["experiment", "batch"], set_=sealed))
 
 
-def _recorded(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
-    tx.add(experience, event_rows.experience_rows(experiment, position, body))
-
-
-def _registered(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
+def _registered(tx: Transaction, experiment: int, fact: ConsumerRegistered) -> None:
     numbers = dict.fromkeys(
         ("cursor", "calls", "rejected_groups", "token", "leased_step", "committed_step"), 0
     )
     row = {
         "experiment": experiment,
-        "name": body["consumer"],
-        "kind": body["kind"],
-        "config": body["config"],
+        "name": fact.consumer,
+        "kind": fact.kind,
+        "config": fact.config,
     }
     tx.execute(insert(consumer), row | numbers)
 
 
-def _see(tx: Transaction, experiment: int, body: Body) -> None:
+def _see(tx: Transaction, experiment: int, fact: Decided) -> None:
     """Move the cursor of a strategy to ``seen``; what lies between becomes waiting."""
-    name, seen = body["consumer"], body["seen"]
+    name, seen, calls_then = fact.consumer, fact.seen, fact.calls
+    if seen is None or calls_then is None:
+        raise ValueError(f"strategy {name!r} does not say what it has seen")
     mine = {"of": experiment, "by": name}
     ((cursor, calls),) = _CURSOR.rows(tx, **mine)
-    if body.get("after", cursor) != cursor:
+    if fact.after not in (None, cursor):
         raise CursorConflictError(
             f"strategy {name!r}: another process of the same name went on from position "
-            f"{body['after']} to {cursor}; this one goes on from there"
+            f"{fact.after} to {cursor}; this one goes on from there"
         )
     if seen > cursor:
         end = first_address(seen + 1)
         _UNSEEN.rows(tx, **mine, start=first_address(cursor + 1), end=end)
-    _SEE.rows(tx, **mine, to=max(seen, cursor), called=max(body["calls"], calls))
+    _SEE.rows(tx, **mine, to=max(seen, cursor), called=max(calls_then, calls))
 
 
 _OF_CONSUMER = (consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by"))
@@ -183,7 +236,7 @@ def _taken(dialect: str) -> Prepared:
     return Prepared(delete(waiting).where(*mine, some).returning(waiting.c.address))
 
 
-def _decide(tx: Transaction, experiment: int, name: str, addresses: list[int]) -> None:
+def _decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]) -> None:
     """Take ``addresses`` out of waiting. Each can be taken once: who comes second fails here."""
     if not addresses:
         return
@@ -196,32 +249,30 @@ def _decide(tx: Transaction, experiment: int, name: str, addresses: list[int]) -
         )
 
 
-def _annotated(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
-    _see(tx, experiment, body)
-    _decide(tx, experiment, body["consumer"], sorted(set(body["experiences"])))
-    tx.add(annotation, event_rows.annotation_rows(experiment, position, body))
+def _annotated(tx: Transaction, experiment: int, position: int, fact: ExperiencesAnnotated) -> None:
+    _see(tx, experiment, fact)
+    _decide(tx, experiment, fact.consumer, sorted(set(fact.experiences)))
+    tx.add(annotation, event_rows.annotation_rows(experiment, position, fact))
 
 
-def _rejected(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
-    name, addresses = body["consumer"], body["experiences"]
-    if body["by"] == "strategy":
-        _see(tx, experiment, body)
-        _decide(tx, experiment, name, addresses)
-    tx.add(rejection, event_rows.rejection_rows(experiment, position, body))
-    if body["planned_groups"]:
-        _LEFT_OUT.rows(tx, of=experiment, by=name, more=body["planned_groups"])
+def _rejected(tx: Transaction, experiment: int, position: int, fact: ExperiencesRejected) -> None:
+    if fact.by == "strategy":
+        _see(tx, experiment, fact)
+        _decide(tx, experiment, fact.consumer, fact.experiences)
+    tx.add(rejection, event_rows.rejection_rows(experiment, position, fact))
+    if fact.planned_groups:
+        _LEFT_OUT.rows(tx, of=experiment, by=fact.consumer, more=fact.planned_groups)
 
 
-def _leased(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
-    name, number = body["consumer"], body["step"]
-    addresses = body["annotations"]
+def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) -> None:
+    name, number = fact.consumer, fact.step
     before = _GROUPS_SO_FAR.value(tx, of=experiment, by=name, at=number - 1)
-    so_far = int(before or 0) + body["planned_groups"]
-    size = (len(addresses), body["num_groups"], so_far)
-    row = (experiment, name, number, position, *size, body["digest"], None, None, None)
+    so_far = int(before or 0) + fact.planned_groups
+    size = (len(fact.annotations), fact.num_groups, so_far)
+    row = (experiment, name, number, position, *size, fact.digest, None, None, None)
     tx.add(step, [row])
-    tx.add(delivery, event_rows.delivery_rows(experiment, body))
-    _HANDED_OUT.rows(tx, of=experiment, by=name, number=number, fence=body["token"])
+    tx.add(delivery, event_rows.delivery_rows(experiment, fact))
+    _HANDED_OUT.rows(tx, of=experiment, by=name, number=number, fence=fact.token)
 
 
 _OF_STEP = (step.c.experiment == bindparam("of"), step.c.consumer == bindparam("by"))
@@ -235,8 +286,8 @@ _HANDED_OUT = Prepared(
 )
 
 
-def _committed(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
-    name, last = body["consumer"], body["steps"][-1]
+def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommitted) -> None:
+    name, last = fact.consumer, fact.steps[-1]
     mine = (step.c.experiment == experiment, step.c.consumer == name)
     new = (
         update(step)
@@ -244,15 +295,15 @@ def _committed(tx: Transaction, experiment: int, position: int, body: Body, acto
         .values(committed_at=position)
     )
     tx.execute(new)
-    checkpoint = {"checkpoint": body["checkpoint"], "checkpoint_digest": body["checkpoint_digest"]}
+    checkpoint = {"checkpoint": fact.checkpoint, "checkpoint_digest": fact.checkpoint_digest}
     tx.execute(update(step).where(*mine, step.c.step == last).values(checkpoint))
     mine = (consumer.c.experiment == experiment, consumer.c.name == name)
-    done = {"committed_step": last, "token": body["token"]}
+    done = {"committed_step": last, "token": fact.token}
     tx.execute(update(consumer).where(*mine).values(done))
 
 
-def _rewound(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
-    name, kept = body["consumer"], body["step"]
+def _rewound(tx: Transaction, experiment: int, fact: TrainerRewound) -> None:
+    name, kept = fact.consumer, fact.step
     mine = (step.c.experiment == experiment, step.c.consumer == name, step.c.step > kept)
     superseded = {"committed_at": None, "checkpoint": None, "checkpoint_digest": None}
     tx.execute(update(step).where(*mine).values(superseded))
@@ -260,16 +311,16 @@ def _rewound(tx: Transaction, experiment: int, position: int, body: Body, actor:
     tx.execute(update(consumer).where(*live).values(committed_step=kept))
 
 
-def _published(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
-    row = {"experiment": experiment, "position": position, "version": body["version"]}
-    tx.execute(insert(policy), row | {"uri": body["uri"], "digest": body["digest"]})
+def _published(tx: Transaction, experiment: int, position: int, fact: PolicyPublished) -> None:
+    row = {"experiment": experiment, "position": position, "version": fact.number}
+    tx.execute(insert(policy), row | {"uri": fact.uri, "digest": fact.digest})
 
 
-def _scored(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
+def _scored(tx: Transaction, experiment: int, fact: RewardsAssigned) -> None:
     """A later event of the same scoring replaces what an earlier one said of an experience."""
     rows = [
-        {"experiment": experiment, "scoring": body["scoring"], "address": address, "reward": reward}
-        for address, reward in zip(body["experiences"], body["rewards"], strict=True)
+        {"experiment": experiment, "scoring": fact.scoring, "address": address, "reward": reward}
+        for address, reward in zip(fact.experiences, fact.rewards, strict=True)
     ]
     statement = upsert(tx, assigned_reward)
     keys = ["experiment", "scoring", "address"]
@@ -277,38 +328,9 @@ def _scored(tx: Transaction, experiment: int, position: int, body: Body, actor: 
     tx.execute(statement.on_conflict_do_update(index_elements=keys, set_=replace), rows)
 
 
-def _archived(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
+def _archived(tx: Transaction, experiment: int, position: int, fact: SegmentsArchived) -> None:
     rows = [
-        {"experiment": experiment, "segment": key, "position": position, "uri": body["uri"]}
-        for key in body["segments"]
+        {"experiment": experiment, "segment": key, "position": position, "uri": fact.uri}
+        for key in fact.segments
     ]
     tx.execute(insert(archived), rows)
-
-
-def _noted(tx: Transaction, experiment: int, position: int, body: Body, actor: str) -> None:
-    """Change nothing: the event matters to those who read the log itself."""
-
-
-_FOLDS: dict[str, Callable[[Transaction, int, int, Body, str], None]] = {
-    "ExperimentCreated": _configured,
-    "ConfigurationChanged": _configured,
-    "ExperimentFinished": _finished,
-    "BatchPlanned": _planned,
-    "BatchSealed": _sealed,
-    "ExperiencesRecorded": _recorded,
-    "ConsumerRegistered": _registered,
-    "ExperiencesAnnotated": _annotated,
-    "ExperiencesRejected": _rejected,
-    "BatchLeased": _leased,
-    "StepsCommitted": _committed,
-    "TrainerRewound": _rewound,
-    "PolicyPublished": _published,
-    # How the ranks of a trainer find each other, and tell that their part of a step is done.
-    "RankJoined": _noted,
-    "RanksAssembled": _noted,
-    "StepPartDone": _noted,
-    "StreamEnded": _noted,
-    "RewardsAssigned": _scored,
-    "SegmentsArchived": _archived,
-}
-EVENT_KINDS = tuple(_FOLDS)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.store.address import first_address
 from trinity_buffer.store.tables import (
@@ -126,28 +126,22 @@ def experience_row(row: Any) -> ExperienceRow:
     )
 
 
-def typed_rows_of_event(position: int, body: Mapping[str, Any]) -> list[ExperienceRow]:
-    """Return the rows that an ``ExperiencesRecorded`` event made, from its body alone."""
-    meta, refused, key = body["meta"], body["refused"], bytes(body["segment"])
-    base = first_address(position)
-    columns = zip(
-        meta["batch"],
-        meta["task"],
-        meta["run"],
-        meta["step"],
-        meta["suffix"],
-        meta["reward"],
-        meta["policy_version"],
-        meta["prompt_length"],
-        meta["length"],
-        meta["trained_tokens"],
-        meta["finish_reason"],
-        meta["digest"],
+def rows_recorded_by(position: int, fact: ExperiencesRecorded) -> list[ExperienceRow]:
+    """Return the rows that an event made, from the event alone."""
+    columns, base = fact.columns, first_address(position)
+    eids = map(EID, columns.batch, columns.task, columns.run, columns.step, columns.suffix)
+    rows = zip(
+        eids,
+        columns.reward,
+        columns.policy_version,
+        columns.prompt_length,
+        columns.length,
+        columns.trained_tokens,
+        columns.finish_reason,
+        columns.digest,
         strict=True,
     )
     return [
-        ExperienceRow._make(
-            (base + slot, EID(*row[:5]), *row[5:11], refused.get(slot), key, row[11])
-        )
-        for slot, row in enumerate(columns)
+        ExperienceRow._make((base + slot, *known, fact.refused.get(slot), fact.segment, digest))
+        for slot, (*known, digest) in enumerate(rows)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from pysqlite3 import dbapi2
 from sqlalchemy.exc import SQLAlchemyError
 
 from trinity_buffer.errors import StoreError
-from trinity_buffer.events import Fact
+from trinity_buffer.events import PlacedFact
 from trinity_buffer.store import projections, sqlite, tables
 from trinity_buffer.store.sqlite_seats import SQLiteTransaction
 from trinity_buffer.store.transaction import Transaction
@@ -30,17 +30,6 @@ _PRAGMAS = (
     "PRAGMA main.cache_size=-262144",
     "PRAGMA temp_store=MEMORY",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class DecodedEvent:
-    """An event with its body as it is written today."""
-
-    position: int
-    kind: str
-    actor: str
-    body: Mapping[str, Any]
-    fact: Fact
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +67,17 @@ class Scratch:
         # A transaction of its own: an attached store must not be held in one state for long.
         return self._tx.run(lambda tx: f(tx, *args, **kwargs), writes=False)
 
-    def fold(self, events: Sequence[DecodedEvent]) -> Unfoldable | None:
+    def fold(self, events: Sequence[PlacedFact]) -> Unfoldable | None:
         """Apply ``events``, which follow `position`; return the first that cannot be applied.
 
         After that one the scratch is of no more use. Not on an event loop.
         """
         return self.ask(self._fold, events)
 
-    def _fold(self, tx: Transaction, events: Sequence[DecodedEvent]) -> Unfoldable | None:
+    def _fold(self, tx: Transaction, events: Sequence[PlacedFact]) -> Unfoldable | None:
         for new in events:
             try:
-                projections.fold(tx, self.experiment, new.position, new.kind, new.body, new.actor)
+                projections.fold(tx, self.experiment, new)
             except _CANNOT_FOLD as error:
                 cause = " ".join(str(getattr(error, "orig", error)).split())
                 return Unfoldable(new.position, new.kind, f"{type(error).__name__}: {cause}")

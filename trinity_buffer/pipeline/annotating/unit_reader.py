@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import assert_never
 
 import anyio.to_thread
 
+from trinity_buffer.events import BatchPlanned, BatchSealed, ExperiencesRecorded, kinds_of
 from trinity_buffer.pipeline.annotating.grouping import (
     Grouping,
     GroupingRules,
@@ -18,13 +18,12 @@ from trinity_buffer.pipeline.events import decoded, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries
-from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.address import position_of
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, typed_rows_of_event
+from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, rows_recorded_by
 from trinity_buffer.store.transaction import Transaction
 
-_KINDS = ("ExperiencesRecorded", "BatchPlanned", "BatchSealed")
+Reads = ExperiencesRecorded | BatchPlanned | BatchSealed
 
 
 class UnitReader:
@@ -100,50 +99,49 @@ class UnitReader:
             head = log.head(tx, key)
             if head == self.seen:
                 return head, []
-            page = log.read_after(tx, key, self.seen, limit=limit, kinds=_KINDS, up_to=head)
+            page = log.read_after(
+                tx, key, self.seen, limit=limit, kinds=kinds_of(Reads), up_to=head
+            )
             return head, page
 
         head, page = await database.read(look)
         if head == self.seen:
             return False
         seen = page[-1].position if len(page) == limit else head
-        bodies = await anyio.to_thread.run_sync(
-            lambda: [decoded("", stored).body for stored in page]
+        name = self._experiment.name
+        facts = await anyio.to_thread.run_sync(
+            lambda: [decoded(name, stored).fact for stored in page]
         )
-        rows = []
-        for stored, body in zip(page, bodies, strict=True):
-            if stored.kind == "ExperiencesRecorded":
-                rows += [
-                    (row, stored.recorded_at) for row in typed_rows_of_event(stored.position, body)
-                ]
-        sealed = {
-            str(body["batch"])
-            for stored, body in zip(page, bodies, strict=True)
-            if stored.kind == "BatchSealed"
-        }
+        news = [(stored, fact) for stored, fact in zip(page, facts, strict=True)]
+        rows = [
+            (row, stored.recorded_at)
+            for stored, fact in news
+            if isinstance(fact, ExperiencesRecorded)
+            for row in rows_recorded_by(stored.position, fact)
+        ]
+        sealed = {str(fact.batch) for fact in facts if isinstance(fact, BatchSealed)}
         new = await self._learn(self._grouping.unknown(row for row, _ in rows), sealed)
         self._grouping.know_settled(new)
         for row, at_us in rows:
             self._grouping.record(row, at_us)
-        for stored, body in zip(page, bodies, strict=True):
-            self._take_in_batch(stored, body)
+        for stored, fact in news:
+            assert isinstance(fact, Reads)
+            self._take_in_batch(stored, fact)
         self.seen = seen
         return bool(page)
 
-    def _take_in_batch(self, stored: StoredEvent, body: Mapping[str, Any]) -> None:
-        if stored.kind == "BatchPlanned":
-            row = store_rows.BatchRow(
-                body["batch"],
-                stored.actor,
-                body["rollouts_per_group"],
-                stored.position,
-                None,
-                None,
-                tuple(body["tasks"]),
-            )
-            self._grouping.know_batch(row, sealed=False)
-        elif stored.kind == "BatchSealed":
-            self._grouping.seal(str(body["batch"]))
+    def _take_in_batch(self, stored: StoredEvent, fact: Reads) -> None:
+        match fact:
+            case BatchPlanned():
+                size, tasks = fact.rollouts_per_group, tuple(fact.tasks)
+                row = BatchRow(fact.batch, stored.actor, size, stored.position, None, None, tasks)
+                self._grouping.know_batch(row, sealed=False)
+            case BatchSealed():
+                self._grouping.seal(str(fact.batch))
+            case ExperiencesRecorded():
+                pass  # its rows were recorded before
+            case _:
+                assert_never(fact)
 
     async def _learn(self, groups: set[GroupKey], batches: set[str]) -> set[str]:
         """Tell the grouping what the database knows of what is not in its memory.

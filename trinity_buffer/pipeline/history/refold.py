@@ -11,19 +11,19 @@ import anyio.to_thread
 
 from trinity_buffer import codec
 from trinity_buffer.errors import CodecError, StoreError
-from trinity_buffer.events import fact_of
+from trinity_buffer.events import PlacedFact
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import comparison, log
 from trinity_buffer.store.comparison import Difference, Span
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.scratch import DecodedEvent, Scratch, Unfoldable, open_scratch
+from trinity_buffer.store.scratch import Scratch, Unfoldable, open_scratch
 from trinity_buffer.store.transaction import Transaction
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
-Decode = Callable[[Sequence[StoredEvent]], list[DecodedEvent]]
+Decode = Callable[[Sequence[StoredEvent]], list[PlacedFact]]
 
 
 def no_progress(_what: str, _done: int, _total: int) -> None:
@@ -44,7 +44,7 @@ async def pages(
             return
 
 
-def decoded_events(page: Sequence[StoredEvent]) -> list[DecodedEvent]:
+def decoded_events(page: Sequence[StoredEvent]) -> list[PlacedFact]:
     """Return a page with its bodies.
 
     Raises:
@@ -53,15 +53,14 @@ def decoded_events(page: Sequence[StoredEvent]) -> list[DecodedEvent]:
     found = []
     for event in page:
         try:
-            body = codec.decode_body(event.kind, event.body)
-            fact = fact_of(event.kind, body)
+            fact = codec.decode_fact(event.kind, event.body)
         except CodecError as error:
             raise type(error)(f"event {event.position}: {error}") from error
-        found.append(DecodedEvent(event.position, event.kind, event.actor, body, fact))
+        found.append(PlacedFact(event.position, event.actor, fact))
     return found
 
 
-def readable_events(page: Sequence[StoredEvent]) -> list[DecodedEvent]:
+def readable_events(page: Sequence[StoredEvent]) -> list[PlacedFact]:
     """Return a page with its bodies, without the events whose body is damaged."""
     found = []
     for event in page:

@@ -25,6 +25,7 @@ from trinity_buffer.events import (
     ExperimentCreated,
     ExperimentFinished,
     Fact,
+    PlacedFact,
     PolicyPublished,
     RankJoined,
     RanksAssembled,
@@ -35,13 +36,11 @@ from trinity_buffer.events import (
     StreamEnded,
     TrainerRewound,
     UnknownEvent,
-    fact_of,
 )
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.trainer_audit import TrainerAudit
 from trinity_buffer.store.address import address_of, first_address, written_as
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.scratch import DecodedEvent
 
 Integers = npt.NDArray[np.int64]
 
@@ -120,14 +119,13 @@ class LogAudit:
         self._held: Counter[str] = Counter()
         self._batches: set[str] = set()
 
-    def add(self, page: Sequence[StoredEvent]) -> list[DecodedEvent]:
+    def add(self, page: Sequence[StoredEvent]) -> list[PlacedFact]:
         """Take in the next events of the log; return those whose body can be read."""
         found = []
         for stored in page:
             self._follow(stored)
             try:
-                body = codec.decode_body(stored.kind, stored.body)
-                fact = fact_of(stored.kind, body)
+                fact = codec.decode_fact(stored.kind, stored.body)
             except CodecError as error:
                 self._wrong("log", stored.position, f"its body cannot be read: {error}")
                 continue
@@ -136,7 +134,7 @@ class LogAudit:
             except (LookupError, TypeError, ValueError, ArithmeticError) as error:
                 what = f"its body has not the form of {stored.kind}: {error!r}"
                 self._wrong("log", stored.position, what)
-            found.append(DecodedEvent(stored.position, stored.kind, stored.actor, body, fact))
+            found.append(PlacedFact(stored.position, stored.actor, fact))
         return found
 
     def _wrong(self, check: str, position: int, what: str) -> None:

@@ -11,13 +11,12 @@ import anyio.to_thread
 
 from trinity_buffer.codec import Segment, decode_segment, digests_of_segments
 from trinity_buffer.errors import CodecError, DamagedSegmentError
-from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded, Fact
+from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded, Fact, PlacedFact
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import segments
 from trinity_buffer.store.address import address_of, written_as
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.scratch import DecodedEvent
 
 Parts = dict[tuple[bytes, str], list[tuple[int, int, bytes]]]
 
@@ -58,7 +57,7 @@ def _rows(fact: WithSegment) -> int:
 
 
 async def check_segments(
-    database: Database, events: Sequence[DecodedEvent]
+    database: Database, events: Sequence[PlacedFact]
 ) -> tuple[int, list[tuple[bytes, Problem]]]:
     """Return how many segments ``events`` name, and what is wrong with which of them."""
     named = [one for event in events for one in _named(event.position, event.fact)]

@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeVar
 import anyio
 import anyio.to_thread
 
-from trinity_buffer.events import ExperiencesRecorded, SegmentsArchived, kinds_of
+from trinity_buffer.events import ExperiencesRecorded, PlacedFact, SegmentsArchived, kinds_of
 from trinity_buffer.pipeline.background import made_ahead, running
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import (
@@ -32,7 +32,7 @@ from trinity_buffer.store import comparison, conservation, log, queries
 from trinity_buffer.store.address import address_of, written_as
 from trinity_buffer.store.expectation import Expectation, Part, changing_rows, holds_for
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.scratch import DecodedEvent, Unfoldable
+from trinity_buffer.store.scratch import Unfoldable
 from trinity_buffer.store.transaction import Transaction
 
 __all__ = ["Problem", "VerifyReport", "verify"]
@@ -181,7 +181,7 @@ class _Verification:
         self._segments += count
         self._in_segments += problems
 
-    def _audited(self, page: Sequence[StoredEvent]) -> list[DecodedEvent]:
+    def _audited(self, page: Sequence[StoredEvent]) -> list[PlacedFact]:
         events = self._audit.add(page)
         if not self._quick:
             self._expected.take(events)
