@@ -135,6 +135,11 @@ class ExperiencesRecorded:
     columns: ExperienceColumns = named("meta")  # noqa: RUF009 - says how the key is named
     refused: Mapping[int, str]
 
+    @property
+    def rows(self) -> int:
+        """How many experiences there are."""
+        return len(self.columns)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSealed:
@@ -195,6 +200,11 @@ class ExperiencesAnnotated:
     groups: Sequence[int]
     planned: Sequence[bool]
     metrics: Sequence[Mapping[str, Any]]
+
+    @property
+    def rows(self) -> int:
+        """How many annotations there are."""
+        return len(self.experiences)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,6 +432,9 @@ class UnknownEvent:
     kind: str
     body: Mapping[str, Any]
 
+
+WithSegment = ExperiencesRecorded | ExperiencesAnnotated
+"""What has rows, whose tensors lie in a segment."""
 
 Recorded = (
     ExperimentCreated

@@ -12,12 +12,14 @@ from sqlalchemy import select
 from tests.conftest import Resize
 from tests.contract.making import group, opened, rollout, rows
 from tests.pipeline.planting import unguarded
+from trinity_buffer import codec
+from trinity_buffer.codec import decode_body
 from trinity_buffer.errors import CodecError
+from trinity_buffer.pipeline import loading
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import Event, decoded
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.streaming import log_rows
-from trinity_buffer.pipeline.streaming.log_rows import LogRows
+from trinity_buffer.pipeline.loading import EventCache
 from trinity_buffer.pipeline.streaming.ready_groups import ReadyGroup, ReadyGroups
 from trinity_buffer.store import tables
 from trinity_buffer.store.address import first_address
@@ -51,7 +53,7 @@ async def ready(
     experiment: Experiment, reader: Reader, *, from_the_start: bool = False
 ) -> list[ReadyGroup]:
     """Return all groups that wait for a trainer."""
-    waiting = ReadyGroups("grpo", reader, LogRows(experiment.key), 0)
+    waiting = ReadyGroups("grpo", reader, EventCache(experiment.key, experiment.name), 0)
     if not from_the_start:
         await experiment.database.read(waiting.start)
     return waiting.pop(await experiment.database.read_session(lambda s: waiting.fill(s, 10**6)))
@@ -168,13 +170,13 @@ async def test_an_event_is_decoded_once_while_it_is_in_use(
         times[stored.position] += 1
         return decoded(name, stored)
 
-    monkeypatch.setattr(f"{log_rows.__name__}.decoded", counted)
     # Room for the one event that annotates everything, and for nothing else.
     resize(rows_kept=RUNS)
     async with opened(store_url, rollouts_per_group=RUNS) as experiment:
         for task in range(8):
             await experiment.writer("e0").write(group(task=task, runs=RUNS))
         await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+        monkeypatch.setattr(f"{loading.__name__}.decoded", counted)
         async with experiment.train_stream(strategy="grpo") as stream:
             assert len([step async for step in stream]) == 8
         annotations = await rows(experiment.database, tables.annotation)
@@ -183,12 +185,29 @@ async def test_an_event_is_decoded_once_while_it_is_in_use(
     assert max(times.values()) == 2
 
 
+async def test_a_strategy_decodes_what_was_recorded_once(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times: Counter[tuple[str, int]] = Counter()
+
+    def counted(kind: str, blob: bytes) -> dict[str, Any]:
+        times[kind, hash(bytes(blob))] += 1
+        return decode_body(kind, blob)
+
+    async with opened(store_url, rollouts_per_group=RUNS) as experiment:
+        for task in range(4):
+            await experiment.writer("e0").write(group(task=task, runs=RUNS))
+        monkeypatch.setattr(codec, "decode_body", counted)
+        await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+    assert [times[one] for one in times if one[0] == "ExperiencesRecorded"] == [1] * 4
+
+
 async def test_an_event_that_is_gone_or_damaged_is_named(sqlite_url: str) -> None:
     async with opened(sqlite_url, rollouts_per_group=1) as experiment:
         await experiment.writer("e0").write(group(runs=1))
         await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
         (row,) = await rows(experiment.database, tables.experience)
-        rows_of_log = LogRows(experiment.key)
+        rows_of_log = EventCache(experiment.key, experiment.name)
         with pytest.raises(CodecError, match="no event at position 77"):
             await experiment.database.read_session(lambda s: rows_of_log.events(s, [77]))
     position = row["address"] >> 20

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trinity_buffer.codec import Segment, decode_segment
+from trinity_buffer.events import WithSegment
 from trinity_buffer.pipeline.archive_file import SegmentParts
 from trinity_buffer.pipeline.events import Event, decoded
 from trinity_buffer.pipeline.experiment import Experiment
@@ -23,6 +24,7 @@ class EventWithSegment:
     """
 
     event: Event
+    fact: WithSegment
     families: Mapping[str, Segment]
     archived: str | None
 
@@ -38,7 +40,7 @@ async def events_with_segments(
     wanted = sorted(set(positions))
     stored = await experiment.database.read(log.read_at, experiment.key, wanted)
     events = [decoded(experiment.name, one) for one in stored]
-    keys = {bytes(event.body["segment"]) for event in events if event.body.get("segment")}
+    keys = {event.fact.segment for event in events if isinstance(event.fact, WithSegment)}
 
     def read(s: ReadSession) -> tuple[dict[bytes, dict[str, Segment]], dict[bytes, str]]:
         stored_segments = read_segments(s, sorted(keys), families)
@@ -48,8 +50,11 @@ async def events_with_segments(
     found, absent = await experiment.database.read_session(read)
     by_position = {}
     for event in events:
-        key = bytes(event.body["segment"] or b"")
-        by_position[event.position] = EventWithSegment(event, found.get(key, {}), absent.get(key))
+        fact = event.fact
+        assert isinstance(fact, WithSegment)  # where rows are of
+        by_position[event.position] = EventWithSegment(
+            event, fact, found.get(fact.segment, {}), absent.get(fact.segment)
+        )
     return by_position
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from trinity_buffer.codec import Segment
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.identity import EID
 from trinity_buffer.inspect.blobs import EventWithSegment, events_with_segments
 from trinity_buffer.inspect.fates import AnnotationRow, Fate, fates
@@ -137,14 +138,15 @@ def parse_uid(uid: str) -> EID:
 def _view(
     row: ExperienceRow, recorded: EventWithSegment, sets: Sequence[SetView]
 ) -> ExperienceView:
-    slot, event = slot_of(row.address), recorded.event
+    slot, event, fact = slot_of(row.address), recorded.event, recorded.fact
+    assert isinstance(fact, ExperiencesRecorded)  # where the row is of
     segments = list(recorded.families.values())
     return ExperienceView(
         uid=row.eid.uid,
         address=written_as(row.address),
         actor=event.actor,
         recorded_at=event.recorded_at,
-        kind=event.body["meta"]["kind"][slot],
+        kind=fact.columns.kind[slot],
         reward=row.reward,
         policy_version=row.policy_version,
         prompt_length=row.prompt_length,

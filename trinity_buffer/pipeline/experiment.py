@@ -161,19 +161,19 @@ class Experiment:
                 to name.
             include_refused: also what was recorded as late or invalid.
         """
-        from trinity_buffer.pipeline.loading import load_experiences  # noqa: PLC0415 - torch
+        from trinity_buffer.pipeline.loading import EventCache, load_experiences  # noqa: PLC0415 - torch
 
         wanted = reads.Filter(
             batch, task, run, policy_version, reward_min, reward_max, include_refused
         )
-        after = -1
+        cache, after = EventCache(self.key, self.name), -1
         while True:
             rows = await self.database.read(
                 reads.experiences, self.key, wanted, after=after, limit=sizes().experiences_per_page
             )
             if not rows:
                 return
-            for experience in await load_experiences(self.database, self.key, rows, families):
+            for experience in await load_experiences(self.database, cache, rows, families):
                 yield experience
             after = rows[-1].address
 

@@ -15,7 +15,7 @@ from trinity_buffer.events import RewardsAssigned
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading import load_experiences
+from trinity_buffer.pipeline.loading import EventCache, load_experiences
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, reads
 from trinity_buffer.store.transaction import Transaction
@@ -40,6 +40,7 @@ async def assign_rewards(
     Raises:
         InvalidArgumentError: a reward that is not finite; nothing of that page was recorded.
     """
+    cache = EventCache(experiment.key, experiment.name)
     wanted, after, scored = reads.Filter(), -1, 0
     while True:
         rows = await experiment.database.read(
@@ -52,7 +53,7 @@ async def assign_rewards(
         if not rows:
             return scored
         after = rows[-1].address
-        experiences = await load_experiences(experiment.database, experiment.key, rows, families)
+        experiences = await load_experiences(experiment.database, cache, rows, families)
         found = [(e, reward(e)) for e in experiences]
         rewards = {
             cast("int", e.address): _checked(e, name, value)

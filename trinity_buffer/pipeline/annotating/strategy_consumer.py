@@ -31,7 +31,7 @@ from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading import load_experiences, unreadable_among
+from trinity_buffer.pipeline.loading import EventCache, load_experiences, unreadable_among
 from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, segments
@@ -103,7 +103,8 @@ class StrategyConsumer:
         own = dict(args or {})
         self._unit = self.strategy.unit_for(**own)
         self._families = ("light", *(f for f in self.strategy.families_for(**own) if f != "light"))
-        self._reader = UnitReader(experiment, self.name, self._unit, self.rules)
+        self._cache = EventCache(experiment.key, experiment.name)
+        self._reader = UnitReader(experiment, self.name, self._unit, self.rules, self._cache)
         self._watch = RejectionWatch(
             f"strategy {self.name!r}",
             experiment.config.get("groups_per_step", 1),
@@ -273,7 +274,7 @@ class StrategyConsumer:
 
     async def _load_experiences(self, rows: Sequence[ExperienceRow]) -> list[Experience]:
         database, key = self.experiment.database, self.experiment.key
-        experiences = await load_experiences(database, key, rows, self._families)
+        experiences = await load_experiences(database, self._cache, rows, self._families)
         for experience in experiences:
             if experience.archived is not None:
                 raise ArchivedSegmentError(f"{experience.eid}: {experience.archived}")

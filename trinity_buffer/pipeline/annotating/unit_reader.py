@@ -16,6 +16,7 @@ from trinity_buffer.pipeline.annotating.grouping import (
 )
 from trinity_buffer.pipeline.events import decoded, now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.loading import EventCache
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.address import position_of
@@ -34,7 +35,15 @@ class UnitReader:
         cursor: where the last commit that we know of has moved the cursor.
     """
 
-    def __init__(self, experiment: Experiment, name: str, unit: Unit, rules: GroupingRules) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        name: str,
+        unit: Unit,
+        rules: GroupingRules,
+        cache: EventCache,
+    ) -> None:
+        self._cache = cache
         self._experiment = experiment
         self._name = name
         self._unit: Unit = unit
@@ -112,12 +121,16 @@ class UnitReader:
         facts = await anyio.to_thread.run_sync(
             lambda: [decoded(name, stored).fact for stored in page]
         )
-        news = [(stored, fact) for stored, fact in zip(page, facts, strict=True)]
+        news = list(zip(page, facts, strict=True))
+        recorded = {
+            stored.position: fact for stored, fact in news if isinstance(fact, ExperiencesRecorded)
+        }
+        self._cache.keep(recorded)
         rows = [
             (row, stored.recorded_at)
-            for stored, fact in news
-            if isinstance(fact, ExperiencesRecorded)
-            for row in rows_recorded_by(stored.position, fact)
+            for stored in page
+            if stored.position in recorded
+            for row in rows_recorded_by(stored.position, recorded[stored.position])
         ]
         sealed = {str(fact.batch) for fact in facts if isinstance(fact, BatchSealed)}
         new = await self._learn(self._grouping.unknown(row for row, _ in rows), sealed)

@@ -16,9 +16,9 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import BatchLeased, StepsCommitted
 from trinity_buffer.pipeline.events import fact_at
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.loading import EventCache
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.collate import collate_step
-from trinity_buffer.pipeline.streaming.log_rows import LogRows
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.streaming.portal import in_portal
 from trinity_buffer.pipeline.streaming.row_loader import RowLoader
@@ -57,7 +57,7 @@ async def replayed_steps(
             f"steps {first}:{last}: trainer {consumer!r} was handed steps 1 to {row.leased_step}"
         )
     link = FIRST_LINK
-    loader = RowLoader(LogRows(key))
+    loader = RowLoader(EventCache(key, experiment.name))
     for recorded in steps[:last]:
         link = chain(link, recorded.manifest_digest)
         if recorded.step >= first:
@@ -165,7 +165,7 @@ class ReplayStream:
 async def _opened(url: str, experiment: str, options: dict[str, Any]) -> AsyncIterator[_Replayed]:
     async with open_store(url, read_only=True) as store:
         found = await store.experiment(experiment)
-        loader = RowLoader(LogRows(found.key))
+        loader = RowLoader(EventCache(found.key, found.name))
         yield _Replayed(replayed_steps(found, **options), store.database, loader)
 
 

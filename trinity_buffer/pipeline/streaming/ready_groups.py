@@ -9,10 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trinity_buffer.pipeline.streaming.log_rows import Annotated, Facts, LogRows
+from trinity_buffer.events import ExperiencesAnnotated
+from trinity_buffer.pipeline.loading import EventCache
+from trinity_buffer.pipeline.streaming.blocks import runs
+from trinity_buffer.pipeline.streaming.log_rows import Facts, facts_of
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import trainer_queries
-from trinity_buffer.store.address import first_address
+from trinity_buffer.store.address import first_address, position_of
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import ReadSession, Transaction
 
@@ -69,7 +72,7 @@ class ReadyGroups:
         self,
         annotation_set: str,
         reader: Reader,
-        rows: LogRows,
+        rows: EventCache,
         source: int,
     ) -> None:
         self._set = annotation_set
@@ -106,8 +109,12 @@ class ReadyGroups:
         if not positions:
             return False
         events = self._rows.events(s, positions)
-        annotated = [one for one in map(events.get, positions) if isinstance(one, Annotated)]
-        facts = self._rows.facts(s, [at for one in annotated for at in one.experiences])
+        annotated = [
+            one for one in map(events.get, positions) if isinstance(one, ExperiencesAnnotated)
+        ]
+        experiences = [at for one in annotated for at in one.experiences]
+        recorded = self._rows.events(s, {position_of(experiences[a]) for a, _ in runs(experiences)})
+        facts = facts_of(experiences, recorded)
         num_before = 0
         for position, event in zip(positions, annotated, strict=True):
             self._groups.extend(self._groups_of(position, event, facts, num_before, spent))
@@ -138,7 +145,7 @@ class ReadyGroups:
     def _groups_of(
         self,
         position: int,
-        event: Annotated,
+        event: ExperiencesAnnotated,
         facts: Facts,
         num_before: int,
         spent: Collection[int],

@@ -11,16 +11,14 @@ from torch import Tensor
 
 from trinity_buffer.codec import Column, decode_segment
 from trinity_buffer.errors import DamagedSegmentError, UnknownExperimentError
+from trinity_buffer.events import WithSegment
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.archive_file import SegmentParts
-from trinity_buffer.pipeline.loading import unreadable_among
+from trinity_buffer.pipeline.loading import EventCache, unreadable_among
 from trinity_buffer.pipeline.stored_segments import joined, read_segments
 from trinity_buffer.pipeline.streaming.blocks import Array, Block, Field, Value, blocks_of, runs
 from trinity_buffer.pipeline.streaming.log_rows import (
-    Annotated,
     Facts,
-    LogRows,
-    Recorded,
     facts_of,
     no_facts,
 )
@@ -119,7 +117,7 @@ class _Segments:
 class RowLoader:
     """Loads what manifests name, each segment once while it is in use."""
 
-    def __init__(self, rows: LogRows) -> None:
+    def __init__(self, rows: EventCache) -> None:
         self._rows = rows
         self._segments = _Segments()
         self._others: dict[str, RowLoader] = {}
@@ -198,7 +196,7 @@ class RowLoader:
                 raise UnknownExperimentError(
                     f"a step trains on rows of experiment {name!r}, which is not in this store"
                 )
-            self._others[name] = RowLoader(LogRows(key))
+            self._others[name] = RowLoader(EventCache(key, name))
         return self._others[name]
 
     def load_rows(
@@ -216,7 +214,7 @@ class RowLoader:
         self,
         experiences: Sequence[int],
         annotated: Sequence[int],
-        events: Mapping[int, Recorded | Annotated],
+        events: Mapping[int, WithSegment],
         missing: Sequence[bytes],
         parts: SegmentParts,
     ) -> LoadedRows:
@@ -243,7 +241,7 @@ class RowLoader:
         fields: dict[str, Field],
         modal: Sequence[dict[str, Tensor]],
         addresses: Sequence[int],
-        events: Mapping[int, Recorded | Annotated],
+        events: Mapping[int, WithSegment],
     ) -> None:
         """Put in the columns of the rows at ``addresses``, which are rows of ``events``."""
         order = np.argsort(np.array(addresses), kind="stable")
@@ -254,7 +252,7 @@ class RowLoader:
             first = int(ordered[a])
             key = events[position_of(first)].segment
             slots = range(slot_of(first), slot_of(first) + z - a)
-            segment = {} if key is None else self._segments.use(key, z - a)
+            segment = self._segments.use(key, z - a) if key else {}
             for name, column in ((n, c) for n, columns in segment.items() for c in columns):
                 if name.startswith(_MODAL):
                     _add_modal(modal, name.removeprefix(_MODAL), column, order[a:z], slots)

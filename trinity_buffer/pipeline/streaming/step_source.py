@@ -8,7 +8,7 @@ from itertools import chain
 from trinity_buffer.events import ExperiencesRejected
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.streaming.log_rows import LogRows
+from trinity_buffer.pipeline.loading import EventCache
 from trinity_buffer.pipeline.streaming.manifest import Manifest, plan_microbatches
 from trinity_buffer.pipeline.streaming.ready_groups import ReadyGroup, ReadyGroups
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows
@@ -39,7 +39,7 @@ class StepSource:
         options: StreamOptions,
         annotation_set: str,
         lease: TrainerLease,
-        rows: LogRows,
+        rows: EventCache,
         expert: Experiment | None = None,
     ) -> None:
         self._experiments = [experiment, *([] if expert is None else [expert])]
@@ -51,7 +51,7 @@ class StepSource:
         if expert is not None:
             known_as = f"{experiment.name}/{options.consumer}"
             reader = Reader(experiment.key, options.consumer, expert.name, known_as)
-            others = LogRows(expert.key)
+            others = EventCache(expert.key, expert.name)
             self._readers.append(reader)
             self._ready.append(ReadyGroups(RECORDED, reader, others, 1))
 

@@ -22,11 +22,11 @@ from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.events import fact_at, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.loading import EventCache
 from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step
 from trinity_buffer.pipeline.streaming.commit_events import NON_FINITE, commit_events, finite
 from trinity_buffer.pipeline.streaming.environment import environment_of_run
 from trinity_buffer.pipeline.streaming.handover import Handover
-from trinity_buffer.pipeline.streaming.log_rows import LogRows
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.streaming.ranks import RankSession
 from trinity_buffer.pipeline.streaming.recorded_strategy import recorder
@@ -71,7 +71,7 @@ class TrainStream:
         self._database = experiment.database
         self._lease = lease
         self._memory = StepMemory()
-        rows = LogRows(experiment.key)
+        rows = EventCache(experiment.key, experiment.name)
         self._loader = RowLoader(rows)
         self._expert = expert
         self._source = StepSource(experiment, options, self.annotation_set, lease, rows, expert)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import assert_never
 
 import anyio.to_thread
 
 from trinity_buffer.codec import Segment, decode_segment, digests_of_segments
 from trinity_buffer.errors import CodecError, DamagedSegmentError
-from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded, Fact, PlacedFact
+from trinity_buffer.events import ExperiencesRecorded, PlacedFact, WithSegment
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import segments
@@ -21,16 +20,12 @@ from trinity_buffer.store.database import Database
 Parts = dict[tuple[bytes, str], list[tuple[int, int, bytes]]]
 
 
-WithSegment = ExperiencesRecorded | ExperiencesAnnotated
-
-
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """An event that names a segment, and how many rows it says that it has."""
+    """An event that names a segment."""
 
     position: int
     fact: WithSegment
-    rows: int
 
     @property
     def key(self) -> bytes:
@@ -41,26 +36,15 @@ class _Named:
         return sum(self.fact.families.values())
 
 
-def _named(position: int, fact: Fact) -> Iterator[_Named]:
-    if isinstance(fact, WithSegment) and fact.segment:
-        yield _Named(position, fact, _rows(fact))
-
-
-def _rows(fact: WithSegment) -> int:
-    match fact:
-        case ExperiencesRecorded():
-            return len(fact.columns)
-        case ExperiencesAnnotated():
-            return len(fact.experiences)
-        case _:
-            assert_never(fact)
-
-
 async def check_segments(
     database: Database, events: Sequence[PlacedFact]
 ) -> tuple[int, list[tuple[bytes, Problem]]]:
     """Return how many segments ``events`` name, and what is wrong with which of them."""
-    named = [one for event in events for one in _named(event.position, event.fact)]
+    named = [
+        _Named(event.position, event.fact)
+        for event in events
+        if isinstance(event.fact, WithSegment) and event.fact.segment
+    ]
     problems: list[tuple[bytes, Problem]] = []
     for some in _by_size(named):
         families = sorted({family for one in some for family in one.fact.families})
@@ -101,8 +85,8 @@ def _check_one(one: _Named, parts: Parts) -> Iterator[Problem]:
         except (DamagedSegmentError, CodecError) as error:
             yield Problem("segments", where, str(error).partition(";")[0])
             continue
-        if segment.rows != one.rows:
-            what = f"family {family!r} has {segment.rows} rows, its event {one.rows}"
+        if segment.rows != one.fact.rows:
+            what = f"family {family!r} has {segment.rows} rows, its event {one.fact.rows}"
             yield Problem("segments", where, what)
             continue
         decoded.append(segment)
