@@ -6,6 +6,7 @@ import gzip
 import re
 from contextlib import closing
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,14 @@ from pysqlite3 import dbapi2
 from tests.migration.kept import kept
 from trinity_buffer import codec, events
 from trinity_buffer.errors import CodecError
-from trinity_buffer.events import KINDS, BatchSealed, ExperiencesRejected, UnknownEvent
+from trinity_buffer.events import (
+    KINDS,
+    BatchSealed,
+    ExperienceColumns,
+    ExperiencesRejected,
+    UnknownEvent,
+)
+from trinity_buffer.pipeline.encoding import META
 
 PAGE = (Path(__file__).parents[1] / "docs" / "events.md").read_text()
 
@@ -63,6 +71,41 @@ def test_a_cursor_at_zero_is_said() -> None:
 def test_a_body_without_a_field_is_damaged(kind: str) -> None:
     with pytest.raises(CodecError, match=f"{kind} is damaged: it has no '"):
         events.fact_of(kind, {})
+
+
+COLUMNS: dict[str, list[Any]] = {name: [] for name in get_type_hints(ExperienceColumns)}
+
+
+@pytest.mark.parametrize(
+    ("columns", "why"),
+    [
+        ({name: [] for name in COLUMNS if name != "digest"}, "no column 'digest'"),
+        ({**COLUMNS, "run": [0]}, "columns differ in length"),
+        ({name: ["x"] for name in COLUMNS}, "its 'run' is ['x']"),
+        ({**COLUMNS, "reward": None}, "its 'meta' is"),
+    ],
+)
+def test_columns_that_are_missing_or_uneven_or_of_another_type_are_damaged(
+    columns: dict[str, list[Any]], why: str
+) -> None:
+    body = {"segment": b"", "families": {}, "meta": columns, "refused": {}}
+    with pytest.raises(CodecError, match=re.escape(why)):
+        events.fact_of("ExperiencesRecorded", body)
+
+
+def test_a_column_that_is_not_known_is_passed_over() -> None:
+    body = {"segment": b"", "families": {}, "meta": {**COLUMNS, "later": []}, "refused": {}}
+    fact = events.fact_of("ExperiencesRecorded", body)
+    assert events.body_of(fact) == {**body, "meta": COLUMNS}
+
+
+def test_a_value_of_another_type_is_damaged() -> None:
+    with pytest.raises(CodecError, match="BatchSealed is damaged: its 'expected' is '2'"):
+        events.fact_of("BatchSealed", {"batch": "b", "expected": "2"})
+
+
+def test_the_columns_are_those_that_a_writer_makes() -> None:
+    assert list(get_type_hints(ExperienceColumns)) == list(META)
 
 
 @given(st.dictionaries(st.text(min_size=1).filter(lambda key: key != "v"), st.integers()))

@@ -20,7 +20,7 @@ from tests.pipeline.planting import (
 )
 from tests.stories import RUNS, Story, rollout, tell
 from trinity_buffer import codec
-from trinity_buffer.errors import CheckpointError, InvalidArgumentError
+from trinity_buffer.errors import CheckpointError, CodecError, InvalidArgumentError
 from trinity_buffer.events import BatchLeased, body_of
 from trinity_buffer.pipeline.checkpoint import digest_of
 from trinity_buffer.pipeline.events import new_event, now_us
@@ -238,6 +238,34 @@ async def test_a_damaged_body_is_named(story: Story) -> None:
     report = await verified(story)
     assert report.problems[0].where == f"position {position}"
     assert "its body cannot be read" in report.problems[0].what
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("ExperiencesRecorded", "families", 3),
+        ("ExperiencesAnnotated", "experiences", ["x"]),
+        ("BatchLeased", "digest", None),
+        ("StepsCommitted", "steps", 1),
+    ],
+)
+async def test_a_body_of_another_form_is_named_and_the_rest_is_read(
+    story: Story, kind: str, field: str, value: object
+) -> None:
+    damaged, *others = await events_of(story.url, kind)
+    body = codec.encode_body(kind, {**damaged.body, field: value})
+
+    def change(tx: Transaction) -> None:
+        mine = event.c.position == damaged.position
+        tx.execute(update(event).where(mine).values(body=body))
+
+    await unguarded(story.url, change)
+    report = await verified(story)
+    (told,) = [one for one in report.problems if "cannot be read" in one.what]
+    assert (told.where, repr(field) in told.what) == (f"position {damaged.position}", True)
+    assert report.events > others[-1].position
+    with pytest.raises(CodecError, match=rf"'{story.name}', the event at position"):
+        await events_of(story.url, kind)
 
 
 async def test_a_manifest_that_is_not_its_digest_is_named(story: Story) -> None:
