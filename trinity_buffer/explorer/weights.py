@@ -8,6 +8,7 @@ from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 import anyio.to_thread
 
 from trinity_buffer.errors import CheckpointError
+from trinity_buffer.events import PolicyPublished, kinds_of
 from trinity_buffer.pipeline.checkpoint import being_read, require_digest
 from trinity_buffer.pipeline.experiment import Experiment, PublishedPolicy
 
@@ -63,7 +64,7 @@ class Weights(Generic[M]):
     async def follow(self) -> None:
         """Load whatever is published, until the experiment is finished."""
         async for _ in self._experiment.events(
-            self._position, follow=True, kinds=("PolicyPublished",)
+            self._position, follow=True, kinds=kinds_of(PolicyPublished)
         ):
             await self.load_newest()
 

@@ -112,14 +112,7 @@ class Verdicts:
             )
         return address
 
-    def decision(
-        self,
-        kept: _Kept,
-        *,
-        seen: int,
-        calls: int,
-        after: int | None = None,
-    ) -> Decision:
+    def decision(self, kept: _Kept, *, seen: int, calls: int, after: int | None = None) -> Decision:
         """Return what to commit. Encodes: call it off the event loop.
 
         Args:
@@ -133,15 +126,15 @@ class Verdicts:
         events, rows = [], []
         experiences = [experience for group in kept.values() for experience in group]
         if experiences:
-            key, families = segments.new_key(), {"annotation": encode_annotations(experiences)}
-            rows = segments.rows_of(key, families)
+            key, blob = segments.new_key(), encode_annotations(experiences)
+            rows = segments.rows_of(key, {"annotation": blob})
             annotated = ExperiencesAnnotated(
                 consumer=self.strategy,
                 seen=seen,
                 calls=calls,
                 after=after,
                 segment=key,
-                families={family: len(blob) for family, blob in families.items()},
+                families={"annotation": len(blob)},
                 experiences=[cast("int", one.address) for one in experiences],
                 groups=[number for number, group in enumerate(kept.values()) for _ in group],
                 planned=[self.planned.get(tid, False) for tid in kept],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import anyio.to_thread
 
@@ -21,6 +22,17 @@ NON_FINITE = "non_finite"
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics that are finite: a number of an event is a number."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def skips(skipped: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+    """Return the fields of `StepsCommitted` that say which steps were skipped, and their rows."""
+    if not skipped:
+        return {}
+    return {
+        "skipped": NON_FINITE,
+        "skipped_steps": list(skipped),
+        "largest_rows": [list(uids) for uids in skipped.values()],
+    }
 
 
 async def commit_events(

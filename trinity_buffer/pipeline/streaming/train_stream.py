@@ -24,7 +24,7 @@ from trinity_buffer.pipeline.events import fact_at, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading import EventCache
 from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step
-from trinity_buffer.pipeline.streaming.commit_events import NON_FINITE, commit_events, finite
+from trinity_buffer.pipeline.streaming.commit_events import commit_events, finite, skips
 from trinity_buffer.pipeline.streaming.environment import environment_of_run
 from trinity_buffer.pipeline.streaming.handover import Handover
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
@@ -348,9 +348,7 @@ class TrainStream:
             checkpoint_digest=None,
             metrics=finite(metrics or {}),
             environment=dict(environment or environment_of_run(self.options.device)),
-            skipped=NON_FINITE if skipped else None,
-            skipped_steps=list(skipped or ()),
-            largest_rows=[list(uids) for uids in (skipped or {}).values()],
+            **skips(skipped or {}),
         )
         events = await commit_events(commit, checkpoint, policy)
         reached("before-commit")
