@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @cache
 def settle_imports() -> None:
-    """Collect garbage now, once in the life of the process: for who is about to wait for work.
+    """Collect garbage now, once in a process, before it waits for work.
 
     The first full collection walks all that was imported, with torch for 0.1 to 0.3 s. It would
     come by itself in the midst of work, after some tens of calls; the next comes when a quarter as

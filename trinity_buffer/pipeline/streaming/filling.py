@@ -27,7 +27,7 @@ class Arena:
         self._used = 0
 
     def column(self, *, zeros: bool = True) -> Array:
-        """Return the next column: zeros, or for who writes all of it, anything.
+        """Return the next column: zeros, or anything where the caller writes all of it.
 
         Zeros are put into it only now: what is written to it next finds it in the cache.
         """

@@ -80,7 +80,7 @@ class Handover:
 
     def _received(self, step: TrainStep | None) -> TrainStep | None:
         if step is None:
-            self._steps.put(None)  # for who asks again
+            self._steps.put(None)  # for a caller that asks again
         else:
             self._num_received += 1
         return step

@@ -99,11 +99,9 @@ class StreamOptions:
                 "this store that holds the expert's rows"
             )
         if self.expert_data_ratio is not None and not mixes:
-            raise InvalidArgumentError("expert_data_ratio= is of use with sample_strategy='mix'")
+            raise InvalidArgumentError("expert_data_ratio= needs sample_strategy='mix'")
         if self.max_staleness is not None and self.sample_strategy != "staleness_control":
-            raise InvalidArgumentError(
-                "max_staleness= is of use with sample_strategy='staleness_control'"
-            )
+            raise InvalidArgumentError("max_staleness= needs sample_strategy='staleness_control'")
         self.sampling()
 
     @classmethod
