@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that it runs as a script too
 
 from benchmarks.learning_report import write_report  # noqa: E402
-from benchmarks.learning_run import Outcome, run, to_stderr  # noqa: E402
+from benchmarks.learning_run import LearningError, Outcome, run, to_stderr  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from trinity_buffer.demo.recipes import RECIPES  # noqa: E402
 
@@ -50,11 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--small proves nothing that belongs into {RESULTS}: name another --results")
     seeds = [int(seed) for seed in asked.seeds.split(",")]
     overrides = SMALL if asked.small else ()
+    failed = 0
     for line in measured(names, seeds, asked.results, overrides, again=asked.again):
+        if isinstance(line, LearningError):
+            failed += 1
+            to_stderr(f"no result: {line}")
+            continue
         shown = {key: line[key] for key in ("algorithm", "seed", "reached", "best", "identical")}
         print(json.dumps(shown), flush=True)
     if asked.report:
         write_report(read_results(asked.results), ROOT / "docs")
+    if failed:
+        parser.exit(1, f"{failed} runs came to no result; the same command tries them again\n")
 
 
 def measured(
@@ -64,19 +71,27 @@ def measured(
     overrides: Sequence[str] = (),
     *,
     again: bool,
-) -> Iterator[dict[str, Any]]:
-    """Run what has no result yet, append each result to the file as it comes, and yield it."""
+) -> Iterator[dict[str, Any] | LearningError]:
+    """Run what has no result yet, append each result to the file as it comes, and yield it.
+
+    What comes to no result is yielded as its error; all else is still run. Every algorithm is run
+    with the first seed before any is run with the next.
+    """
     lines = read_results(results)
     known = {(line["algorithm"], line["seed"], line["setup"]): line for line in lines}
     skipped = 0
-    for name, seed in product(names, seeds):
+    for seed, name in product(seeds, names):
         recorded = known.get((name, seed, setup_of(name, overrides)))
         if recorded is not None and not again:
             skipped += 1
             to_stderr(f"{name}, seed {seed}: {told(recorded)}; skipped")
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            outcome = run(name, seed, Path(folder), overrides)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                outcome = run(name, seed, Path(folder), overrides)
+        except LearningError as error:
+            yield error
+            continue
         line = result_of(name, seed, outcome, overrides)
         results.parent.mkdir(parents=True, exist_ok=True)
         with results.open("a") as file:

@@ -61,6 +61,20 @@ def test_what_is_recorded_is_named_and_not_run_again(
     assert len(results.read_text().splitlines()) == 1
 
 
+@pytest.mark.long
+def test_what_comes_to_no_result_does_not_end_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, seeds = tmp_path / "results.jsonl", f"{1 << 70},{1 << 71}"
+    with pytest.raises(SystemExit) as ended:
+        learning.main(["--algorithm", "sft", "--seeds", seeds, "--results", str(results)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert said.count("no result: demo --algorithm sft") == 2
+    assert "2 runs came to no result; the same command tries them again" in said
+    assert not results.exists()
+
+
 def test_a_command_without_an_algorithm_says_what_it_takes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
