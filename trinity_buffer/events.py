@@ -417,6 +417,19 @@ class SegmentsArchived:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChainStarted:
+    """A store that is older than the heads of events was migrated: from here on each has one.
+
+    Attributes:
+        digest: the head that the event before would have, so that the old past is proven too.
+    """
+
+    version: ClassVar[int] = 1
+
+    digest: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExperimentFinished:
     """Whoever follows the experiment ends."""
 
@@ -455,6 +468,7 @@ Recorded = (
     | PolicyPublished
     | TrainerRewound
     | SegmentsArchived
+    | ChainStarted
     | ExperimentFinished
 )
 """All facts that this version records."""

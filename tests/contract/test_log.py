@@ -223,8 +223,10 @@ async def test_positions_and_kinds_are_checked_by_the_database(store_url: str) -
             "actor": "",
             "recorded_at": 0,
             "body": b"",
+            "head": bytes(32),
         }
-        for wrong in ({"position": 0}, {"position": 9, "kind": ""}, {"position": 1}):
+        places = ({"position": 0}, {"position": 9, "kind": ""}, {"position": 1})
+        for wrong in (*places, {"position": 9, "head": None}):
             new = partial(Transaction.execute, statement=tables.event.insert().values(row | wrong))
             with pytest.raises(StoreError):
                 await experiment.database.write(new)

@@ -209,7 +209,7 @@ async def test_what_the_database_refuses_of_one_call_harms_no_other(
     # As if a value slipped through the door that the database does not take.
     real = log.append_of_actors
 
-    def append_of_actors(tx: Any, key: int, said: Any, **more: Any) -> list[int]:
+    def append_of_actors(tx: Any, key: int, said: Any, **more: Any) -> list[log.Place]:
         if any(actor == "broken" for actor, _ in said):
             raise StoreError("a value out of range")
         return real(tx, key, said, **more)

@@ -36,6 +36,8 @@ POSTGRESQL_SCHEMA = (
     "SELECT proname, pg_get_functiondef(oid) FROM pg_proc "
     "WHERE pronamespace = 'public'::regnamespace",
     "SELECT sequencename, data_type::text FROM pg_sequences WHERE schemaname = 'public'",
+    "SELECT attrelid::regclass || '.' || attname, attstorage::text FROM pg_attribute "
+    "WHERE attnum > 0 AND attrelid = 'segment'::regclass",
 )
 
 
@@ -177,7 +179,7 @@ async def test_an_older_store_is_refused_with_the_command_that_mends_it(
 ) -> None:
     async with open_store(store_url):
         pass
-    monkeypatch.setattr(tables, "SCHEMA_REVISION", "0002")
+    monkeypatch.setattr(tables, "SCHEMA_REVISION", "9999")
     with pytest.raises(SchemaOutdatedError, match="trinity-buffer migrate --store"):
         async with open_store(store_url):
             pass

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sqlalchemy import Table, func, insert, select, text
+from sqlalchemy import Table, select, text
 
 from trinity_buffer import codec
 from trinity_buffer.pipeline.events import Event, now_us
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store import heads, log
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.tables import PROJECTIONS, event
 from trinity_buffer.store.transaction import Transaction
@@ -51,17 +52,10 @@ async def append_unfolded(url: str, kind: str, body: dict[str, Any]) -> int:
     encoded = codec.encode_body(kind, body)
 
     def append(tx: Transaction) -> int:
-        head = int(tx.execute(select(func.max(event.c.position))).scalar_one())
-        row = {
-            "experiment": 1,
-            "position": head + 1,
-            "kind": kind,
-            "actor": "saboteur",
-            "recorded_at": now_us(),
-            "body": encoded,
-        }
-        tx.execute(insert(event), row)
-        return head + 1
+        last = log.end(tx, 1)
+        said = (last.position + 1, kind, "saboteur", now_us(), encoded)
+        tx.add(event, [(1, *said, heads.head_of(last.head, *said))])
+        return last.position + 1
 
     return await unguarded(url, append)
 

@@ -13,6 +13,7 @@ from tests.stories import rollout
 from trinity_buffer.explorer.acknowledgements import Acknowledgements
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit, Outcome
+from trinity_buffer.store.log import Place
 
 
 def write_and_die(url: str, noted: str, plant: str) -> None:
@@ -33,4 +34,4 @@ def write_and_die(url: str, noted: str, plant: str) -> None:
 async def _acknowledge_first(self: GroupCommit, call: Any) -> Outcome:
     """Say that it is durable, as the commit would surely come."""
     self._waiting.append(call)
-    return Outcome(position=1)
+    return Outcome(place=Place(1, bytes(32)))

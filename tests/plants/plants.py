@@ -166,14 +166,17 @@ def positions_come_from_a_sequence(patch: Patch) -> None:
 
     def sequenced(
         tx: Any, experiment: int, said: Sequence[tuple[str, Any]], *, now_us: int
-    ) -> list[int]:
+    ) -> list[log.Place]:
         placed = [(next(sequence), actor, new) for actor, new in said]
-        rows = [(experiment, at, new.kind, who, now_us, new.encoded) for at, who, new in placed]
+        rows = [
+            (experiment, at, new.kind, who, now_us, new.encoded, bytes(32))
+            for at, who, new in placed
+        ]
         tx.add(tables.event, rows)
         facts = [PlacedFact(at, who, new.fact) for at, who, new in placed]
         projections.fold_all(tx, experiment, facts)
         tx.announce()
-        return [at for at, _, _ in placed]
+        return [log.Place(at, bytes(32)) for at, _, _ in placed]
 
     patch.setattr(log, "append_of_actors", sequenced)
 

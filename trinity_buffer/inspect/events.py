@@ -13,6 +13,7 @@ from trinity_buffer.events import (
     BatchLeased,
     BatchPlanned,
     BatchSealed,
+    ChainStarted,
     ConfigurationChanged,
     ConsumerRegistered,
     ExperiencesAnnotated,
@@ -119,6 +120,8 @@ def _summary(fact: Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one case per 
             return f"{len(fact.segments)} segments to {where}"
         case PolicyPublished():
             return f"version {fact.number}: {fact.uri}"
+        case ChainStarted():
+            return f"all before it has the head {fact.digest.hex()}"
         case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded() | UnknownEvent():
             return _as_it_is(body_of(fact))
         case _:

@@ -5,6 +5,7 @@ Each is a tuple of all columns of its table in their order, as the drivers take 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count, repeat
 from typing import Any
 
@@ -14,6 +15,7 @@ from trinity_buffer.events import (
     ExperiencesAnnotated,
     ExperiencesRecorded,
     ExperiencesRejected,
+    StepsCommitted,
 )
 from trinity_buffer.identity import Key
 from trinity_buffer.store.address import first_address
@@ -90,3 +92,18 @@ def delivery_rows(experiment: int, fact: BatchLeased) -> list[Row]:
         (experiment, name, names[of], address, number)
         for of, address in zip(fact.source, addresses, strict=True)
     ]
+
+
+def commit(fact: StepsCommitted) -> dict[str, Any]:
+    """Return what the row of `step` of the last step of a commit takes from its event."""
+    return {
+        "checkpoint": fact.checkpoint,
+        "checkpoint_digest": fact.checkpoint_digest,
+        "chain": fact.chain,
+    }
+
+
+NOT_COMMITTED: Mapping[str, None] = dict.fromkeys(
+    ("committed_at", "checkpoint", "checkpoint_digest", "chain", "rows_by_rank")
+)
+"""What a row of `step` says until it is committed on the live line, in the order of its columns."""

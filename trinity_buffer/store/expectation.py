@@ -21,6 +21,7 @@ from trinity_buffer.events import (
     BatchLeased,
     BatchPlanned,
     BatchSealed,
+    ChainStarted,
     ConfigurationChanged,
     ConsumerRegistered,
     ExperiencesAnnotated,
@@ -187,8 +188,10 @@ class Expectation:
             case SegmentsArchived():
                 new: list[Row] = [(self.experiment, key, at, fact.uri) for key in fact.segments]
                 self._add(archived, new, at)
-            case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded() | UnknownEvent():
+            case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded():
                 pass  # in no projection
+            case ChainStarted() | UnknownEvent():
+                pass
             case _:
                 assert_never(fact)
 
@@ -250,7 +253,7 @@ class Expectation:
             "groups": fact.num_groups,
             "planned_groups_so_far": before + fact.planned_groups,
             "manifest_digest": fact.digest,
-            **_NOT_COMMITTED,
+            **event_rows.NOT_COMMITTED,
         }
         found.uncommitted.add(number)
         found.row.update(leased_step=number, token=fact.token)
@@ -262,16 +265,14 @@ class Expectation:
         for number in done:
             found.steps[number]["committed_at"] = position
         found.uncommitted -= done
-        found.steps[last].update(
-            checkpoint=fact.checkpoint, checkpoint_digest=fact.checkpoint_digest
-        )
+        found.steps[last].update(event_rows.commit(fact))
         found.row.update(committed_step=last, token=fact.token)
 
     def _rewound(self, fact: TrainerRewound) -> None:
         found, kept = self._consumers[fact.consumer], fact.step
         for number, row in found.steps.items():
             if number > kept:
-                row.update(_NOT_COMMITTED)
+                row.update(event_rows.NOT_COMMITTED)
                 found.uncommitted.add(number)
         found.row["committed_step"] = kept
 
@@ -379,4 +380,3 @@ def _text_of(config: Any) -> str:
 
 
 _NUMBERS = ("cursor", "calls", "rejected_groups", "token", "leased_step", "committed_step")
-_NOT_COMMITTED = dict.fromkeys(("committed_at", "checkpoint", "checkpoint_digest"))

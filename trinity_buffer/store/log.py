@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from sqlalchemy import bindparam, false, func, or_, select
 
+from trinity_buffer.errors import StoreError
 from trinity_buffer.events import Fact, PlacedFact, kind_of
-from trinity_buffer.store import projections
+from trinity_buffer.store import heads, projections
 from trinity_buffer.store.dialect import (
     among,
     among_given,
@@ -42,13 +44,26 @@ class NewEvent:
 
 @dataclass(frozen=True, slots=True)
 class StoredEvent:
-    """A fact as it lies in the log; ``recorded_at`` is in microseconds since 1970."""
+    """A fact as it lies in the log.
+
+    Attributes:
+        recorded_at: in microseconds since 1970.
+        head: see `heads`; None in the part of a log that is older than its chain.
+    """
 
     position: int
     kind: str
     actor: str
     recorded_at: int
     body: bytes
+    head: bytes | None
+
+
+class Place(NamedTuple):
+    """Where a log ends: the position of its last event, and the head that proves all up to it."""
+
+    position: int
+    head: bytes
 
 
 def append(
@@ -56,22 +71,53 @@ def append(
 ) -> list[int]:
     """Append ``events`` in order, fold them, and return their positions. Never commits."""
     said = [(actor, new) for new in events]
-    return append_of_actors(tx, experiment_id, said, now_us=now_us)
+    places = append_of_actors(tx, experiment_id, said, now_us=now_us)
+    return [place.position for place in places]
 
 
 def append_of_actors(
     tx: Transaction, experiment_id: int, said: Sequence[tuple[str, NewEvent]], *, now_us: int
-) -> list[int]:
-    """Append events, each of an actor of its own, as `append` does."""
+) -> list[Place]:
+    """Append events, each of an actor of its own, as `append` does; return their places."""
     lock_experiment(tx, experiment_id)
-    first = head(tx, experiment_id) + 1
-    placed = [(position, actor, new) for position, (actor, new) in enumerate(said, first)]
-    rows = [(experiment_id, at, new.kind, who, now_us, new.encoded) for at, who, new in placed]
+    last = end(tx, experiment_id)
+    places, facts, rows = [], [], []
+    for actor, new in said:
+        event_says = (last.position + 1, new.kind, actor, now_us, new.encoded)
+        last = Place(event_says[0], heads.head_of(last.head, *event_says))
+        places.append(last)
+        rows.append((experiment_id, *event_says, last.head))
+        facts.append(PlacedFact(last.position, actor, new.fact))
     tx.add(event, rows)
-    facts = [PlacedFact(at, who, new.fact) for at, who, new in placed]
     projections.fold_all(tx, experiment_id, facts)
     tx.announce()
-    return [at for at, _, _ in placed]
+    return places
+
+
+def end(tx: Transaction, experiment_id: int) -> Place:
+    """Return where the log ends; before its first event, what its chain begins with.
+
+    Raises:
+        StoreError: the last event has no head.
+    """
+    rows = _END.rows(tx, of=experiment_id)
+    if not rows:
+        return Place(0, heads.origin(experiment_name(tx, experiment_id)))
+    ((position, known),) = rows
+    if known is None:
+        raise StoreError(
+            f"the event at position {position} has no head, so none can follow it: somebody took "
+            "it away; run `trinity-buffer verify` and restore the store from a backup"
+        )
+    return Place(position, known)
+
+
+_END = Prepared(
+    select(event.c.position, event.c.head)
+    .where(event.c.experiment == bindparam("of"))
+    .order_by(event.c.position.desc())
+    .limit(1)
+)
 
 
 def head(tx: Transaction, experiment_id: int) -> int:
@@ -97,7 +143,7 @@ def read_after(
     return [StoredEvent(*row) for row in rows]
 
 
-_STORED = select(event.c.position, event.c.kind, event.c.actor, event.c.recorded_at, event.c.body)
+_STORED = select(*(column for column in event.c if column is not event.c.experiment))
 _STORED = _STORED.where(event.c.experiment == bindparam("of")).order_by(event.c.position)
 
 
@@ -135,6 +181,12 @@ def find_experiment(tx: Transaction, name: str) -> int | None:
         select(experiment.c.id).where(experiment.c.name == name)
     ).scalar_one_or_none()
     return None if found is None else int(found)
+
+
+def experiment_name(tx: Transaction, experiment_id: int) -> str:
+    """Return the name of the experiment with this id."""
+    query = select(experiment.c.name).where(experiment.c.id == experiment_id)
+    return str(tx.execute(query).scalar_one())
 
 
 def create_experiment(tx: Transaction, name: str) -> int:

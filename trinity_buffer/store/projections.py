@@ -19,6 +19,7 @@ from trinity_buffer.events import (
     BatchLeased,
     BatchPlanned,
     BatchSealed,
+    ChainStarted,
     Config,
     ConfigurationChanged,
     ConsumerRegistered,
@@ -99,6 +100,8 @@ def fold(tx: Transaction, experiment: int, placed: PlacedFact) -> None:  # noqa:
             _archived(tx, experiment, at, fact)
         case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded():
             pass  # what ranks say to each other they read in the log itself
+        case ChainStarted():
+            pass  # it proves the log, and is in no projection
         case UnknownEvent():
             pass  # an old version may read a newer log
         case _:
@@ -269,8 +272,8 @@ def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) 
     before = _GROUPS_SO_FAR.value(tx, of=experiment, by=name, at=number - 1)
     so_far = int(before or 0) + fact.planned_groups
     size = (len(fact.annotations), fact.num_groups, so_far)
-    row = (experiment, name, number, position, *size, fact.digest, None, None, None)
-    tx.add(step, [row])
+    row = (experiment, name, number, position, *size, fact.digest)
+    tx.add(step, [(*row, *event_rows.NOT_COMMITTED.values())])
     tx.add(delivery, event_rows.delivery_rows(experiment, fact))
     _HANDED_OUT.rows(tx, of=experiment, by=name, number=number, fence=fact.token)
 
@@ -295,8 +298,7 @@ def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommi
         .values(committed_at=position)
     )
     tx.execute(new)
-    checkpoint = {"checkpoint": fact.checkpoint, "checkpoint_digest": fact.checkpoint_digest}
-    tx.execute(update(step).where(*mine, step.c.step == last).values(checkpoint))
+    tx.execute(update(step).where(*mine, step.c.step == last).values(event_rows.commit(fact)))
     mine = (consumer.c.experiment == experiment, consumer.c.name == name)
     done = {"committed_step": last, "token": fact.token}
     tx.execute(update(consumer).where(*mine).values(done))
@@ -305,8 +307,7 @@ def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommi
 def _rewound(tx: Transaction, experiment: int, fact: TrainerRewound) -> None:
     name, kept = fact.consumer, fact.step
     mine = (step.c.experiment == experiment, step.c.consumer == name, step.c.step > kept)
-    superseded = {"committed_at": None, "checkpoint": None, "checkpoint_digest": None}
-    tx.execute(update(step).where(*mine).values(superseded))
+    tx.execute(update(step).where(*mine).values(event_rows.NOT_COMMITTED))
     live = (consumer.c.experiment == experiment, consumer.c.name == name)
     tx.execute(update(consumer).where(*live).values(committed_step=kept))
 

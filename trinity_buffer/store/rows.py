@@ -70,6 +70,8 @@ class StepRow:
     committed_at: int | None
     checkpoint: str | None
     checkpoint_digest: str | None
+    chain: bytes | None
+    rows_by_rank: list[int] | None
 
 
 def typed(text_key: str, *, is_int: bool) -> Key:

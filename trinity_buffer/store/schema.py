@@ -6,10 +6,10 @@ from sqlalchemy import inspect as inspect_engine
 from sqlalchemy import text
 
 from trinity_buffer.errors import SchemaOutdatedError, SchemaTooNewError, UnknownStoreError
-from trinity_buffer.store import tables
+from trinity_buffer.store import guards, tables
 from trinity_buffer.store.transaction import Transaction
 
-KNOWN_REVISIONS = ("0001",)
+KNOWN_REVISIONS = ("0001", "0002")
 """Revisions that can be migrated from, oldest first, up to `tables.SCHEMA_REVISION`."""
 
 _CREATE_LOCK = 0x54425546
@@ -54,6 +54,8 @@ def create(tx: Transaction, name: str) -> None:
     if inspect(tx, name):
         return
     tables.metadata.create_all(tx.connection)
+    for statement in guards.statements(tx.dialect.name):
+        tx.connection.exec_driver_sql(statement)
     tx.execute(
         text(
             "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL, "

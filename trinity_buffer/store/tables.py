@@ -1,8 +1,8 @@
-"""The single truth of the schema: every table, constraint, index and trigger.
+"""The single truth of the schema: every table, constraint and index; its triggers are `guards`.
 
-Truth is `experiment`, `event` and `segment`; triggers keep it immutable. `lease` holds promises,
-which may be forgotten at any time. Everything else is a projection: written in the transaction of
-its event, droppable, and equal row for row when the log is folded again.
+Truth is `experiment`, `event` and `segment`; triggers keep it immutable. `lease` and `presence`
+hold promises, which may be forgotten at any time. Everything else is a projection: written in the
+transaction of its event, droppable, and equal row for row when the log is folded again.
 
 An `address` is ``position * 2**20 + slot`` (see `address.py`): the row of an event that an entry
 talks about.
@@ -14,7 +14,6 @@ import json
 from typing import Any
 
 from sqlalchemy import (
-    DDL,
     BigInteger,
     Boolean,
     CheckConstraint,
@@ -27,13 +26,11 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
-)
-from sqlalchemy import (
-    event as listen_to,
+    text,
 )
 from typing_extensions import override
 
-SCHEMA_REVISION = "0001"
+SCHEMA_REVISION = "0002"
 """The alembic revision that equals these tables; a test holds them together."""
 
 metadata = MetaData(
@@ -75,6 +72,9 @@ experiment = Table(
     sqlite_autoincrement=True,
 )
 
+NOT_FREQUENT = "kind NOT IN ('ExperiencesRecorded', 'ExperiencesAnnotated')"
+"""What `ix_event_kind` holds. SQLite uses it where a statement says the same in these words."""
+
 event = Table(
     "event",
     metadata,
@@ -85,8 +85,18 @@ event = Table(
     # microseconds since 1970, for people: order is `position`
     Column("recorded_at", BigInteger, nullable=False),
     Column("body", LargeBinary, nullable=False),
+    # 32 bytes, see `heads`; None before the `ChainStarted` of a store that is older than heads
+    Column("head", LargeBinary),
     CheckConstraint("position >= 1", name="position"),
     CheckConstraint("kind <> ''", name="kind"),
+    Index(
+        "ix_event_kind",
+        "experiment",
+        "kind",
+        "position",
+        sqlite_where=text(NOT_FREQUENT),
+        postgresql_where=text(NOT_FREQUENT),
+    ),
     sqlite_with_rowid=False,
 )
 
@@ -253,6 +263,10 @@ step = Table(
     Column("committed_at", BigInteger),  # None: not committed on the live line
     Column("checkpoint", Text),
     Column("checkpoint_digest", Text),
+    # Of the last step of a commit: the digest of the chain of manifests up to it, and how many rows
+    # of it each rank took, where that was recorded.
+    Column("chain", LargeBinary),
+    Column("rows_by_rank", CanonicalJSON),
     sqlite_with_rowid=False,
 )
 
@@ -301,6 +315,21 @@ lease = Table(
     sqlite_with_rowid=False,
 )
 
+# Who is at work, so that a wait can say who would end it.
+presence = Table(
+    "presence",
+    metadata,
+    _key("experiment", Integer),
+    _key("role", Text),
+    _key("name", Text),
+    _key("host", Text),
+    _key("pid"),
+    Column("started_at", BigInteger, nullable=False),  # microseconds since 1970
+    Column("last_seen", BigInteger, nullable=False),  # likewise
+    Column("waiting_for", Text),  # None: it waits for nothing
+    sqlite_with_rowid=False,
+)
+
 PROJECTIONS = (
     configuration,
     batch,
@@ -316,52 +345,3 @@ PROJECTIONS = (
     assigned_reward,
     archived,
 )
-
-_IMMUTABLE = (
-    (experiment, ("UPDATE", "DELETE")),
-    (event, ("UPDATE", "DELETE")),
-    (segment, ("UPDATE",)),
-)
-_NOT_ARCHIVED = "NOT EXISTS (SELECT 1 FROM archived WHERE archived.segment = OLD.key)"
-
-
-def immutability_statements(dialect: str) -> list[tuple[Table, str]]:
-    """Return the statements that make truth immutable on ``dialect``, each with its table.
-
-    A segment may be deleted once an ``archived`` row names it: that row comes with the
-    ``SegmentsArchived`` event, in the same transaction.
-    """
-    statements = []
-    for table, operations in _IMMUTABLE:
-        for operation in operations:
-            statements += _guard(dialect, table, operation, "the log is append-only", "")
-    archive_first = "archive it first (trinity-buffer compact)"
-    return statements + _guard(dialect, segment, "DELETE", archive_first, _NOT_ARCHIVED)
-
-
-def _guard(
-    dialect: str, table: Table, operation: str, why: str, condition: str
-) -> list[tuple[Table, str]]:
-    """Return what makes ``operation`` on ``table`` fail, or only where ``condition`` holds."""
-    name = f"{table.name}_forbids_{operation.lower()}"
-    message = f"{table.name}: {operation} is forbidden, {why}"
-    if dialect == "sqlite":
-        when = f"WHEN {condition} " if condition else ""
-        body = f"BEGIN SELECT RAISE(ABORT, '{message}'); END"
-        return [(table, f"CREATE TRIGGER {name} BEFORE {operation} ON {table.name} {when}{body}")]
-    raises = f"RAISE EXCEPTION '{message}';"
-    body = f"IF {condition} THEN {raises} END IF; RETURN OLD;" if condition else raises
-    function = (
-        f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {body} END $$"
-    )
-    trigger = (
-        f"CREATE TRIGGER {name} BEFORE {operation} ON {table.name} "
-        f"FOR EACH {'ROW' if condition else 'STATEMENT'} EXECUTE FUNCTION {name}()"
-    )
-    return [(table, function), (table, trigger)]
-
-
-for _dialect in ("sqlite", "postgresql"):
-    for _table, _statement in immutability_statements(_dialect):
-        # DDL() formats with %, which none of these statements contain.
-        listen_to.listen(_table, "after_create", DDL(_statement).execute_if(dialect=_dialect))

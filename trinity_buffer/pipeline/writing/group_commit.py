@@ -21,7 +21,7 @@ from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, segments
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.dialect import lock_experiment
-from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.log import NewEvent, Place
 from trinity_buffer.store.transaction import Session, TakenKeyError, Transaction
 
 
@@ -44,14 +44,15 @@ class PreparedWrite:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a `PreparedWrite`: written up to ``position``, or not, for the other two.
+    """What became of a `PreparedWrite`: written, or not, for the reason in the other two.
 
     Attributes:
+        place: of its last event.
         known: EIDs that are stored already, with address and content digest.
         sealed: batches that were sealed before the call came.
     """
 
-    position: int = 0
+    place: Place | None = None
     known: Mapping[EID, tuple[int, bytes]] = field(default_factory=dict)
     sealed: frozenset[str] = frozenset()
 
@@ -208,7 +209,7 @@ class GroupCommit:
             TakenKeyError: something is stored already, or a batch is sealed; nothing was written.
         """
 
-        def work(s: Session) -> dict[int, int]:
+        def work(s: Session) -> dict[int, Place]:
             if not group.prepared:
                 s.compute(group.prepare)
             return s.write(_append, [write for write, _ in group.writes])
@@ -216,7 +217,7 @@ class GroupCommit:
         places = await self._database.session(work)
         for write, entries in group.writes:
             for entry in entries:
-                entry.outcome = Outcome(position=places[id(write)])
+                entry.outcome = Outcome(place=places[id(write)])
 
     async def _try_alone(self, entry: _Entry) -> None:
         group = _Group([entry])
@@ -233,9 +234,9 @@ class GroupCommit:
                     raise StoreError(f"a key is taken: {error}") from error
 
 
-def _append(tx: Transaction, writes: list[PreparedWrite]) -> dict[int, int]:
-    """Record ``writes``; return the position of the last event of each, by its identity."""
-    places: dict[int, int] = {}
+def _append(tx: Transaction, writes: list[PreparedWrite]) -> dict[int, Place]:
+    """Record ``writes``; return the place of the last event of each, by its identity."""
+    places: dict[int, Place] = {}
     segments.write(tx, [row for write in writes for row in write.segments])
     writes.sort(key=lambda one: one.experiment)  # locks, always in one order
     for experiment, same in groupby(writes, key=lambda one: one.experiment):
@@ -245,8 +246,8 @@ def _append(tx: Transaction, writes: list[PreparedWrite]) -> dict[int, int]:
             raise _SomebodyIsLateError
         reached("inside-append")
         said = [(write.actor, event) for write in some for event in write.events]
-        positions = iter(log.append_of_actors(tx, experiment, said, now_us=now_us()))
-        places |= {id(write): max(islice(positions, len(write.events))) for write in some}
+        new = iter(log.append_of_actors(tx, experiment, said, now_us=now_us()))
+        places |= {id(write): max(islice(new, len(write.events))) for write in some}
     return places
 
 

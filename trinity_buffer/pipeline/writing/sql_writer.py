@@ -61,9 +61,9 @@ class SQLWriter(BufferWriter):
         while call.rows:
             reached("before-append")
             outcome = await self._group_commit.submit(call)
-            if outcome.position:
+            if outcome.place is not None:
                 reached("after-append")
-                return call.receipt(outcome.position)
+                return call.receipt(outcome.place.position)
             call.learn(outcome)
         return call.receipt(0)
 
