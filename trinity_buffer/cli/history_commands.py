@@ -8,16 +8,17 @@ from typing import Annotated
 
 import typer
 
-from trinity_buffer.cli.inspect_commands import run
+from trinity_buffer.cli.asking import run
 from trinity_buffer.cli.options import (
+    ArgumentsOption,
     ExperimentOption,
     JsonOption,
+    SetOption,
     StoreOption,
     chosen_experiment,
     chosen_store,
 )
 from trinity_buffer.cli.printing import console, print_json
-from trinity_buffer.cli.run_commands import ArgumentsOption, SetOption
 from trinity_buffer.pipeline.history.compaction import CompactionReport
 from trinity_buffer.pipeline.history.compaction import compact as compact_experiment
 from trinity_buffer.pipeline.store import open_store
@@ -138,9 +139,3 @@ def compact(
         where = f" to {len(report.files)} files" if report.files else ""
         megabytes = report.bytes / 1e6
         console().print(f"{report.segments} segments ({megabytes:.1f} MB) left the store{where}")
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands to the application."""
-    for command in (replay, reannotate, compact):
-        app.command()(command)

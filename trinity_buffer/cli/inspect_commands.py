@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import anyio
@@ -10,22 +9,21 @@ import typer
 from rich.markup import escape
 
 from trinity_buffer import inspect as questions
+from trinity_buffer.cli.asking import INTERRUPTED, asked, run
+from trinity_buffer.cli.escaping import one_line, unescaped
 from trinity_buffer.cli.options import (
     ExperimentOption,
     JsonOption,
     StoreOption,
-    chosen_experiment,
     chosen_store,
 )
 from trinity_buffer.cli.printing import (
     console,
-    one_line,
     print_json,
     shown,
     size_of,
     table,
     time_of,
-    unescaped,
 )
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspect import (
@@ -39,32 +37,12 @@ from trinity_buffer.inspect import (
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 
-INTERRUPTED = 130
-
 AfterOption = Annotated[
     int | None, typer.Option("--after", help="Only events after this position. Default: the last.")
 ]
 KindOption = Annotated[
     list[str] | None, typer.Option("--kind", help="Only this kind, as StepsCommitted; repeatable.")
 ]
-
-
-def run(main: Callable[[], Awaitable[Any]]) -> Any:
-    """Run a command to its end; Ctrl-C ends it without a traceback."""
-    try:
-        return anyio.run(main)
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
-
-
-async def asked(
-    store: str | None, experiment: str | None, question: Callable[[Experiment], Awaitable[Any]]
-) -> Any:
-    """Return the answer to ``question`` about the chosen experiment, opened read-only."""
-    url = chosen_store(store)
-    name = await chosen_experiment(url, experiment)
-    async with open_store(url, read_only=True) as opened:
-        return await question(await opened.experiment(name))
 
 
 def stats(
@@ -322,9 +300,3 @@ def _tensor_rows(tensors: dict[str, TensorSummary]) -> list[tuple[Any, ...]]:
         )
         for name, one in tensors.items()
     ]
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands to the application."""
-    for command in (stats, events, groups, show):
-        app.command()(command)

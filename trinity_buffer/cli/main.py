@@ -9,21 +9,27 @@ from typing import NoReturn
 
 import typer
 
-from trinity_buffer.cli import (
-    history_commands,
-    inspect_commands,
-    maintenance_commands,
-    run_commands,
-)
-from trinity_buffer.cli.printing import escaped
+from trinity_buffer.cli.commands import CommandTable
+from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.supervisor import end_with_parent, exit_code_of
 from trinity_buffer.errors import TrinityBufferError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-run_commands.register(app)
-inspect_commands.register(app)
-maintenance_commands.register(app)
-history_commands.register(app)
+# Help is plain text: a formatted one would take twice as long to start as all else that it needs.
+app = typer.Typer(
+    cls=CommandTable,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def trinity_buffer() -> None:
+    """Know what every gradient step was trained on: an experience store for post-training.
+
+    `trinity-buffer COMMAND --help` shows the options of a command, and an example.
+    """
 
 
 def run_command() -> None:

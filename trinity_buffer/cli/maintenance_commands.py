@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from trinity_buffer.cli.inspect_commands import run
+from trinity_buffer.cli.asking import run
+from trinity_buffer.cli.escaping import one_line
 from trinity_buffer.cli.options import (
     ExperimentOption,
     JsonOption,
@@ -17,7 +18,7 @@ from trinity_buffer.cli.options import (
     chosen_experiment,
     chosen_store,
 )
-from trinity_buffer.cli.printing import console, one_line, print_json, progress, shown, table
+from trinity_buffer.cli.printing import console, print_json, progress, shown, table
 from trinity_buffer.pipeline.history.rebuild import RebuildReport
 from trinity_buffer.pipeline.history.rebuild import rebuild as rebuild_projections
 from trinity_buffer.pipeline.store import open_store
@@ -222,9 +223,3 @@ def _one_told(value: Any) -> str:
 
 def _named(cls: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands to the application."""
-    for command in (verify, rebuild, migrate, algorithms):
-        app.command()(command)

@@ -10,7 +10,7 @@ from typing import Annotated
 import anyio
 import typer
 
-from trinity_buffer.cli.printing import escaped
+from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError, UnknownStoreError
 from trinity_buffer.pipeline.store import open_store
 
@@ -31,6 +31,23 @@ ExperimentOption = Annotated[
     typer.Option("--experiment", help="Which experiment, where the store has more than one."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Override a key of the configuration, as optimizer.learning_rate=3e-4."
+    ),
+]
+ArgumentsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="An argument of the strategy, as epsilon=1e-5; of one of several, as grpo.epsilon=1e-5"
+        " (`trinity-buffer algorithms` lists them).",
+    ),
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="TOML or YAML file with the configuration.")
+]
 
 
 def chosen_store(store: str | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,42 +17,12 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
+from trinity_buffer.cli.escaping import escaped, escaped_in_json, one_line
+
 Report = Callable[[str, int, int], None]
 
 PLAIN_WIDTH = 1000
 """Of lines that go into a file or a pipe: nobody cuts or wraps them there."""
-
-
-_ORDERS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
-    "\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
-)
-"""Characters that a terminal obeys, or that change how others are read; not tab and line feed."""
-
-_ESCAPES = re.compile(r"\\(?:[nrt\\]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
-
-
-def escaped(text: str) -> str:
-    """Return ``text`` with everything spelled out that a terminal would obey."""
-    return _ORDERS.sub(_spelled, text)
-
-
-def one_line(text: str) -> str:
-    """Return ``text`` escaped, line feeds and tabs too: nobody's name begins a line of ours."""
-    return escaped(text).replace("\n", "\\n").replace("\t", "\\t")
-
-
-def unescaped(text: str) -> str:
-    """Return what `one_line` spelled out."""
-    return _ESCAPES.sub(lambda found: found[0].encode().decode("unicode_escape"), text)
-
-
-def _spelled(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
-
-
-def _spelled_in_json(found: re.Match[str]) -> str:
-    return json.dumps(found[0])[1:-1] if found[0] != "\x7f" else "\\u007f"
 
 
 class Terminal(Console):
@@ -77,7 +46,7 @@ def as_json(value: Any) -> str:
     What a terminal would obey is escaped as JSON does it: who parses the line reads the same text.
     """
     plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    return _ORDERS.sub(_spelled_in_json, json.dumps(plain, default=_as_text, ensure_ascii=False))
+    return escaped_in_json(json.dumps(plain, default=_as_text, ensure_ascii=False))
 
 
 def _as_text(value: object) -> Any:

@@ -14,7 +14,7 @@ import anyio
 import torch
 
 from trinity_buffer.algorithm import Algorithm
-from trinity_buffer.cli.printing import escaped
+from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.run_algorithm import algorithm_of, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
 from trinity_buffer.demo.needs import needs_of

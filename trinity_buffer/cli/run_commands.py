@@ -11,8 +11,11 @@ import anyio
 import typer
 
 from trinity_buffer.cli.options import (
+    ArgumentsOption,
+    ConfigOption,
     ExperimentOption,
     JsonOption,
+    SetOption,
     StoreOption,
     awaited_experiment,
     chosen_experiment,
@@ -24,24 +27,6 @@ from trinity_buffer.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from trinity_buffer.cli.run_config import RunConfig
-
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", help="Override a key of the configuration, as optimizer.learning_rate=3e-4."
-    ),
-]
-ArgumentsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="An argument of the strategy, as epsilon=1e-5; of one of several, as grpo.epsilon=1e-5"
-        " (`trinity-buffer algorithms` lists them).",
-    ),
-]
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="TOML or YAML file with the configuration.")
-]
 
 
 def demo(
@@ -313,9 +298,3 @@ async def _prepared(
         # What is recorded beside a run's own keys stays.
         await store.experiment(name, config={**before, **changed})
         return name
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands to the application."""
-    for command in (demo, explore, annotate, train):
-        app.command()(command)

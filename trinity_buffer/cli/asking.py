@@ -1,0 +1,33 @@
+"""How a command asks: the store is opened read-only, and Ctrl-C leaves no traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import typer
+
+from trinity_buffer.cli.options import chosen_experiment, chosen_store
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import open_store
+
+INTERRUPTED = 130
+
+
+def run(main: Callable[[], Awaitable[Any]]) -> Any:
+    """Run a command to its end; Ctrl-C ends it without a traceback."""
+    try:
+        return anyio.run(main)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+async def asked(
+    store: str | None, experiment: str | None, question: Callable[[Experiment], Awaitable[Any]]
+) -> Any:
+    """Return the answer to ``question`` about the chosen experiment, opened read-only."""
+    url = chosen_store(store)
+    name = await chosen_experiment(url, experiment)
+    async with open_store(url, read_only=True) as opened:
+        return await question(await opened.experiment(name))

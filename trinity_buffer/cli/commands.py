@@ -1,0 +1,119 @@
+"""All commands: where each is, and what it does. A command loads its own modules and no other's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import typer
+from typer.core import TyperGroup
+from typing_extensions import override
+
+
+class Command(NamedTuple):
+    """A command: ``module:function``, and the first line of its help, which a test holds to it."""
+
+    place: str
+    does: str
+
+
+_RUN = "trinity_buffer.cli.run_commands"
+_ASK = "trinity_buffer.cli.inspect_commands"
+_MEND = "trinity_buffer.cli.maintenance_commands"
+_HISTORY = "trinity_buffer.cli.history_commands"
+
+COMMANDS = {
+    "demo": Command(
+        f"{_RUN}:demo",
+        "Train a small policy from scratch, in four processes on one store, and watch it.",
+    ),
+    "explore": Command(
+        f"{_RUN}:explore",
+        "Generate rollouts with the newest published policy, until the experiment is finished.",
+    ),
+    "annotate": Command(
+        f"{_RUN}:annotate",
+        "Run a strategy over what is stored: advantages in, annotations out.",
+    ),
+    "train": Command(
+        f"{_RUN}:train",
+        "Train on annotated groups, and commit each checkpoint with what it was trained on.",
+    ),
+    "stats": Command(f"{_ASK}:stats", "Say what is in a store and how far everybody is."),
+    "events": Command(
+        f"{_ASK}:events",
+        "Print the events of the log, one a line: the last ones, or those after a position.",
+    ),
+    "groups": Command(
+        f"{_ASK}:groups",
+        "Show groups: rewards and advantages of the runs of a task, and what became of them.",
+    ),
+    "show": Command(
+        f"{_ASK}:show",
+        "Show one experience: what it holds, its annotations, where it was trained, or why not.",
+    ),
+    "verify": Command(
+        f"{_MEND}:verify",
+        "Check every promise: the log, its segments and projections, and the proof from outside.",
+    ),
+    "rebuild": Command(
+        f"{_MEND}:rebuild", "Fold the log again, and make every projection row what it says."
+    ),
+    "migrate": Command(f"{_MEND}:migrate", "Bring a store that an older version wrote up to date."),
+    "algorithms": Command(
+        f"{_MEND}:algorithms",
+        "List the algorithms, and the parts of which one's own are made, with their arguments.",
+    ),
+    "replay": Command(
+        f"{_HISTORY}:replay",
+        "Train again on the recorded batches, without explorers and without changing the store.",
+    ),
+    "reannotate": Command(
+        f"{_HISTORY}:reannotate",
+        "Add a second set of annotations beside the first, without touching it.",
+    ),
+    "compact": Command(
+        f"{_HISTORY}:compact",
+        "Archive, or delete, the tensors of what was committed long ago; events and lineage stay.",
+    ),
+}
+"""Name -> command, in the order of the help."""
+
+
+class _Loaded(Mapping[str, Any]):
+    """The commands by name, each loaded when it is asked for."""
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        module, _, function = COMMANDS[name].place.partition(":")
+        alone = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+        )
+        alone.command(name)(getattr(import_module(module), function))
+        return typer.main.get_command(alone)
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    @override
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class CommandTable(TyperGroup):
+    """The group of all commands; its help is read off the table."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "commands": None})
+        self.commands: Any = _Loaded()
+
+    @override
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    @override
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.does) for name, command in COMMANDS.items()])
