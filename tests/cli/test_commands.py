@@ -1,0 +1,57 @@
+"""The table of commands: each starts with its own modules alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from inspect import getdoc
+
+import pytest
+import typer
+
+from tests.cli.calling import Cli
+from trinity_buffer.cli.commands import COMMANDS
+from trinity_buffer.cli.main import app
+
+
+def loaded_by(*words: str) -> set[str]:
+    """Return the modules that a fresh ``trinity-buffer`` holds when it ends."""
+    code = (
+        "import atexit, sys\n"
+        "from trinity_buffer.cli.main import run_command\n"
+        "atexit.register(lambda: print(*sys.modules))\n"
+        f"sys.argv = {['trinity-buffer', *words]!r}\n"
+        "run_command()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    return set(done.stdout.decode().splitlines()[-1].split())
+
+
+def test_the_help_loads_neither_sql_nor_tables_nor_tensors() -> None:
+    heavy = {"sqlalchemy", "rich", "numpy", "msgpack", "torch", "pydantic", "anyio"}
+    assert not heavy & loaded_by("--help")
+
+
+def test_a_question_loads_what_it_asks_with_and_no_more() -> None:
+    modules = loaded_by("stats", "--store", "sqlite:///not-there.db")
+    assert "sqlalchemy" in modules
+    assert not {"torch", "alembic", "pyarrow", "asyncpg"} & modules
+    assert "trinity_buffer.cli.run_commands" not in modules
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_table_says_what_the_command_says_of_itself(name: str) -> None:
+    group: typer.core.TyperGroup = typer.main.get_command(app)  # type: ignore[assignment]
+    callback = group.commands[name].callback
+    assert COMMANDS[name].does == (getdoc(callback) or "").splitlines()[0]
+
+
+def test_the_help_shows_every_command(cli: Cli) -> None:
+    told = " ".join(cli("--help").out.split())
+    assert all(f"{name} {command.does}" in told for name, command in COMMANDS.items())
+
+
+def test_a_mistyped_command_is_told_what_was_meant(cli: Cli) -> None:
+    ended = cli("stat")
+    assert ended.code == 2
+    assert "Did you mean 'stats'?" in ended.err
