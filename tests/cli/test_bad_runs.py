@@ -28,6 +28,8 @@ def test_a_learning_rate_that_breaks_the_weights_ends_the_run(tmp_path: Path) ->
     assert "lower" in last
     assert "learning rate" in last or "learning_rate" in last
     assert "ends again and again" not in ended.stdout
+    assert "everything holds" not in ended.stdout
+    assert "verify: what was stored holds, but the run failed" in ended.stdout
 
     async def metrics() -> list[float]:
         async with open_store(
@@ -44,5 +46,5 @@ def test_a_learning_rate_that_breaks_the_weights_ends_the_run(tmp_path: Path) ->
 def test_a_run_that_had_no_time_to_train_has_failed(tmp_path: Path) -> None:
     ended = demo(tmp_path, "--limit", "0.5")
     assert ended.returncode == 1
-    assert "everything holds of what was stored, and nothing was trained" in ended.stdout
+    assert "verify: what was stored holds, but the run failed" in ended.stdout
     assert ended.stdout.splitlines()[-1].startswith("failed: nothing was trained in ")

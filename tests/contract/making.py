@@ -50,7 +50,7 @@ def rollout(
 
 
 def group(
-    batch: Key = "b", task: Key = 0, runs: int = 4, *, rewards: Sequence[float] | None = None
+    batch: Key = "b", task: Key = 0, runs: int = 4, *, rewards: Sequence[float | None] | None = None
 ) -> list[Experience]:
     """Return the runs of one task; by default every second one is right."""
     found = rewards or [float(run % 2) for run in range(runs)]

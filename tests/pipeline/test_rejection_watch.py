@@ -12,6 +12,7 @@ from trinity_buffer.errors import TrainingError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.rejection_watch import RejectionWatch
 from trinity_buffer.pipeline.store import Store, open_store
 
 
@@ -73,3 +74,37 @@ async def test_a_filter_that_keeps_nothing_goes_on_and_says_so(
     assert (report.annotated, report.rejected) == (0, 18)
     (warning,) = [record for record in caplog.records if "rejection_watch" in record.name]
     assert "as zero_variance (first b0/0/0" in warning.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("reason", "trained", "options"),
+    [
+        ("stale", 1, {"sample_strategy": "staleness_control", "max_staleness": 0}),
+        ("oversize", 0, {"max_tokens": 2}),
+    ],
+)
+async def test_a_trainer_that_is_given_nothing_of_use_says_so_once_and_goes_on(
+    reason: str,
+    trained: int,
+    options: dict[str, Any],
+    store_url: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = rows(9, reward=1.0)
+    for one in made:
+        one.info["model_version"] = 0
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, made, max_rejected_steps=4)
+        with caplog.at_level(logging.WARNING):
+            async with experiment.train_stream(strategy=None, **options) as stream:
+                assert len([step async for step in stream]) == trained
+    (warning,) = [record for record in caplog.records if "rejection_watch" in record.name]
+    assert f"steps in a row as {reason} (first b0/{trained}/0/0" in warning.getMessage()
+
+
+def test_what_is_too_old_does_not_hide_that_the_rest_is_faulty() -> None:
+    watch = RejectionWatch("trainer 't'", groups_per_step=2, max_rejected_steps=2)
+    watch.rejected(6, {"stale"}, lambda: "b/0/0/0")
+    watch.rejected(2, {"invalid"}, lambda: "b/1/0/0")
+    with pytest.raises(TrainingError, match=r"5 steps in a row as invalid, stale \(first b/0/0/0"):
+        watch.rejected(2, {"invalid"}, lambda: "b/2/0/0")

@@ -189,6 +189,24 @@ def test_three_skipped_steps_in_a_row_end_the_trainer_and_are_committed(
     assert_all_that_was_kept_is_finite(sqlite_url, tmp_path / "c")
 
 
+def test_skipped_steps_are_counted_across_a_restart(sqlite_url: str, tmp_path: Path) -> None:
+    algorithm = planted("loss nan")
+    anyio.run(prepared, sqlite_url, algorithm)
+    train(sqlite_url, algorithm, tmp_path / "c", max_steps=2)
+    with pytest.raises(NonFiniteError, match=r"3 steps in a row, up to step 3"):
+        train(sqlite_url, algorithm, tmp_path / "c", max_steps=9)
+
+
+def test_a_step_that_is_finite_begins_the_count_anew(sqlite_url: str, tmp_path: Path) -> None:
+    anyio.run(prepared, sqlite_url, planted(""))
+    train(sqlite_url, planted("loss nan"), tmp_path / "c", max_steps=1)
+    train(sqlite_url, planted(""), tmp_path / "c", max_steps=2)
+    _, (report,) = train(
+        sqlite_url, planted("loss nan"), tmp_path / "c", max_steps=3, max_skipped_steps=2
+    )
+    assert report.skipped
+
+
 def test_a_metric_that_is_not_finite_stops_nothing_and_is_left_out(
     sqlite_url: str, tmp_path: Path
 ) -> None:

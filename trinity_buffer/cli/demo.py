@@ -91,10 +91,8 @@ class Demo:
         try:
             return anyio.run(self.run_in_loop)
         except KeyboardInterrupt:
-            self.console.print(
-                f"\ninterrupted at step {self._numbers.step}; run the same command again to go on "
-                "where it was"
-            )
+            at = "after its end" if self._numbers.finished else f"at step {self._numbers.step}"
+            self._say(f"\ncut short by Ctrl-C {at}: run the same command again to go on")
             return 0
         finally:
             # again: an impatient second Ctrl-C may have cut the first one short
@@ -281,7 +279,7 @@ class Demo:
                 checkpoint=checkpoint,
                 progress=tell,
             )
-        self._show(self._numbers, report, supervisor, seconds)
+        self._show(report, supervisor, seconds, whole=failed is None)
         if failed is None:
             accuracy = await anyio.to_thread.run_sync(self._accuracy, checkpoint)
             self._say(f"accuracy {accuracy:.2f}")
@@ -324,9 +322,10 @@ class Demo:
         return evaluate(policy, task_of(self.config), 1000, seed=self.config.seed + 1_000_000)
 
     def _show(
-        self, numbers: RunNumbers, report: VerifyReport, supervisor: Supervisor, seconds: float
+        self, report: VerifyReport, supervisor: Supervisor, seconds: float, *, whole: bool
     ) -> None:
-        say = self.console.print
+        """Show what came of the run; ``whole``: it did not fail."""
+        say, numbers = self.console.print, self._numbers
         say(
             f"reward   {view.sparkline([reward for _, reward in numbers.rewards])}",
             highlight=False,
@@ -348,10 +347,8 @@ class Demo:
         if numbers.rewards and view.save_curve(picture, numbers, self.experiment):
             say(f"curve: {picture}", highlight=False, soft_wrap=True)
         wrong = "; ".join(map(str, report.problems[:3]))
-        verdict = "everything holds" if report.ok else f"FAILED: {wrong}"
-        if not numbers.trained:
-            verdict += " of what was stored, and nothing was trained"
-        say(f"verify: {verdict}")
+        verdict = "everything holds" if whole else "what was stored holds, but the run failed"
+        say(f"verify: {verdict if report.ok else f'FAILED: {wrong}'}")
         say(f"store: {self.paths.store}   logs: {self.paths.logs}", highlight=False, soft_wrap=True)
         if self.brief:
             return

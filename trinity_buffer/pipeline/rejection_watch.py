@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from trinity_buffer.errors import TrainingError
 
@@ -13,8 +13,11 @@ WARN_AFTER_STEPS = 3
 MAX_REJECTED_STEPS = 6
 """So many in a row end the consumer, where the rows themselves are at fault."""
 
-FAULTS = frozenset({"invalid", "damaged"})
-"""Reasons that more rows of the same kind will not mend; a filter or an age may."""
+FAULTS = ("invalid", "damaged")
+"""How reasons begin that more rows of the same kind will not mend; a filter or an age may."""
+
+UNREAD = frozenset({"stale", "oversize"})
+"""Reasons that say nothing of what a row holds: nobody looked."""
 
 _logger = logging.getLogger(__name__)
 
@@ -34,35 +37,31 @@ class RejectionWatch:
         self._who = who
         self._per_step = groups_per_step
         self._most = max_rejected_steps
-        self._groups = 0
+        self._groups: dict[bool, int] = {}
         self._reasons: set[str] = set()
         self._first = ""
         self._warned = False
 
     def kept(self) -> None:
         """Note that something was kept."""
-        self._groups, self._reasons, self._first, self._warned = 0, set(), "", False
+        self._groups, self._reasons, self._first, self._warned = {}, set(), "", False
 
-    @property
-    def names_first(self) -> bool:
-        """Whether the name of the first row that was rejected is still to be told."""
-        return not self._first
-
-    def rejected(self, groups: int, reasons: Collection[str], uid: str) -> None:
+    def rejected(self, groups: int, reasons: Collection[str], uid: Callable[[], str]) -> None:
         """Note that of ``groups`` groups nothing was kept.
 
         Args:
             groups: how many.
             reasons: of the rejections.
-            uid: of one row of theirs; only the first one is remembered.
+            uid: returns the name of one row of theirs; asked for the first ones alone.
 
         Raises:
             TrainingError: nothing was kept for too long, and a fault is the reason.
         """
-        self._groups += groups
+        read = not UNREAD.issuperset(reasons)
+        self._groups[read] = self._groups.get(read, 0) + groups
         self._reasons |= set(reasons)
-        self._first = self._first or uid
-        steps = self._groups // self._per_step
+        self._first = self._first or uid()
+        steps = sum(self._groups.values()) // self._per_step
         if steps < min(WARN_AFTER_STEPS, self._most):
             return
         said = (
@@ -70,7 +69,8 @@ class RejectionWatch:
             f"{', '.join(sorted(self._reasons))} (first {self._first}); `trinity-buffer show "
             f"{self._first}` tells what the row holds"
         )
-        if steps >= self._most and self._reasons <= FAULTS:
+        faulty = all(reason.startswith(FAULTS) for reason in self._reasons - UNREAD)
+        if faulty and self._groups.get(True, 0) // self._per_step >= self._most:
             raise TrainingError(f"{said}; give the rows what is lacking, and start it again")
         if not self._warned:
             self._warned = True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, bindparam, func, select
+from sqlalchemy import ColumnElement, bindparam, func, or_, select
 
 from trinity_buffer.store.address import MAX_ROWS_PER_EVENT
 from trinity_buffer.store.prepared import Prepared
@@ -161,6 +162,61 @@ def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:
     return Backlog(
         planned - rejected - delivered, planned - rejected - committed, newest[0] if newest else 0
     )
+
+
+def rejects_all(
+    tx: Transaction, experiment: int, trainer: str, *, faults: Sequence[str], rows: int
+) -> bool:
+    """Return whether ``trainer``, or the strategy of its set, keeps nothing any more.
+
+    Args:
+        faults: how the reasons begin that count.
+        rows: so many were rejected for them since anything was kept, and no other was.
+    """
+    row = consumer_row(tx, experiment, trainer)
+    if row is None:
+        return False
+    leased = select(step.c.leased_at).where(
+        step.c.experiment == experiment, step.c.consumer == trainer
+    )
+    strategy = str(row.config.get("strategy", ""))
+    annotated = select(annotation.c.address // MAX_ROWS_PER_EVENT).where(
+        annotation.c.experiment == experiment, annotation.c.consumer == strategy
+    )
+    last_kept = {
+        trainer: leased.order_by(step.c.step.desc()),
+        strategy: annotated.order_by(annotation.c.address.desc()),
+    }
+    return any(
+        _faulty(
+            tx,
+            experiment,
+            name,
+            faults=faults,
+            rows=rows,
+            after=int(tx.execute(kept.limit(1)).scalar() or 0),
+        )
+        for name, kept in last_kept.items()
+    )
+
+
+def _faulty(
+    tx: Transaction, experiment: int, name: str, *, faults: Sequence[str], rows: int, after: int
+) -> bool:
+    """Return whether the last ``rows`` rejections of a consumer are faults, all found ``after``."""
+    newest = (
+        select(rejection.c.reason, rejection.c.position)
+        .where(rejection.c.experiment == experiment, rejection.c.consumer == name)
+        .order_by(rejection.c.address.desc())
+        .limit(rows)
+        .subquery()
+    )
+    found = (
+        select(func.count())
+        .select_from(newest)
+        .where(newest.c.position > after, or_(*(newest.c.reason.startswith(one) for one in faults)))
+    )
+    return int(tx.execute(found).scalar_one()) >= rows
 
 
 def first_undelivered(tx: Transaction, trainer: Reader) -> int:

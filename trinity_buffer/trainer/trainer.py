@@ -114,7 +114,7 @@ class Trainer:
         critic = None if self.state.critic is None else self.state.critic[0]
         self._skipped: dict[int, list[str]] = {}  # step -> uids, until they are committed
         self._look_at: list[str] = []
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row = 0 if stream.resume is None else stream.resume.skipped
         teacher = None if teacher is None else policy_of(teacher)
         self._models = Models(policy, critic, reference, teacher)
         require_models(algorithm, self._models)

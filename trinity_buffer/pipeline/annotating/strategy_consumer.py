@@ -206,8 +206,9 @@ class StrategyConsumer:
             self._watch.kept()
         elif decision.rejected and units:
             groups = [group for unit in units for group in unit.groups if group.members]
-            uid = groups[0].members[0].eid.uid if groups else ""
-            self._watch.rejected(len(groups), decision.reasons, uid)
+            if groups:
+                first = groups[0].members[0].eid
+                self._watch.rejected(len(groups), decision.reasons, lambda: first.uid)
 
     async def _compute(self, units: Sequence[ReadyUnit], late: Sequence[ExperienceRow]) -> Decision:
         verdicts = Verdicts(self.name)

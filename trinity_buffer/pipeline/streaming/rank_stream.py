@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, chain
+from trinity_buffer.pipeline.streaming.rewinding import last_commit
 from trinity_buffer.pipeline.streaming.stream_options import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.store import trainer_queries
@@ -30,7 +31,7 @@ class RankStream(TrainStream):
         for done in steps[: self._committed]:
             self._chain = chain(self._chain, done.manifest_digest)
         if self._committed:
-            await self._find_resume(steps[self._committed - 1])
+            self.resume = await last_commit(self.experiment, steps[: self._committed], self._chain)
         self._again = len(steps)
         self._next_step = self._committed + 1
 

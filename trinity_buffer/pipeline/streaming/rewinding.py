@@ -1,17 +1,54 @@
-"""From which of its steps a trainer can go on: those whose checkpoint is still there."""
+"""Where a trainer goes on: at its last commit, or at a step whose checkpoint is still there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
 
 from trinity_buffer.errors import CheckpointError
+from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.checkpoint import require_digest
-from trinity_buffer.store import trainer_queries
+from trinity_buffer.pipeline.events import fact_at
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.streaming.stream_options import Resume
+from trinity_buffer.store import log, trainer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import ConsumerRow, StepRow
+
+
+async def last_commit(experiment: Experiment, committed: Sequence[StepRow], chain: bytes) -> Resume:
+    """Return where to go on after the ``committed`` steps of the live line.
+
+    Args:
+        chain: link of the manifest chain after them.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or is not the one that was committed.
+    """
+    last = committed[-1]
+    path = Path(last.checkpoint) if last.checkpoint is not None else None
+    if path is not None and last.checkpoint_digest is not None:
+        await anyio.to_thread.run_sync(require_digest, path, last.checkpoint_digest)
+    skipped = await _skipped_in_a_row(experiment, committed)
+    return Resume(last.step, path, last.checkpoint_digest, chain, skipped)
+
+
+async def _skipped_in_a_row(experiment: Experiment, committed: Sequence[StepRow]) -> int:
+    """Return how many of the last steps changed no weight."""
+    at, skipped = None, frozenset[int]()
+    for number, row in enumerate(reversed(committed)):
+        assert row.committed_at is not None  # by what the caller chose
+        if row.committed_at != at:
+            at = row.committed_at
+            (stored,) = await experiment.database.read(log.read_at, experiment.key, [at])
+            fact = fact_at(experiment.name, stored, StepsCommitted)
+            skipped = frozenset(fact.skipped_steps)
+        if row.step not in skipped:
+            return number
+    return len(committed)
 
 
 async def require_checkpoint_of(

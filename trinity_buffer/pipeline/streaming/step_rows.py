@@ -11,7 +11,7 @@ from trinity_buffer.errors import (
     InvalidArgumentError,
 )
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
+from trinity_buffer.pipeline.rejection_watch import RejectionWatch
 from trinity_buffer.pipeline.streaming.collate import row_lengths
 from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.streaming.ready_groups import ReadyGroup
@@ -38,6 +38,7 @@ class StepRows:
         annotation_set: the set that is trained on.
         loader: of the stream.
         source: where the rows were taken from, and where they are rejected.
+        watch: hears what was kept, and what was not.
     """
 
     def __init__(
@@ -47,17 +48,15 @@ class StepRows:
         annotation_set: str,
         loader: RowLoader,
         source: StepSource,
+        *,
+        watch: RejectionWatch,
     ) -> None:
         self._options = options
         self._set = annotation_set
         self._loader = loader
         self._source = source
         self._pairs = experiment.config.get("schema") == "dpo"
-        self._watch = RejectionWatch(
-            f"trainer {options.consumer!r}",
-            options.groups_per_step,
-            experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
-        )
+        self._watch = watch
 
     def prepare(
         self, s: Session, step: int, taken: list[ReadyGroup]
@@ -90,8 +89,8 @@ class StepRows:
                 return self._of_pairs(step, manifest, rows, taken)
             return manifest, rows
         if first is not None:
-            (uid,) = self._loader.uids(s, first, [0]) if self._watch.names_first else [""]
-            self._watch.rejected(groups, reasons, uid)
+            named = first
+            self._watch.rejected(groups, reasons, lambda: self._loader.uids(s, named, [0])[0])
         return None, None
 
     def _unfit(self, s: Session, manifest: Manifest, rows: LoadedRows) -> Unfit:

@@ -9,11 +9,13 @@ from trinity_buffer.events import ExperiencesRejected
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading import EventCache
+from trinity_buffer.pipeline.rejection_watch import RejectionWatch
 from trinity_buffer.pipeline.streaming.manifest import Manifest, plan_microbatches
 from trinity_buffer.pipeline.streaming.ready_groups import ReadyGroup, ReadyGroups
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
+from trinity_buffer.store import queries
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Session, Transaction
 
@@ -31,6 +33,7 @@ class StepSource:
         lease: of the trainer.
         rows: what the log of the trainer's experiment says.
         expert: the experiment of the expert's rows, if the stream mixes.
+        watch: hears of what is rejected before anybody looks at it.
     """
 
     def __init__(
@@ -41,7 +44,10 @@ class StepSource:
         lease: TrainerLease,
         rows: EventCache,
         expert: Experiment | None = None,
+        *,
+        watch: RejectionWatch,
     ) -> None:
+        self._watch = watch
         self._experiments = [experiment, *([] if expert is None else [expert])]
         self._options = options
         self._lease = lease
@@ -120,6 +126,7 @@ class StepSource:
             if not gone:
                 return here
             self.reject(s, gone, "stale", [])
+            self._say(s, gone, "stale")
 
     def _without_oversize(self, s: Session, taken: list[ReadyGroup]) -> list[ReadyGroup]:
         limit = self._options.max_tokens
@@ -127,7 +134,19 @@ class StepSource:
             return taken
         kept, large = parted(taken, lambda group: [size <= limit for size in group.lengths])
         self.reject(s, large, "oversize", kept)
+        if not kept:
+            self._say(s, large, "oversize")
         return kept
+
+    def _say(self, s: Session, gone: Sequence[ReadyGroup], reason: str) -> None:
+        """Tell the watch of groups of which nothing is left."""
+        key = self._experiments[gone[0].source].key
+
+        def uid() -> str:
+            (row,) = s.read(queries.experience_rows, key, [gone[0].experiences[0]])
+            return row.eid.uid
+
+        self._watch.rejected(len(gone), {reason}, uid)
 
 
 def parted(

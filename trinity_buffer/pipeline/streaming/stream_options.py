@@ -145,12 +145,14 @@ class Resume:
         checkpoint: its checkpoint, None if it was committed without one.
         digest: sha256 of the checkpoint, already compared with what lies on the disk.
         chain: link of the manifest chain after that step.
+        skipped: so many steps in a row, that one the last of them, changed no weight.
     """
 
     step: int
     checkpoint: Path | None
     digest: str | None
     chain: bytes
+    skipped: int = 0
 
 
 @dataclass(slots=True)

@@ -8,9 +8,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import anyio
-import anyio.to_thread
-
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import (
     ConflictingStrategyError,
@@ -18,11 +15,11 @@ from trinity_buffer.errors import (
     StoreError,
 )
 from trinity_buffer.events import BatchLeased, ConsumerRegistered, StepsCommitted, TrainerRewound
-from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.events import fact_at, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading import EventCache
+from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step
 from trinity_buffer.pipeline.streaming.commit_events import commit_events, finite, skips
 from trinity_buffer.pipeline.streaming.environment import environment_of_run
@@ -30,7 +27,7 @@ from trinity_buffer.pipeline.streaming.handover import Handover
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.streaming.ranks import RankSession
 from trinity_buffer.pipeline.streaming.recorded_strategy import recorder
-from trinity_buffer.pipeline.streaming.rewinding import require_checkpoint_of
+from trinity_buffer.pipeline.streaming.rewinding import last_commit, require_checkpoint_of
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.step_memory import StepMemory
 from trinity_buffer.pipeline.streaming.step_rows import StepRows
@@ -74,8 +71,14 @@ class TrainStream:
         rows = EventCache(experiment.key, experiment.name)
         self._loader = RowLoader(rows)
         self._expert = expert
-        self._source = StepSource(experiment, options, self.annotation_set, lease, rows, expert)
-        self._rows = StepRows(experiment, options, self.annotation_set, self._loader, self._source)
+        watch = RejectionWatch(
+            f"trainer {options.consumer!r}",
+            options.groups_per_step,
+            experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
+        )
+        name = self.annotation_set
+        self._source = StepSource(experiment, options, name, lease, rows, expert, watch=watch)
+        self._rows = StepRows(experiment, options, name, self._loader, self._source, watch=watch)
         self._ranks = RankSession(experiment, options)
         self._committed = 0
         self._delivered: dict[int, bytes] = {}  # digests of manifests, until they are committed
@@ -105,7 +108,9 @@ class TrainStream:
         for done in steps[: row.committed_step]:
             self._chain = chain(self._chain, done.manifest_digest)
         if row.committed_step:
-            await self._find_resume(steps[row.committed_step - 1])
+            self.resume = await last_commit(
+                self.experiment, steps[: row.committed_step], self._chain
+            )
         self._recorded = deque(steps[row.committed_step :])
         self._next_step = row.leased_step + 1
         await self._database.read(self._source.start)
@@ -138,12 +143,6 @@ class TrainStream:
         rewound = await self._database.write(rewind)
         assert rewound is not None
         return rewound
-
-    async def _find_resume(self, last: StepRow) -> None:
-        path = Path(last.checkpoint) if last.checkpoint is not None else None
-        if path is not None and last.checkpoint_digest is not None:
-            await anyio.to_thread.run_sync(checkpoints.require_digest, path, last.checkpoint_digest)
-        self.resume = Resume(last.step, path, last.checkpoint_digest, self._chain)
 
     # -- serving
 

@@ -16,6 +16,7 @@ from trinity_buffer.errors import (
 from trinity_buffer.events import BatchPlanned, BatchSealed
 from trinity_buffer.identity import Key, problem_of_key
 from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.rejection_watch import FAULTS, MAX_REJECTED_STEPS, WARN_AFTER_STEPS
 from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.database import Database
@@ -30,7 +31,8 @@ class Admission:
     It waits while the groups not yet delivered to the trainer number at least
     ``max(max_waiting_groups, groups_per_step)``, or while
     ``floor(uncommitted groups / groups_per_step) + (published - own version) > max_staleness``.
-    Rejected groups do not count. A planned batch is never held half-way: its writes do not wait.
+    Rejected groups do not count, until all of several steps was rejected for a fault of the rows.
+    A planned batch is never held half-way: its writes do not wait.
 
     Attributes:
         trainer: name of the trainer consumer that is waited for.
@@ -132,7 +134,25 @@ def _may_plan(
         return False
     rules = Admission.of(config)
     backlog = trainer_queries.backlog(tx, experiment, rules.trainer)
-    return None if rules.admits(backlog, version) else _WAIT
+    if not rules.admits(backlog, version) or _is_in_vain(tx, experiment, config, backlog):
+        return _WAIT
+    return None
+
+
+def _is_in_vain(
+    tx: Transaction, experiment: int, config: dict[str, Any], backlog: trainer_queries.Backlog
+) -> bool:
+    """Return whether all of several steps was rejected for a fault, and more is on its way.
+
+    Then one step at a time is planned: enough for the strategy or trainer to give up, or to see
+    that the fault is gone.
+    """
+    rules = Admission.of(config)
+    if backlog.undelivered < rules.groups_per_step:
+        return False
+    steps = min(WARN_AFTER_STEPS, config.get("max_rejected_steps", MAX_REJECTED_STEPS))
+    rows = steps * rules.groups_per_step * config.get("rollouts_per_group", 1)
+    return trainer_queries.rejects_all(tx, experiment, rules.trainer, faults=FAULTS, rows=rows)
 
 
 def _same_plan(existing: store_rows.BatchRow, actor: str, wanted: BatchPlanned) -> bool:
