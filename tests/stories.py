@@ -70,7 +70,7 @@ async def tell(url: str, folder: Path, name: str = "sort") -> Story:
     story.checkpoint.mkdir()
     async with open_store(url) as store:
         experiment = await store.experiment(
-            name, config={"groups_per_step": 1, "rollouts_per_group": RUNS}
+            name, config={"groups_per_step": 1, "rollouts_per_group": RUNS, "model": {}}
         )
         await _explore(experiment, story)
         await run_strategy(experiment, "grpo", {"epsilon": 1e-6})

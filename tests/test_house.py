@@ -32,6 +32,7 @@ LONG_FILES: dict[str, str] = {
 }
 LONG_FUNCTIONS: dict[str, str] = {}
 BROAD_EXCEPTS = {
+    f"{PACKAGE}/cli/own_ends.py": "one's own code failed: told as a sentence, with its line",
     f"{PACKAGE}/pipeline/streaming/rank_stream.py:run": "handed to whoever reads the stream",
     f"{PACKAGE}/store/sqlite_seats.py:execute": "raised again where the trip is waited for",
     f"{PACKAGE}/pipeline/streaming/portal.py:in_portal": "raised again, bare of the portal's group",
@@ -54,10 +55,11 @@ LAZY_IMPORTS = {
     f"{PACKAGE}/cli/run_commands.py:annotate": "torch, which the inspecting commands do not need",
     f"{PACKAGE}/cli/run_commands.py:train": "torch, which the inspecting commands do not need",
     f"{PACKAGE}/cli/run_commands.py:_prepared": "pydantic and torch, likewise",
+    f"{PACKAGE}/cli/init_command.py:init": "torch, which the inspecting commands do not need",
     f"{PACKAGE}/demo/view.py:save_curve": "matplotlib is an extra",
     f"{PACKAGE}/cli/maintenance_commands.py:migrate": "alembic, which only migrations need",
     f"{PACKAGE}/cli/maintenance_commands.py:algorithms": "torch, which checks and repairs do not",
-    f"{PACKAGE}/cli/run_config.py:_yaml": "YAML, in which few configurations are written",
+    f"{PACKAGE}/cli/run_file.py:_yaml": "YAML, in which few configurations are written",
     f"{PACKAGE}/pipeline/experiment.py:writer": "torch, which readers do not need",
     f"{PACKAGE}/pipeline/experiment.py:read": "torch, which who only counts does not need",
     f"{PACKAGE}/pipeline/experiment.py:train_stream": "torch, which readers do not need",

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from trinity_buffer.cli.run_config import RunConfig
+from trinity_buffer.cli.run_config import RunConfig, section_of
 
 UNITS = {
     r".*_s": "seconds",
@@ -21,7 +21,7 @@ UNITS = {
     r"groups_per_.*|max_waiting_groups": "groups",
     r"rollouts_per_group": "rollouts",
     r"max_staleness": "policy versions",
-    r"tokens_per_microbatch": "tokens",
+    r"tokens_per_microbatch|(exploring\.)?max_tokens": "tokens",
     r"evaluation\.problems": "problems",
     r"evaluation\.target_accuracy|optimizer\.lowest_rate": "fraction",
 }
@@ -30,7 +30,8 @@ UNITS = {
 HEAD = """# Configuration
 
 What a file for `--config` (TOML or YAML) may hold, and `--set KEY=VALUE` changes in
-`trinity-buffer demo`, `explore`, `train` and `replay`. A dot stands for a section:
+`trinity-buffer demo`, `explore`, `train` and `replay`; a file may also say where the run is, with
+`store` (a URL, or a path from the folder of the file) and `experiment`. A dot stands for a section:
 `optimizer.learning_rate` is `learning_rate` in `[optimizer]`. The resolved configuration is the
 first event of the experiment (`trinity-buffer stats --config`); a later change is an event too.
 
@@ -52,11 +53,13 @@ def page() -> str:
 
 def _rows(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, ...]]:
     for name, field in section.model_fields.items():
-        key, kind = prefix + name, field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _rows(kind, f"{key}.")
-        else:
+        key, kind, inner = prefix + name, field.annotation, section_of(field.annotation)
+        if inner is not None:
+            yield from _rows(inner, f"{key}.")
+        if inner is None:
             yield (f"`{key}`", _type(kind), _unit(key), _default(field), field.description or "")
+        elif inner is not kind:
+            yield (f"`{key}`", "str", "", "", f"in place of the section: {field.description}")
 
 
 def _type(kind: Any) -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trinity_buffer.experience import Experience, group_by
     from trinity_buffer.explorer.conversation import Completion, Conversation
     from trinity_buffer.explorer.exploration import explore
+    from trinity_buffer.explorer.local_model import LocalModel
     from trinity_buffer.identity import EID
     from trinity_buffer.metrics import gather_metrics
     from trinity_buffer.pipeline.annotating.scoring import assign_rewards
@@ -36,6 +37,7 @@ __all__ = [
     "Completion",
     "Conversation",
     "Experience",
+    "LocalModel",
     "StagedWriter",
     "StrategyConsumer",
     "Trainer",
@@ -66,6 +68,7 @@ _HOMES = {
     "Completion": "trinity_buffer.explorer.conversation",
     "Conversation": "trinity_buffer.explorer.conversation",
     "Experience": "trinity_buffer.experience",
+    "LocalModel": "trinity_buffer.explorer.local_model",
     "StagedWriter": "trinity_buffer.writer",
     "StrategyConsumer": "trinity_buffer.pipeline.annotating.strategy_consumer",
     "TrinityBufferError": "trinity_buffer.errors",

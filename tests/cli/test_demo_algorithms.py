@@ -14,6 +14,7 @@ import pytest
 
 from tests.cli.calling import Cli
 from trinity_buffer.cli import roles
+from trinity_buffer.cli.demo_ends import first_policy
 from trinity_buffer.cli.demo_sources import expert_of, teacher_of
 from trinity_buffer.cli.run_algorithm import recorded
 from trinity_buffer.cli.run_config import RunConfig, resolved
@@ -48,7 +49,7 @@ def test_the_roles_of_an_algorithm_make_and_train_its_data(name: str, tmp_path: 
     url, config = f"sqlite:///{tmp_path / 'run.db'}", small(name, max_steps=2)
     if name == "jsd":
         policy = tmp_path / "teacher.safetensors"
-        roles.first_policy(teacher_of(config)).save(policy)
+        first_policy(teacher_of(config)).save(policy)
         config = small(name, max_steps=2, teacher=str(policy))
     if name == "mix":
         anyio.run(filled, url, "expert", expert_of(config))

@@ -74,7 +74,7 @@ def test_a_trainer_that_trained_nothing_has_failed(
 
     async def empty() -> None:
         async with open_store(sqlite_url) as store:
-            await store.experiment("run", config={"algorithm": "rloo"})
+            await store.experiment("run", config={"algorithm": "rloo", "model": {}})
 
     anyio.run(empty)
     code, _, err = cli("train", "--store", sqlite_url)

@@ -19,6 +19,7 @@ import anyio
 from tests.crash.forking import become
 from tests.torture.effects import note
 from trinity_buffer.cli import roles
+from trinity_buffer.cli.demo_ends import first_policy, task_of
 from trinity_buffer.cli.run_algorithm import algorithm_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
 from trinity_buffer.demo.rollout import TaskSampler
@@ -195,8 +196,8 @@ def explorer(url: str, experiment: str, actor: str, folder: str, sends: Sequence
                 groups_per_write=1,
                 acknowledgements=Path(folder) / "acks" / f"{actor}.ack",
             )
-            first = roles.first_policy(config)
-            sampler = TaskSampler(first, roles.task_of(config), config.seed)
+            first = first_policy(config)
+            sampler = TaskSampler(first, task_of(config), config.seed)
             made = Explorer(opened, sampler, settings)
             made._writer = _Insistent(made._writer, sends, Path(folder))  # type: ignore[assignment]
             await made.run(lambda _: None)
@@ -249,7 +250,7 @@ def trainer(
         strategy=strategy,
         consumer=consumer,
         groups_per_step=config.groups_per_step,
-        max_tokens=roles.task_of(config).max_length,
+        max_tokens=task_of(config).max_length,
         lease_ttl_s=config.lease_ttl_s,
         follow=True,
     ) as stream:
@@ -264,7 +265,7 @@ def _trainer_on(stream: Any, config: RunConfig, folder: Path) -> Trainer:
         learning_rate=optimizer.learning_rate,
         max_gradient_norm=optimizer.max_gradient_norm,
     )
-    return Trainer(stream, roles.first_policy(config), algorithm_of(config), settings)
+    return Trainer(stream, first_policy(config), algorithm_of(config), settings)
 
 
 def _silence(_: Any) -> None:

@@ -28,6 +28,10 @@ COMMANDS = {
         f"{_RUN}:demo",
         "Train a small policy from scratch, in four processes on one store, and watch it.",
     ),
+    "init": Command(
+        "trinity_buffer.cli.init_command:init",
+        "Write a run of your own to begin with: configuration, rollouts, a small random model.",
+    ),
     "explore": Command(
         f"{_RUN}:explore",
         "Generate rollouts with the newest published policy, until the experiment is finished.",

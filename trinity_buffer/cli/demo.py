@@ -11,15 +11,14 @@ import anyio
 from rich.live import Live
 
 from trinity_buffer.cli.demo_sources import expert_batches, expert_of, needs_of_run, teacher_of
+from trinity_buffer.cli.ends import ends_of
 from trinity_buffer.cli.options import made_folder
 from trinity_buffer.cli.printing import Terminal, progress
-from trinity_buffer.cli.roles import explore, first_policy, task_of
+from trinity_buffer.cli.roles import explore
 from trinity_buffer.cli.run_algorithm import algorithm_of, recorded
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
 from trinity_buffer.cli.supervisor import Supervisor, command_of
 from trinity_buffer.demo import view
-from trinity_buffer.demo.policy import TransformerPolicy
-from trinity_buffer.demo.rollout import evaluate
 from trinity_buffer.demo.view import RunNumbers
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.experiment import Experiment
@@ -282,7 +281,8 @@ class Demo:
         self._show(report, supervisor, seconds, whole=failed is None)
         if failed is None:
             accuracy = await anyio.to_thread.run_sync(self._accuracy, checkpoint)
-            self._say(f"accuracy {accuracy:.2f}")
+            if accuracy is not None:
+                self._say(f"accuracy {accuracy:.2f}")
         self._say(f"lost {report.lost}, duplicated {report.duplicated}")
         if failed is not None:
             self._say(f"failed: {failed}", style="red")
@@ -312,14 +312,11 @@ class Demo:
         found = await experiment.last_checkpoint(self.config.trainer)
         return None if found is None else Path(found)
 
-    def _accuracy(self, checkpoint: Path | None) -> float:
+    def _accuracy(self, checkpoint: Path | None) -> float | None:
         """Return the exact-match accuracy of the last committed weights on fresh problems."""
-        policy = (
-            first_policy(self.config)
-            if checkpoint is None
-            else TransformerPolicy.load(checkpoint / POLICY_FILE)
-        )
-        return evaluate(policy, task_of(self.config), 1000, seed=self.config.seed + 1_000_000)
+        ends = ends_of(self.config)
+        policy = ends.policy() if checkpoint is None else ends.load(checkpoint / ends.policy_file)
+        return ends.accuracy(policy, problems=1000, seed=self.config.seed + 1_000_000)
 
     def _show(
         self, report: VerifyReport, supervisor: Supervisor, seconds: float, *, whole: bool

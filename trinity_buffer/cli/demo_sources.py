@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trinity_buffer.cli.roles import task_of
+from trinity_buffer.cli.demo_ends import task_of
 from trinity_buffer.cli.run_algorithm import algorithm_of, recorded, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, resolved
 from trinity_buffer.demo.needs import Needs, needs_of
@@ -49,7 +49,7 @@ def teacher_of(config: RunConfig) -> RunConfig:
     """
     recipe = teacher_config(task_of(config))
     steps = min(recipe["max_steps"], config.max_steps or recipe["max_steps"])
-    shared = {"task": config.task.model_dump(), "model": config.model.model_dump()}
+    shared = config.model_dump(include={"task", "model"})
     # Another seed than the pupil's: it begins elsewhere, and sees other problems.
     return resolved(recipe | shared | {"max_steps": steps, "seed": config.seed + 1})
 

@@ -11,6 +11,7 @@ import typer
 from trinity_buffer.cli.asking import run
 from trinity_buffer.cli.options import (
     ArgumentsOption,
+    ConfigOption,
     ExperimentOption,
     JsonOption,
     SetOption,
@@ -19,6 +20,7 @@ from trinity_buffer.cli.options import (
     chosen_store,
 )
 from trinity_buffer.cli.printing import console, print_json
+from trinity_buffer.cli.run_file import experiment_in
 from trinity_buffer.pipeline.history.compaction import CompactionReport
 from trinity_buffer.pipeline.history.compaction import compact as compact_experiment
 from trinity_buffer.pipeline.store import open_store
@@ -27,6 +29,7 @@ from trinity_buffer.pipeline.store import open_store
 def replay(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
+    config: ConfigOption = None,
     steps: Annotated[str | None, typer.Option(help="A:B; by default all committed ones.")] = None,
     from_checkpoint: Annotated[
         Path | None, typer.Option(help="Begin with these weights, after their step.")
@@ -39,14 +42,15 @@ def replay(
     """Train again on the recorded batches, without explorers and without changing the store.
 
     With the run's own configuration the weights come out bit for bit (on the same software and
-    processor); exit code 1 if they do not.
+    processor); exit code 1 if they do not. A file of --config only says where the run is.
 
     Example: trinity-buffer replay --steps 1:40 --json
     """
     from trinity_buffer.cli import replays, roles  # noqa: PLC0415 - torch
 
-    url = chosen_store(store)
-    name = run(lambda: chosen_experiment(url, experiment))
+    url = chosen_store(store, config)
+    named = experiment or (None if config is None else experiment_in(config))
+    name = run(lambda: chosen_experiment(url, named))
     changed = [*(overrides or [])]
     changed += [f"loss.name={loss}"] if loss else []
     changed += [f"algorithm={algorithm}"] if algorithm else []

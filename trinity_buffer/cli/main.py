@@ -37,7 +37,8 @@ def run_command() -> None:
     try:
         app()
     except TrinityBufferError as error:
-        sys.stderr.write(f"error: {escaped(str(error))}\n")
+        told = "; ".join([str(error), *getattr(error, "__notes__", [])])
+        sys.stderr.write(f"error: {escaped(told)}\n")
         raise SystemExit(exit_code_of(error)) from None
 
 

@@ -11,6 +11,7 @@ import anyio
 import typer
 
 from trinity_buffer.cli.escaping import escaped
+from trinity_buffer.cli.run_file import store_in
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError, UnknownStoreError
 from trinity_buffer.pipeline.store import open_store
 
@@ -46,17 +47,21 @@ ArgumentsOption = Annotated[
     ),
 ]
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="TOML or YAML file with the configuration.")
+    Path | None,
+    typer.Option("--config", help="TOML or YAML file: the configuration, and where the run is."),
 ]
 
 
-def chosen_store(store: str | None) -> str:
-    """Return the store to use.
+def chosen_store(store: str | None, config: Path | None = None) -> str:
+    """Return the store to use: the one given, else that of the file ``config``, else the usual one.
 
     Raises:
         UnknownStoreError: none is named and there is none under runs/.
     """
-    named = store or os.environ.get(STORE_VARIABLE)
+    in_file = None if store or config is None else store_in(config)
+    if in_file is not None and "://" not in in_file:
+        made_folder(Path(in_file).parent)
+    named = store or in_file or os.environ.get(STORE_VARIABLE)
     if named:
         return named
     files = sorted(Path("runs").glob("*.db"), key=lambda path: path.stat().st_mtime)

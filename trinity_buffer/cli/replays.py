@@ -26,7 +26,7 @@ from trinity_buffer.pipeline.checkpoint import digest_of
 from trinity_buffer.pipeline.history.replay import open_replay_stream
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.environment import environment_of_run
-from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE, read_step, save_checkpoint
+from trinity_buffer.trainer.checkpoint_folder import read_step, save_checkpoint
 from trinity_buffer.trainer.trainer import StepReport
 
 Reads = PolicyPublished | StepsCommitted
@@ -120,7 +120,8 @@ def _trained_again(
         settings = replace(settings_of(config, Path(scratch)), max_skipped_steps=None)
         trainer = trainer_on(stream, config, algorithm_of(config), settings)
         trainer.run(tell)
-        return digest_of(save_checkpoint(Path(scratch), trainer.state) / POLICY_FILE), losses
+        folder = save_checkpoint(Path(scratch), trainer.state)
+        return digest_of(folder / trainer.policy.file_name), losses
 
 
 def _span(steps: str | None, from_checkpoint: Path | None) -> tuple[int, int | None]:

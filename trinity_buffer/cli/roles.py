@@ -14,17 +14,13 @@ import anyio
 import torch
 
 from trinity_buffer.algorithm import Algorithm
+from trinity_buffer.cli.ends import Ends, ends_of
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.run_algorithm import algorithm_of, require_parts_of
-from trinity_buffer.cli.run_config import RunConfig, of_experiment
-from trinity_buffer.demo.needs import needs_of
-from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
-from trinity_buffer.demo.rollout import TaskSampler, evaluate
-from trinity_buffer.demo.solutions import SolutionSampler
-from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
+from trinity_buffer.cli.run_config import RunConfig, of_experiment, require_model
 from trinity_buffer.errors import TrainingError
 from trinity_buffer.events import ExperimentFinished, kinds_of
-from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings, Sampler
+from trinity_buffer.explorer.explorer import BatchReport
 from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport, run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import ReplayStream
@@ -40,32 +36,6 @@ from trinity_buffer.trainer.settings import KEPT_CHECKPOINTS
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 
 Say = Callable[[str], None]
-
-
-def task_of(config: RunConfig) -> Task:
-    """Return the task of a run."""
-    if config.task.name == "guess":
-        return GuessNumber(numbers=config.task.numbers, turns=config.task.turns)
-    return SortDigits(digits=config.task.digits)
-
-
-def first_policy(config: RunConfig) -> TransformerPolicy:
-    """Return the policy of version 0: random weights that follow from the seed."""
-    task, model = task_of(config), config.model
-    shape = PolicyConfig(task.vocab_size, model.width, model.layers, model.heads, task.max_length)
-    return TransformerPolicy(shape, seed=config.seed)
-
-
-def sampler_of(config: RunConfig) -> Sampler:
-    """Return what makes the data of a run: its policy, or what solves the task already.
-
-    Raises:
-        InvalidArgumentError: the algorithm takes solutions, and the task has none.
-    """
-    data = needs_of(algorithm_of(config), config.groups_per_step).data
-    if data == "rollouts":
-        return TaskSampler(first_policy(config), task_of(config), config.seed)
-    return SolutionSampler(task_of(config), config.seed, pairs=data == "pairs")
 
 
 def use_one_thread() -> None:
@@ -110,19 +80,17 @@ async def explore(
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
         await require_parts(store, opened)
+        require_model(experiment, opened.config)
         config = of_experiment(opened.config)
         say(f"explores {experiment} as {actor}")
-        settings = ExplorerSettings(
+        await ends_of(config).explore(
+            opened,
+            algorithm_of(config),
             actor=actor,
-            groups_per_batch=config.groups_per_batch,
-            rollouts_per_group=config.rollouts_per_group,
-            groups_per_write=8
-            if algorithm_of(config).type.use_rollout
-            else config.groups_per_batch,
             acknowledgements=acknowledgements,
             max_batches=max_batches,
+            report=tell,
         )
-        await Explorer(opened, sampler_of(config), settings).run(tell)
 
 
 async def annotate(
@@ -162,6 +130,7 @@ async def config_of(url: str, experiment: str) -> tuple[RunConfig, str]:
     async with open_store(url, read_only=True) as store:
         opened = await store.experiment(experiment)
         await require_parts(store, opened)
+        require_model(experiment, opened.config)
         return of_experiment(opened.config), opened.config.get("schema", "experience")
 
 
@@ -195,13 +164,14 @@ def trainer_on(
     settings: TrainerSettings,
 ) -> Trainer:
     """Return the trainer of a run on ``stream``, at the stream's last commit."""
+    ends = ends_of(config)
     return Trainer(
         stream,
-        first_policy(config),
+        ends.policy(),
         algorithm,
         settings,
-        reference=None if config.reference is None else TransformerPolicy.load(config.reference),
-        teacher=None if config.teacher is None else TransformerPolicy.load(config.teacher),
+        reference=None if config.reference is None else ends.load(config.reference),
+        teacher=None if config.teacher is None else ends.load(config.teacher),
     )
 
 
@@ -220,12 +190,13 @@ def train(
     config, _ = anyio.run(config_of, url, experiment)
     algorithm = algorithm_of(config)
     settings = settings_of(config, checkpoints, keep_checkpoints)
+    ends = ends_of(config)
     with open_train_stream(
         url,
         experiment=experiment,
         strategy=strategy_of(algorithm),
         consumer=config.trainer,
-        max_tokens=task_of(config).max_length,
+        max_tokens=ends.max_tokens,
         resume_from=resume_from,
         follow=follow,
         expert_experiment=config.expert_experiment,
@@ -239,7 +210,7 @@ def train(
         trainer = trainer_on(stream, config, algorithm, settings)
         begin = "begins" if stream.resume is None else f"resumes after step {stream.resume.step}"
         say(f"trains {experiment} as {config.trainer}: {begin}")
-        measured = _Evaluation(config, trainer)
+        measured = _Evaluation(config, ends, trainer)
 
         def tell(report: StepReport) -> bool:
             say(line_of(report))
@@ -253,29 +224,31 @@ def train(
                 "rejected` what was left out, and why"
             )
         if follow:
-            reason = f"accuracy {measured.accuracy:.3f} at step {trainer.state.step}"
-            stream.finish(reason)
+            stream.finish(f"{measured.said}step {trainer.state.step}")
 
 
 class _Evaluation:
-    """Greedy accuracy on fresh problems, every few steps."""
+    """Greedy accuracy on fresh problems, every few steps, where there is a way to tell."""
 
-    def __init__(self, config: RunConfig, trainer: Trainer) -> None:
+    def __init__(self, config: RunConfig, ends: Ends, trainer: Trainer) -> None:
         self._config = config
+        self._ends = ends
         self._trainer = trainer
-        self._task = task_of(config)
-        self.accuracy = 0.0
+        self.said = ""
         self.reached = False
 
     def __call__(self, step: int) -> dict[str, float]:
         rules = self._config.evaluation
         if step % rules.every_steps and step != self._config.max_steps:
             return {}
-        self.accuracy = evaluate(
-            self._trainer.policy, self._task, rules.problems, seed=self._config.seed + step
+        accuracy = self._ends.accuracy(
+            self._trainer.policy, problems=rules.problems, seed=self._config.seed + step
         )
-        self.reached = rules.target_accuracy is not None and self.accuracy >= rules.target_accuracy
-        return {"accuracy": self.accuracy}
+        if accuracy is None:
+            return {}
+        self.said = f"accuracy {accuracy:.3f} at "
+        self.reached = rules.target_accuracy is not None and accuracy >= rules.target_accuracy
+        return {"accuracy": accuracy}
 
 
 def line_of(report: StepReport) -> str:

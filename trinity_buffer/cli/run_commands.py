@@ -23,6 +23,7 @@ from trinity_buffer.cli.options import (
     made_folder,
 )
 from trinity_buffer.cli.printing import print_json
+from trinity_buffer.cli.run_file import experiment_in
 from trinity_buffer.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -125,12 +126,14 @@ def explore(
 ) -> None:
     """Generate rollouts with the newest published policy, until the experiment is finished.
 
+    With a model, rollouts and tasks of your own in the file of --config, until they are through.
+
     Example: trinity-buffer explore --store runs/demo.db --actor e0
     """
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
 
     async def main() -> None:
-        url = chosen_store(store)
+        url = chosen_store(store, config)
         if not actor or "/" in actor:
             raise InvalidArgumentError(f"--actor {actor!r}: must be a text without '/'")
         if acknowledge is not None:
@@ -147,6 +150,7 @@ def explore(
 def annotate(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
+    config: ConfigOption = None,
     strategy: Annotated[
         str | None, typer.Option(help="Registered name; by default the experiment's.")
     ] = None,
@@ -170,8 +174,9 @@ def annotate(
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
 
     async def main() -> None:
-        url = chosen_store(store)
-        chosen = await (awaited_experiment if follow else chosen_experiment)(url, experiment)
+        url = chosen_store(store, config)
+        named = experiment or (None if config is None else experiment_in(config))
+        chosen = await (awaited_experiment if follow else chosen_experiment)(url, named)
         args = overridden({}, arguments) if arguments else None
         if follow and not as_json:
             roles.plain(f"annotates {chosen}")
@@ -215,7 +220,7 @@ def train(
     """
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
 
-    url = chosen_store(store)
+    url = chosen_store(store, config)
     kept = _number_or_all("--keep-checkpoints", keep_checkpoints)
     folder = checkpoints or _beside(url)
     if checkpoints is not None:  # before anything is recorded
@@ -275,17 +280,19 @@ async def _prepared(
         of_experiment,
         overridden,
         read_file,
+        require_model,
         resolved,
     )
     from trinity_buffer.pipeline.store import open_store  # noqa: PLC0415
 
+    file = {} if config is None else read_file(config)
+    named = experiment or (None if config is None else experiment_in(config))
     async with open_store(url) as store:
         names = await store.experiments()
-        name = experiment or (names[0] if len(names) == 1 else "run")
+        name = named or (names[0] if len(names) == 1 else "run")
         opened = await store.experiment(name) if name in names else None
         before = {} if opened is None else opened.config
-        known = of_experiment(before).model_dump()
-        values = merged(known, read_file(config) if config is not None else {})
+        values = merged(of_experiment(before).model_dump(), file)
         settings = resolved(overridden(values, overrides or []))
         changed = recorded(settings)
         # What nobody knows, or what cannot be trained, must not be what everybody reads.
@@ -295,6 +302,8 @@ async def _prepared(
             columns=None if opened is None else await opened.columns(),
             experiments=names,
         )
+        if opened is not None:
+            require_model(name, {**before, **file})
         # What is recorded beside a run's own keys stays.
         await store.experiment(name, config={**before, **changed})
         return name

@@ -10,11 +10,12 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import override
 
+from trinity_buffer.cli.run_file import PLACES, parsed
 from trinity_buffer.errors import InvalidArgumentError
 
 
@@ -71,11 +72,42 @@ class EvaluationConfig(_Section):
     target_accuracy: float | None = Field(None, description="end the experiment when it is reached")
 
 
+class ExploringConfig(_Section):
+    """How explorers go through the tasks of one's own rollouts."""
+
+    epochs: int = Field(1, ge=1, description="how often the whole list is gone through")
+    concurrency: int = Field(32, ge=1, description="rollouts at the same time, of one explorer")
+    timeout_s: float | None = Field(None, gt=0, description="that one rollout may take")
+    attempts: int = Field(3, ge=1, description="at a rollout that fails by a lost connection")
+    on_failure: Literal["raise", "leave_out"] = Field(
+        "raise", description="what becomes of a rollout whose last attempt failed"
+    )
+    max_tokens: int = Field(256, ge=1, description="of a completion, where the rollout says none")
+
+
 class RunConfig(_Section):
     """Everything that the processes of one run must agree on."""
 
     task: TaskConfig = TaskConfig()
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig | str = Field(
+        ModelConfig(), description="folder of a causal language model of transformers"
+    )
+    rollout: str | None = Field(
+        None, description="`module:function` that attempts a task; null: the demo's own tasks"
+    )
+    tasks: str | None = Field(
+        None, description="`module:name` of a list, or of a function that returns one"
+    )
+    evaluate: str | None = Field(
+        None, description="`module:function` from a model to its accuracy; null: none is measured"
+    )
+    server: str | None = Field(
+        None, description="URL of the inference server of the rollouts; null: each explorer samples"
+    )
+    folder: str | None = Field(
+        None, description="where the four are looked up; by default where the file lies"
+    )
+    exploring: ExploringConfig = ExploringConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -128,11 +160,24 @@ class RunConfig(_Section):
     tokens_per_microbatch: int | None = Field(
         None, ge=1, description="that are computed at once; null: a step is one micro-batch"
     )
+    max_tokens: int | None = Field(
+        None, ge=1, description="of an experience, else it is rejected; null: no bound"
+    )
     layout: Literal["padded", "packed"] = Field("padded", description="of a micro-batch's rows")
 
     @override
     def model_post_init(self, context: Any) -> None:
-        """Refuse a commit interval that admission control would wait for in vain."""
+        """Refuse a commit that would be waited for in vain, and half a run of one's own."""
+        if isinstance(self.model, str) and not (self.rollout and self.tasks):
+            raise InvalidArgumentError(
+                f"model={self.model!r}, rollout={self.rollout!r}, tasks={self.tasks!r}: a model of "
+                "your own is explored with rollouts and tasks of your own, so give all three "
+                "(`trinity-buffer init FOLDER` writes an example)"
+            )
+        if self.rollout is not None and not isinstance(self.model, str):
+            raise InvalidArgumentError(
+                f'rollout={self.rollout!r} needs a model of your own: model = "FOLDER"'
+            )
         if self.max_staleness is not None and self.commit_every_steps > max(self.max_staleness, 1):
             raise InvalidArgumentError(
                 f"commit_every_steps={self.commit_every_steps} with max_staleness="
@@ -141,36 +186,21 @@ class RunConfig(_Section):
             )
 
 
-SECTIONS = frozenset({"task", "model", "optimizer", "evaluation"})
+SECTIONS = frozenset({"task", "model", "optimizer", "evaluation", "exploring"})
 """Of independent keys; ``loss.args`` belong to ``loss.name`` and are replaced with it."""
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the content of a TOML or YAML file.
+    """Return the configuration in a TOML or YAML file.
 
     Raises:
         InvalidArgumentError: it is not there, cannot be read, or has a key that nothing reads.
     """
-    try:
-        text = path.read_text()
-        found = _yaml(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
-    except OSError as error:
-        raise InvalidArgumentError(f"configuration {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InvalidArgumentError(f"configuration {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise InvalidArgumentError(f"configuration {path}: it holds no table")
+    found = {key: value for key, value in parsed(path).items() if key not in PLACES}
     _refuse_unknown(found, RunConfig, f"configuration {path}: ")
+    if "rollout" in found:
+        found["folder"] = str((path.parent / str(found.get("folder", ""))).resolve())
     return found
-
-
-def _yaml(text: str) -> Any:
-    import yaml  # noqa: PLC0415 - only who has such a file needs it
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:  # several lines, which quote the file
-        raise ValueError(" ".join(str(error).split())) from error
 
 
 def _refuse_unknown(
@@ -185,9 +215,16 @@ def _refuse_unknown(
                 f"did you mean {prefix + close[0]!r}?" if close else f"there are: {_all(fields)}"
             )
             raise InvalidArgumentError(f"{where}there is no key {prefix + str(key)!r}; {meant}")
-        inner = fields[key].annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel) and isinstance(value, Mapping):
+        inner = section_of(fields[key].annotation)
+        if inner is not None and isinstance(value, Mapping):
             _refuse_unknown(value, inner, where, f"{prefix}{key}.")
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that a key holds, or may hold; None: plain values alone."""
+    kinds = get_args(annotation) or (annotation,)
+    found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return found[0] if found else None
 
 
 def _all(names: Iterable[str]) -> str:
@@ -269,9 +306,23 @@ def _problem(error: Mapping[str, Any]) -> str:
 
 
 def of_experiment(config: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration that an experiment recorded.
+    """Return the configuration that an experiment recorded, and our defaults beside it.
 
     Raises:
-        InvalidArgumentError: it was not created as a run of ours.
+        InvalidArgumentError: a key of ours has an impossible value.
     """
     return resolved({key: value for key, value in config.items() if key in RunConfig.model_fields})
+
+
+def require_model(experiment: str, config: Mapping[str, Any]) -> None:
+    """Return if the configuration that an experiment recorded names a model.
+
+    Raises:
+        InvalidArgumentError: it was made in Python, so that only Python knows its model.
+    """
+    if "model" not in config:
+        raise InvalidArgumentError(
+            f"experiment {experiment!r} names no model: it was made in Python. Go on there, or "
+            "give --config FILE with model, rollout and tasks (`trinity-buffer init FOLDER` writes "
+            "an example)"
+        )

@@ -64,6 +64,7 @@ class ExploreOptions:
         on_failure: what becomes of a rollout whose last attempt failed too: ``"raise"`` ends
             `explore`, and the next one makes what is missing; ``"leave_out"`` seals the batch
             without it.
+        max_batches: end after so many that this call begins; None: when the list is through.
         acknowledgements: file that notes what the store has acknowledged; None: none is kept.
         report: is told of each batch once it is sealed.
     """
@@ -77,6 +78,7 @@ class ExploreOptions:
     retry_on: tuple[type[Exception], ...] = (OSError,)
     retry_delay_s: float = 1.0
     on_failure: Literal["raise", "leave_out"] = "raise"
+    max_batches: int | None = None
     acknowledgements: Path | None = None
     report: Callable[[BatchReport], None] | None = None
 
@@ -185,9 +187,13 @@ class _Exploration:
                 self._acknowledgements.close()
 
     async def _make_all(self) -> None:
+        begun, most = 0, self._options.max_batches
         async with task_group() as group:
             async for batch in self._claimed():
                 await self._begin(batch, group)
+                begun += 1
+                if begun == most:
+                    return
 
     async def _claimed(self) -> AsyncIterator[_Batch]:
         """Yield the batches that are this actor's to make."""

@@ -1,0 +1,167 @@
+"""One's own model and rollouts through the command line, from the folder that `init` writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from tests.cli.calling import Cli
+from trinity_buffer.crash_points import VARIABLE
+from trinity_buffer.pipeline.store import open_store
+
+SMALL = {
+    "groups_per_batch = 8": "groups_per_batch = 2",
+    "rollouts_per_group = 16": "rollouts_per_group = 4",
+    "groups_per_step = 16": "groups_per_step = 2",
+    "max_staleness = 3": "",
+    "max_steps = 200": "max_staleness = 100\nmax_steps = 6",
+    "epochs = 100": "epochs = 1",
+    "every_steps = 10": "every_steps = 2",
+}
+
+
+@pytest.fixture
+def own(cli: Cli, tmp_path: Path) -> Path:
+    """The file of a run that `init` has written, with smaller numbers in it."""
+    folder = tmp_path / "own"
+    assert cli("init", folder).code == 0
+    file = folder / "run.toml"
+    for before, after in SMALL.items():
+        assert before in file.read_text()
+        file.write_text(file.read_text().replace(before, after))
+    return file
+
+
+def test_what_init_writes_is_explored_trained_and_replayed(own: Path, cli: Cli) -> None:
+    explored = cli("explore", "--config", own, "--actor", "e0", "--batches", 2)
+    assert explored.code == 0, explored.err
+    assert "epoch0-1: 8 rollouts" in explored.out
+    assert "16 annotated" in cli("annotate", "--config", own).out
+    trained = cli("train", "--config", own)
+    assert "step 2: " in trained.out, trained.err
+    assert '"accuracy": ' in trained.out
+    replayed = cli("replay", "--config", own, "--json")
+    assert replayed.json[0]["identical"] is True
+    assert (own.parent / "runs" / "own.db").exists()  # from the folder of the file, not from here
+
+
+def test_init_replaces_nothing(own: Path, cli: Cli) -> None:
+    again = cli("init", own.parent)
+    assert again.code == 2
+    assert "run.toml, rollout.py, README.md, model already" in again.err
+
+
+def test_without_transformers_the_extra_is_named(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    ended = cli("init", tmp_path / "own")
+    assert ended.code == 2
+    assert "pip install 'trinity-buffer[hf]'" in ended.err
+
+
+def written(folder: Path, **keys: str) -> Path:
+    """Write a file of a run whose rollouts are in a module of its own, and return it."""
+    keys = {"model": "model", "tasks": "numbers_of:tasks", "store": "own.db", **keys}
+    file = folder / "own.toml"
+    file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items()))
+    return file
+
+
+BROKEN = """
+tasks = [1, 2]
+
+async def divides(task, model):
+    return task / 0
+
+def plain(task, model):
+    return []
+"""
+
+
+@pytest.mark.parametrize(
+    ("rollout", "code", "said"),
+    [
+        ("numbers_of:divides", 1, "failed: ZeroDivisionError: division by zero ({}, line 5)"),
+        ("numbers_of:plain", 2, "it must be an async function of a task and a model"),
+        ("numbers_of:nothing", 2, "has no attribute 'nothing'"),
+        ("not_there:rollout", 2, "No module named 'not_there'"),
+    ],
+)
+def test_a_rollout_that_does_not_work_is_told_in_a_sentence(
+    own: Path, cli: Cli, rollout: str, code: int, said: str
+) -> None:
+    module = own.parent / "numbers_of.py"
+    module.write_text(BROKEN)
+    ended = cli("explore", "--config", written(own.parent, rollout=rollout), "--actor", "e0")
+    assert ended.code == code
+    assert said.format(module) in ended.err
+    assert len(ended.err.splitlines()) == 1
+
+
+def test_a_model_that_is_not_there_is_named(own: Path, cli: Cli, tmp_path: Path) -> None:
+    (own.parent / "numbers_of.py").write_text(BROKEN)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    file = written(own.parent, rollout="numbers_of:divides", model=str(empty))
+    ended = cli("explore", "--config", file, "--actor", "e0")
+    assert ended.code == 2
+    assert f"model {str(empty)!r}: " in ended.err
+
+
+def test_half_a_run_is_refused(tmp_path: Path, cli: Cli) -> None:
+    file = tmp_path / "half.toml"
+    file.write_text('model = "m"\nstore = "half.db"\n')
+    ended = cli("explore", "--config", file, "--actor", "e0")
+    assert ended.code == 2
+    assert "so give all three" in ended.err
+
+
+@pytest.mark.parametrize("command", [("explore", "--actor", "e0"), ("train",), ("replay",)])
+def test_an_experiment_made_in_python_is_not_taken_for_a_demo(
+    command: tuple[str, ...], tmp_path: Path, cli: Cli
+) -> None:
+    url = f"sqlite:///{tmp_path / 'python.db'}"
+
+    async def make() -> None:
+        async with open_store(url) as store:
+            await store.experiment("mine", config={"rollouts_per_group": 4})
+
+    anyio.run(make)
+    ended = cli(*command, "--store", url)
+    assert ended.code == 2
+    assert "'mine' names no model: it was made in Python" in ended.err
+    if command[0] != "replay":
+        assert "names no model" in cli(*command, "--store", url, "--set", "seed=3").err
+
+
+def run(folder: Path, *words: str, crash_at: str | None = None) -> str:
+    """Run a command in a process of its own, to its end or its crash; return what it said."""
+    environment = {**os.environ, **({VARIABLE: crash_at} if crash_at else {})}
+    command = [sys.executable, "-m", "trinity_buffer", *words]
+    ended = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == (-9 if crash_at else 0), ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.long
+def test_killed_and_started_again_it_ends_at_the_same_bits(own: Path) -> None:
+    folder, at = own.parent, ("--config", "run.toml")
+    explore = ("explore", *at, "--actor", "e0")
+    run(folder, *explore, "--batches", "6", crash_at="after-append:9")
+    run(folder, *explore, "--batches", "6")
+    run(folder, "annotate", *at, crash_at="inside-annotate:2")
+    run(folder, "annotate", *at)
+    run(folder, "train", *at, crash_at="after-checkpoint:3")
+    assert "resumes after step 2" in run(folder, "train", *at)
+    (replayed,) = map(json.loads, run(folder, "replay", *at, "--json").splitlines())
+    assert (replayed["identical"], replayed["last"]) == (True, 6)
+    run(folder, "verify", "--store", "runs/own.db")

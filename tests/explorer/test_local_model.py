@@ -1,0 +1,85 @@
+"""What a local model says, and that its trainer would score it the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+
+from trinity_buffer.demo.tiny_model import make_tiny_model
+from trinity_buffer.errors import CheckpointError, InvalidArgumentError
+from trinity_buffer.explorer.conversation import Completion
+from trinity_buffer.explorer.local_model import LocalModel
+from trinity_buffer.trainer.token_scores import token_scores
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_model(folder, width=16, layers=1, heads=2)
+    return folder
+
+
+async def answers(model: LocalModel, prompts: list[str], max_tokens: int = 6) -> list[Completion]:
+    """Ask all at once."""
+    said: dict[int, Completion] = {}
+
+    async def ask(number: int, prompt: str) -> None:
+        message = {"role": "user", "content": prompt}
+        said[number] = await model.chat([message], max_tokens=max_tokens)
+
+    async with anyio.create_task_group() as group:
+        for number, prompt in enumerate(prompts):
+            group.start_soon(ask, number, prompt)
+    return [said[number] for number in range(len(prompts))]
+
+
+PROMPTS = ["a", "", "longer than the others", "é"]
+
+
+async def test_recorded_log_probs_are_what_a_trainer_scores(folder: Path) -> None:
+    model = LocalModel(folder)
+    torch.manual_seed(3)
+    for said in await answers(model, PROMPTS):
+        ids = torch.tensor([[*said.prompt_ids, *said.token_ids]])
+        scored = token_scores(model.model, {"input_ids": ids}).logprob[0, len(said.prompt_ids) :]
+        assert said.logprobs is not None
+        torch.testing.assert_close(scored, torch.tensor(said.logprobs), atol=1e-5, rtol=0)
+
+
+async def test_who_asks_together_hears_what_each_would_hear_alone(folder: Path) -> None:
+    model = LocalModel(folder, temperature=0)
+    together = await answers(model, PROMPTS)
+    alone = [(await answers(model, [prompt]))[0] for prompt in PROMPTS]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    few = LocalModel(model.model, model.tokenizer, temperature=0, max_rows=3)
+    assert [c.token_ids for c in await answers(few, PROMPTS)] == [c.token_ids for c in alone]
+
+
+async def test_a_completion_ends_with_the_token_that_ends_it(folder: Path) -> None:
+    model = LocalModel(folder, temperature=0)
+    end = model.tokenizer.eos_token_id
+    with torch.no_grad():  # a head that says nothing else
+        model.model.lm_head.weight[:] = 0
+        model.model.lm_head.weight[end] = model.model.model.norm.weight
+        model.model.model.embed_tokens.weight[:] = 1
+    (said,) = await answers(model, ["x"])
+    assert (said.token_ids, said.finish_reason, said.text) == ([end], "stop", "")
+
+
+async def test_a_model_with_other_weights_keeps_its_tokenizer(folder: Path, tmp_path: Path) -> None:
+    model = LocalModel(folder, temperature=0)
+    other = tmp_path / "weights"
+    make_tiny_model(tmp_path / "made", seed=1, width=16, layers=1, heads=2)
+    LocalModel(tmp_path / "made").model.save_pretrained(other)  # as a trainer publishes it
+    loaded = model.load(str(other))
+    assert (await answers(loaded, PROMPTS)) != (await answers(model, PROMPTS))
+    with pytest.raises(CheckpointError, match="nothing to load there"):
+        model.load(str(tmp_path / "gone"))
+
+
+def test_another_temperature_is_refused(folder: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"temperature=0.7: 1, or 0"):
+        LocalModel(folder, temperature=0.7)

@@ -1,0 +1,97 @@
+"""The ends of a demo's run: its small tasks, and its transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_buffer.algorithm import Algorithm
+from trinity_buffer.cli.run_algorithm import algorithm_of
+from trinity_buffer.cli.run_config import ModelConfig, RunConfig
+from trinity_buffer.demo.needs import needs_of
+from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
+from trinity_buffer.demo.rollout import TaskSampler, evaluate
+from trinity_buffer.demo.solutions import SolutionSampler
+from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
+from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings, Sampler
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE
+
+
+def task_of(config: RunConfig) -> Task:
+    """Return the task of a run."""
+    if config.task.name == "guess":
+        return GuessNumber(numbers=config.task.numbers, turns=config.task.turns)
+    return SortDigits(digits=config.task.digits)
+
+
+def first_policy(config: RunConfig) -> TransformerPolicy:
+    """Return the policy of version 0: random weights that follow from the seed."""
+    task, model = task_of(config), config.model
+    assert isinstance(model, ModelConfig)
+    shape = PolicyConfig(task.vocab_size, model.width, model.layers, model.heads, task.max_length)
+    return TransformerPolicy(shape, seed=config.seed)
+
+
+def sampler_of(config: RunConfig) -> Sampler:
+    """Return what makes the data of a run: its policy, or what solves the task already.
+
+    Raises:
+        InvalidArgumentError: the algorithm takes solutions, and the task has none.
+    """
+    data = needs_of(algorithm_of(config), config.groups_per_step).data
+    if data == "rollouts":
+        return TaskSampler(first_policy(config), task_of(config), config.seed)
+    return SolutionSampler(task_of(config), config.seed, pairs=data == "pairs")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoEnds:
+    """The ends of a demo's run; see `Ends`."""
+
+    config: RunConfig
+
+    @property
+    def policy_file(self) -> str:
+        """What the policy is called in a checkpoint."""
+        return POLICY_FILE
+
+    @property
+    def max_tokens(self) -> int | None:
+        """How long an experience of the task may be."""
+        return task_of(self.config).max_length
+
+    def policy(self) -> TransformerPolicy:
+        """Return the policy of version 0: random weights that follow from the seed."""
+        return first_policy(self.config)
+
+    def load(self, path: str | Path) -> TransformerPolicy:
+        """Return the policy in the file ``path``."""
+        return TransformerPolicy.load(path)
+
+    async def explore(
+        self,
+        experiment: Experiment,
+        algorithm: Algorithm,
+        *,
+        actor: str,
+        acknowledgements: Path | None,
+        max_batches: int | None,
+        report: Callable[[BatchReport], None],
+    ) -> None:
+        """Make rollouts of fresh problems until the experiment is finished."""
+        config = self.config
+        settings = ExplorerSettings(
+            actor=actor,
+            groups_per_batch=config.groups_per_batch,
+            rollouts_per_group=config.rollouts_per_group,
+            groups_per_write=8 if algorithm.type.use_rollout else config.groups_per_batch,
+            acknowledgements=acknowledgements,
+            max_batches=max_batches,
+        )
+        await Explorer(experiment, sampler_of(config), settings).run(report)
+
+    def accuracy(self, policy: TransformerPolicy, *, problems: int, seed: int) -> float:
+        """Return the share of fresh problems that greedy answers solve."""
+        return evaluate(policy, task_of(self.config), problems, seed=seed)

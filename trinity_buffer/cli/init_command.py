@@ -1,0 +1,40 @@
+"""``trinity-buffer init``: a folder to begin with."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trinity_buffer.cli.options import made_folder
+from trinity_buffer.errors import InvalidArgumentError
+
+WRITTEN = ("run.toml", "rollout.py", "README.md")
+MODEL = "model"
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where; it is made if it is not there.")],
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+) -> None:
+    """Write a run of your own to begin with: configuration, rollouts, a small random model.
+
+    It runs as it is; its README says how.
+
+    Example: trinity-buffer init own
+    """
+    from trinity_buffer.demo.tiny_model import make_tiny_model  # noqa: PLC0415 - torch
+
+    there = [name for name in (*WRITTEN, MODEL) if (folder / name).exists()]
+    if there:
+        raise InvalidArgumentError(
+            f"{folder} has {', '.join(there)} already: nothing was written, name another folder"
+        )
+    made_folder(folder)
+    make_tiny_model(folder / MODEL, seed=seed)
+    for name in WRITTEN:
+        text = files("trinity_buffer.demo").joinpath("own", name).read_text()
+        (folder / name).write_text(text)
+    typer.echo(f"{folder}: {', '.join(WRITTEN)} and {MODEL}/; {folder / 'README.md'} says how")

@@ -1,0 +1,176 @@
+"""The ends of a run of one's own: a model of transformers or a server, and one's own rollouts."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+
+import trinity_buffer
+from trinity_buffer.algorithm import Algorithm
+from trinity_buffer.cli.run_config import RunConfig
+from trinity_buffer.errors import InvalidArgumentError, TrainingError, TrinityBufferError
+from trinity_buffer.experience import Experience
+from trinity_buffer.explorer.exploration import explore
+from trinity_buffer.explorer.explorer import BatchReport
+from trinity_buffer.explorer.local_model import LocalModel, load_causal_lm, load_tokenizer
+from trinity_buffer.extras import extra
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.trainer.causal_lm import CausalLM
+
+OURS = Path(trinity_buffer.__file__).parent / "cli"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnEnds:
+    """The ends of a run of one's own; see `Ends`."""
+
+    config: RunConfig
+
+    @property
+    def policy_file(self) -> str:
+        """What the policy is called in a checkpoint."""
+        return CausalLM.file_name
+
+    @property
+    def max_tokens(self) -> int | None:
+        """How long an experience may be, as the configuration says."""
+        return self.config.max_tokens
+
+    def policy(self) -> CausalLM:
+        """Return the model that the configuration names."""
+        return self.load(self._model_path)
+
+    def load(self, path: str | Path) -> CausalLM:
+        """Return the model in the folder ``path``."""
+        _hush()
+        return CausalLM(load_causal_lm(path))
+
+    async def explore(
+        self,
+        experiment: Experiment,
+        algorithm: Algorithm,  # noqa: ARG002 - one's own rollouts know what they are for
+        *,
+        actor: str,
+        acknowledgements: Path | None,
+        max_batches: int | None,
+        report: Callable[[BatchReport], None],
+    ) -> None:
+        """Roll out the list of tasks until it is through, or the experiment is finished."""
+        config = self.config
+        rollout, tasks = self._rollout(), self._tasks()
+        torch.seed()  # no two explorers may say the same
+        options = config.exploring.model_dump(exclude={"max_tokens"})
+        try:
+            await explore(
+                experiment,
+                actor=actor,
+                tasks=tasks,
+                rollout=rollout,
+                model=self._sampled(),
+                groups_per_batch=config.groups_per_batch,
+                rollouts_per_group=config.rollouts_per_group,
+                acknowledgements=acknowledgements,
+                max_batches=max_batches,
+                report=report,
+                **options,
+            )
+        except TrinityBufferError:
+            raise
+        except OSError as error:
+            raise _failed(f"rollout {config.rollout!r}", error) from error
+
+    def accuracy(self, policy: CausalLM, *, problems: int, seed: int) -> float | None:  # noqa: ARG002
+        """Return what ``evaluate`` says of the model, which answers with its likeliest tokens."""
+        if self.config.evaluate is None:
+            return None
+        evaluate = self._named("evaluate", self.config.evaluate)
+        tokenizer = load_tokenizer(self._model_path)
+        training = policy.model.training
+        model = LocalModel(
+            policy.model, tokenizer, temperature=0, max_tokens=self.config.exploring.max_tokens
+        )
+        try:
+            return float(anyio.run(evaluate, model))
+        except Exception as error:
+            raise _failed(f"evaluate {self.config.evaluate!r}", error) from error
+        finally:
+            policy.model.train(training)
+
+    def _sampled(self) -> Any:
+        """Return what the rollouts talk to."""
+        if self.config.server is not None:
+            raise InvalidArgumentError(f"server={self.config.server!r}: not there yet")
+        _hush()
+        return LocalModel(self._model_path, max_tokens=self.config.exploring.max_tokens)
+
+    @property
+    def _model_path(self) -> str:
+        """The folder of the model, from the folder of the file; or a name that a hub knows."""
+        assert isinstance(self.config.model, str)
+        found = Path(self.config.folder or ".") / self.config.model
+        return str(found) if found.is_dir() else self.config.model
+
+    def _rollout(self) -> Callable[[Any, Any], Any]:
+        name = str(self.config.rollout)
+        rollout = self._named("rollout", name)
+        if not inspect.iscoroutinefunction(rollout):
+            raise InvalidArgumentError(
+                f"rollout = {name!r}: it must be an async function of a task and a model"
+            )
+
+        async def attempt(task: Any, model: Any) -> Sequence[Experience]:
+            try:
+                return await rollout(task, model)  # type: ignore[no-any-return]  # one's own
+            except (TrinityBufferError, OSError):
+                raise
+            except Exception as error:
+                raise _failed(f"rollout {name!r}", error) from error
+
+        return attempt
+
+    def _tasks(self) -> Any:
+        name = str(self.config.tasks)
+        found = self._named("tasks", name)
+        try:
+            tasks = found() if callable(found) else found
+        except Exception as error:
+            raise _failed(f"tasks {name!r}", error) from error
+        return tasks if hasattr(tasks, "items") else list(tasks)
+
+    def _named(self, key: str, name: str) -> Any:
+        """Return what ``module:name`` means, seen from the folder of the file."""
+        module, _, attribute = name.partition(":")
+        folder = str(Path(self.config.folder or ".").resolve())
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        try:
+            found = getattr(import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"{key} = {name!r}: write it as module:name, importable from {folder} ({error})"
+            ) from error
+        except Exception as error:
+            raise _failed(f"{key} {name!r}", error) from error
+        return found
+
+
+def _failed(what: str, error: Exception) -> TrainingError:
+    """Return an error that says what failed, how, and in which line of whose file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if OURS not in Path(frame.filename).parents]
+    place = f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
+    return TrainingError(f"{what} failed: {type(error).__name__}: {error}{place}")
+
+
+def _hush() -> None:
+    """Let transformers show no bars: what a process says goes to a log."""
+    extra("transformers.utils.logging", "hf").disable_progress_bar()

@@ -1,0 +1,57 @@
+"""The file of a run as it is written: parsed, and where it says that the run is."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from trinity_buffer.errors import InvalidArgumentError
+
+PLACES = ("store", "experiment")
+"""Keys that say where a run is, which is no part of its configuration."""
+
+
+def parsed(path: Path) -> dict[str, Any]:
+    """Return the table in a TOML or YAML file.
+
+    Raises:
+        InvalidArgumentError: it is not there, or cannot be read.
+    """
+    try:
+        text = path.read_text()
+        found = _yaml(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
+    except OSError as error:
+        raise InvalidArgumentError(f"configuration {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InvalidArgumentError(f"configuration {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidArgumentError(f"configuration {path}: it holds no table")
+    return found
+
+
+def _yaml(text: str) -> Any:
+    import yaml  # noqa: PLC0415 - only who has such a file needs it
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:  # several lines, which quote the file
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def store_in(path: Path) -> str | None:
+    """Return the store that a file names: a URL, or a path from the folder of the file."""
+    store = _text(path, "store")
+    return store if store is None or "://" in store else str(path.parent / store)
+
+
+def experiment_in(path: Path) -> str | None:
+    """Return the experiment that a file names."""
+    return _text(path, "experiment")
+
+
+def _text(path: Path, key: str) -> str | None:
+    found = parsed(path).get(key)
+    if found is not None and not (isinstance(found, str) and found):
+        raise InvalidArgumentError(f"configuration {path}: {key}={found!r}: it must be a text")
+    return found

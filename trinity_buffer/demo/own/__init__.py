@@ -1,0 +1,1 @@
+"""What `trinity-buffer init` writes, and `demo --model hf` practises."""

@@ -1,0 +1,228 @@
+"""A causal language model of transformers, sampled from in this very process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import torch
+from torch import Tensor
+
+from trinity_buffer.errors import CheckpointError, InvalidArgumentError
+from trinity_buffer.explorer.conversation import Completion
+from trinity_buffer.extras import extra
+
+
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """A prompt that waits for its completion."""
+
+    prompt: list[int]
+    max_tokens: int
+    said: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    done: bool = False
+
+    def take(self, token: int, logprob: float, ends: frozenset[int]) -> None:
+        """Append a token, unless this one has ended."""
+        if not self.done:
+            self.said.append(token)
+            self.logprobs.append(logprob)
+            self.done = token in ends or len(self.said) >= self.max_tokens
+
+
+class LocalModel:
+    """Samples from a causal language model of transformers: what a rollout talks to.
+
+    Calls that wait at the same time are answered in one batch, off the event loop. For large
+    models an inference server is faster: see `OpenAIModel`, which is called in the same way.
+
+    Args:
+        model: of transformers, or the folder to load it from.
+        tokenizer: likewise; None: from the folder of the model.
+        temperature: 1 samples what the trainer scores, 0 takes the likeliest token.
+        max_tokens: of a completion, where a call does not say.
+        max_rows: completions that are sampled at once.
+
+    Raises:
+        InvalidArgumentError: there is no such model, or another temperature.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        temperature: float = 1.0,
+        max_tokens: int = 256,
+        max_rows: int = 256,
+    ) -> None:
+        if temperature not in (0, 1):
+            raise InvalidArgumentError(
+                f"temperature={temperature}: 1, or 0 for the likeliest tokens; at another one the "
+                "log-probs of trainer and explorer would differ"
+            )
+        if isinstance(model, str | Path):
+            tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+            model = load_causal_lm(model)
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self._temperature = temperature
+        self._max_tokens = max_tokens
+        self._max_rows = max_rows
+        self._ends = _ends_of(model, tokenizer)
+        self._waiting: list[_Asked] = []
+        self._turn = anyio.Lock()
+
+    def load(self, uri: str) -> Self:
+        """Return such a model with the weights that were published at ``uri``.
+
+        Raises:
+            CheckpointError: they are not there.
+        """
+        try:
+            model = load_causal_lm(uri)
+        except InvalidArgumentError as error:
+            raise CheckpointError(str(error)) from error
+        return type(self)(
+            model,
+            self.tokenizer,
+            temperature=self._temperature,
+            max_tokens=self._max_tokens,
+            max_rows=self._max_rows,
+        )
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+    ) -> Completion:
+        """Return what the model says next in a conversation, by its chat template."""
+        prompt = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        return await self.complete(prompt, max_tokens=max_tokens)
+
+    async def complete(
+        self, prompt: str | Sequence[int], *, max_tokens: int | None = None
+    ) -> Completion:
+        """Return how the model continues ``prompt``, a text or token ids."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        asked = _Asked(ids, self._max_tokens if max_tokens is None else max_tokens)
+        self._waiting.append(asked)
+        try:
+            await anyio.lowlevel.checkpoint()  # who asks at the same time is answered together
+            async with self._turn:
+                if not asked.done:
+                    batch = self._waiting[: self._max_rows]
+                    await anyio.to_thread.run_sync(self._answer, batch)
+        finally:
+            if asked in self._waiting:
+                self._waiting.remove(asked)
+        text = self.tokenizer.decode(asked.said, skip_special_tokens=True)
+        reason = "stop" if asked.said[-1] in self._ends else "length"
+        return Completion(
+            prompt_ids=ids,
+            token_ids=asked.said,
+            logprobs=asked.logprobs,
+            text=text,
+            finish_reason=reason,
+        )
+
+    def _answer(self, batch: Sequence[_Asked]) -> None:
+        """Sample for each of ``batch`` until it has ended."""
+        sampled = [_Asked(asked.prompt, asked.max_tokens) for asked in batch]
+        with torch.inference_mode():
+            self._sample(sampled)
+        for asked, made in zip(batch, sampled, strict=True):
+            asked.said, asked.logprobs, asked.done = made.said, made.logprobs, True
+            self._waiting.remove(asked)
+
+    def _sample(self, batch: Sequence[_Asked]) -> None:
+        ids, mask = _left_padded([asked.prompt for asked in batch], self.model.device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        cache = None
+        while not all(asked.done for asked in batch):
+            out = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache = out.past_key_values
+            tokens, logprobs = self._drawn(out.logits[:, -1].float().log_softmax(-1))
+            for asked, token, logprob in zip(
+                batch, tokens.tolist(), logprobs.tolist(), strict=True
+            ):
+                asked.take(token, logprob, self._ends)
+            ids = tokens[:, None]
+            mask = torch.cat([mask, mask.new_ones(len(batch), 1)], 1)
+            positions = positions[:, -1:] + 1
+
+    def _drawn(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a token of each row of ``[B, V]``, and its log-prob."""
+        if self._temperature:
+            tokens = torch.multinomial(logprobs.exp(), 1)[:, 0]
+        else:
+            tokens = logprobs.argmax(-1)
+        return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def load_causal_lm(path: str | Path) -> Any:
+    """Return the model in the folder ``path``, in the precision of its weights.
+
+    Raises:
+        InvalidArgumentError: there is none, or transformers is not installed.
+    """
+    return _loaded("AutoModelForCausalLM", path)
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Return the tokenizer in the folder ``path``.
+
+    Raises:
+        InvalidArgumentError: there is none, or transformers is not installed.
+    """
+    return _loaded("AutoTokenizer", path)
+
+
+def _loaded(kind: str, path: str | Path) -> Any:
+    transformers = extra("transformers", "hf")
+    try:
+        return getattr(transformers, kind).from_pretrained(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise InvalidArgumentError(
+            f"model {str(path)!r}: {kind} finds nothing to load there ({why[0]})"
+        ) from error
+
+
+def _ends_of(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens after which a completion ends."""
+    found: set[int] = set()
+    for one in (getattr(tokenizer, "eos_token_id", None), model.config.eos_token_id):
+        found.update(one if isinstance(one, list | tuple) else [] if one is None else [one])
+    return frozenset(found)
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
+    """Return token ids ``[B, T]`` and which of them are no padding, as 0 and 1."""
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros(len(prompts), width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return ids.to(device), mask.to(device)
