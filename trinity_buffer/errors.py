@@ -44,7 +44,13 @@ class InvalidArgumentError(TrinityBufferError, ValueError):
 
 
 class InvalidExperienceError(InvalidArgumentError):
-    """An experience was refused at the door; nothing of that call was written."""
+    """An experience was refused at the door; nothing of that call was written.
+
+    Attributes:
+        field: what is wrong with it, by its name; "" where that is not known.
+    """
+
+    field: str = ""
 
 
 class UnknownNameError(InvalidArgumentError, LookupError):

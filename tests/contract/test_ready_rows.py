@@ -157,7 +157,7 @@ async def test_a_group_whose_rows_go_for_different_reasons_counts_once(store_url
         consumers = await rows(experiment.database, tables.consumer)
         reasons = [row["reason"] for row in await rows(experiment.database, tables.rejection)]
     assert [len(step.manifest.annotations) for step in steps] == [len(kept)]
-    assert sorted(reasons) == ["invalid", "oversize"]
+    assert sorted(reasons) == ["invalid: logprobs", "oversize"]
     assert [row["rejected_groups"] for row in consumers if row["kind"] == "trainer"] == [1]
 
 

@@ -321,7 +321,7 @@ async def test_invalid_experiences_are_quarantined_on_request(store_url: str) ->
         receipt = await experiment.writer("e0", on_invalid="quarantine").write([rollout(), bad])
         assert (receipt.written, receipt.rejected) == (2, 1)
         found = await rows(experiment.database, tables.experience)
-        assert [row["refused"] for row in found] == [None, "invalid"]
+        assert [row["refused"] for row in found] == [None, "invalid: reward"]
 
 
 async def test_a_big_write_is_several_events_of_one_transaction(store_url: str) -> None:

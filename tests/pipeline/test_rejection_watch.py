@@ -37,7 +37,9 @@ async def test_a_trainer_whose_rows_all_lack_a_column_ends_and_names_the_first(
         options: dict[str, Any] = {"strategy": None, "needs": ("logprobs",)}
         with caplog.at_level(logging.WARNING):
             async with experiment.train_stream(**options) as stream:
-                with pytest.raises(TrainingError, match=r"5 steps in a row as invalid \(first b0/"):
+                with pytest.raises(
+                    TrainingError, match=r"5 steps in a row as invalid: logprobs \(first b0/"
+                ):
                     await anext(stream)
     (warning,) = [record for record in caplog.records if "rejection_watch" in record.name]
     assert "'trainer' has rejected everything of 3 steps in a row" in warning.getMessage()
@@ -59,7 +61,8 @@ async def test_a_strategy_whose_rows_all_lack_a_reward_ends(store_url: str) -> N
     async with open_store(store_url) as store:
         experiment = await recorded(store, rows(4), max_rejected_steps=4)
         with pytest.raises(
-            TrainingError, match=r"strategy 'grpo' .* 4 steps in a row as invalid \(first b0/0/0"
+            TrainingError,
+            match=r"strategy 'grpo' .* 4 steps in a row as invalid: reward \(first b0/0/0",
         ):
             await run_strategy(experiment, "grpo")
 

@@ -284,7 +284,7 @@ async def test_without_a_reward_there_is_no_advantage(store_url: str) -> None:
         await experiment.writer("e0").write(some)
         report = await run_strategy(experiment, "grpo")
         assert (report.annotated, report.rejected) == (2, 1)
-        assert await reasons(experiment, "grpo") == {"b/0/2": "invalid"}
+        assert await reasons(experiment, "grpo") == {"b/0/2": "invalid: reward"}
         await assert_conserved(experiment)
 
 

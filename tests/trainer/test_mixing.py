@@ -50,6 +50,7 @@ async def test_a_step_takes_its_share_from_the_expert(store_url: str) -> None:
     assert microbatch["action_mask"][expert].any()
     for name in ("rollout_logprob", "advantages", "returns", "token_level_rewards"):
         assert not microbatch[name][expert].any()
+    assert microbatch["logprob_mask"].tolist() == [True] * 2 * RUNS + [False]
     assert step.manifest.sources == ("expert",)
 
 

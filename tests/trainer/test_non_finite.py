@@ -342,7 +342,7 @@ async def test_what_a_strategy_computed_that_is_not_finite_is_rejected(store_url
     (annotated,) = (e for e in events if e.kind == "ExperiencesAnnotated")
     assert all(found == {"size": 3.0} for found in annotated.body["metrics"])
     (rejected,) = (e for e in events if e.kind == "ExperiencesRejected")
-    assert set(rejected.body["reasons"]) == {"invalid"}
+    assert set(rejected.body["reasons"]) == {"invalid: advantages, returns"}
 
 
 def test_nobody_loads_weights_that_are_not_finite(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ async def test_a_row_without_logprobs_is_rejected_and_the_others_trained(store_u
             step = await anext(stream)
         events = [e async for e in experiment.events(kinds=("ExperiencesRejected",))]
     assert len(step.manifest.experiences) == 2 * RUNS - 1
-    assert [e.body["reasons"] for e in events] == [["invalid"]]
+    assert [e.body["reasons"] for e in events] == [["invalid: logprobs"]]
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

@@ -20,12 +20,17 @@ class Problem:
     Attributes:
         together: the experiences that are of no use because of it.
         culprit: the one of them that it is about.
-        text: the field and what is wrong with it.
+        text: the field, and behind it what is wrong with it.
     """
 
     together: list[Experience]
     culprit: Experience
     text: str
+
+    @property
+    def field(self) -> str:
+        """What is wrong, by its name."""
+        return self.text.partition(" ")[0]
 
     def error(self, user: str) -> InvalidExperienceError:
         """Return the error that says what ``user`` cannot use, and why."""

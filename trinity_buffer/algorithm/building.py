@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trinity_buffer.algorithm.algorithm import AlgorithmType
 from trinity_buffer.algorithm.arguments import REQUIRED, declared_arguments, made, refuse_unknown
+from trinity_buffer.algorithm.reading import needed, require_recorded
 from trinity_buffer.algorithm.recipe import PARTS
 from trinity_buffer.algorithm.registry import (
     ADD_STRATEGY,
@@ -164,8 +165,9 @@ class Algorithm:
             InvalidArgumentError: a tensor is missing; the message names it and who needs it.
         """
         corrected, metrics = self._corrected(batch, layout)
+        require_recorded(batch, self.policy_loss, self.policy_loss.select_keys)
         given = {
-            key: _needed(corrected, key, self.policy_loss) for key in self.policy_loss.select_keys
+            key: needed(corrected, key, self.policy_loss) for key in self.policy_loss.select_keys
         }
         loss, found = self.policy_loss(logprob=logprob, layout=layout, **given)
         metrics.update(found)
@@ -186,9 +188,10 @@ class Algorithm:
         if self.choices["importance_correction"].name == "none" or "advantages" not in self.tensors:
             return batch, {}
         tensors = ("old_logprob", "rollout_logprob", "action_mask")
-        given = [_needed(batch, key, self.correction) for key in tensors]
+        require_recorded(batch, self.correction, tensors)
+        given = [needed(batch, key, self.correction) for key in tensors]
         weights, metrics = self.correction(*given, layout=layout)
-        advantages = _needed(batch, "advantages", self.policy_loss)
+        advantages = needed(batch, "advantages", self.policy_loss)
         return {**batch, "advantages": advantages * weights}, metrics
 
     def _entropy(
@@ -206,7 +209,7 @@ class Algorithm:
             return None
         bonus, metrics = self.entropy_loss(
             entropy,
-            _needed(batch, "action_mask", self.entropy_loss),
+            needed(batch, "action_mask", self.entropy_loss),
             batch.get("expert_mask"),
             self.loss_agg_mode,
             layout=layout,
@@ -220,10 +223,13 @@ class Algorithm:
         unused = self.kl_loss.kl_coef == 0 and "ref_logprob" not in batch
         if self.choices["kl_loss_fn"].name == "none" or unused:
             return None
+        if self.kl_loss.reads_old_logprob:
+            require_recorded(batch, self.kl_loss, ("old_logprob",))
+            needed(batch, "old_logprob", self.kl_loss)
         return self.kl_loss.calculate_kl_loss(
             logprob,
-            _needed(batch, "ref_logprob", self.kl_loss),
-            _needed(batch, "action_mask", self.kl_loss),
+            needed(batch, "ref_logprob", self.kl_loss),
+            needed(batch, "action_mask", self.kl_loss),
             self.loss_agg_mode,
             batch.get("old_logprob"),
             layout=layout,
@@ -353,22 +359,6 @@ def _trainer_side(choice: Choice) -> TrainerAdvantage:
             f"advantage_fn {choice.name!r} works on stored experiences: name it as add_strategy"
         )
     return cast("TrainerAdvantage", choice.make())
-
-
-def _needed(batch: Mapping[str, Any], key: str, user: Any) -> Tensor:
-    """Return a tensor of the micro-batch.
-
-    Raises:
-        InvalidArgumentError: it is not there.
-    """
-    found = batch.get(key)
-    if found is None:
-        held = ", ".join(sorted(name for name in batch if batch[name] is not None))
-        raise InvalidArgumentError(
-            f"{type(user).__name__} needs the tensor {key!r}, which the micro-batch lacks "
-            f"(it holds {held})"
-        )
-    return cast("Tensor", found)
 
 
 def _positive(name: str, value: Any) -> int:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection
 
 from trinity_buffer.errors import TrainingError
+from trinity_buffer.rejections import INVALID
 
 WARN_AFTER_STEPS = 3
 """Steps in a row of which everything was rejected, before that is said."""
@@ -13,7 +14,7 @@ WARN_AFTER_STEPS = 3
 MAX_REJECTED_STEPS = 6
 """So many in a row end the consumer, where the rows themselves are at fault."""
 
-FAULTS = ("invalid", "damaged")
+FAULTS = (INVALID, "damaged")
 """How reasons begin that more rows of the same kind will not mend; a filter or an age may."""
 
 UNREAD = frozenset({"stale", "oversize"})

@@ -78,7 +78,12 @@ def values_of(critic: Critic, microbatch: MicroBatch) -> Tensor:
 
 
 def prepare(
-    step: TrainStep, algorithm: Algorithm, models: Models, *, reduce: Reduce | None = None
+    step: TrainStep,
+    algorithm: Algorithm,
+    models: Models,
+    *,
+    reduce: Reduce | None = None,
+    recompute_old_logprob: bool = False,
 ) -> dict[str, Any]:
     """Put everything into the micro-batches that the loss reads and the store does not hold.
 
@@ -90,12 +95,15 @@ def prepare(
         algorithm: what is trained.
         models: of the trainer.
         reduce: sums a tensor over data-parallel ranks.
+        recompute_old_logprob: whatever the explorers recorded.
 
     Raises:
         InvalidArgumentError: a tensor is missing; the message names it.
     """
     for microbatch in step.microbatches:
-        _score(microbatch, algorithm, models)
+        if recompute_old_logprob:
+            microbatch.tensors.pop("old_logprob", None)
+        _score(microbatch, algorithm, models, recompute_old_logprob=recompute_old_logprob)
     metrics: dict[str, Any] = {}
     if algorithm.choices["kl_penalty_fn"].name != "none":
         metrics |= step.apply(lambda batch, layout: _penalize(algorithm, batch, layout))
@@ -105,9 +113,14 @@ def prepare(
 
 
 @torch.no_grad()
-def _score(microbatch: MicroBatch, algorithm: Algorithm, models: Models) -> None:
+def _score(
+    microbatch: MicroBatch, algorithm: Algorithm, models: Models, *, recompute_old_logprob: bool
+) -> None:
     wanted = algorithm.tensors | _read_by_advantages(algorithm)
-    before = "old_logprob" not in microbatch
+    # Where nobody recorded any, both keys are absent: to compute them unasked would say that the
+    # rollouts were made by these very weights.
+    left_to_us = recompute_old_logprob or "rollout_logprob" in microbatch
+    before = "old_logprob" not in microbatch and left_to_us
     if before or "entropy" in wanted:
         scores = models.policy.scores(microbatch)
         microbatch["entropy"] = scores.entropy

@@ -195,10 +195,13 @@ class Trainer:
         """Step the optimizers if all is finite; return the numbers of the step."""
         coefficients = self._coefficients()
         reduce = self._processes.sum if self._processes.world_size > 1 else None
-        if self._settings.recompute_old_logprob:
-            for microbatch in step.microbatches:
-                microbatch.tensors.pop("old_logprob", None)
-        found = prepare(step, self._algorithm, self._models, reduce=reduce)
+        found = prepare(
+            step,
+            self._algorithm,
+            self._models,
+            reduce=reduce,
+            recompute_old_logprob=self._settings.recompute_old_logprob,
+        )
         self.state.optimizer.zero_grad(set_to_none=True)
         parts = []
         for microbatch in step.microbatches:

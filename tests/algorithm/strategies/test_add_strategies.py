@@ -167,7 +167,7 @@ async def test_a_writer_that_can_is_told_what_is_invalid_and_the_rest_is_scored(
     for e in exps:
         e.logprobs = torch.tensor([-1.0, -2.0])
     await ADD_STRATEGY.get(name)(writer).add(exps, 0)
-    assert rejected(writer) == [("b/bad/3/0/", "invalid")]
+    assert rejected(writer) == [("b/bad/3/0/", "invalid: reward")]
     assert {e.eid.task for e in written(writer)} == {"good"}
 
 
@@ -175,7 +175,10 @@ async def test_a_run_with_a_step_that_cannot_be_used_is_rejected_whole() -> None
     writer = StagedWriter()
     exps = [rollout(0, 0, None, step=0), rollout(0, 0, None, step=1), rollout(0, 1, 1.0)]
     await StepWiseGRPOStrategy(writer).add(exps, 0)
-    assert rejected(writer) == [("b/0/0/0/", "invalid"), ("b/0/0/1/", "invalid")]
+    assert rejected(writer) == [
+        ("b/0/0/0/", "invalid: reward"),
+        ("b/0/0/1/", "invalid: reward"),
+    ]
     assert [e.eid.run for e in written(writer)] == [1]
 
 

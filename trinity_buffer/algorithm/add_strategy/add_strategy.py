@@ -25,6 +25,7 @@ from trinity_buffer.algorithm.copies import left_out
 from trinity_buffer.algorithm.registry import ADD_STRATEGY
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
+from trinity_buffer.rejections import invalid
 from trinity_buffer.writer import BufferWriter
 
 __all__ = [
@@ -117,7 +118,7 @@ class AddStrategy(ABC):
     ) -> list[Experience]:
         """Return those that have the fields ``needs``, by default the class's.
 
-        The others are rejected as ``invalid``.
+        The others are rejected as ``invalid``, which names the field.
 
         Raises:
             InvalidExperienceError: one lacks a field and the writer cannot record a rejection.
@@ -137,7 +138,7 @@ class AddStrategy(ABC):
         Raises:
             InvalidExperienceError: the writer cannot record a rejection.
         """
-        if not self.reject(problem.together, "invalid"):
+        if not self.reject(problem.together, invalid(problem.field)):
             raise problem.error(type(self).__name__)
 
 

@@ -37,9 +37,13 @@ class KLFn(ABC):
         kl_coef: the coefficient to begin with.
         target_kl: divergence at which an adaptive coefficient stays what it is.
         horizon: rows after which an adaptive coefficient may have changed by a fifth.
+
+    Attributes:
+        reads_old_logprob: whether it weighs by the log-probabilities of the policy that sampled.
     """
 
     reference_args: ClassVar[Mapping[str, Any]] = {}
+    reads_old_logprob: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -247,6 +251,8 @@ class CorrectedK3Fn(K3Fn):
 
     (DeepSeek-V3.2, arXiv:2512.02556, section 3.1.) Plain k3 without ``old_logprob``.
     """
+
+    reads_old_logprob = True
 
     @override
     def calculate_kl(

@@ -15,6 +15,7 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.grouping import Group
 from trinity_buffer.pipeline.annotation_encoding import ANNOTATED, encode_annotations
 from trinity_buffer.pipeline.events import new_event
+from trinity_buffer.rejections import invalid
 from trinity_buffer.store import segments
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ExperienceRow
@@ -91,12 +92,12 @@ class Verdicts:
         if _all_finite([experience for group in kept.values() for experience in group]):
             return kept
         broken = {
-            self._address(experience)
+            self._address(experience): invalid(*fields)
             for group in kept.values()
             for experience in group
-            if not _all_finite([experience])
+            if (fields := _broken_fields(experience))
         }
-        self.reasons.update(dict.fromkeys(broken, "invalid"))
+        self.reasons.update(broken)
         left = {
             tid: [experience for experience in group if self._address(experience) not in broken]
             for tid, group in kept.items()
@@ -170,6 +171,12 @@ def _all_finite(experiences: Sequence[Experience]) -> bool:
     return not tensors or bool(
         torch.cat([t.detach().double().flatten() for t in tensors]).isfinite().all()
     )
+
+
+def _broken_fields(experience: Experience) -> list[str]:
+    """Return what a strategy computed for an experience and is not finite."""
+    found = [(name, experience.__dict__.get(name)) for name in ANNOTATED]
+    return [name for name, value in found if value is not None and not value.isfinite().all()]
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -36,8 +36,10 @@ class MicroBatch(Mapping[str, Any]):
     """A mapping of tensors; N rows, padded to ``[N, T]`` or packed to ``[T]``.
 
     ``input_ids`` and ``position_ids`` int64, ``attention_mask`` and ``action_mask`` bool;
-    ``rollout_logprob``, ``old_logprob`` (the same tensor until the trainer recomputes it),
-    ``advantages``, ``returns`` and ``token_level_rewards`` float32; ``sample_index`` (slot in the
+    ``rollout_logprob``, ``old_logprob`` (the same tensor until the trainer recomputes it; both
+    absent where no row of the step recorded any), ``advantages``, ``returns`` and
+    ``token_level_rewards`` float32; ``logprob_mask`` bool ``[N]`` (which rows recorded theirs)
+    where only some did; ``sample_index`` (slot in the
     manifest), ``group_index`` and ``step`` int32 ``[N]``; packed also ``cu_seqlens`` int32
     ``[N + 1]`` and ``max_seqlen``.
 
@@ -47,12 +49,15 @@ class MicroBatch(Mapping[str, Any]):
         layout: sequence boundaries, and the denominators of the whole step.
         multi_modal_inputs: one mapping per row, name -> tensor.
         policy_versions: one per row, None where unknown.
+        unrecorded: ``usual`` or ``expert`` -> uid of a row of the step without log-probabilities,
+            where others have some.
     """
 
     tensors: dict[str, Any]
     layout: BatchLayout
     multi_modal_inputs: list[dict[str, Tensor]] = field(default_factory=list)
     policy_versions: list[int | None] = field(default_factory=list)
+    unrecorded: Mapping[str, str] = field(default_factory=dict)
 
     @override
     def __getitem__(self, key: str) -> Any:
@@ -102,8 +107,11 @@ def collate_step(
     for plan, place, part in zip(plans, wide, places.parts, strict=True):
         tensors = _tensors(columns, flat, place, *part)
         tensors |= _per_row(manifest, plan, size)
+        if columns.recorded is not None:
+            tensors["logprob_mask"] = torch.from_numpy(columns.recorded[plan.start : plan.stop])
         tensors = {name: _moved(value, device) for name, value in tensors.items()}
-        tensors["old_logprob"] = tensors["rollout_logprob"]
+        if "rollout_logprob" in tensors:
+            tensors["old_logprob"] = tensors["rollout_logprob"]
         chosen = slice(plan.start, plan.stop)
         modal = [
             {name: _moved(value, device) for name, value in inputs.items()} if inputs else {}
@@ -111,7 +119,7 @@ def collate_step(
         ]
         versions = list(_each(rows.facts.policy_versions[chosen], size))
         mine = replace(layout, cu_seqlens=tensors.get("cu_seqlens"))
-        batches.append(MicroBatch(tensors, mine, modal, versions))
+        batches.append(MicroBatch(tensors, mine, modal, versions, rows.unrecorded))
     return batches
 
 
@@ -170,7 +178,10 @@ def _moved(value: Any, device: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Per row of the step; ``responses`` begin at the row's prompt length."""
+    """Per row of the step; ``responses`` begin at the row's prompt length.
+
+    ``recorded`` says which rows have log-probabilities, None where all have or none has.
+    """
 
     tokens: Field
     lengths: Array
@@ -179,6 +190,7 @@ class _Columns:
     responses: dict[str, Field]
     rewards: Sequence[float | None]
     trained_tokens: list[int]
+    recorded: Array | None = None
 
 
 def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, bool]:
@@ -203,22 +215,33 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, bool]:
         field = rows.field(stored_name)
         if not field.missing(number):
             responses[name] = field
+    recorded = responses["rollout_logprob"].present(number)
+    if not recorded.any():
+        del responses["rollout_logprob"]  # zeros would be read as probabilities of 1
     if masks.missing(number):
         raise InvalidArgumentError(
             "a row of the step has neither an action mask nor a pair of answers: run `verify`"
         )
     tokens = rows.field("tokens")
     prompts = np.array(rows.facts.prompt_lengths)
-    trained = rows.facts.trained_tokens
-    sizes = tokens.sizes(number)
-    return _Columns(tokens, sizes, prompts, masks, responses, rewards, trained), False
+    found = _Columns(
+        tokens,
+        tokens.sizes(number),
+        prompts,
+        masks,
+        responses,
+        rewards,
+        rows.facts.trained_tokens,
+        recorded if recorded.any() and not recorded.all() else None,
+    )
+    return found, False
 
 
 def _halves(rows: LoadedRows) -> _Columns:
     """Return the columns of pairs: prompt and chosen answer, prompt and rejected one, in turn."""
     pairs = zip(*(rows.values(name) for name in ("tokens", "chosen", "rejected")), strict=True)
     answers: list[Any] = [(prompt, half) for prompt, *both in pairs for half in both]
-    names = ("rollout_logprob", "advantages", "returns", "token_level_rewards")
+    names = ("advantages", "returns", "token_level_rewards")
     tokens = [np.concatenate([prompt, half]) for prompt, half in answers]
     return _Columns(
         field_of_values(tokens),

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, chain
+from trinity_buffer.pipeline.streaming.registration import has_set, wait_for_set
 from trinity_buffer.pipeline.streaming.rewinding import last_commit
 from trinity_buffer.pipeline.streaming.stream_options import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
@@ -22,6 +23,8 @@ class RankStream(TrainStream):
     @override
     async def prepare(self) -> None:
         """Join the other ranks, find the last commit and what was handed out after it."""
+        if not await has_set(self.experiment, self.options):
+            await wait_for_set(self.experiment, self.options)
         await self._ranks.join()
         steps = await self._database.read(
             trainer_queries.steps, self.experiment.key, self.options.consumer

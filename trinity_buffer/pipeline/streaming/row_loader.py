@@ -42,11 +42,14 @@ class LoadedRows:
         facts: what the log knows of each row.
         fields: columns of vectors, views that must not be written.
         multi_modal: of each row, name -> tensor with memory of its own.
+        unrecorded: where only some rows have log-probabilities: ``usual`` or ``expert`` -> uid of a
+            row of that kind that has none.
     """
 
     facts: Facts
     fields: Mapping[str, Field]
     multi_modal: Sequence[Mapping[str, Tensor]]
+    unrecorded: Mapping[str, str]
 
     def reordered(self, order: Sequence[int]) -> LoadedRows:
         """Return them with row ``order[i]`` as row ``i``."""
@@ -54,7 +57,7 @@ class LoadedRows:
         places[list(order)] = np.arange(len(order))
         fields = {name: field.moved(places) for name, field in self.fields.items()}
         modal = [self.multi_modal[row] for row in order]
-        return LoadedRows(self.facts.reordered(order), fields, modal)
+        return LoadedRows(self.facts.reordered(order), fields, modal, self.unrecorded)
 
     def field(self, name: str) -> Field:
         """Return the column ``name``, which may be empty."""
@@ -131,6 +134,27 @@ class RowLoader:
             ArchivedSegmentError: tensors have left the database, and cannot be fetched.
             UnknownExperimentError: rows come from an experiment that the store does not hold.
         """
+        found = self._load(s, manifest)
+        return replace(found, unrecorded=self._unrecorded(s, manifest, found))
+
+    def _unrecorded(
+        self, s: ReadSession, manifest: Manifest, rows: LoadedRows
+    ) -> Mapping[str, str]:
+        """Return which kinds of rows lack log-probabilities that others of the step have."""
+        there = rows.field("logprobs").present(len(manifest.groups))
+        expert = np.array(manifest.source or [0] * len(there)) > 0
+        if there.all() and not expert.any():
+            return {}
+        kinds = {"usual": np.flatnonzero(~there & ~expert), "expert": np.flatnonzero(expert)}
+        if not (there & ~expert).any():
+            return {}
+        return {
+            kind: self.uids(s, manifest, [int(places[0])])[0]
+            for kind, places in kinds.items()
+            if len(places)
+        }
+
+    def _load(self, s: ReadSession, manifest: Manifest) -> LoadedRows:
         if not any(manifest.source):
             return self.load_rows(s, manifest.experiences, manifest.annotations)
         parts: list[tuple[list[int], LoadedRows]] = []
@@ -234,7 +258,7 @@ class RowLoader:
         self._segments.shrink()
         if not experiences or fields.get("tokens", Field()).missing(len(facts)):
             raise DamagedSegmentError("an experience of the step has no tokens: run `verify`")
-        return LoadedRows(facts, fields, modal)
+        return LoadedRows(facts, fields, modal, {})
 
     def _add(
         self,
@@ -297,4 +321,5 @@ def _merged(parts: Sequence[tuple[Sequence[int], LoadedRows]], total: int) -> Lo
     facts = no_facts()
     for part, i in order:
         facts.append(parts[part][1].facts, i, i + 1)
-    return LoadedRows(facts, fields, [parts[part][1].multi_modal[i] for part, i in order])
+    modal = [parts[part][1].multi_modal[i] for part, i in order]
+    return LoadedRows(facts, fields, modal, {})

@@ -23,6 +23,7 @@ from trinity_buffer.pipeline.streaming.step_source import (
     rows_without,
 )
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
+from trinity_buffer.rejections import invalid
 from trinity_buffer.store.transaction import Session
 
 Unfit = Mapping[tuple[int, int], str]
@@ -98,8 +99,12 @@ class StepRows:
         needs, limit = self._options.needs, self._options.max_tokens
         if "advantages" in needs:
             self._require_advantages(s, rows, manifest)
-        lacking = {p for field in needs for p in rows_without(rows, field, manifest.source)}
-        unfit = dict(_named(manifest, dict.fromkeys(sorted(lacking), "invalid")))
+        lacking: dict[int, list[str]] = {}
+        for field in needs:
+            for place in rows_without(rows, field, manifest.source):
+                lacking.setdefault(place, []).append(field)
+        reasons = {place: invalid(*lacking[place]) for place in sorted(lacking)}
+        unfit = dict(_named(manifest, reasons))
         if self._pairs and limit is not None:
             sizes = row_lengths(manifest, rows, longest=True)
             large = [

@@ -40,6 +40,8 @@ class StreamOptions:
         prefetch: how many steps are leased and decoded ahead.
         lease_ttl_s: after so long without a heartbeat another process may take over.
         wait_for_lease: wait for the holder of the lease, or raise `LeaseHeldError`.
+        wait_for_set: with ``follow``, wait aloud for a set that nobody has annotated yet; otherwise
+            it is refused at once, and nothing is registered.
         resume_from: rewind to this committed step first; later commits are superseded.
         rank, world_size: this process of a data-parallel trainer. Rank 0 leases, the others read
             the manifests from the log; all must open the stream, and all must commit.
@@ -65,6 +67,7 @@ class StreamOptions:
     prefetch: int = 1
     lease_ttl_s: float = TTL_S
     wait_for_lease: bool = True
+    wait_for_set: bool = True
     resume_from: int | None = None
     rank: int = 0
     world_size: int = 1

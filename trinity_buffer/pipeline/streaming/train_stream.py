@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from trinity_buffer.crash_points import reached
-from trinity_buffer.errors import (
-    ConflictingStrategyError,
-    InvalidArgumentError,
-    StoreError,
-)
-from trinity_buffer.events import BatchLeased, ConsumerRegistered, StepsCommitted, TrainerRewound
+from trinity_buffer.errors import InvalidArgumentError, StoreError
+from trinity_buffer.events import BatchLeased, StepsCommitted, TrainerRewound
 from trinity_buffer.pipeline.background import running
-from trinity_buffer.pipeline.events import fact_at, new_event, now_us
+from trinity_buffer.pipeline.events import fact_at, new_event
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading import EventCache
 from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
@@ -27,6 +23,7 @@ from trinity_buffer.pipeline.streaming.handover import Handover
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.streaming.ranks import RankSession
 from trinity_buffer.pipeline.streaming.recorded_strategy import recorder
+from trinity_buffer.pipeline.streaming.registration import has_set, register, wait_for_set
 from trinity_buffer.pipeline.streaming.rewinding import last_commit, require_checkpoint_of
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.step_memory import StepMemory
@@ -86,6 +83,7 @@ class TrainStream:
         self._next_step = 1
         self._chain = FIRST_LINK
         self._recorders = [e for e in (None if options.strategy else experiment, expert) if e]
+        self._begun = False
         self._failure: Exception | None = None
         self._ready = Handover(options.prefetch)
 
@@ -97,8 +95,17 @@ class TrainStream:
     # -- opening
 
     async def prepare(self) -> None:
+        """Begin, if the set that is trained on is there; otherwise `run` waits for it.
+
+        Raises:
+            UnknownNameError: there is no such set, and it is not waited for.
+        """
+        if await has_set(self.experiment, self.options):
+            await self._begin()
+
+    async def _begin(self) -> None:
         """Register, rewind if asked to, find the last commit and what was handed out after it."""
-        row = await self._register()
+        row = await register(self.experiment, self.options.consumer, self.annotation_set)
         if self.options.resume_from is not None:
             row = await self._rewind(row, self.options.resume_from)
         self._committed = row.committed_step
@@ -115,18 +122,7 @@ class TrainStream:
         self._next_step = row.leased_step + 1
         await self._database.read(self._source.start)
         await self._ranks.assemble(self._lease, row.committed_step)
-
-    async def _register(self) -> ConsumerRow:
-        config = {"strategy": self.annotation_set}
-        name, key = self.options.consumer, self.experiment.key
-        event = new_event(ConsumerRegistered(consumer=name, kind="trainer", config=config))
-        row = await self._database.write(queries.registered, key, name, event, clock=now_us)
-        if row.kind != "trainer" or row.config != config:
-            raise ConflictingStrategyError(
-                f"consumer {name!r} is a {row.kind} on {row.config.get('strategy')!r}, not a "
-                f"trainer on {self.annotation_set!r}: give this one a name of its own, consumer="
-            )
-        return row
+        self._begun = True
 
     async def _rewind(self, row: ConsumerRow, step: int) -> ConsumerRow:
         name, key = self.options.consumer, self.experiment.key
@@ -149,6 +145,9 @@ class TrainStream:
     async def run(self) -> None:
         """Make and serve steps until there are no more; errors come out where it is read."""
         try:
+            if not self._begun:
+                await wait_for_set(self.experiment, self.options)
+                await self._begin()
             async with running(self._gather):
                 await self._feed()
             await self._ranks.end(self._next_step - 1)
@@ -271,7 +270,7 @@ class TrainStream:
     ) -> TrainStep:
         if self.options.recompute_old_logprob:
             for microbatch in microbatches:
-                del microbatch.tensors["old_logprob"]
+                microbatch.tensors.pop("old_logprob", None)
         self._chain = chain(self._chain, manifest.digest)
         versions = [version for version in rows.facts.policy_versions if version is not None]
         return TrainStep(manifest.step, microbatches, manifest, self._chain, recorded, versions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from trinity_buffer.crash_points import reached
@@ -67,6 +68,32 @@ class Admission:
         behind = 0 if policy_version is None else backlog.published - policy_version
         return backlog.uncommitted // self.groups_per_step + behind <= self.max_staleness
 
+    def admits_some_day(self, backlog: trainer_queries.Backlog, policy_version: int) -> bool:
+        """Return whether weights of a version that never changes can be admitted at all."""
+        behind = backlog.published - policy_version
+        return self.max_staleness is None or behind <= self.max_staleness
+
+
+_NO_RULES, _NO_BACKLOG = Admission(), trainer_queries.Backlog(0, 0, 0)
+
+
+class Answer(Enum):
+    """What becomes of a plan."""
+
+    PLAN = "it may be planned now"
+    PLANNED = "it is planned already"
+    FINISHED = "the experiment is finished"
+    WAIT = "the trainer has enough"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The answer of one look, and what it was decided by."""
+
+    answer: Answer
+    rules: Admission = _NO_RULES
+    backlog: trainer_queries.Backlog = _NO_BACKLOG
+
 
 async def plan(
     database: Database,
@@ -83,46 +110,62 @@ async def plan(
     wanted = BatchPlanned(batch=batch, tasks=list(tasks), rollouts_per_group=rollouts_per_group)
     event = new_event(wanted)
 
-    def append(tx: Transaction, own: int | None) -> object:
+    def append(tx: Transaction, own: int | None) -> Look:
         # Asked again under the lock: two explorers must not both take the last place.
         lock_experiment(tx, experiment)
-        answer = _may_plan(tx, experiment, actor, wanted, own)
-        if answer is None:
+        found = _look(tx, experiment, actor, wanted, own)
+        if found.answer is Answer.PLAN:
             log.append(tx, experiment, [event], actor=actor, now_us=now_us())
-        return answer
+        return found
 
     while True:
         state = await database.changes.state()
         own = policy_version() if callable(policy_version) else policy_version
-        answer = await database.read(_may_plan, experiment, actor, wanted, own)
-        if answer is None:
+        look = await database.read(_look, experiment, actor, wanted, own)
+        if look.answer is Answer.PLAN:
             reached("before-plan")
-            answer = await database.write(append, own)
-            if answer is None:
+            look = await database.write(append, own)
+            if look.answer is Answer.PLAN:
                 reached("after-plan")
-                return True
-        if answer is not _WAIT:
-            return bool(answer)
+        if look.answer is not Answer.WAIT:
+            return look.answer is not Answer.FINISHED
+        if own is not None and not callable(policy_version):
+            _require_fresh(batch, own, look)
         await database.changes.changed(state)
 
 
-_WAIT = object()
+def _require_fresh(batch: Key, version: int, look: Look) -> None:
+    """Return if weights that are not loaded anew may be admitted some day.
+
+    Raises:
+        InvalidArgumentError: they are too old, and no wait makes them younger.
+    """
+    if not look.rules.admits_some_day(look.backlog, version):
+        newest = look.backlog.published
+        raise InvalidArgumentError(
+            f"batch {batch!r}: policy_version={version} is {newest - version} behind the published "
+            f"{newest}, and max_staleness={look.rules.max_staleness}, so that it can never be "
+            f"planned: load the weights of version {newest} (`await experiment.newest_policy()` "
+            "says where they are), or pass a function that returns the version which is loaded"
+        )
+
 
 MAX_ROLLOUTS = 1 << 20
 """Rollouts of one task in one batch."""
 
 
-def _may_plan(
+def _look(
     tx: Transaction,
     experiment: int,
     actor: str,
     wanted: BatchPlanned,
     version: int | None,
-) -> object:
-    """Return None: plan it now; True: it is planned; False: the run is finished; or `_WAIT`."""
+) -> Look:
+    """Return whether it may be planned now."""
     existing = queries.batch_row(tx, experiment, wanted.batch)
     if existing is not None:
-        return _same_plan(existing, actor, wanted)
+        _require_same_plan(existing, actor, wanted)
+        return Look(Answer.PLANNED)
     if queries.count_in_batch(tx, experiment, wanted.batch):
         raise ConflictingPlanError(
             f"batch {wanted.batch!r} holds experiences that nobody planned; "
@@ -131,12 +174,13 @@ def _may_plan(
     found = queries.config_of(tx, experiment)
     config, finished = found if found is not None else ({}, False)
     if finished:
-        return False
+        return Look(Answer.FINISHED)
     rules = Admission.of(config)
     backlog = trainer_queries.backlog(tx, experiment, rules.trainer)
-    if not rules.admits(backlog, version) or _is_in_vain(tx, experiment, config, backlog):
-        return _WAIT
-    return None
+    admitted = rules.admits(backlog, version)
+    in_vain = admitted and _is_in_vain(tx, experiment, config, backlog)
+    answer = Answer.PLAN if admitted and not in_vain else Answer.WAIT
+    return Look(answer, rules, backlog)
 
 
 def _is_in_vain(
@@ -155,7 +199,7 @@ def _is_in_vain(
     return trainer_queries.rejects_all(tx, experiment, rules.trainer, faults=FAULTS, rows=rows)
 
 
-def _same_plan(existing: store_rows.BatchRow, actor: str, wanted: BatchPlanned) -> bool:
+def _require_same_plan(existing: store_rows.BatchRow, actor: str, wanted: BatchPlanned) -> None:
     key = wanted.batch
     if existing.planned_at is None:
         raise ConflictingPlanError(
@@ -173,7 +217,6 @@ def _same_plan(existing: store_rows.BatchRow, actor: str, wanted: BatchPlanned) 
             f"batch {key!r} is planned by {existing.actor!r}; a batch has one actor, so {actor!r} "
             "needs an id of its own"
         )
-    return True
 
 
 def _check(batch: Key, tasks: Sequence[Key], rollouts_per_group: int) -> None:

@@ -81,7 +81,9 @@ def validate(
 
 
 def _refuse(experience: Experience, field: str, what: str) -> InvalidExperienceError:
-    return InvalidExperienceError(f"experience {experience.eid.uid}: {field} {what}")
+    error = InvalidExperienceError(f"experience {experience.eid.uid}: {field} {what}")
+    error.field = field
+    return error
 
 
 def _check_eid(experience: Experience) -> None:

@@ -19,6 +19,7 @@ from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.writing.column_checks import forms_pass, numbers_pass
 from trinity_buffer.pipeline.writing.group_commit import Outcome, PreparedWrite
 from trinity_buffer.pipeline.writing.validation import validate
+from trinity_buffer.rejections import invalid
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.segments import new_key, rows_of
@@ -148,10 +149,10 @@ class WriteCall:
         for experience in self.given:
             try:
                 validate(experience, self._schema)
-            except InvalidExperienceError:
+            except InvalidExperienceError as error:
                 if self._on_invalid == "raise":
                     raise
-                found[experience.eid] = "invalid"
+                found[experience.eid] = invalid(error.field)
         return found
 
     def _refusal(self, eid: EID) -> str | None:

@@ -1,0 +1,123 @@
+"""Log-probabilities that nobody recorded: no key, or a mask, and a loss that names a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.data import RUNS, recorded, rollouts, solutions
+from trinity_buffer.algorithm import build
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.history.replay import replayed_steps
+from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+
+STEP: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 2, "tokens_per_microbatch": 20}
+LACKING = 1
+"""Row without log-probabilities."""
+
+
+def without(*lacking: int) -> list[Experience]:
+    """Return two groups, of which some rows have no log-probabilities."""
+    made = rollouts(tasks=2)
+    for row in lacking:
+        made[row].logprobs = None
+    return made
+
+
+async def annotated(store: Store, made: list[Experience]) -> Experiment:
+    """Return an experiment with these rows and their advantages."""
+    experiment = await recorded(store, "run", "experience", made)
+    await run_strategy(experiment, "grpo")
+    return experiment
+
+
+async def served(experiment: Experiment, **options: Any) -> TrainStep:
+    """Return the first step."""
+    async with experiment.train_stream(**(STEP | options)) as stream:
+        return await anext(stream)
+
+
+def loss_of(microbatch: MicroBatch, algorithm: str = "grpo", **parts: Any) -> torch.Tensor:
+    """Return the loss of a policy that finds every token as likely."""
+    logprob = torch.full_like(microbatch["input_ids"], -1.0, dtype=torch.float32)
+    made = build(algorithm, kl_loss_fn="none", entropy_loss_fn="none", **parts)
+    return made.loss(logprob, microbatch, layout=microbatch.layout)[0]
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+async def test_what_nobody_recorded_is_no_key_of_any_micro_batch(
+    store_url: str, layout: str
+) -> None:
+    async with open_store(store_url) as store:
+        experiment = await annotated(store, without(*range(2 * RUNS)))
+        step = await served(experiment, layout=layout)
+    assert len(step.microbatches) > 1
+    for microbatch in step.microbatches:
+        assert {"rollout_logprob", "old_logprob", "logprob_mask"}.isdisjoint(microbatch)
+        with pytest.raises(InvalidArgumentError, match="'old_logprob', and no row of the step"):
+            loss_of(microbatch)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+async def test_where_some_rows_recorded_theirs_a_mask_tells_which(
+    store_url: str, layout: str
+) -> None:
+    async with open_store(store_url) as store:
+        experiment = await annotated(store, without(LACKING))
+        step = await served(experiment, layout=layout)
+    masks = torch.cat([microbatch["logprob_mask"] for microbatch in step.microbatches])
+    slots = [address & 0xFFFFF for address in step.manifest.experiences]
+    assert masks.dtype == torch.bool
+    assert masks.tolist() == [slot != LACKING for slot in slots]
+    assert len({frozenset(microbatch) for microbatch in step.microbatches}) == 1
+
+
+async def test_a_loss_that_would_read_a_row_that_nobody_recorded_names_it(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        step = await served(await annotated(store, without(LACKING)))
+    for microbatch in step.microbatches:  # all alike, so that no rank trains alone
+        with pytest.raises(InvalidArgumentError, match=rf"of b0/0/{LACKING}/0/ "):
+            loss_of(microbatch)
+        assert loss_of(microbatch, policy_loss_fn="sft").isfinite()
+        microbatch["old_logprob"] = torch.full_like(microbatch["rollout_logprob"], -1.0)
+        assert loss_of(microbatch).isfinite(), "the trainer computed those of every row"
+
+
+async def test_a_loss_for_two_kinds_of_rows_reads_none_of_the_experts(store_url: str) -> None:
+    mixed = {
+        "sample_strategy": "mix",
+        "expert_experiment": "expert",
+        "expert_data_ratio": 1 / 2,
+        "tokens_per_microbatch": None,
+    }
+    async with open_store(store_url) as store:
+        experiment = await annotated(store, rollouts())
+        await recorded(store, "expert", "sft", solutions())
+        step = await served(experiment, **mixed)
+    (microbatch,) = step.microbatches
+    assert microbatch["logprob_mask"].tolist() == (~microbatch["expert_mask"]).tolist()
+    assert loss_of(microbatch, "mix").isfinite()
+    with pytest.raises(InvalidArgumentError, match="of s/0/0/0/ "):
+        loss_of(microbatch, "grpo")
+
+
+async def test_a_replay_sees_the_same_keys_and_tensors(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        experiment = await annotated(store, without(LACKING))
+        async with experiment.train_stream(**STEP) as stream:
+            step = await anext(stream)
+            await stream.commit(step)
+        replayed = [one async for one in replayed_steps(experiment)]
+    assert len(replayed) == 1
+    for one, other in zip(step.microbatches, replayed[0].microbatches, strict=True):
+        assert one.keys() == other.keys()
+        assert one.unrecorded == other.unrecorded
+        for name, value in one.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[name]))

@@ -1,0 +1,56 @@
+"""How a loss takes its tensors out of a micro-batch: all are there, and somebody recorded them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+from torch import Tensor
+
+from trinity_buffer.errors import InvalidArgumentError
+
+OF_ROLLOUTS = ("old_logprob", "rollout_logprob")
+"""Tensors that come from what explorers recorded of their own policy."""
+
+
+def require_recorded(batch: Mapping[str, Any], user: Any, reads: Collection[str]) -> None:
+    """Return if every row has the log-probabilities that ``user`` reads.
+
+    Who takes ``expert_mask`` reads those of the usual rows only.
+
+    Raises:
+        InvalidArgumentError: names a row that has none.
+    """
+    read = [key for key in OF_ROLLOUTS if key in reads and key in batch]
+    # What the trainer has computed since is there for every row.
+    recorded = [key for key in read if batch[key] is batch.get("rollout_logprob")]
+    unrecorded: Mapping[str, str] = getattr(batch, "unrecorded", {})
+    kinds = ("usual",) if "expert_mask" in reads else ("usual", "expert")
+    for uid in (unrecorded[kind] for kind in kinds if recorded and kind in unrecorded):
+        raise InvalidArgumentError(
+            f"{type(user).__name__} reads {recorded[0]!r} of every row, and nobody recorded that "
+            f"of {uid} (logprob_mask tells which rows have one): store logprobs= with it, ask the "
+            "stream for needs=('logprobs',), which rejects such rows, or recompute_old_logprob=True"
+        )
+
+
+def needed(batch: Mapping[str, Any], key: str, user: Any) -> Tensor:
+    """Return a tensor of the micro-batch.
+
+    Raises:
+        InvalidArgumentError: it is not there.
+    """
+    found = batch.get(key)
+    if found is None:
+        if key in OF_ROLLOUTS:
+            raise InvalidArgumentError(
+                f"{type(user).__name__} needs the tensor {key!r}, and no row of the step recorded "
+                "log-probabilities: store them with the experiences (logprobs=), or let the "
+                "trainer compute them before the step (recompute_old_logprob=True)"
+            )
+        held = ", ".join(sorted(name for name in batch if batch[name] is not None))
+        raise InvalidArgumentError(
+            f"{type(user).__name__} needs the tensor {key!r}, which the micro-batch lacks "
+            f"(it holds {held})"
+        )
+    return cast("Tensor", found)

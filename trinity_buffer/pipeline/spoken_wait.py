@@ -1,0 +1,70 @@
+"""A wait that says what it waits for, and who would bring it, once it takes long."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.store.changes import Changes
+
+WAIT_REPORT = "TRINITY_BUFFER_WAIT_REPORT_S"
+"""Environment variable: after so many seconds a wait speaks."""
+
+WAIT_REPORT_S = 5.0
+REPEATED_AFTER = 6
+"""Times as long passes until it speaks again: what is known already is said less often."""
+
+_logger = logging.getLogger(__name__)
+
+
+def wait_report_s() -> float:
+    """Return after how many seconds a wait speaks.
+
+    Raises:
+        InvalidArgumentError: the environment variable holds no positive number.
+    """
+    said = os.environ.get(WAIT_REPORT)
+    try:
+        seconds = float(said) if said else WAIT_REPORT_S
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise InvalidArgumentError(f"{WAIT_REPORT}={said!r}: it must be a positive number")
+    return seconds
+
+
+class SpokenWait:
+    """Waits for commits to a store on behalf of somebody who needs more than any one commit.
+
+    After 5 seconds, and every 30 seconds from then on, it says so in one line at WARNING, which
+    Python prints to standard error where nobody has set up logging.
+
+    Args:
+        changes: of the store.
+        tell: returns the sentence; asked only when it is said.
+    """
+
+    def __init__(self, changes: Changes, tell: Callable[[], Awaitable[str]]) -> None:
+        self._changes = changes
+        self._tell = tell
+        self._due: float | None = None
+
+    def over(self) -> None:
+        """Note that what was waited for came: the next wait is a new one."""
+        self._due = None
+
+    async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
+        """Return once there was a commit after ``state``, or after ``timeout_s``, or early.
+
+        As `Changes.changed` does: whoever calls looks again, and calls again.
+        """
+        if self._due is None:
+            self._due = time.monotonic() + wait_report_s()
+        elif time.monotonic() >= self._due:
+            _logger.warning("%s", await self._tell())
+            self._due = time.monotonic() + REPEATED_AFTER * wait_report_s()
+        left_s = max(0.0, self._due - time.monotonic())
+        await self._changes.changed(state, left_s if timeout_s is None else min(left_s, timeout_s))
