@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check long fmt bench torture mutants proofs migrate
+.PHONY: help setup demo test check long fmt bench torture mutants proofs outside migrate
 
 help:            ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -51,6 +51,9 @@ mutants: setup   ## small changes that no test notices: make mutants ARGS="--sam
 
 proofs: setup    ## recorded figures that are older than their code: make proofs ARGS=--run
 	$(BIN)/python -m benchmarks.proofs $(ARGS)
+
+outside: setup   ## our adapters with other people's real packages: make outside ARGS="trl --record"
+	$(BIN)/python -m benchmarks.outside $(ARGS)
 
 migrate: setup   ## bring a store up to date: make migrate URL=sqlite:///runs/sort.db
 	$(BIN)/trinity-buffer migrate --store $(URL)

@@ -1,0 +1,126 @@
+"""Our adapters against other people's real packages, each in an environment of its own.
+
+python -m benchmarks.outside                 # all
+python -m benchmarks.outside trl --record    # one; append the result to docs/outside.jsonl
+
+A folder below tests/outside is one package: `requirements.lock` says what is installed beside it,
+the tests run in that environment. It is made on first use in .venv-outside and made anew when the
+lock changes. What cannot be installed has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.provenance import provenance
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ROOT / "tests" / "outside"
+ENVIRONMENTS = ROOT / ".venv-outside"
+RESULTS = ROOT / "docs" / "outside.jsonl"
+LIMIT_S = 1800
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the tests of one package said.
+
+    Attributes:
+        ok: whether all passed, and there were some.
+        said: pytest's last line, or why it never ran.
+    """
+
+    package: str
+    version: str | None
+    ok: bool
+    said: str
+
+
+def packages() -> list[str]:
+    """Return the names of the packages that there are tests with."""
+    return sorted(lock.parent.name for lock in FOLDERS.glob("*/requirements.lock"))
+
+
+def run(package: str) -> Outcome:
+    """Return what the tests with ``package`` say, in its own environment."""
+    folder = FOLDERS / package
+    pinned = re.search(
+        rf"^{package}==(\S+)", (folder / "requirements.lock").read_text(), re.MULTILINE
+    )
+    version = pinned[1] if pinned else None
+    try:
+        python = _environment(folder)
+    except subprocess.CalledProcessError as error:
+        return Outcome(package, version, ok=False, said=f"cannot be installed: {error}")
+    options = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", f"--rootdir={folder}"]
+    done = subprocess.run(
+        [python, "-m", "pytest", *options, f"--confcutdir={folder}", folder],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    lines = done.stdout.strip().splitlines() or [done.stderr.strip()]
+    if done.returncode:
+        print(done.stdout[-8000:], file=sys.stderr)
+    skipped = re.search(r"\bskipped\b", lines[-1]) is not None
+    return Outcome(package, version, ok=done.returncode == 0 and not skipped, said=lines[-1])
+
+
+def _environment(folder: Path) -> Path:
+    """Return the interpreter of the folder's environment, made if there is none for its lock."""
+    place = ENVIRONMENTS / folder.name
+    python, ready = place / "bin" / "python", place / ".ready"
+    lock = folder / "requirements.lock"
+    digest = hashlib.sha256(lock.read_bytes()).hexdigest()
+    if ready.is_file() and ready.read_text() == digest:
+        return python
+    print(f"{folder.name}: installing {lock.relative_to(ROOT)}", file=sys.stderr)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
+    pip: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--quiet",
+    ]
+    subprocess.run([*pip, "--no-deps", "-r", lock], check=True)
+    subprocess.run([*pip, "--no-deps", "--editable", ROOT], check=True)
+    ready.write_text(digest)
+    return python
+
+
+def main() -> None:
+    """Run what is asked for; exit with 1 if anything failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("package", nargs="*", choices=[*packages(), []], default=[])
+    parser.add_argument(
+        "--record", action="store_true", help="append results to docs/outside.jsonl"
+    )
+    asked = parser.parse_args()
+    failed = False
+    for name in asked.package or packages():
+        outcome = run(name)
+        failed |= not outcome.ok
+        state = "passed" if outcome.ok else "FAILED"
+        print(f"{name} {outcome.version}: {state}: {outcome.said}", flush=True)
+        if asked.record:
+            origin = provenance(f"python -m benchmarks.outside {name}", seed=None)
+            found = {"package": name, "version": outcome.version, "ok": outcome.ok}
+            with RESULTS.open("a") as file:
+                file.write(json.dumps({**origin, **found, "said": outcome.said}) + "\n")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""A DataLoader over the stream: each step once, in this process and through a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import trinity_buffer as tb
+from trinity_buffer.errors import InvalidArgumentError, StoreError
+from trinity_buffer.integrations.torch_data import StepDataset
+from trinity_buffer.pipeline.streaming.train_stream import TrainStep
+
+GROUPS, RUNS = 6, 2
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """Return a store of six groups, annotated."""
+    found = f"sqlite:///{tmp_path}/run.db"
+
+    async def record() -> None:
+        async with tb.open_store(found) as store:
+            experiment = await store.experiment("run", config={"rollouts_per_group": RUNS})
+            rows = [
+                tb.Experience(
+                    eid=tb.EID("b0", task, run, 0),
+                    tokens=torch.arange(5 + task),
+                    prompt_length=2,
+                    logprobs=torch.full((3 + task,), -1.0),
+                    reward=float(run),
+                )
+                for task in range(GROUPS)
+                for run in range(RUNS)
+            ]
+            await experiment.writer(actor="explorer-0").write(rows)
+            await tb.run_strategy(experiment, "grpo")
+
+    anyio.run(record)
+    return found
+
+
+def dataset(url: str) -> StepDataset:
+    return StepDataset(url, experiment="run", strategy="grpo", lease_ttl_s=2)
+
+
+def loaded(steps: StepDataset, workers: int) -> Iterator[TrainStep]:
+    return iter(DataLoader(steps, batch_size=None, num_workers=workers))
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_steps_that_were_not_committed_come_again_and_no_others(url: str, workers: int) -> None:
+    steps = dataset(url)
+    reader = loaded(steps, workers)
+    first = next(reader)
+    second = next(reader)
+    steps.commit(first)
+    assert steps.state_dict() == {"step": 1}
+    del reader
+    again = [(step.step, step.manifest.experiences) for step in loaded(dataset(url), workers)]
+    assert again[0] == (2, second.manifest.experiences)
+    assert [step for step, _ in again] == [2, 3, 4, 5, 6]
+    rows = [row for _, chosen in again for row in chosen]
+    assert len(set(rows)) == len(rows) == (GROUPS - 1) * RUNS
+
+
+@pytest.mark.long
+def test_a_worker_hands_over_the_tensors_and_commits_the_last_step(url: str) -> None:
+    with tb.open_train_stream(url, experiment="run", strategy="grpo") as stream:
+        expected = [step.microbatches[0]["input_ids"] for step in stream]
+    steps = dataset(url)
+    for step, ids in zip(loaded(steps, workers=1), expected, strict=True):
+        assert torch.equal(step.microbatches[0]["input_ids"], ids)
+        batch = step.microbatches[0]
+        assert batch["old_logprob"] is batch["rollout_logprob"]
+        steps.commit(step)
+    assert steps.state_dict() == {"step": GROUPS}
+    assert list(loaded(dataset(url), workers=0)) == []
+
+
+def test_a_state_leads_back_to_where_its_checkpoint_was_made(url: str, tmp_path: Path) -> None:
+    steps = dataset(url)
+    reader = loaded(steps, workers=0)
+    states = []
+    for number in (1, 2, 3):
+        checkpoint = tmp_path / f"step-{number}"
+        checkpoint.mkdir()
+        (checkpoint / "weights").write_text(str(number))
+        steps.commit(next(reader), checkpoint)
+        states.append(steps.state_dict())
+    del reader
+    back = dataset(url)
+    back.load_state_dict(states[1])
+    assert next(loaded(back, workers=0)).step == 3
+
+
+def test_a_commit_that_no_process_can_make_says_so(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = dataset(url)
+    step = next(loaded(steps, workers=0))
+    monkeypatch.setattr("trinity_buffer.integrations.torch_data.COMMIT_S", 0.01)
+    with pytest.raises(StoreError, match="commit while the loader is being read"):
+        steps.commit(step)
+
+
+def test_a_state_of_something_else_is_refused(url: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="state_dict"):
+        dataset(url).load_state_dict({"epoch": 1})

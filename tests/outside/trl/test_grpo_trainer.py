@@ -1,0 +1,162 @@
+"""TRL's trainer on stored rollouts: our loss, and each group once, also after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl import GRPOConfig
+
+import trinity_buffer as tb
+from trinity_buffer.algorithm.policy_loss_fn import POLICY_LOSS_FN
+from trinity_buffer.integrations.trl import StoredGRPOTrainer
+
+GROUPS, RUNS = 40, 4
+EXAMPLE = Path(__file__).with_name("example.py")
+
+
+def fresh_model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=64, **sizes, **heads))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
+
+
+async def record(url: str) -> None:
+    """Write prompts and answers of several lengths, each with a token that nobody trains."""
+    draw = torch.Generator().manual_seed(1)
+    async with tb.open_store(url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": RUNS})
+        writer = experiment.writer(actor="explorer-0")
+        for task in range(GROUPS):
+            prompt = 2 + task % 4
+            rows = []
+            for run in range(RUNS):
+                answer = 3 + (task + run) % 5
+                mask = torch.ones(answer, dtype=torch.bool)
+                mask[1] = False
+                rows.append(
+                    tb.Experience(
+                        eid=tb.EID("b0", task, run, 0),
+                        tokens=torch.randint(2, 64, (prompt + answer,), generator=draw),
+                        prompt_length=prompt,
+                        action_mask=mask,
+                        logprobs=-4 + torch.rand(answer, generator=draw),
+                        reward=float(torch.rand((), generator=draw)),
+                    )
+                )
+            await writer.write(rows)
+        await tb.run_strategy(experiment, "grpo")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("recorded") / "run.db"
+    anyio.run(record, f"sqlite:///{path}")
+    return path.read_bytes()
+
+
+def settings(folder: Path, **given: object) -> GRPOConfig:
+    chosen = {
+        "output_dir": str(folder),
+        "max_steps": 20,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_generations": RUNS,
+        "learning_rate": 1e-2,
+        "loss_type": "grpo",
+        "logging_steps": 1,
+        "save_steps": 5,
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+    }
+    return GRPOConfig(**{**chosen, **given})
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_the_loss_of_each_step_is_ours(recorded: bytes, tmp_path: Path, loss_type: str) -> None:
+    (tmp_path / "run.db").write_bytes(recorded)
+    modes = {"grpo": "seq-mean-token-mean", "dapo": "token-mean"}
+    ours = POLICY_LOSS_FN.get("ppo")(clip_range=0.2, loss_agg_mode=modes[loss_type])
+    expected: list[float] = []
+
+    class Watched(StoredGRPOTrainer):
+        def _generate_and_score_completions(self, inputs: object) -> dict[str, torch.Tensor]:
+            found: dict[str, torch.Tensor] = super()._generate_and_score_completions(inputs)
+            loss = 0.0
+            for batch in self._trained.microbatches:
+                with torch.no_grad():
+                    scores = tb.token_scores(self.model, batch)
+                names = ("action_mask", "advantages", "old_logprob")
+                kept = {name: batch[name] for name in names}
+                loss += float(ours(scores.logprob, layout=batch.layout, **kept)[0])
+            expected.append(loss)
+            return found
+
+    with tb.open_train_stream(
+        f"sqlite:///{tmp_path}/run.db", experiment="run", strategy="grpo", groups_per_step=2
+    ) as stream:
+        trainer = Watched(
+            fresh_model(),
+            stream=stream,
+            args=settings(tmp_path / "out", loss_type=loss_type),
+            processing_class=tokenizer(),
+        )
+        trainer.train()
+    seen = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert len(seen) == 20
+    assert seen == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_killed_and_resumed_each_group_is_trained_once(recorded: bytes, tmp_path: Path) -> None:
+    (tmp_path / "run.db").write_bytes(recorded)
+    command = [sys.executable, str(EXAMPLE), f"sqlite:///{tmp_path}/run.db", str(tmp_path / "out")]
+    seen: list[str] = []
+    for kill_after in (7, 5, None):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            steps = 0
+            for line in child.stdout:
+                seen.append(line.strip())
+                steps += line.startswith("step ")
+                if steps == kill_after:
+                    os.kill(child.pid, signal.SIGKILL)
+                    break
+    assert child.returncode == 0, seen
+    checkpoint = json.loads((tmp_path / "out" / "checkpoint-20" / "trainer_state.json").read_text())
+    assert checkpoint["global_step"] == 20
+
+    with tb.open_replay_stream(f"sqlite:///{tmp_path}/run.db", experiment="run") as stream:
+        groups = [row for step in stream for row in step.manifest.experiences]
+    assert len(groups) == len(set(groups)) == GROUPS * RUNS
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"max_steps": -1, "num_train_epochs": 1}, "max_steps"),
+        ({"beta": 0.1}, "beta=0.1"),
+        ({"num_iterations": 2}, "one optimizer step"),
+    ],
+)
+def test_settings_that_the_store_cannot_serve_are_refused(
+    tmp_path: Path, given: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        StoredGRPOTrainer(None, stream=None, args=settings(tmp_path, **given))

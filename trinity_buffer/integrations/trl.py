@@ -1,0 +1,187 @@
+"""TRL's `GRPOTrainer`, fed from the store.
+
+Written against TRL 1.16: `GRPOTrainer._generate_and_score_completions` is the method that its
+documentation names for advantages of one's own. Loss, optimizer, logging and checkpoints are TRL's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from typing_extensions import override
+
+from trinity_buffer.errors import CheckpointError, InvalidArgumentError
+from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream
+from trinity_buffer.pipeline.streaming.train_stream import TrainStep
+
+
+class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
+    """A `GRPOTrainer` whose completions, old log-probs and advantages are those of a train stream.
+
+    One optimizer step is one step of the stream. Each checkpoint that TRL saves commits the steps
+    up to it; a restart goes on from the last committed one by itself, and what was trained after it
+    is handed out again. Open the stream with ``rank`` and ``world_size`` where there are several
+    processes.
+
+    Args:
+        model: as `GRPOTrainer` takes it.
+        stream: from `trinity_buffer.open_train_stream`, padded.
+        args: ``max_steps`` must be given, ``beta`` be 0, and ``steps_per_generation`` be
+            ``gradient_accumulation_steps``, as it is by default.
+        kwargs: what else `GRPOTrainer` takes, but for rewards and data sets: the store has them.
+
+    Raises:
+        InvalidArgumentError: settings that the store cannot serve.
+    """
+
+    def __init__(
+        self, model: Any, *, stream: SyncTrainStream, args: GRPOConfig, **kwargs: Any
+    ) -> None:
+        _require_served(args)
+        self.stream = stream
+        self._upcoming: TrainStep | None = None
+        self._trained: TrainStep | None = None
+        rows = Dataset.from_list([{"prompt": ""}] * args.generation_batch_size)
+        super().__init__(model, _stored_reward, args=args, train_dataset=rows, **kwargs)
+        self.add_callback(_CommitCheckpoints(self))
+
+    @override
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """Train until ``max_steps`` or the end of the stream; see `transformers.Trainer.train`.
+
+        Raises:
+            CheckpointError: the last commit named no checkpoint, so that nothing can go on from it.
+        """
+        resume = self.stream.resume
+        if resume is not None:
+            if resume.checkpoint is None:
+                raise CheckpointError(
+                    f"step {resume.step} was committed without a checkpoint: go back to one with, "
+                    "open_train_stream(resume_from=...)"
+                )
+            resume_from_checkpoint = str(resume.checkpoint)
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    @override
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        if not self.model.training:
+            raise InvalidArgumentError("evaluation needs completions of the policy as it is now")
+        step = self._upcoming or next(self.stream, None)
+        if step is None:
+            raise InvalidArgumentError("the stream has no step to train on")
+        if step.step != self.state.global_step + 1:
+            raise CheckpointError(
+                f"TRL is at step {self.state.global_step}, the stream hands out step {step.step}: "
+                "train from the checkpoint of the last commit"
+            )
+        self._upcoming, self._trained = None, step
+        batch = trl_batch(step.microbatches, pad=self._tokenizer.pad_token_id)
+        rows, parts = len(batch["advantages"]), self.args.steps_per_generation
+        if rows % parts:
+            raise InvalidArgumentError(
+                f"step {step.step} has {rows} rows, which {parts} accumulation steps cannot share "
+                "equally: choose gradient_accumulation_steps to divide it"
+            )
+        tokens = step.microbatches[0].layout.total.tokens
+        batch["num_items_in_batch"] = torch.tensor(tokens)
+        return {name: value.to(self.accelerator.device) for name, value in batch.items()}
+
+    @override
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Look for the next step where this one is saved: explorers may wait for its policy."""
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self._upcoming is None and self.state.global_step < self.state.max_steps:
+            self._upcoming = next(self.stream, None)
+            self.control.should_training_stop |= self._upcoming is None
+
+    def commit(self, checkpoint: Path) -> None:
+        """Record that what was trained so far is in ``checkpoint``."""
+        if self._trained is not None:
+            self.stream.commit(self._trained, checkpoint)
+
+
+class _CommitCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    def __init__(self, trainer: StoredGRPOTrainer) -> None:
+        self._trainer = trainer
+
+    @override
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._trainer.commit(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+
+def trl_batch(microbatches: Sequence[MicroBatch], *, pad: int) -> dict[str, Tensor]:
+    """Return padded micro-batches as TRL wants a step: prompts left-padded, answers right-padded.
+
+    ``prompt_ids``, ``prompt_mask`` int64 ``[N, P]``; ``completion_ids``, ``completion_mask``,
+    ``tool_mask`` int64 and ``advantages``, ``old_per_token_logps`` float32 ``[N, C]``. A row is cut
+    where its first trained token is; old log-probabilities are there if the step has any.
+
+    Raises:
+        InvalidArgumentError: packed micro-batches.
+    """
+    prompts: list[Tensor] = []
+    answers: dict[str, list[Tensor]] = {"input_ids": [], "action_mask": [], "advantages": []}
+    for batch in microbatches:
+        if "cu_seqlens" in batch:
+            raise InvalidArgumentError(
+                "open the stream with layout='padded': TRL takes no packed rows"
+            )
+        if "old_logprob" in batch:
+            answers.setdefault("old_logprob", [])
+        lengths = batch["attention_mask"].sum(-1).tolist()
+        for row, length in enumerate(lengths):
+            mask = batch["action_mask"][row, :length]
+            cut = int(mask.int().argmax()) if mask.any() else length - 1
+            prompts.append(batch["input_ids"][row, :cut])
+            for name, values in answers.items():
+                values.append(batch[name][row, cut:length])
+    flipped = pad_sequence([ids.flip(0) for ids in prompts], batch_first=True, padding_value=pad)
+    there = pad_sequence([torch.ones_like(ids).flip(0) for ids in prompts], batch_first=True)
+    ids = answers.pop("input_ids")
+    found = {
+        "prompt_ids": flipped.flip(1),
+        "prompt_mask": there.flip(1),
+        "completion_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
+        "completion_mask": pad_sequence([torch.ones_like(x) for x in ids], batch_first=True),
+    }
+    names = {
+        "action_mask": "tool_mask",
+        "advantages": "advantages",
+        "old_logprob": "old_per_token_logps",
+    }
+    for name, values in answers.items():
+        found[names[name]] = pad_sequence(values, batch_first=True)
+    found["tool_mask"] = found["tool_mask"].long()
+    return found
+
+
+def _require_served(args: GRPOConfig) -> None:
+    """Refuse settings under which a step of TRL is not a step of the store."""
+    if args.max_steps < 1:
+        raise InvalidArgumentError(
+            "max_steps: give it, TRL cannot know how long the stream is; the run ends with the "
+            "stream if that is sooner"
+        )
+    if args.beta:
+        raise InvalidArgumentError(
+            f"beta={args.beta}: the scores of a reference model are not in the store; use beta=0"
+        )
+    if args.num_iterations != 1 or args.steps_per_generation != args.gradient_accumulation_steps:
+        raise InvalidArgumentError(
+            f"num_iterations={args.num_iterations}, steps_per_generation="
+            f"{args.steps_per_generation}, gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps}: one optimizer step must be one step of the stream"
+        )
+
+
+def _stored_reward(**_: Any) -> list[float]:
+    raise AssertionError("advantages come from the store")  # pragma: no cover - TRL wants a reward
