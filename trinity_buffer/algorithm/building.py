@@ -314,6 +314,8 @@ def _strategies(kind: type[AlgorithmType], user: Mapping[str, Any]) -> tuple[Cho
     if len(listed) == 1:
         args = {_name_of("add_strategy", listed[0]): args}
     names = [_name_of("add_strategy", one) for one in listed]
+    if len(set(names)) < len(names):
+        raise InvalidArgumentError(f"add_strategy: {'+'.join(names)} names one of them twice")
     refuse_unknown("add_strategy_args", args, names)
     recipe = kind.recipe.args.get("add_strategy", {})
     return tuple(

@@ -14,6 +14,7 @@ from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler, evaluate
 from trinity_buffer.demo.solutions import SolutionSampler
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
+from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings, Sampler
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE
@@ -32,6 +33,31 @@ def first_policy(config: RunConfig) -> TransformerPolicy:
     assert isinstance(model, ModelConfig)
     shape = PolicyConfig(task.vocab_size, model.width, model.layers, model.heads, task.max_length)
     return TransformerPolicy(shape, seed=config.seed)
+
+
+def require_policies(config: RunConfig) -> None:
+    """Return if the policy files that a run names are there, and speak of its task.
+
+    Raises:
+        InvalidArgumentError: names the key, the file and what is wrong with it.
+    """
+    if config.rollout is not None:
+        return  # files of one's own models are large, and are looked at where they are used
+    task = task_of(config)
+    for key in ("reference", "teacher"):
+        path = getattr(config, key)
+        if path is None:
+            continue
+        try:
+            shape = TransformerPolicy.load(path).config
+        except CheckpointError as error:
+            raise InvalidArgumentError(f"{key}={path}: {error}") from error
+        if shape.vocab_size != task.vocab_size or shape.max_length < task.max_length:
+            raise InvalidArgumentError(
+                f"{key}={path} knows {shape.vocab_size} tokens in texts of up to "
+                f"{shape.max_length}; the task {task.name!r} has {task.vocab_size}, in texts of up "
+                f"to {task.max_length}: name a policy that learnt this task"
+            )
 
 
 def sampler_of(config: RunConfig) -> Sampler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trinity_buffer.cli.demo_ends import task_of
+from trinity_buffer.cli.demo_ends import require_policies, task_of
 from trinity_buffer.cli.run_algorithm import algorithm_of, recorded, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, resolved
 from trinity_buffer.demo.needs import Needs, needs_of
@@ -34,6 +34,7 @@ def require_parts_of_demo(config: RunConfig) -> None:
     Raises:
         UnknownNameError, InvalidArgumentError: says what is lacking, and what to do.
     """
+    require_policies(config)
     needs, made = needs_of_run(config), {}
     if needs.teacher and config.teacher is None:
         made["teacher"] = "made by the demo"

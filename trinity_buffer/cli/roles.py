@@ -14,6 +14,7 @@ import anyio
 import torch
 
 from trinity_buffer.algorithm import Algorithm
+from trinity_buffer.cli.demo_ends import require_policies
 from trinity_buffer.cli.ends import Ends, ends_of
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.run_algorithm import algorithm_of, require_parts_of
@@ -50,8 +51,10 @@ async def require_parts(store: Store, experiment: Experiment) -> None:
     Raises:
         InvalidArgumentError: says what is lacking, and what to do.
     """
+    config = of_experiment(experiment.config)
+    require_policies(config)
     require_parts_of(
-        of_experiment(experiment.config),
+        config,
         schema=experiment.config.get("schema", "experience"),
         columns=await experiment.columns(),
         experiments=await store.experiments(),

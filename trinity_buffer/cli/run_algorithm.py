@@ -7,7 +7,8 @@ from typing import Any
 
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.cli.run_config import RunConfig
-from trinity_buffer.trainer.requirements import RECORDED, require
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.trainer.requirements import RECORDED, require, strategy_of
 
 
 def require_parts_of(
@@ -28,8 +29,14 @@ def require_parts_of(
     Raises:
         InvalidArgumentError: says what is lacking, and what to do.
     """
+    algorithm = algorithm_of(config)
+    if config.trainer == strategy_of(algorithm):
+        raise InvalidArgumentError(
+            f"trainer={config.trainer!r} is the name of the strategy's annotation set: give the "
+            "trainer another"
+        )
     require(
-        algorithm_of(config),
+        algorithm,
         schema=schema,
         columns=columns or RECORDED,
         rollouts_per_group=config.rollouts_per_group,

@@ -54,7 +54,7 @@ def demo(
     chaos_every: Annotated[
         float, typer.Option(min=0.1, help="Seconds between two kills, on average.")
     ] = 4.0,
-    limit: Annotated[float | None, typer.Option(help="Stop after so many seconds.")] = None,
+    limit: Annotated[float | None, typer.Option(min=0, help="Stop after so many seconds.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, problems and rollouts.")] = 0,
     config: ConfigOption = None,
     overrides: SetOption = None,
@@ -274,6 +274,7 @@ async def _prepared(
     """Return the experiment's name; with a configuration, create it or record what changed."""
     if config is None and not overrides:
         return await chosen_experiment(url, experiment)
+    from trinity_buffer.cli.demo_ends import require_policies  # noqa: PLC0415 - torch
     from trinity_buffer.cli.run_algorithm import recorded, require_parts_of  # noqa: PLC0415
     from trinity_buffer.cli.run_config import (  # noqa: PLC0415
         merged,
@@ -296,6 +297,7 @@ async def _prepared(
         settings = resolved(overridden(values, overrides or []))
         changed = recorded(settings)
         # What nobody knows, or what cannot be trained, must not be what everybody reads.
+        require_policies(settings)
         require_parts_of(
             settings,
             schema=before.get("schema", changed["schema"]),

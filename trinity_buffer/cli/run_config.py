@@ -20,7 +20,7 @@ from trinity_buffer.errors import InvalidArgumentError
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TaskConfig(_Section):
@@ -39,6 +39,14 @@ class ModelConfig(_Section):
     layers: int = Field(2, ge=1, description="blocks of attention")
     heads: int = Field(4, ge=1, description="of attention, in each layer")
 
+    @override
+    def model_post_init(self, context: Any) -> None:
+        """Refuse a width that the heads cannot share."""
+        if self.width % self.heads:
+            raise InvalidArgumentError(
+                f"width={self.width} must be a multiple of heads={self.heads}"
+            )
+
 
 class OptimizerConfig(_Section):
     """AdamW."""
@@ -55,6 +63,12 @@ class OptimizerConfig(_Section):
     )
     critic_learning_rate: float = Field(1e-3, gt=0, description="where the algorithm has a critic")
     value_clip_range: float | None = Field(None, gt=0, description="of the critic's loss")
+
+    @override
+    def model_post_init(self, context: Any) -> None:
+        """Refuse averages that never forget."""
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InvalidArgumentError(f"betas={self.betas}: each must be from 0 to below 1")
 
 
 class LossConfig(_Section):
@@ -130,7 +144,7 @@ class RunConfig(_Section):
     recompute_old_logprob: bool = Field(
         False, description="by the trainer before the step, in place of what explorers recorded"
     )
-    trainer: str = Field("trainer", description="name of the trainer consumer")
+    trainer: str = Field("trainer", min_length=1, description="name of the trainer consumer")
     groups_per_batch: int = Field(8, ge=1, description="that an explorer plans at once")
     rollouts_per_group: int = Field(8, ge=1, description="runs of one task")
     deadline_s: float | None = Field(

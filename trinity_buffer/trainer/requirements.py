@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
+from trinity_buffer.algorithm.arguments import made
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.writer import StagedWriter
 
 READ_BY_ADVANTAGES = frozenset({"on_policy_distill", "jsd", "clipb", "clipv"})
 """Advantage functions that compare with what the explorer's policy said."""
@@ -62,6 +64,8 @@ def require(
         InvalidArgumentError: says what is lacking, and what to do.
     """
     algorithm.check_schema(schema)
+    for choice in algorithm.strategies:
+        made(choice.cls, StagedWriter(), **choice.args)  # refuses arguments of another kind
     found = [
         *_lacking_models(algorithm, columns, teacher=teacher),
         *_lacking_expert(algorithm, expert, experiments),
