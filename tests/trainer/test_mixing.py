@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.trainer.data import RUNS, recorded, rollouts, solutions
-from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
+from trinity_buffer.errors import InvalidArgumentError, TrainingError, UnknownExperimentError
 from trinity_buffer.events import body_of
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
@@ -100,6 +100,33 @@ async def test_an_expert_above_the_limit_is_rejected_in_its_own_experiment(store
         events = [e async for e in expert.events(kinds=("ExperiencesRejected",))]
     assert {e.body["consumer"] for e in events} == {"run/trainer"}
     assert {reason for e in events for reason in e.body["reasons"]} == {"oversize"}
+
+
+async def test_a_stream_that_follows_takes_what_an_expert_records_meanwhile(store_url: str) -> None:
+    made = solutions()
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        await run_strategy(experiment, "grpo")
+        expert = await recorded(store, "expert", "sft", made[:1])
+        async with experiment.train_stream(**MIXED, follow=True) as stream:
+            first = await anext(stream)
+            await expert.writer("test").write(made[1:2])
+            second = await anext(stream)
+    assert [step.manifest.source.count(1) for step in (first, second)] == [1, 1]
+
+
+async def test_a_stream_ends_where_the_expert_is_finished_and_has_too_few(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        await run_strategy(experiment, "grpo")
+        expert = await recorded(store, "expert", "sft", solutions()[:1])
+        await expert.finish("no more")
+        async with experiment.train_stream(**MIXED, follow=True) as stream:
+            await anext(stream)
+            with pytest.raises(
+                TrainingError, match=r"'expert' is finished and has 0 groups left, .* takes 1"
+            ):
+                await anext(stream)
 
 
 async def test_a_body_of_one_source_says_nothing_of_sources() -> None:

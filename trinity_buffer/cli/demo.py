@@ -162,7 +162,7 @@ class Demo:
         batches = expert_batches(self.config)
         if not batches or self.config.expert_experiment is not None:
             return
-        # All of them before the run: a trainer mixes in what is there when it starts.
+        # All of them before the run: its trainer need not wait for any.
         config, noted = expert_of(self.config), self.paths.of("expert").acknowledgements
         solutions = batches * config.groups_per_batch
         self._say(f"first its expert records {solutions} solutions: experiment {self._expert}")

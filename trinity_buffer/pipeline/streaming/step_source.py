@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
+from trinity_buffer.errors import TrainingError
 from trinity_buffer.events import ExperiencesRejected
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment import Experiment
@@ -48,6 +49,7 @@ class StepSource:
         watch: RejectionWatch,
     ) -> None:
         self._watch = watch
+        self._num_ready: list[int] = []
         self._experiments = [experiment, *([] if expert is None else [expert])]
         self._options = options
         self._lease = lease
@@ -77,6 +79,7 @@ class StepSource:
             self._fill(s, source, number, plan.min_policy_version)
             for source, number in enumerate(wanted)
         ]
+        self._num_ready = here
         whole = all(count >= number for count, number in zip(here, wanted, strict=True))
         driving = 0 if plan.usual else len(wanted) - 1
         if not whole and not (partial_ok and min(here[driving], wanted[driving])):
@@ -85,6 +88,21 @@ class StepSource:
             return None
         popped = (ready.pop(number) for ready, number in zip(self._ready, wanted, strict=True))
         return self._without_oversize(s, list(chain.from_iterable(popped)))
+
+    def require_expert(self) -> None:
+        """Return if the expert's experiment, to which nothing more comes, has enough for a step.
+
+        Raises:
+            TrainingError: it has not; asked after `take` had too few.
+        """
+        wanted = self._sampling.plan(1, self._options.groups_per_step).expert
+        if len(self._num_ready) > 1 and self._num_ready[1] < wanted:
+            raise TrainingError(
+                f"trainer {self._options.consumer!r}: the expert's experiment "
+                f"{self._options.expert_experiment!r} is finished and has {self._num_ready[1]} "
+                f"groups left, where each step takes {wanted}: record more solutions in another "
+                "experiment and name it with expert_experiment="
+            )
 
     def reject(
         self, s: Session, gone: Sequence[ReadyGroup], reason: str, left: Iterable[ReadyGroup]

@@ -11,7 +11,7 @@ from typing import Any
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.events import BatchLeased, StepsCommitted, TrainerRewound
-from trinity_buffer.pipeline.background import running
+from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.events import fact_at, new_event
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading import EventCache
@@ -158,16 +158,16 @@ class TrainStream:
 
     async def _gather(self) -> None:
         """Make the groups of what is trained as it was recorded, while the stream is read."""
-        # The expert's first: what is stored of it is all there will be, and its experiment is not
-        # finished with the run that uses it.
-        while self._recorders:
-            experiment = self._recorders[-1]
-            own = experiment is self.experiment
-            report = await recorder(experiment).run(follow=self.options.follow and own)
-            if own:
-                self.incomplete_groups = report.waiting_groups
-            self._recorders.pop()
-            self._database.changes.notify()
+        async with task_group() as tasks:
+            for experiment in list(self._recorders):
+                tasks.start_soon(self._record, experiment)
+
+    async def _record(self, experiment: Experiment) -> None:
+        report = await recorder(experiment).run(follow=self.options.follow)
+        if experiment is self.experiment:
+            self.incomplete_groups = report.waiting_groups
+        self._recorders.remove(experiment)
+        self._database.changes.notify()
 
     async def _feed(self) -> None:
         while self._recorded:
@@ -193,9 +193,10 @@ class TrainStream:
         """Make the next step, and more if they are asked for; return False if there is none."""
         while True:
             state = await self._database.changes.state()
-            ending = not self._recorders and not self.options.follow
+            recorders = list(self._recorders)
+            ending = not recorders and not self.options.follow
             made = await self._make(partial_ok=ending)
-            if not made and not self._recorders and not ending:
+            if not made and not ending and self.experiment not in recorders:
                 # Asked only now: it would cost each step a transaction. What came before the end
                 # is read once more.
                 ending = await self.experiment.is_finished()
@@ -203,6 +204,8 @@ class TrainStream:
                     made = await self._make(partial_ok=True)
             if made or ending:
                 return made
+            if self._expert not in recorders:  # there is one, and it is finished
+                self._source.require_expert()
             await self._database.changes.changed(state)
 
     async def _make(self, *, partial_ok: bool) -> bool:
