@@ -55,6 +55,8 @@ LAZY_IMPORTS = {
     f"{PACKAGE}/cli/run_commands.py:annotate": "torch, which the inspecting commands do not need",
     f"{PACKAGE}/cli/run_commands.py:train": "torch, which the inspecting commands do not need",
     f"{PACKAGE}/cli/run_commands.py:_prepared": "pydantic and torch, likewise",
+    f"{PACKAGE}/cli/server_commands.py:_sync": "httpx and torch, likewise",
+    f"{PACKAGE}/explorer/openai_model.py:_loaded": "torch, which a client does not need",
     f"{PACKAGE}/cli/init_command.py:init": "torch, which the inspecting commands do not need",
     f"{PACKAGE}/demo/view.py:save_curve": "matplotlib is an extra",
     f"{PACKAGE}/cli/maintenance_commands.py:migrate": "alembic, which only migrations need",

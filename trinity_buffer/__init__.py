@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trinity_buffer.explorer.conversation import Completion, Conversation
     from trinity_buffer.explorer.exploration import explore
     from trinity_buffer.explorer.local_model import LocalModel
+    from trinity_buffer.explorer.openai_model import OpenAIModel
     from trinity_buffer.identity import EID
     from trinity_buffer.metrics import gather_metrics
     from trinity_buffer.pipeline.annotating.scoring import assign_rewards
@@ -38,6 +39,7 @@ __all__ = [
     "Conversation",
     "Experience",
     "LocalModel",
+    "OpenAIModel",
     "StagedWriter",
     "StrategyConsumer",
     "Trainer",
@@ -69,6 +71,7 @@ _HOMES = {
     "Conversation": "trinity_buffer.explorer.conversation",
     "Experience": "trinity_buffer.experience",
     "LocalModel": "trinity_buffer.explorer.local_model",
+    "OpenAIModel": "trinity_buffer.explorer.openai_model",
     "StagedWriter": "trinity_buffer.writer",
     "StrategyConsumer": "trinity_buffer.pipeline.annotating.strategy_consumer",
     "TrinityBufferError": "trinity_buffer.errors",

@@ -12,6 +12,7 @@ TrinityBufferError
 │   └── ConflictingStrategyError        one annotation set, two configurations
 ├── TrainingError (RuntimeError)        a run that cannot go on: more of the same would not mend it
 │   └── NonFiniteError                  a loss, gradient or weight that is NaN or infinite
+├── InferenceServerError (ConnectionError)  no answer of a server, or one that cannot be trained
 ├── CodecError (ValueError)             bytes that are not ours, or damaged
 │   └── CodecVersionError               bytes of a newer version
 └── StoreError (RuntimeError)
@@ -90,6 +91,12 @@ class TrainingError(TrinityBufferError, RuntimeError):
 
 class NonFiniteError(TrainingError):
     """A loss, a gradient or weights that are NaN or infinite; none of it was kept."""
+
+
+class InferenceServerError(TrinityBufferError, ConnectionError):
+    """An inference server gave no answer, or one that cannot be used; trying again may mend it."""
+
+    __str__ = Exception.__str__
 
 
 class CodecError(TrinityBufferError, ValueError):

@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from tests.cli.calling import Cli
+from tests.explorer.vllm_dialect import VLLM, served
 from trinity_buffer.crash_points import VARIABLE
 from trinity_buffer.pipeline.store import open_store
 
@@ -49,6 +50,32 @@ def test_what_init_writes_is_explored_trained_and_replayed(own: Path, cli: Cli) 
     replayed = cli("replay", "--config", own, "--json")
     assert replayed.json[0]["identical"] is True
     assert (own.parent / "runs" / "own.db").exists()  # from the folder of the file, not from here
+
+
+def test_a_server_is_explored_and_takes_what_was_trained(own: Path, cli: Cli) -> None:
+    store = own.parent / "runs" / "own.db"
+    vllm = VLLM(own.parent / "model")
+    with served(vllm.app()) as url:
+        own.write_text(own.read_text().replace("# server = ", f'server = "{url}/v1"  # '))
+        at = ("--config", own)
+        assert cli("explore", *at, "--actor", "e0", "--batches", 1).code == 0
+        assert "nothing was pushed" in cli("sync-weights", *at).out
+        cli("annotate", *at)
+        assert cli("train", *at).code == 0
+        synced = cli("sync-weights", *at)
+        assert f"{url}: policy 1, checksum " in synced.out, synced.err
+        assert cli("explore", *at, "--actor", "e0", "--batches", 1).code == 0
+        refused = cli("sync-weights", *at, "--mode", "hurry")
+    assert vllm.said == ["pause?mode=wait", "collective_rpc", "update_weight_version", "resume"]
+    assert refused.code == 2
+    assert "there are wait, keep, abort" in refused.err
+
+    async def versions() -> set[int | None]:
+        async with open_store(f"sqlite:///{store}", read_only=True) as opened:
+            experiment = await opened.experiment("own")
+            return {one.policy_version async for one in experiment.read()}
+
+    assert anyio.run(versions) == {0, 1}
 
 
 def test_init_replaces_nothing(own: Path, cli: Cli) -> None:

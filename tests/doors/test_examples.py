@@ -13,13 +13,15 @@ from tests.doors.workshop import call, run
 EXAMPLES = examples()
 IN_PROCESSES = {"demo"}
 """They start processes of their own."""
+WITH_SERVERS = {"sync-weights"}
+"""They talk to an inference server; `tests/cli/test_own_runs.py` has one."""
 
 
 def test_every_command_shows_an_example() -> None:
     assert sorted(EXAMPLES) == sorted(helps())
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - IN_PROCESSES))
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - IN_PROCESSES - WITH_SERVERS))
 def test_the_example_of_a_help_runs(site: Path, name: str) -> None:
     code, said = call(EXAMPLES[name])
     assert code == 0, f"{EXAMPLES[name]}\n{said}"

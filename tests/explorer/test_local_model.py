@@ -15,13 +15,6 @@ from trinity_buffer.explorer.local_model import LocalModel
 from trinity_buffer.trainer.token_scores import token_scores
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    make_tiny_model(folder, width=16, layers=1, heads=2)
-    return folder
-
-
 async def answers(model: LocalModel, prompts: list[str], max_tokens: int = 6) -> list[Completion]:
     """Ask all at once."""
     said: dict[int, Completion] = {}
@@ -39,8 +32,8 @@ async def answers(model: LocalModel, prompts: list[str], max_tokens: int = 6) ->
 PROMPTS = ["a", "", "longer than the others", "é"]
 
 
-async def test_recorded_log_probs_are_what_a_trainer_scores(folder: Path) -> None:
-    model = LocalModel(folder)
+async def test_recorded_log_probs_are_what_a_trainer_scores(tiny: Path) -> None:
+    model = LocalModel(tiny)
     torch.manual_seed(3)
     for said in await answers(model, PROMPTS):
         ids = torch.tensor([[*said.prompt_ids, *said.token_ids]])
@@ -49,8 +42,8 @@ async def test_recorded_log_probs_are_what_a_trainer_scores(folder: Path) -> Non
         torch.testing.assert_close(scored, torch.tensor(said.logprobs), atol=1e-5, rtol=0)
 
 
-async def test_who_asks_together_hears_what_each_would_hear_alone(folder: Path) -> None:
-    model = LocalModel(folder, temperature=0)
+async def test_who_asks_together_hears_what_each_would_hear_alone(tiny: Path) -> None:
+    model = LocalModel(tiny, temperature=0)
     together = await answers(model, PROMPTS)
     alone = [(await answers(model, [prompt]))[0] for prompt in PROMPTS]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
@@ -58,8 +51,8 @@ async def test_who_asks_together_hears_what_each_would_hear_alone(folder: Path) 
     assert [c.token_ids for c in await answers(few, PROMPTS)] == [c.token_ids for c in alone]
 
 
-async def test_a_completion_ends_with_the_token_that_ends_it(folder: Path) -> None:
-    model = LocalModel(folder, temperature=0)
+async def test_a_completion_ends_with_the_token_that_ends_it(tiny: Path) -> None:
+    model = LocalModel(tiny, temperature=0)
     end = model.tokenizer.eos_token_id
     with torch.no_grad():  # a head that says nothing else
         model.model.lm_head.weight[:] = 0
@@ -69,8 +62,8 @@ async def test_a_completion_ends_with_the_token_that_ends_it(folder: Path) -> No
     assert (said.token_ids, said.finish_reason, said.text) == ([end], "stop", "")
 
 
-async def test_a_model_with_other_weights_keeps_its_tokenizer(folder: Path, tmp_path: Path) -> None:
-    model = LocalModel(folder, temperature=0)
+async def test_a_model_with_other_weights_keeps_its_tokenizer(tiny: Path, tmp_path: Path) -> None:
+    model = LocalModel(tiny, temperature=0)
     other = tmp_path / "weights"
     make_tiny_model(tmp_path / "made", seed=1, width=16, layers=1, heads=2)
     LocalModel(tmp_path / "made").model.save_pretrained(other)  # as a trainer publishes it
@@ -80,6 +73,6 @@ async def test_a_model_with_other_weights_keeps_its_tokenizer(folder: Path, tmp_
         model.load(str(tmp_path / "gone"))
 
 
-def test_another_temperature_is_refused(folder: Path) -> None:
+def test_another_temperature_is_refused(tiny: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"temperature=0.7: 1, or 0"):
-        LocalModel(folder, temperature=0.7)
+        LocalModel(tiny, temperature=0.7)

@@ -69,6 +69,10 @@ COMMANDS = {
         f"{_MEND}:algorithms",
         "List the algorithms, and the parts of which one's own are made, with their arguments.",
     ),
+    "sync-weights": Command(
+        "trinity_buffer.cli.server_commands:sync_weights",
+        "Bring the newest published weights to inference servers: pause, load, resume.",
+    ),
     "replay": Command(
         f"{_HISTORY}:replay",
         "Train again on the recorded batches, without explorers and without changing the store.",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +23,7 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.exploration import explore
 from trinity_buffer.explorer.explorer import BatchReport
 from trinity_buffer.explorer.local_model import LocalModel, load_causal_lm, load_tokenizer
+from trinity_buffer.explorer.openai_model import OpenAIModel
 from trinity_buffer.extras import extra
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.trainer.causal_lm import CausalLM
@@ -70,19 +72,20 @@ class OwnEnds:
         torch.seed()  # no two explorers may say the same
         options = config.exploring.model_dump(exclude={"max_tokens"})
         try:
-            await explore(
-                experiment,
-                actor=actor,
-                tasks=tasks,
-                rollout=rollout,
-                model=self._sampled(),
-                groups_per_batch=config.groups_per_batch,
-                rollouts_per_group=config.rollouts_per_group,
-                acknowledgements=acknowledgements,
-                max_batches=max_batches,
-                report=report,
-                **options,
-            )
+            async with self._sampled() as model:
+                await explore(
+                    experiment,
+                    actor=actor,
+                    tasks=tasks,
+                    rollout=rollout,
+                    model=model,
+                    groups_per_batch=config.groups_per_batch,
+                    rollouts_per_group=config.rollouts_per_group,
+                    acknowledgements=acknowledgements,
+                    max_batches=max_batches,
+                    report=report,
+                    **options,
+                )
         except TrinityBufferError:
             raise
         except OSError as error:
@@ -105,12 +108,20 @@ class OwnEnds:
         finally:
             policy.model.train(training)
 
-    def _sampled(self) -> Any:
-        """Return what the rollouts talk to."""
-        if self.config.server is not None:
-            raise InvalidArgumentError(f"server={self.config.server!r}: not there yet")
-        _hush()
-        return LocalModel(self._model_path, max_tokens=self.config.exploring.max_tokens)
+    @asynccontextmanager
+    async def _sampled(self) -> AsyncIterator[Any]:
+        """Yield what the rollouts talk to."""
+        most = self.config.exploring.max_tokens
+        if self.config.server is None:
+            _hush()
+            yield LocalModel(self._model_path, max_tokens=most)
+            return
+        dialect = self.config.dialect
+        tokenizer = None if dialect == "vllm" else load_tokenizer(self._model_path)
+        async with OpenAIModel(
+            self.config.server, dialect=dialect, tokenizer=tokenizer, max_tokens=most
+        ) as model:
+            yield model
 
     @property
     def _model_path(self) -> str:

@@ -118,6 +118,7 @@ class RunConfig(_Section):
     server: str | None = Field(
         None, description="URL of the inference server of the rollouts; null: each explorer samples"
     )
+    dialect: Literal["vllm", "sglang"] = Field("vllm", description="that the server speaks")
     folder: str | None = Field(
         None, description="where the four are looked up; by default where the file lies"
     )

@@ -22,6 +22,10 @@ class Completion:
         tool_calls: tools that it called, in the form of the OpenAI dialect.
         finish_reason: why it stopped: ``"stop"``, ``"length"``, ``"tool_calls"``, ...
         weight_version: name of the weights, as the server tells; None: it does not.
+        later_weight_version: of those that it held at the end, if they changed meanwhile.
+        weight_checksum: of the weights ``weight_version``.
+        logprobs_mode: whether the log-probs are those before temperature and top-p
+            (``"raw_logprobs"``) or after.
     """
 
     prompt_ids: Sequence[int]
@@ -31,6 +35,9 @@ class Completion:
     tool_calls: Sequence[Mapping[str, Any]] = ()
     finish_reason: str | None = None
     weight_version: str | None = None
+    later_weight_version: str | None = None
+    weight_checksum: str | None = None
+    logprobs_mode: str | None = None
 
     def message(self) -> dict[str, Any]:
         """Return it as a message of the assistant."""
@@ -48,6 +55,7 @@ class _Stretch:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] | None = field(default_factory=list)
     turns: list[Completion] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
 
     def goes_on(self, turn: Completion) -> bool:
         """Return whether the prompt of ``turn`` begins with all tokens so far."""
@@ -56,6 +64,7 @@ class _Stretch:
     def add(self, turn: Completion) -> None:
         """Append what came between, which is not trained, and what the model said, which is."""
         between = turn.prompt_ids[len(self.tokens) :]
+        self.begins.append(len(turn.prompt_ids))
         self.tokens += [*between, *turn.token_ids]
         self.mask += [False] * len(between) + [True] * len(turn.token_ids)
         if self.logprobs is not None and turn.logprobs is not None:
@@ -147,7 +156,8 @@ class Conversation:
         ``action_mask`` is True on what the model said. Each experience carries the reward of the
         whole run. Its ``info`` gets ``finish_reason`` of its last turn and, where a server told
         them, ``weight_versions``: one for each of its turns; if they are numbers,
-        ``model_version`` is the oldest.
+        ``model_version`` is the oldest. ``weight_segments`` says which tokens ``[begin, end)`` each
+        version has said, with the checksum of the weights.
 
         Raises:
             InvalidArgumentError: the model said nothing yet.
@@ -173,21 +183,37 @@ class Conversation:
             action_mask=stretch.mask,
             logprobs=stretch.logprobs,
             reward=reward,
-            info={**_origin(stretch.turns), **info},
+            info={**_origin(stretch), **info},
             response_text="".join(turn.text for turn in stretch.turns),
             messages=[dict(message) for message in self.messages],
             tools=self.tools or None,
         )
 
 
-def _origin(turns: Sequence[Completion]) -> dict[str, Any]:
+def _origin(stretch: _Stretch) -> dict[str, Any]:
     """Return how the turns came about: why they ended, and with which weights."""
     found: dict[str, Any] = {}
+    turns = stretch.turns
     if turns[-1].finish_reason is not None:
         found["finish_reason"] = turns[-1].finish_reason
+    if turns[-1].logprobs_mode is not None:
+        found["logprobs_mode"] = turns[-1].logprobs_mode
     versions = [turn.weight_version for turn in turns if turn.weight_version is not None]
     if versions and len(versions) == len(turns):
         found["weight_versions"] = versions
         if all(version.isdecimal() for version in versions):
             found["model_version"] = min(map(int, versions))
+        found["weight_segments"] = list(map(_segment, stretch.begins, turns))
     return found
+
+
+def _segment(begin: int, turn: Completion) -> dict[str, Any]:
+    """Return which weights said the tokens of a turn, which begin at ``begin``."""
+    found = {
+        "begin": begin,
+        "end": begin + len(turn.token_ids),
+        "version": turn.weight_version,
+        "later_version": turn.later_weight_version,
+        "checksum": turn.weight_checksum,
+    }
+    return {key: value for key, value in found.items() if value is not None}

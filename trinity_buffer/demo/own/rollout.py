@@ -1,4 +1,4 @@
-"""What is practised: to find a number from 0 to 6 in a conversation of at most three guesses."""
+"""What is practised: to find a number from 0 to 4 in a conversation of at most three guesses."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import anyio
 
 import trinity_buffer as tb
 
-HIGHEST, GUESSES = 6, 3
+HIGHEST, GUESSES = 4, 3
 
-tasks = [number for _ in range(16) for number in range(HIGHEST + 1)]
+tasks = [number for _ in range(20) for number in range(HIGHEST + 1)]
 """What is attempted, in this order: the hidden number of each task. Any values will do."""
 
 
 async def rollout(hidden: int, model: Any) -> Sequence[tb.Experience]:
     """Attempt one task: talk to the model, and return what it said with its reward."""
-    talk = tb.Conversation([{"role": "user", "content": "0-6?"}])
+    talk = tb.Conversation([{"role": "user", "content": f"0-{HIGHEST}?"}])
     for left in reversed(range(GUESSES)):
         said = talk.said(await model.chat(talk.messages, max_tokens=1)).text
         if said == str(hidden):

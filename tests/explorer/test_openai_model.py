@@ -1,0 +1,180 @@
+"""The client of inference servers, over real HTTP against a server that speaks their dialects."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.explorer.vllm_dialect import VLLM, served
+from trinity_buffer.demo.tiny_model import make_tiny_model
+from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
+from trinity_buffer.explorer.conversation import Completion, Conversation
+from trinity_buffer.explorer.local_model import LocalModel
+from trinity_buffer.explorer.openai_model import OpenAIModel
+from trinity_buffer.explorer.server import Server
+from trinity_buffer.explorer.weight_sync import push_weights
+from trinity_buffer.pipeline.experiment import PublishedPolicy
+from trinity_buffer.trainer.token_scores import token_scores
+
+REAL = os.environ.get("TRINITY_BUFFER_VLLM")
+"""URL of a vLLM with VLLM_SERVER_DEV_MODE=1, for the one test that wants a real one."""
+
+
+@pytest.fixture
+def vllm(tiny: Path) -> VLLM:
+    return VLLM(tiny)
+
+
+@pytest.fixture
+def url(vllm: VLLM) -> Iterator[str]:
+    with served(vllm.app()) as url:
+        yield url
+
+
+def asking(url: str, **options: Any) -> OpenAIModel:
+    return OpenAIModel(f"{url}/v1", **options)
+
+
+def scores_of(model: Any, said: Completion) -> torch.Tensor:
+    ids = torch.tensor([[*said.prompt_ids, *said.token_ids]])
+    return token_scores(model, {"input_ids": ids}).logprob[0, len(said.prompt_ids) :]
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+async def test_ids_and_log_probs_come_with_what_was_said(url: str, vllm: VLLM) -> None:
+    async with asking(url) as model:
+        said = [await model.chat(HELLO), await model.complete("hel"), await model.complete([9, 8])]
+    tokenizer = vllm.model.tokenizer
+    assert tokenizer.decode(said[0].prompt_ids) == "<|user|>hello<|end|><|assistant|>"
+    assert [list(one.prompt_ids) for one in said[1:]] == [tokenizer.encode("hel"), [9, 8]]
+    for one in said:
+        assert one.logprobs is not None
+        torch.testing.assert_close(
+            scores_of(vllm.model.model, one), torch.tensor(one.logprobs), atol=1e-5, rtol=0
+        )
+    assert all(body["temperature"] == body["top_p"] == 1 for body in vllm.asked)
+
+
+async def test_sglang_is_asked_by_generate(url: str, vllm: VLLM, tiny: Path) -> None:
+    async with asking(url, dialect="sglang", tokenizer=str(tiny), max_tokens=3) as model:
+        said = await model.chat(HELLO)
+    assert said.logprobs is not None
+    assert len(said.token_ids) == 3
+    assert said.weight_version == "0"
+    expected = scores_of(vllm.model.model, said)
+    torch.testing.assert_close(expected, torch.tensor(said.logprobs), atol=1e-5, rtol=0)
+    assert vllm.asked[0]["sampling_params"] == {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "max_new_tokens": 3,
+    }
+
+
+@pytest.mark.parametrize("key", ["token_ids", "prompt_token_ids", "logprobs"])
+async def test_an_answer_that_cannot_be_trained_is_refused(url: str, vllm: VLLM, key: str) -> None:
+    vllm.forgets = {key}
+    async with asking(url) as model:
+        with pytest.raises(InferenceServerError, match="text is never tokenised again"):
+            await model.chat(HELLO)
+    async with asking(url, require_ids=False) as model:
+        assert (await model.chat(HELLO)).finish_reason
+
+
+@pytest.mark.parametrize("bent", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20}])
+def test_log_probs_of_another_distribution_are_refused(bent: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match="--logprobs-mode processed_logprobs"):
+        OpenAIModel("http://nobody", **bent)
+    OpenAIModel("http://nobody", logprobs_mode="processed_logprobs", **bent)
+
+
+async def test_a_server_that_is_not_there_may_be_asked_again(url: str) -> None:
+    async with asking("http://127.0.0.1:9") as model:
+        with pytest.raises(InferenceServerError, match="is the server up") as caught:
+            await model.complete([1])
+    assert isinstance(caught.value, OSError)  # which `explore` tries again
+    async with asking(url, model="other") as model:
+        assert (await model.complete([1])).token_ids
+
+
+async def test_a_server_without_control_endpoints_tells_no_version(tiny: Path) -> None:
+    with served(VLLM(tiny, has_dev_mode=False).app()) as url:
+        async with asking(url) as model:
+            assert (await model.chat(HELLO)).weight_version is None
+
+
+async def test_each_turn_says_which_weights_made_it(url: str, vllm: VLLM) -> None:
+    talk = Conversation(HELLO)
+    async with asking(url, max_tokens=2) as model:
+        first = talk.said(await model.chat(talk.messages))
+        talk.heard({"role": "user", "content": "more"})
+        vllm.version = "1"
+        with torch.no_grad():
+            vllm.model.model.lm_head.weight += 1
+        vllm.before_answer.append(lambda: setattr(vllm, "version", "2"))
+        second = talk.said(await model.chat(talk.messages))
+    assert first.weight_checksum != second.weight_checksum
+    assert (second.weight_version, second.later_weight_version) == ("1", "2")
+    *_, made = talk.experiences(1.0)
+    segment = made.info["weight_segments"][-1]
+    assert made.tokens[segment["begin"] : segment["end"]].tolist() == list(second.token_ids)
+    assert (segment["version"], segment["later_version"]) == ("1", "2")
+    assert segment["checksum"] == second.weight_checksum
+    assert made.info["logprobs_mode"] == "raw_logprobs"
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> PublishedPolicy:
+    made = tmp_path / "made"
+    make_tiny_model(made, seed=1, width=16, layers=1, heads=2)
+    LocalModel(made).model.save_pretrained(tmp_path / "policy")
+    return PublishedPolicy(7, str(tmp_path / "policy"), "", 1)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "calls"),
+    [
+        ("vllm", ["pause?mode=wait", "collective_rpc", "update_weight_version", "resume"]),
+        ("sglang", ["pause_generation", "update_weights_from_disk", "continue_generation"]),
+    ],
+)
+async def test_weights_are_pushed_between_pause_and_resume(
+    url: str, vllm: VLLM, published: PublishedPolicy, dialect: Any, calls: list[str]
+) -> None:
+    before = vllm.model.model.lm_head.weight.clone()
+    async with Server(url) as server:
+        report = await push_weights(server, published, dialect=dialect)
+    assert vllm.said == calls
+    assert not torch.equal(vllm.model.model.lm_head.weight, before)
+    async with asking(url) as model:
+        said = await model.chat(HELLO)
+    assert said.weight_version == "7"
+    assert report.checksum in (None, said.weight_checksum)
+
+
+async def test_a_server_that_could_not_load_stays_paused(
+    url: str, vllm: VLLM, published: PublishedPolicy, tmp_path: Path
+) -> None:
+    (tmp_path / "policy" / "model.safetensors").unlink()
+    async with Server(url) as server:
+        with pytest.raises(InferenceServerError, match="stays paused"):
+            await push_weights(server, published)
+    assert "resume" not in vllm.said
+
+
+@pytest.mark.long
+@pytest.mark.skipif(REAL is None, reason="TRINITY_BUFFER_VLLM names no server")
+async def test_a_real_vllm_answers_with_all_that_is_trained() -> None:
+    async with asking(str(REAL).removesuffix("/v1"), max_tokens=8) as model:
+        said = await model.chat(HELLO)
+        assert said.logprobs is not None
+        assert len(said.logprobs) == len(said.token_ids) > 0
+        assert said.weight_version is not None
+        again = await model.complete(said.prompt_ids)
+    assert list(again.prompt_ids) == list(said.prompt_ids)

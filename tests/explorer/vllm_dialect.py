@@ -1,0 +1,186 @@
+"""A server that speaks vLLM's dialect (and SGLang's `/generate`) over a tiny local model.
+
+Real HTTP: Starlette and uvicorn in a thread, on a port of the system's choice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from trinity_buffer.explorer.conversation import Completion
+from trinity_buffer.explorer.local_model import LocalModel
+
+
+class VLLM:
+    """What such a server does with a model.
+
+    Attributes:
+        forgets: keys that its answers lack, as of a server that does not know them.
+        asked: bodies of the requests for completions.
+        said: paths of the control endpoints, in the order they were called.
+        before_answer: called before a completion leaves.
+    """
+
+    def __init__(self, folder: Path, *, has_dev_mode: bool = True) -> None:
+        self.model = LocalModel(folder, max_tokens=8)
+        self.version = "0"
+        self.forgets: set[str] = set()
+        self.asked: list[dict[str, Any]] = []
+        self.said: list[str] = []
+        self.before_answer: list[Any] = []
+        self._running = anyio.Event()
+        self._running.set()
+        self._has_dev_mode = has_dev_mode
+
+    def app(self) -> Starlette:
+        """Return the application."""
+        routes = [
+            Route("/v1/models", self.models),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/generate", self.generate, methods=["POST"]),
+        ]
+        if self._has_dev_mode:
+            routes += [
+                Route("/weight_info", self.weight_info),
+                Route("/weight_checker", self.weight_checker, methods=["POST"]),
+                Route("/{control}", self.control, methods=["POST"]),
+            ]
+        return Starlette(routes=routes)
+
+    async def models(self, request: Request) -> Response:
+        """Answer with the only model."""
+        return JSONResponse({"data": [{"id": "tiny"}]})
+
+    async def chat(self, request: Request) -> Response:
+        """Answer to a conversation."""
+        body = await request.json()
+        made = await self._made(
+            body,
+            self.model.chat(
+                body["messages"], tools=body.get("tools") or (), max_tokens=body.get("max_tokens")
+            ),
+        )
+        content = [{"token": "?", "logprob": one} for one in made.logprobs or ()]
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": made.text},
+            "finish_reason": made.finish_reason,
+        }
+        if body.get("logprobs"):
+            choice["logprobs"] = {"content": content}
+        return self._answer(body, made, choice, {"object": "chat.completion"})
+
+    async def complete(self, request: Request) -> Response:
+        """Continue a prompt."""
+        body = await request.json()
+        made = await self._made(
+            body, self.model.complete(body["prompt"], max_tokens=body.get("max_tokens"))
+        )
+        choice = {"index": 0, "text": made.text, "finish_reason": made.finish_reason}
+        if body.get("logprobs") is not None:
+            choice["logprobs"] = {"token_logprobs": made.logprobs}
+        return self._answer(body, made, choice, {"object": "text_completion"})
+
+    def _answer(
+        self, body: dict[str, Any], made: Completion, choice: dict[str, Any], top: dict[str, Any]
+    ) -> Response:
+        if body.get("return_token_ids"):
+            choice["token_ids"] = made.token_ids
+            where = top if "messages" in body else choice
+            where["prompt_token_ids"] = made.prompt_ids
+        answer = {"id": "x", "model": "tiny", **top, "choices": [choice]}
+        for key in self.forgets:
+            answer.pop(key, None)
+            choice.pop(key, None)
+        return JSONResponse(answer)
+
+    async def generate(self, request: Request) -> Response:
+        """Answer as SGLang does."""
+        body = await request.json()
+        most = body["sampling_params"].get("max_new_tokens")
+        made = await self._made(body, self.model.complete(body["input_ids"], max_tokens=most))
+        pairs = zip(made.logprobs or (), made.token_ids, strict=True)
+        meta = {
+            "finish_reason": {"type": made.finish_reason},
+            "weight_version": self.version,
+            "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
+        }
+        return JSONResponse({"text": made.text, "output_ids": made.token_ids, "meta_info": meta})
+
+    async def _made(self, body: dict[str, Any], sampling: Any) -> Completion:
+        self.asked.append(body)
+        await self._running.wait()
+        made: Completion = await sampling
+        for action in self.before_answer:
+            action()
+        return made
+
+    async def weight_info(self, request: Request) -> Response:
+        """Name the weights."""
+        return JSONResponse({"weight_version": self.version})
+
+    async def weight_checker(self, request: Request) -> Response:
+        """Answer with a digest of each weight."""
+        checksums = {
+            name: hashlib.sha256(value.detach().numpy().tobytes()).hexdigest()
+            for name, value in self.model.model.state_dict().items()
+        }
+        return JSONResponse({"checksums": checksums})
+
+    async def control(self, request: Request) -> Response:
+        """Pause, load, name, resume."""
+        name = request.path_params["control"]
+        query = "".join(f"?{key}={value}" for key, value in request.query_params.items())
+        self.said.append(f"{name}{query}")
+        body = await request.json() if await request.body() else {}
+        match name:
+            case "pause" | "pause_generation":
+                self._running = anyio.Event()
+            case "resume" | "continue_generation":
+                self._running.set()
+            case "collective_rpc":
+                assert body["method"] == "reload_weights"
+                self._load(body["kwargs"]["weights_path"])
+            case "update_weights_from_disk":
+                self._load(body["model_path"])
+                self.version = body["weight_version"]
+                return JSONResponse({"success": True, "message": ""})
+            case "update_weight_version":
+                self.version = body["new_version"]
+            case _:
+                return JSONResponse({"detail": "Not Found"}, status_code=404)
+        return JSONResponse({})
+
+    def _load(self, path: str) -> None:
+        """Take the weights at ``path``, and fail where there are none."""
+        self.model = self.model.load(path)
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    """Yield the URL at which ``app`` answers until the body ends."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server ended before it began"
+            thread.join(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(30)

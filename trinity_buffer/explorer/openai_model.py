@@ -1,0 +1,225 @@
+"""A model behind an inference server: what a rollout talks to, with ids and log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
+from trinity_buffer.explorer.answers import (
+    ASKED_FOR_CHAT,
+    ASKED_FOR_TEXT,
+    chat_completion,
+    generated,
+    require_ids,
+    text_completion,
+)
+from trinity_buffer.explorer.conversation import Completion
+from trinity_buffer.explorer.server import Server
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+
+class OpenAIModel:
+    """Asks vLLM by the OpenAI dialect, or SGLang by ``/generate``; close it, or enter it.
+
+    Each `Completion` says which weights made it, and how its log-probs are meant: vLLM's are by
+    default those before temperature and top-p, which are no log-probs of what was sampled unless
+    both are 1.
+
+    Args:
+        url: of the server, such as ``http://127.0.0.1:8000/v1``.
+        model: its name there; None: the only one.
+        dialect: ``"vllm"``, or ``"sglang"``, which needs a tokenizer for all but token ids.
+        tokenizer: of transformers, or its folder; for SGLang.
+        logprobs_mode: what the server was started with (vLLM's ``--logprobs-mode``).
+        require_ids: refuse an answer without ids and log-probs, which cannot be trained.
+        sampling: keys of every request, such as ``temperature``, ``top_p``, ``max_tokens``,
+            ``stop``; further ``api_key`` and ``timeout_s`` of a `Server`.
+
+    Raises:
+        InvalidArgumentError: log-probs would not be those of what is sampled.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        *,
+        dialect: Literal["vllm", "sglang"] = "vllm",
+        tokenizer: Any = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        require_ids: bool = True,
+        **sampling: Any,
+    ) -> None:
+        options = {k: sampling.pop(k) for k in ("api_key", "timeout_s") if k in sampling}
+        self.server = Server(url, **options)
+        self.name = model
+        self._dialect = dialect
+        self._logprobs_mode = logprobs_mode
+        self._require_ids = require_ids
+        self._sampling = {"temperature": 1.0, "top_p": 1.0, **sampling}
+        self._tokenizer = _loaded(tokenizer)
+        self._checksums: dict[str, str | None] = {}
+        self._tells_weights = True
+        if require_ids:
+            _require_sampled(self._sampling, logprobs_mode)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+    ) -> Completion:
+        """Return what the model says next in a conversation.
+
+        Raises:
+            InferenceServerError: no answer, or one without ids and log-probs.
+        """
+        if self._dialect == "sglang":
+            prompt = self._templated(messages, tools)
+            return await self.complete(prompt, max_tokens=max_tokens)
+        body = {"messages": [dict(message) for message in messages], **ASKED_FOR_CHAT}
+        if tools:
+            body["tools"] = [dict(tool) for tool in tools]
+        before = await self._weights()
+        answer = await self._asked("/v1/chat/completions", body, max_tokens)
+        return await self._checked(chat_completion(answer, _first(answer)), before)
+
+    async def complete(
+        self, prompt: str | Sequence[int], *, max_tokens: int | None = None
+    ) -> Completion:
+        """Return how the model continues ``prompt``, a text or token ids.
+
+        Raises:
+            InferenceServerError: no answer, or one without ids and log-probs.
+        """
+        if self._dialect == "sglang":
+            return await self._generate(self._ids(prompt), max_tokens)
+        given = prompt if isinstance(prompt, str) else list(prompt)
+        before = await self._weights()
+        answer = await self._asked(
+            "/v1/completions", {"prompt": given, **ASKED_FOR_TEXT}, max_tokens
+        )
+        return await self._checked(text_completion(answer, _first(answer)), before)
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        await self.server.close()
+
+    async def _asked(self, path: str, body: dict[str, Any], max_tokens: int | None) -> Any:
+        if self.name is None:
+            self.name = await self._only_model()
+        said = {} if max_tokens is None else {"max_tokens": max_tokens}
+        return await self.server.post(path, {"model": self.name, **self._sampling, **said, **body})
+
+    async def _only_model(self) -> str:
+        found = await self.server.get("/v1/models") or {}
+        names = [one["id"] for one in found.get("data", [])]
+        if len(names) != 1:
+            raise InvalidArgumentError(
+                f"{self.server.root} serves {', '.join(names) or 'no model'}: say model=NAME"
+            )
+        return str(names[0])
+
+    async def _generate(self, prompt: list[int], max_tokens: int | None) -> Completion:
+        sampling = {**self._sampling}
+        most = sampling.pop("max_tokens", None) if max_tokens is None else max_tokens
+        sampling.pop("max_tokens", None)
+        if most is not None:
+            sampling["max_new_tokens"] = most
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        answer = await self.server.post("/generate", body)
+        made = replace(generated(answer, prompt), logprobs_mode=self._logprobs_mode)
+        if self._require_ids:
+            require_ids(made, self.server.root)
+        return made
+
+    async def _checked(self, made: Completion, before: str | None) -> Completion:
+        """Return a completion that says which weights made it, if it may be trained."""
+        if self._require_ids:
+            require_ids(made, self.server.root)
+        after = before if before is None else await self._weights()
+        return replace(
+            made,
+            weight_version=before,
+            later_weight_version=None if after == before else after,
+            weight_checksum=None if before is None else self._checksums.get(before),
+            logprobs_mode=self._logprobs_mode,
+        )
+
+    async def _weights(self) -> str | None:
+        """Return the version of the server's weights, and note its checksum when it is new."""
+        if not self._tells_weights:
+            return None
+        version = await self.server.weight_version()
+        if version is None:
+            self._tells_weights = False
+        elif version not in self._checksums:
+            self._checksums[version] = None
+            self._checksums[version] = await self.server.weight_checksum()
+        return version
+
+    def _templated(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        tokenizer = self._require_tokenizer()
+        found = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        return list(found)
+
+    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        return list(self._require_tokenizer().encode(prompt))
+
+    def _require_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            raise InvalidArgumentError(
+                "SGLang's /generate takes token ids: give OpenAIModel a tokenizer="
+            )
+        return self._tokenizer
+
+
+def _require_sampled(sampling: Mapping[str, Any], mode: str) -> None:
+    """Return if the server's log-probs are those of what it samples."""
+    bent = {
+        key: sampling[key]
+        for key, plain in (("temperature", 1), ("top_p", 1), ("top_k", -1), ("min_p", 0))
+        if key in sampling and sampling[key] not in (plain, 0 if key == "top_k" else plain)
+    }
+    if bent and mode != "processed_logprobs":
+        said = ", ".join(f"{key}={value}" for key, value in bent.items())
+        raise InvalidArgumentError(
+            f"{said}: the log-probs of a server with --logprobs-mode {mode} are those before that, "
+            "not those of what is sampled. Sample at temperature=1 and top_p=1, or start it with "
+            "--logprobs-mode processed_logprobs and give logprobs_mode='processed_logprobs'"
+        )
+
+
+def _first(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    choices = answer.get("choices") or []
+    if not choices:
+        raise InferenceServerError(f"the server answered without a choice: {str(answer)[:300]}")
+    found: Mapping[str, Any] = choices[0]
+    return found
+
+
+def _loaded(tokenizer: Any) -> Any:
+    if not isinstance(tokenizer, str):
+        return tokenizer
+    from trinity_buffer.explorer.local_model import load_tokenizer  # noqa: PLC0415 - torch
+
+    return load_tokenizer(tokenizer)

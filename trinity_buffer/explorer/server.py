@@ -1,0 +1,97 @@
+"""An inference server, as JSON over HTTP: questions, and whose weights it holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Self
+
+from trinity_buffer.errors import InferenceServerError
+from trinity_buffer.extras import extra
+
+NOT_FOUND = 404
+
+
+class Server:
+    """Talks JSON with an inference server; close it, or enter it as a context.
+
+    Args:
+        url: with or without the ``/v1`` at its end; control endpoints are beside that.
+        api_key: sent as a bearer token.
+        timeout_s: of one answer.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        self.root = url.rstrip("/").removesuffix("/v1")
+        self._httpx = extra("httpx2", "server")
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        # No pool limit: who calls has a limit of rollouts, and two would wait for each other.
+        self._client = self._httpx.AsyncClient(
+            headers=headers,
+            timeout=self._httpx.Timeout(timeout_s, connect=10.0),
+            limits=self._httpx.Limits(max_connections=None),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:
+        """Return the answer to a POST of ``body`` to ``path``.
+
+        Raises:
+            InferenceServerError: it cannot be reached, or refuses.
+        """
+        return await self._ask("POST", path, body or {}, query)
+
+    async def get(self, path: str) -> Any:
+        """Return the answer to a GET of ``path``; None where there is no such path.
+
+        Raises:
+            InferenceServerError: it cannot be reached, or refuses.
+        """
+        return await self._ask("GET", path, None, {})
+
+    async def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str]
+    ) -> Any:
+        url = f"{self.root}{path}"
+        try:
+            answer = await self._client.request(method, url, json=body, params=query or None)
+        except (self._httpx.HTTPError, OSError) as error:
+            raise InferenceServerError(
+                f"{url}: {type(error).__name__} {error}".rstrip() + "; is the server up?"
+            ) from error
+        if answer.status_code == NOT_FOUND and method == "GET":
+            return None
+        if answer.is_error:
+            raise InferenceServerError(f"{url}: {answer.status_code} {answer.text[:300]}")
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise InferenceServerError(f"{url}: its answer is no JSON ({error})") from error
+
+    async def weight_version(self) -> str | None:
+        """Return the name of the weights that vLLM holds now; None: it does not tell.
+
+        vLLM tells with ``VLLM_SERVER_DEV_MODE=1``.
+        """
+        found = await self.get("/weight_info")
+        version = None if found is None else found.get("weight_version")
+        return None if version is None else str(version)
+
+    async def weight_checksum(self) -> str | None:
+        """Return a digest of the checksums that vLLM computes of its weights; None: it does not."""
+        try:
+            found = await self.post("/weight_checker", {"action": "checksum"})
+        except InferenceServerError:
+            return None
+        checksums = json.dumps(found.get("checksums"), sort_keys=True)
+        return hashlib.sha256(checksums.encode()).hexdigest()
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        await self._client.aclose()

@@ -1,0 +1,145 @@
+"""Brings the weights that a trainer publishes to inference servers: pause, load, name, resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import anyio.to_thread
+
+from trinity_buffer.errors import CheckpointError, InferenceServerError
+from trinity_buffer.events import PolicyPublished, kinds_of
+from trinity_buffer.explorer.server import Server
+from trinity_buffer.pipeline.checkpoint import being_read, require_digest
+from trinity_buffer.pipeline.experiment import Experiment, PublishedPolicy
+
+Dialect = Literal["vllm", "sglang"]
+PauseMode = Literal["wait", "keep", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """What is said of weights that a server has taken.
+
+    Attributes:
+        checksum: of the server's own checksums of its weights; None: it tells none.
+    """
+
+    url: str
+    version: int
+    checksum: str | None
+
+
+async def push_weights(
+    server: Server,
+    policy: PublishedPolicy,
+    *,
+    dialect: Dialect = "vllm",
+    mode: PauseMode = "wait",
+) -> PushReport:
+    """Have ``server`` load the weights of ``policy`` and call them by its version.
+
+    The server reads the folder itself, so it must see the same path. A server that fails on the way
+    stays paused, since nobody knows what its weights are.
+
+    Args:
+        mode: what becomes of requests under way: ``"wait"`` lets them end, ``"keep"`` goes on with
+            them under the new weights, ``"abort"`` ends them.
+
+    Raises:
+        CheckpointError: the weights are not there any more, or are others.
+        InferenceServerError: the server refuses, or holds other weights afterwards.
+    """
+    path, version = Path(policy.uri), str(policy.version)
+    with being_read(path):
+        if policy.digest:
+            await anyio.to_thread.run_sync(require_digest, path, policy.digest)
+        try:
+            await (_into_sglang if dialect == "sglang" else _into_vllm)(
+                server, str(path), version, mode
+            )
+        except InferenceServerError as error:
+            raise InferenceServerError(
+                f"{error} (while it took policy {version}; it stays paused until weights are "
+                "pushed again)"
+            ) from error
+    if dialect == "sglang":
+        return PushReport(server.root, policy.version, None)
+    held = await server.weight_version()
+    if held != version:
+        raise InferenceServerError(
+            f"{server.root} holds weights {held!r} after policy {version} was pushed"
+        )
+    return PushReport(server.root, policy.version, await server.weight_checksum())
+
+
+async def _into_vllm(server: Server, path: str, version: str, mode: PauseMode) -> None:
+    await server.post("/pause", mode=mode)
+    await server.post(
+        "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}
+    )
+    await server.post("/update_weight_version", {"new_version": version})
+    await server.post("/resume")
+
+
+async def _into_sglang(server: Server, path: str, version: str, mode: PauseMode) -> None:
+    pausing = {"wait": "retract", "keep": "in_place", "abort": "abort"}[mode]
+    await server.post("/pause_generation", {"mode": pausing})
+    answer = await server.post(
+        "/update_weights_from_disk", {"model_path": path, "weight_version": version}
+    )
+    if not answer.get("success"):
+        raise InferenceServerError(f"{server.root} did not load {path}: {answer.get('message')}")
+    await server.post("/continue_generation")
+
+
+async def sync_weights(
+    experiment: Experiment,
+    servers: Sequence[Server],
+    *,
+    dialect: Dialect = "vllm",
+    mode: PauseMode = "wait",
+    follow: bool = False,
+    report: Callable[[PushReport], None] = lambda _: None,
+) -> int:
+    """Push the newest published policy to every server; return its version, 0 if there is none.
+
+    With ``follow`` go on with whatever is published, until the experiment is finished.
+
+    Raises:
+        CheckpointError, InferenceServerError: see `push_weights`.
+    """
+    pushed = await _push_newest(experiment, servers, 0, dialect, mode, report)
+    if follow:
+        found = await experiment.newest_policy()
+        position = 0 if found is None or found.version > pushed else found.position
+        async for _ in experiment.events(position, follow=True, kinds=kinds_of(PolicyPublished)):
+            pushed = await _push_newest(experiment, servers, pushed, dialect, mode, report)
+    return pushed
+
+
+async def _push_newest(
+    experiment: Experiment,
+    servers: Sequence[Server],
+    pushed: int,
+    dialect: Dialect,
+    mode: PauseMode,
+    report: Callable[[PushReport], None],
+) -> int:
+    """Push what was published last, if it is newer than ``pushed``; return what is pushed now."""
+    while True:
+        policy = await experiment.newest_policy()
+        if policy is None or policy.version == pushed:
+            return pushed
+        try:
+            for server in servers:
+                report(await push_weights(server, policy, dialect=dialect, mode=mode))
+        except CheckpointError:
+            # The trainer keeps only its newest checkpoints; a newer one may have come meanwhile.
+            newer = await experiment.newest_policy()
+            if newer is None or newer.position == policy.position:
+                raise
+            continue
+        pushed = policy.version
