@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import get_args
 
 from benchmarks.bare import Transaction, merged
 from benchmarks.measuring import Figure, figure_of_rates, interleaved
@@ -15,6 +16,7 @@ from benchmarks.workload import BATCH, ROWS_PER_STEP, RUNS, calls, experiences
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.streaming.manifest import LayoutName
 from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
 
 EXPERIMENT = "bench"
@@ -124,7 +126,7 @@ def _keys(transactions: Sequence[Transaction]) -> list[bytes]:
     return list(dict.fromkeys(bytes(row[0]) for one in transactions for row in one["segment"]))
 
 
-def _stream_once(url: str, consumer: str, layout: str, expected: int) -> float:
+def _stream_once(url: str, consumer: str, layout: LayoutName, expected: int) -> float:
     with open_train_stream(
         url,
         experiment=EXPERIMENT,
@@ -146,7 +148,7 @@ def stream(site: Site, tasks: int, repetitions: int) -> Iterator[Figure]:
     with _store(site, given, grpo=True) as url:
         recorded = site.written(url, "ExperiencesRecorded", "experience")
         keys = [_keys(some) for some in _together(recorded, ROWS_PER_STEP // STORED_PER_CALL)]
-        for layout in ("padded", "packed"):
+        for layout in get_args(LayoutName):
             names = (f"{layout}-{number}" for number in range(repetitions + 1))
             seconds = interleaved(
                 lambda: _stream_once(url, next(names), layout, tasks * RUNS),  # noqa: B023

@@ -10,7 +10,7 @@ from trinity_buffer.errors import LeaseHeldError
 from trinity_buffer.pipeline import events
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming import trainer_lease
-from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease, hold_lease
+from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease, hold_lease, place_of
 
 HOUR_US = 3_600_000_000
 HOURS_AHEAD, HOURS_BEHIND = 5 * HOUR_US, -5 * HOUR_US
@@ -51,7 +51,7 @@ async def test_who_does_not_wait_hears_who_is_at_work(sqlite_url: str) -> None:
         experiment = await store.experiment("run", config={})
         async with hold_lease(store.database, experiment.key, "trainer") as held:
             other = TrainerLease(store.database, experiment.key, "trainer", ttl_s=30)
-            with pytest.raises(LeaseHeldError, match=held.owner):
+            with pytest.raises(LeaseHeldError, match=place_of(held.owner)):
                 await other.acquire(wait=False)
 
 

@@ -19,6 +19,7 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming import row_loader
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.streaming.manifest import LayoutName
 from trinity_buffer.pipeline.streaming.step_memory import StepMemory
 from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
 
@@ -116,7 +117,7 @@ def check_row(
 
 @pytest.mark.parametrize(("layout", "budget"), LAYOUTS)
 async def test_every_element_arrives_as_it_was_written(
-    store_url: str, layout: str, budget: int | None
+    store_url: str, layout: LayoutName, budget: int | None
 ) -> None:
     every = await written(store_url)
     by_tokens = {tuple(one.tokens.tolist()): one for one in every.values()}

@@ -57,6 +57,10 @@ COMMANDS = {
         f"{_ASK}:show",
         "Show one experience: what it holds, its annotations, where it was trained, or why not.",
     ),
+    "doctor": Command(
+        "trinity_buffer.cli.doctor_command:doctor",
+        "Say what is stuck, since when, and what would move it; exit code 1 if anything is.",
+    ),
     "verify": Command(
         f"{_MEND}:verify",
         "Check every promise: the log, its segments and projections, and the proof from outside.",

@@ -375,4 +375,4 @@ def store_path(store: str | None, name: str) -> DemoPaths:
         made_folder(base.parent)
         return DemoPaths(f"sqlite:///{base}.db", base)
     plain = store.removeprefix("sqlite:///")
-    return DemoPaths(store, base if "://" in plain else Path(plain).with_suffix(""))
+    return DemoPaths(store, base if "://" in plain else Path(plain).expanduser().with_suffix(""))

@@ -80,6 +80,8 @@ async def _configuration(experiment: Experiment) -> dict[str, Any]:
 def _print_overview(found: Overview) -> None:
     out = console()
     out.print(f"{found.url}  {found.version}, {size_of(found.size_bytes)} on disk", markup=False)
+    if found.growth is not None:
+        out.print(found.growth, markup=False)
     if not found.experiments:
         out.print("no experiments yet")
     for one in found.experiments:

@@ -123,6 +123,7 @@ async def annotate(
 async def _nothing_to_annotate(experiment: Experiment, *, follow: bool) -> ConsumerReport:
     """Return at once, or when the experiment is finished: the trainer reads what was recorded."""
     if follow:
+        plain("nothing to annotate: the trainer reads what was recorded; waits for the run's end")
         async for _ in experiment.events(follow=True, kinds=kinds_of(ExperimentFinished)):
             pass
     return ConsumerReport(0, 0, 0, 0)

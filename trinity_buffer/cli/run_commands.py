@@ -265,7 +265,7 @@ def _beside(url: str) -> Path:
         raise InvalidArgumentError(
             "a store on a server has no folder beside it: say --checkpoints FOLDER"
         )
-    return Path(path).with_suffix(".checkpoints")
+    return Path(path).expanduser().with_suffix(".checkpoints")
 
 
 async def _prepared(

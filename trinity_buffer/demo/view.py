@@ -93,12 +93,15 @@ class RunNumbers:
         rewards: (gradient step or policy version, mean reward of a write).
         accuracies: (gradient step, accuracy), as the trainer measured them.
         skipped: committed steps that the weights did not go through.
+        rejected_rows: annotation rows that a trainer has rejected.
+        staleness: of the last step, as its trainer measured it.
     """
 
     rollouts: Rate = field(default_factory=Rate)
     annotated: Rate = field(default_factory=Rate)
     steps: Rate = field(default_factory=Rate)
     rejected: int = 0
+    rejected_rows: int = 0
     leased_rows: int = 0
     step: int = 0
     skipped: set[int] = field(default_factory=set)
@@ -122,6 +125,7 @@ class RunNumbers:
                 self.annotated.add(len(fact.experiences), at)
             case ExperiencesRejected():
                 self.rejected += len(fact.experiences)
+                self.rejected_rows += len(fact.experiences) if fact.by == "trainer" else 0
             case BatchLeased():
                 self.leased_rows += len(fact.annotations)
             case StepsCommitted():
@@ -138,6 +142,7 @@ class RunNumbers:
     def _committed(self, fact: StepsCommitted, at: float) -> None:
         self.steps.add(len(fact.steps), at)
         self.step = fact.steps[-1]
+        self.staleness = fact.metrics.get("staleness", self.staleness)
         self.skipped = {step for step in self.skipped if step < fact.steps[0]}
         self.skipped |= set(fact.skipped_steps)
         if "accuracy" in fact.metrics:
@@ -154,9 +159,6 @@ class RunNumbers:
             mean = sum(rewards) / len(rewards)
             self.recent_reward += (mean - self.recent_reward) * (0.2 if self.rewards else 1.0)
             self.rewards.append((versions[0] if versions else self.policy, mean))
-        if versions:
-            lag = self.policy - sum(versions) / len(versions)
-            self.staleness += (lag - self.staleness) * 0.2
 
     @property
     def accuracy(self) -> float | None:
@@ -169,9 +171,9 @@ class RunNumbers:
         return self.step - len(self.skipped)
 
     @property
-    def waiting(self) -> int:
-        """Experiences that were recorded and not yet handed to the trainer."""
-        return max(0, self.annotated.total - self.leased_rows)
+    def ready(self) -> int:
+        """Annotation rows that were neither handed to the trainer nor rejected by it."""
+        return max(0, self.annotated.total - self.leased_rows - self.rejected_rows)
 
     def line(self) -> str:
         """Return one plain line."""
@@ -184,7 +186,7 @@ class RunNumbers:
             f"step {self.step:4d}  accuracy {accuracy}  reward {reward}  "
             f"{self.rollouts.per_second(now):6.0f} rollouts/s  "
             f"{self.steps.per_second(now):4.1f} steps/s  "
-            f"waiting {self.waiting}  staleness {self.staleness:.1f}"
+            f"ready {self.ready}  staleness {self.staleness:.1f}"
         )
 
 
@@ -211,7 +213,7 @@ def drawn(title: str, numbers: RunNumbers, children: Sequence[Child], kills: int
     top = Table.grid(padding=(0, 3))
     accuracy = "-" if numbers.accuracy is None else f"{numbers.accuracy:.3f}"
     top.add_row(
-        "step", "accuracy", "reward", "rollouts/s", "steps/s", "waiting", "staleness", style="dim"
+        "step", "accuracy", "reward", "rollouts/s", "steps/s", "ready", "staleness", style="dim"
     )
     top.add_row(
         str(numbers.step),
@@ -219,7 +221,7 @@ def drawn(title: str, numbers: RunNumbers, children: Sequence[Child], kills: int
         f"{numbers.recent_reward:.3f}",
         f"{numbers.rollouts.per_second(now):.0f}",
         f"{numbers.steps.per_second(now):.1f}",
-        str(numbers.waiting),
+        str(numbers.ready),
         f"{numbers.staleness:.1f}",
     )
     bottom = Table.grid(padding=(0, 2))

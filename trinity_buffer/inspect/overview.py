@@ -13,6 +13,7 @@ from trinity_buffer.store import conservation, inspection, log, queries, trainer
 from trinity_buffer.store.conservation import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.write_ahead_log import log_state
 
 STEPS_OF_STALENESS = 100
 
@@ -76,6 +77,7 @@ class Overview:
         version: of the SQLite library, or of the PostgreSQL server.
         size_bytes: of the database on disk, with its write-ahead log.
         segment_parts: blobs of tensors, of all experiments.
+        growth: what lets the write-ahead log grow beyond its size, None where nothing does.
     """
 
     url: str
@@ -83,6 +85,7 @@ class Overview:
     size_bytes: int
     segment_parts: int
     experiments: tuple[ExperimentOverview, ...]
+    growth: str | None
 
 
 async def overview(store: Store, experiment: str | None = None) -> Overview:
@@ -99,11 +102,13 @@ async def overview(store: Store, experiment: str | None = None) -> Overview:
         found.append(await database.read(_of_experiment, key, name))
     size = await database.read(inspection.size_bytes)
     parts = await database.read(inspection.segment_parts)
+    growth = None
     if database.dialect == "sqlite":
-        log = database.path.with_name(database.path.name + "-wal")
-        size += log.stat().st_size if log.exists() else 0
+        state = log_state(database.path)
+        size += state.size_bytes
+        growth = state.told() if state.has_grown else None
     version = f"{'SQLite' if database.dialect == 'sqlite' else 'PostgreSQL'} {database.version}"
-    return Overview(store.url, version, size, parts, tuple(found))
+    return Overview(store.url, version, size, parts, tuple(found), growth)
 
 
 def _of_experiment(tx: Transaction, key: int, name: str) -> ExperimentOverview:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.store.changes import Changes
 
 WAIT_REPORT = "TRINITY_BUFFER_WAIT_REPORT_S"
@@ -45,16 +46,29 @@ class SpokenWait:
     Args:
         changes: of the store.
         tell: returns the sentence; asked only when it is said.
+        presence: of who waits, which tells others of it too.
+        aloud: False where somebody else of the process speaks for it.
     """
 
-    def __init__(self, changes: Changes, tell: Callable[[], Awaitable[str]]) -> None:
+    def __init__(
+        self,
+        changes: Changes,
+        tell: Callable[[], Awaitable[str]],
+        presence: Presence | None = None,
+        *,
+        aloud: bool = True,
+    ) -> None:
+        self._aloud = aloud
         self._changes = changes
         self._tell = tell
+        self._presence = presence
         self._due: float | None = None
 
     def over(self) -> None:
         """Note that what was waited for came: the next wait is a new one."""
         self._due = None
+        if self._presence is not None:
+            self._presence.waiting_for = None
 
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
         """Return once there was a commit after ``state``, or after ``timeout_s``, or early.
@@ -64,7 +78,12 @@ class SpokenWait:
         if self._due is None:
             self._due = time.monotonic() + wait_report_s()
         elif time.monotonic() >= self._due:
-            _logger.warning("%s", await self._tell())
+            said = await self._tell()
+            _logger.log(logging.WARNING if self._aloud else logging.DEBUG, "%s", said)
+            if self._presence is not None:
+                self._presence.waiting_for = said
             self._due = time.monotonic() + REPEATED_AFTER * wait_report_s()
+        if self._presence is not None:
+            await self._presence.seen()
         left_s = max(0.0, self._due - time.monotonic())
         await self._changes.changed(state, left_s if timeout_s is None else min(left_s, timeout_s))

@@ -12,7 +12,7 @@ from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import IDENTITY_KEYS, SCHEMA_NAMES, Experiment
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.store import log, queries
-from trinity_buffer.store.database import Database, Durability, open_database
+from trinity_buffer.store.database import Database, Durability, StoreURL, open_database
 from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.transaction import Transaction
@@ -137,23 +137,31 @@ def _create_or_change(
 
 @asynccontextmanager
 async def open_store(
-    url: str, *, read_only: bool = False, durability: Durability = "normal"
+    url: StoreURL,
+    *,
+    read_only: bool = False,
+    durability: Durability = "normal",
+    create: bool = True,
 ) -> AsyncIterator[Store]:
     """Open the store at ``url``, an async context manager; an empty database gets the schema.
 
     Args:
-        url: ``sqlite:///runs/sort.db`` (or just the path) or ``postgresql://user@host/database``.
+        url: ``sqlite:///runs/sort.db`` (or just the path, with ``~`` too) or
+            ``postgresql://user@host/database``.
         read_only: change nothing, neither the database nor the content of its write-ahead log.
         durability: of SQLite. ``"normal"`` survives kill -9 of any process, but a power loss may
             take the last commits (never a part of one); ``"full"`` waits for the disk at each
             commit.
+        create: False where a store that is not there is an error, as for trainers.
 
     Raises:
         UnknownStoreError: nothing there to read, a missing folder, or a database that is not ours.
         SchemaOutdatedError: written by an older version; `SchemaTooNewError`: by a newer one.
         UnsafeStoreError: a network file system, or a SQLite library that may lose commits.
     """
-    async with open_database(url, read_only=read_only, durability=durability) as database:
+    async with open_database(
+        url, read_only=read_only, durability=durability, create=create
+    ) as database:
         store = Store(database)
         try:
             yield store

@@ -19,6 +19,7 @@ from typing import Any
 from pysqlite3 import dbapi2
 
 from trinity_buffer.sizes import sizes
+from trinity_buffer.store.write_ahead_log import log_state
 
 PAUSE_S = 0.25
 """How long commits are collected before the log is looked at."""
@@ -42,6 +43,7 @@ class Checkpointer:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self.checkpoints = 0
+        self._told_at = 0  # pages
 
     def notify(self) -> None:
         """Say that something was committed. Costs nothing to speak of."""
@@ -71,6 +73,14 @@ class Checkpointer:
         finally:
             connection.close()
 
+    def _tell_of_growth(self, pages: int) -> None:
+        """Say so each time the log has doubled beyond what it may be."""
+        if pages <= sizes().wal_pages_limit:
+            self._told_at = 0
+        elif pages > 2 * max(self._told_at, sizes().wal_pages_limit):
+            self._told_at = pages
+            _logger.warning("%s: %s", self._path, log_state(self._path).told())
+
     def _checkpoint(self, connection: Any) -> None:
         try:
             # Says how long the log is and how much of it was copied, and does nothing.
@@ -78,6 +88,7 @@ class Checkpointer:
             if pages - copied >= sizes().wal_pages_per_checkpoint:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
                 self.checkpoints += 1
+            self._tell_of_growth(pages)
         except dbapi2.OperationalError as error:
             # A full disk, for one: the writers will meet it, and say so to whoever called them.
             _logger.warning("checkpoint of %s: %s", self._path, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
@@ -37,14 +38,19 @@ COMPUTED_AT_ONCE = 2
 """Most computations hold the interpreter's lock: more would only wait."""
 
 
-def parse_url(url: str) -> URL:
+StoreURL = str | PathLike[str]
+"""A URL, or the path of a SQLite file; ``~`` is the user's folder in both."""
+
+
+def parse_url(url: StoreURL) -> URL:
     """Return the parsed URL of a store; a bare path is a SQLite file.
 
     Raises:
         InvalidArgumentError: neither sqlite nor postgresql.
     """
+    said = fspath(url)
     try:
-        parsed = make_url(url) if "://" in url else URL.create("sqlite", database=url)
+        parsed = make_url(said) if "://" in said else URL.create("sqlite", database=said)
     except (ArgumentError, ValueError) as error:  # the latter for a port that is no number
         raise InvalidArgumentError(f"the store's URL cannot be read; {_ACCEPTED}") from error
     backend = parsed.get_backend_name()
@@ -53,7 +59,8 @@ def parse_url(url: str) -> URL:
             raise InvalidArgumentError(
                 "a store in memory would not survive anything; name a file: sqlite:///runs/a.db"
             )
-        return parsed.set(drivername="sqlite")
+        path = str(Path(parsed.database or "").expanduser())
+        return parsed.set(drivername="sqlite", database=path)
     if backend == "postgresql":
         if "@" in (parsed.host or ""):  # else the rest of the password would be shown as the host
             raise InvalidArgumentError("the store's URL cannot be read; in a password @ is %40")
@@ -173,16 +180,20 @@ class Database:
         if self._checkpointer is not None:
             self._checkpointer.notify()
 
-    async def open(self, stack: AsyncExitStack, *, any_revision: bool = False) -> Self:
+    async def open(
+        self, stack: AsyncExitStack, *, any_revision: bool = False, create: bool = True
+    ) -> Self:
         """Check, connect, create what is missing; whatever is opened is closed by ``stack``.
 
         Args:
+            create: False where a store that is not there is an error.
             any_revision: take the schema as it is and create nothing; for migrations.
         """
         on_file = self.dialect == "sqlite"
         if on_file:
             self.version = sqlite.require_safe_library()
-            sqlite.check_path(self.path, read_only=self.read_only)
+            if not sqlite.check_path(self.path, read_only=self.read_only) and not create:
+                raise sqlite.nothing_at(self.path)
         self._connections = Seats(self._connect) if on_file else Server(self.url)
         stack.push_async_callback(self._close)
         with foreign_errors(self.name):
@@ -193,7 +204,7 @@ class Database:
         if not on_file:
             self.version = await self.read(_server_version)
         if not any_revision and not await self.read(schema.inspect, self.name):
-            if self.read_only:
+            if self.read_only or not create:
                 raise UnknownStoreError(f"{self.name} is empty: there is no store to read")
             await self.write(schema.create, self.name)
         return self
@@ -270,7 +281,7 @@ class _ServerSession:
 
 
 @asynccontextmanager
-async def open_for_migration(url: str) -> AsyncIterator[Database]:
+async def open_for_migration(url: StoreURL) -> AsyncIterator[Database]:
     """Open the database at ``url`` whatever its revision is, changing nothing.
 
     Raises:
@@ -286,9 +297,13 @@ async def open_for_migration(url: str) -> AsyncIterator[Database]:
 
 @asynccontextmanager
 async def open_database(
-    url: str, *, read_only: bool = False, durability: Durability = "normal"
+    url: StoreURL,
+    *,
+    read_only: bool = False,
+    durability: Durability = "normal",
+    create: bool = True,
 ) -> AsyncIterator[Database]:
-    """Open the database at ``url``, creating the schema in an empty one.
+    """Open the database at ``url``, creating the schema in an empty one if ``create``.
 
     Raises:
         UnknownStoreError: nothing there to read, a missing folder, or a database that is not ours.
@@ -300,4 +315,4 @@ async def open_database(
         raise InvalidArgumentError(f"durability={durability!r}: accepted are 'normal' and 'full'")
     async with AsyncExitStack() as stack:
         database = Database(parse_url(url), read_only=read_only, durability=durability)
-        yield await database.open(stack)
+        yield await database.open(stack, create=create)

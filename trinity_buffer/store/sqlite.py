@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -93,7 +94,7 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
         )
     exists = path.exists()
     if read_only and not exists:
-        raise UnknownStoreError(f"{path}: there is no store to read")
+        raise nothing_at(path)
     kind = file_system_of(folder, mounts)
     if kind in _NETWORK_FILE_SYSTEMS:
         raise UnsafeStoreError(
@@ -107,6 +108,14 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
             "its permissions"
         )
     return exists
+
+
+def nothing_at(path: Path) -> UnknownStoreError:
+    """Return the error that names what is there in place of ``path``."""
+    near = sorted(one.name for one in path.parent.glob("*.db"))
+    meant = difflib.get_close_matches(path.name, near, n=1)
+    there = f" (did you mean {path.with_name(meant[0])}?)" if meant else ""
+    return UnknownStoreError(f"{path}: there is no store to read{there}")
 
 
 def uri_of(path: Path) -> str:

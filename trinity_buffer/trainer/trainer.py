@@ -41,7 +41,7 @@ class StepReport:
     """What is said of one gradient step, in numbers.
 
     Attributes:
-        staleness: mean of (step - 1 - policy version) over the rows whose version is known.
+        staleness: see `TrainStep.staleness`; 0 where no version is known.
         seconds: from the arrival of the batch to the end of its commit, if there was one.
         skipped: the loss or the gradient norm was not finite, and the weights are what they were.
     """
@@ -172,6 +172,8 @@ class Trainer:
             begin = time.perf_counter()
             metrics = self._train(step)
             self._remember(step)
+            if step.staleness is not None:
+                metrics["staleness"] = step.staleness
             metrics |= measure(step.step)
             last = step
             ending = self._reached(step.step) or self._gives_up
@@ -365,14 +367,13 @@ def _report_of(
     step: TrainStep, metrics: dict[str, float], begin: float, *, committed: bool, skipped: bool
 ) -> StepReport:
     rewards = torch.cat([m["token_level_rewards"].flatten() for m in step.microbatches]).sum()
-    lags = [step.step - 1 - version for version in step.policy_versions]
     rows = len(step.manifest.experiences)
     return StepReport(
         step=step.step,
         loss=metrics["loss"],
         reward=float(rewards) / max(rows, 1),
         gradient_norm=metrics["gradient_norm"],
-        staleness=sum(lags) / len(lags) if lags else 0.0,
+        staleness=step.staleness or 0.0,
         rows=rows,
         tokens=step.microbatches[0].layout.global_tokens,
         seconds=time.perf_counter() - begin,

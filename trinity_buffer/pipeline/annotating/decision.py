@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -33,7 +34,7 @@ class Decision:
     segment_rows: list[dict[str, object]]
     annotated: int
     rejected: int
-    reasons: frozenset[str]
+    reasons: Counter[str]
 
 
 @dataclass(slots=True)
@@ -156,7 +157,7 @@ class Verdicts:
                 planned_groups=left_out,
             )
             events.append(new_event(rejected))
-        reasons = frozenset(self.reasons.values())
+        reasons = Counter(self.reasons.values())
         return Decision(events, rows, len(experiences), len(self.reasons), reasons)
 
 

@@ -7,7 +7,7 @@ when its batch is sealed, or at its deadline; a straggling group holds back nobo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -309,3 +309,22 @@ class Grouping:
             for chunk in chunks
             if chunk
         ]
+
+
+def has_rows(unit: ReadyUnit) -> bool:
+    """Return whether any experience of a unit is stored."""
+    return any(group.members for group in unit.groups)
+
+
+def chunks(units: Sequence[ReadyUnit], most: int) -> list[list[ReadyUnit]]:
+    """Return ``units`` in turn, together up to ``most`` experiences; a larger one stays alone."""
+    found: list[list[ReadyUnit]] = []
+    room = 0
+    for unit in units:
+        size = sum(len(group.members) for group in unit.groups)
+        if not found or size > room:
+            found.append([])
+            room = most
+        found[-1].append(unit)
+        room -= size
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -10,9 +11,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.algorithm.add_strategy import AddStrategy, compose
-from trinity_buffer.algorithm.arguments import made
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import (
     ArchivedSegmentError,
@@ -25,14 +24,25 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.events import ConsumerRegistered
 from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline import diagnosis
 from trinity_buffer.pipeline.annotating.decision import Decision, Verdicts
-from trinity_buffer.pipeline.annotating.grouping import Group, GroupingRules, ReadyUnit
+from trinity_buffer.pipeline.annotating.grouping import (
+    Group,
+    GroupingRules,
+    ReadyUnit,
+    chunks,
+    has_rows,
+)
+from trinity_buffer.pipeline.annotating.last_words import say_rejected, say_waiting
+from trinity_buffer.pipeline.annotating.named_strategy import make_strategy, name_of
 from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading import EventCache, load_experiences, unreadable_among
+from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
+from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, segments
 from trinity_buffer.store.rows import ExperienceRow
@@ -48,7 +58,8 @@ class ConsumerReport:
 
     Attributes:
         annotated, rejected: experiences (copies counted) of this process.
-        waiting: experiences that are left because their groups are incomplete.
+        waiting: experiences that were read and are left because their groups are incomplete (in
+            ``stats`` they are ``unseen`` until its next commit, then ``waiting``).
         waiting_groups: of which so many groups.
     """
 
@@ -72,6 +83,7 @@ class StrategyConsumer:
         name: of the annotation set; by default the strategy's registered name.
         rules: how experiences become groups; by default as the experiment is configured.
         rewards: name of a scoring whose rewards take the place of the recorded ones.
+        speaks: False where a trainer says what is waited for.
     """
 
     def __init__(
@@ -83,13 +95,15 @@ class StrategyConsumer:
         name: str | None = None,
         rules: GroupingRules | None = None,
         rewards: str | None = None,
+        speaks: bool = True,
     ) -> None:
         self.experiment = experiment
+        self._speaks = speaks
         self._staged = StagedWriter()
         listed = [strategy] if isinstance(strategy, (str, type)) else list(strategy)
-        names = [_name_of(one) for one in listed]
+        names = [name_of(one) for one in listed]
         self.strategy = (
-            _make(listed[0], self._staged, args or {})
+            make_strategy(listed[0], self._staged, args or {})
             if len(listed) == 1
             else compose(self._staged, listed, args or {})
         )
@@ -110,9 +124,11 @@ class StrategyConsumer:
             experiment.config.get("groups_per_step", 1),
             experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
         )
+        self._presence = Presence(experiment.database, experiment.key, "strategy", self.name)
         self._calls = 0
         self._annotated = 0
         self._rejected = 0
+        self._reasons = Counter[str]()
 
     async def run(self, *, follow: bool = False) -> ConsumerReport:
         """Decide what is stored; with ``follow``, go on until the experiment is finished.
@@ -120,13 +136,25 @@ class StrategyConsumer:
         Raises:
             ConflictingStrategyError: the set ``name`` has another configuration.
         """
-        changes = self.experiment.database.changes
         if follow:
             settle_imports()
         await self._register()
+        try:
+            await self._decide_all(follow=follow)
+        finally:
+            await self._presence.gone()
+        if self._speaks:
+            await self._say_what_is_left()
+        return self._report()
+
+    async def _decide_all(self, *, follow: bool) -> None:
+        """Decide units until there are no more, and with ``follow`` will be no more."""
+        changes = self.experiment.database.changes
+        wait = SpokenWait(changes, self._waiting_for, self._presence, aloud=self._speaks)
         await self._start_over()
         ending = not follow
         while True:
+            await self._presence.seen()
             state = await changes.state()
             try:
                 worked = await self._advance()
@@ -134,13 +162,32 @@ class StrategyConsumer:
                 await self._start_over()
                 continue
             if worked:
+                wait.over()
                 continue
             if ending:
-                return self._report()
+                return
             # What came before the end is read once more.
             ending = await self.experiment.is_finished()
             if not ending:
-                await changes.changed(state, self._reader.seconds_to_deadline())
+                await wait.changed(state, self._reader.seconds_to_deadline())
+
+    async def _waiting_for(self) -> str:
+        return f"strategy {self.name!r} waits: {await self._lacking()}"
+
+    async def _lacking(self) -> str:
+        """Return why it decides nothing, and who would bring what it lacks."""
+        experiment = self.experiment
+        return await experiment.database.read(
+            diagnosis.of_strategy,
+            experiment.key,
+            self.name,
+            whole_batches=self._unit == "batch",
+        )
+
+    async def _say_what_is_left(self) -> None:
+        say_rejected(self.name, self._annotated, self._reasons)
+        if self._reader.num_waiting[0]:
+            say_waiting(self.name, *self._reader.num_waiting, why=await self._lacking())
 
     def _report(self) -> ConsumerReport:
         return ConsumerReport(self._annotated, self._rejected, *self._reader.num_waiting)
@@ -150,9 +197,9 @@ class StrategyConsumer:
         read = await self._reader.read()
         # What has no rows first: in the commit that moves the cursor, behind which nothing tells
         # of it.
-        units = sorted(self._reader.take_ready(), key=_has_rows)
+        units = sorted(self._reader.take_ready(), key=has_rows)
         late = self._reader.take_late()
-        for some in _chunks(units, sizes().experiences_per_commit):
+        for some in chunks(units, sizes().experiences_per_commit):
             await self._decide(some, [])
         if late:
             await self._decide([], late)
@@ -202,6 +249,7 @@ class StrategyConsumer:
         reached("after-annotate")
         self._annotated += decision.annotated
         self._rejected += decision.rejected
+        self._reasons.update(decision.reasons)
         if decision.annotated:
             self._watch.kept()
         elif decision.rejected and units:
@@ -213,7 +261,7 @@ class StrategyConsumer:
     async def _compute(self, units: Sequence[ReadyUnit], late: Sequence[ExperienceRow]) -> Decision:
         verdicts = Verdicts(self.name)
         verdicts.reject(late, "late")
-        for some in _chunks(units, self._experiences_per_load):
+        for some in chunks(units, self._experiences_per_load):
             given = [rows for unit in some if (rows := self._rows_of(unit, verdicts))]
             readable = await self._load_readable([row for rows in given for row in rows], verdicts)
             loaded = {experience.address: experience for experience in readable}
@@ -231,7 +279,7 @@ class StrategyConsumer:
             kept,
             seen=self._reader.seen,
             calls=self._calls,
-            after=None if all(map(_has_rows, units)) else self._reader.cursor,
+            after=None if all(map(has_rows, units)) else self._reader.cursor,
         )
         return await anyio.to_thread.run_sync(encode)
 
@@ -292,42 +340,6 @@ class StrategyConsumer:
             return list(unit.groups), []
         short = [g for g in unit.groups if g.rollouts is not None and not g.complete]
         return [g for g in unit.groups if g not in short], short
-
-
-def _name_of(strategy: str | type[AddStrategy]) -> str:
-    if isinstance(strategy, str):
-        return strategy
-    known = {ADD_STRATEGY.get(name): name for name in ADD_STRATEGY.names()}
-    return known.get(strategy, strategy.__name__)
-
-
-def _make(
-    strategy: str | type[AddStrategy], writer: StagedWriter, args: Mapping[str, Any]
-) -> AddStrategy:
-    kind: object = ADD_STRATEGY.get(strategy) if isinstance(strategy, str) else strategy
-    if not (isinstance(kind, type) and issubclass(kind, AddStrategy)):
-        raise UnknownNameError(
-            f"{strategy!r} is not an AddStrategy; known are {', '.join(ADD_STRATEGY.names())}"
-        )
-    return made(kind, writer, **args)
-
-
-def _has_rows(unit: ReadyUnit) -> bool:
-    return any(group.members for group in unit.groups)
-
-
-def _chunks(units: Sequence[ReadyUnit], most: int) -> list[list[ReadyUnit]]:
-    """Return ``units`` in turn, together up to ``most`` experiences; a larger one stays alone."""
-    chunks: list[list[ReadyUnit]] = []
-    room = 0
-    for unit in units:
-        size = sum(len(group.members) for group in unit.groups)
-        if not chunks or size > room:
-            chunks.append([])
-            room = most
-        chunks[-1].append(unit)
-        room -= size
-    return chunks
 
 
 async def run_strategy(

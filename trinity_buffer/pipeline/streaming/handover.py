@@ -32,6 +32,11 @@ class Handover:
     # -- who makes them
     # --------------------------------------------------------------------------------------------
 
+    @property
+    def num_put(self) -> int:
+        """How many steps were handed over."""
+        return self._num_put
+
     def has_room(self) -> bool:
         """Return whether another step may be made."""
         return self._num_put < self._num_asked + self._ahead

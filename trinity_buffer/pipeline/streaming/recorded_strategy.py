@@ -33,4 +33,4 @@ def recorder(experiment: Experiment) -> StrategyConsumer:
     config = experiment.config
     alone = {"rollouts_per_group": 1} if config.get("schema") in ("sft", "dpo", "cpt") else {}
     rules = GroupingRules.of({**alone, **config})
-    return StrategyConsumer(experiment, RecordedStrategy, name=RECORDED, rules=rules)
+    return StrategyConsumer(experiment, RecordedStrategy, name=RECORDED, rules=rules, speaks=False)

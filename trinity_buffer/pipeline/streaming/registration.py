@@ -7,6 +7,7 @@ from trinity_buffer.errors import ConflictingStrategyError, UnknownNameError
 from trinity_buffer.events import ConsumerRegistered
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.store import queries
@@ -59,7 +60,8 @@ async def wait_for_set(experiment: Experiment, options: StreamOptions) -> None:
         return f"trainer {options.consumer!r} waits: {lacking}"
 
     changes = experiment.database.changes
-    wait = SpokenWait(changes, tell)
+    presence = Presence(experiment.database, experiment.key, "trainer", options.consumer)
+    wait = SpokenWait(changes, tell, presence)
     while True:
         state = await changes.state()
         finished = await experiment.is_finished()

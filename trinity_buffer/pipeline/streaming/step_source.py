@@ -7,6 +7,7 @@ from itertools import chain
 
 from trinity_buffer.errors import TrainingError
 from trinity_buffer.events import ExperiencesRejected
+from trinity_buffer.pipeline import diagnosis
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading import EventCache
@@ -52,6 +53,7 @@ class StepSource:
         self._num_ready: list[int] = []
         self._experiments = [experiment, *([] if expert is None else [expert])]
         self._options = options
+        self._set = annotation_set
         self._lease = lease
         self._sampling = options.sampling()
         self._readers = [Reader(experiment.key, options.consumer, "", options.consumer)]
@@ -67,6 +69,24 @@ class StepSource:
         """Find the place behind everything that was handed out before."""
         for ready in self._ready:
             ready.start(tx)
+
+    def waiting_for(self, tx: Transaction) -> str:
+        """Return what the next step lacks, and who would bring it."""
+        options, key = self._options, self._experiments[0].key
+        ready = " and ".join(map(str, self._num_ready))
+        expert = "" if len(self._ready) == 1 else " and of its expert's"
+        return (
+            f"{options.groups_per_step} groups of set {self._set!r}{expert} ({ready} ready): "
+            f"{diagnosis.of_trainer(tx, key, self._set)}"
+        )
+
+    def left(self, tx: Transaction) -> str:
+        """Return what of the set nobody has decided, and why; "" if nothing."""
+        return diagnosis.left_of(tx, self._experiments[0].key, self._set)
+
+    def found(self, tx: Transaction) -> str:
+        """Return what became of the rows of the set, where none is left."""
+        return diagnosis.found_of(tx, self._experiments[0].key, self._options.consumer)
 
     def take(self, s: Session, step: int, *, partial_ok: bool) -> list[ReadyGroup] | None:
         """Return the groups of ``step``, None if there are too few; fewer only if ``partial_ok``.

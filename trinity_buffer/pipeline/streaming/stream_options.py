@@ -183,6 +183,12 @@ class TrainStep:
     policy_versions: list[int] = field(default_factory=list)
     skipped: bool = False
 
+    @property
+    def staleness(self) -> float | None:
+        """Mean of (step - 1 - policy version) over the rows whose version is known."""
+        lags = [self.step - 1 - version for version in self.policy_versions]
+        return sum(lags) / len(lags) if lags else None
+
     def compute(
         self,
         advantage_fn: Callable[..., tuple[MutableMapping[str, Any], Mapping[str, Any]]],

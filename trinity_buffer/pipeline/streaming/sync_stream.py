@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from anyio.from_thread import BlockingPortal
+from typing_extensions import Unpack
 
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.portal import in_portal
+from trinity_buffer.pipeline.streaming.stream_keywords import StreamKeywords, takes
+from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.train_stream import Resume, TrainStep, TrainStream
+from trinity_buffer.store.database import StoreURL
 
 
 class SyncTrainStream:
@@ -80,19 +84,28 @@ class SyncTrainStream:
 
 
 @asynccontextmanager
-async def _opened(url: str, experiment: str, options: dict[str, Any]) -> AsyncIterator[TrainStream]:
-    async with open_store(url) as store:
+async def _opened(
+    url: StoreURL, experiment: str, options: StreamKeywords
+) -> AsyncIterator[TrainStream]:
+    async with open_store(url, create=False) as store:
         found = await store.experiment(experiment)
         async with found.train_stream(**options) as stream:
             yield stream
 
 
+@takes(StreamOptions)
 @contextmanager
-def open_train_stream(url: str, *, experiment: str, **options: Any) -> Iterator[SyncTrainStream]:
+def open_train_stream(
+    url: StoreURL, *, experiment: str, **options: Unpack[StreamKeywords]
+) -> Iterator[SyncTrainStream]:
     """Open the stream of gradient steps of ``experiment`` in a store; see `StreamOptions`.
 
     Closing it releases the lease. Steps that were delivered and not committed are served again to
     the next process.
+
+    Raises:
+        UnknownStoreError: there is no store at ``url``; none is made.
+        UnknownExperimentError: it holds no experiment of this name.
     """
     with in_portal(_opened(url, experiment, options)) as (portal, stream):
         yield SyncTrainStream(portal, stream)

@@ -31,6 +31,7 @@ from trinity_buffer.pipeline.streaming.step_rows import StepRows
 from trinity_buffer.pipeline.streaming.step_source import RECORDED, StepSource
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions, TrainStep
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
+from trinity_buffer.pipeline.streaming.voice import StreamVoice
 from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ConsumerRow, StepRow
@@ -83,6 +84,7 @@ class TrainStream:
         self._next_step = 1
         self._chain = FIRST_LINK
         self._recorders = [e for e in (None if options.strategy else experiment, expert) if e]
+        self._voice = StreamVoice(experiment, options.consumer, self._source)
         self._begun = False
         self._failure: Exception | None = None
         self._ready = Handover(options.prefetch)
@@ -150,11 +152,13 @@ class TrainStream:
                 await self._begin()
             async with running(self._gather):
                 await self._feed()
+            await self._voice.end(self._ready.num_put)
             await self._ranks.end(self._next_step - 1)
         except Exception as error:  # noqa: BLE001 - re-raised where the stream is read
             self._failure = error
         finally:
             self._ready.end()
+            await self._voice.presence.gone()
 
     async def _gather(self) -> None:
         """Make the groups of what is trained as it was recorded, while the stream is read."""
@@ -191,7 +195,9 @@ class TrainStream:
 
     async def _next(self) -> bool:
         """Make the next step, and more if they are asked for; return False if there is none."""
+        wait = self._voice.wait()
         while True:
+            await self._voice.presence.seen()
             state = await self._database.changes.state()
             recorders = list(self._recorders)
             ending = not recorders and not self.options.follow
@@ -203,10 +209,11 @@ class TrainStream:
                 if ending:
                     made = await self._make(partial_ok=True)
             if made or ending:
+                wait.over()
                 return made
             if self._expert not in recorders:  # there is one, and it is finished
                 self._source.require_expert()
-            await self._database.changes.changed(state)
+            await wait.changed(state)
 
     async def _make(self, *, partial_ok: bool) -> bool:
         """Make steps while there is room and there are rows; return whether there was one."""

@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TypeAlias
 
 import anyio
@@ -16,6 +15,8 @@ import anyio
 from trinity_buffer.errors import LeaseHeldError, LeaseLostError
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.pipeline.processes import start_of
+from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.dialect import lock_experiment
@@ -28,7 +29,7 @@ HEARTBEATS_PER_TTL = 4
 
 def owner_name() -> str:
     """Return ``host:pid:start:random``, by which others on this machine see whether we live."""
-    return f"{socket.gethostname()}:{os.getpid()}:{_start_of(os.getpid())}:{uuid.uuid4().hex[:8]}"
+    return f"{socket.gethostname()}:{os.getpid()}:{start_of(os.getpid())}:{uuid.uuid4().hex[:8]}"
 
 
 def is_dead(owner: str) -> bool:
@@ -39,16 +40,13 @@ def is_dead(owner: str) -> bool:
     host, pid, start, _ = owner.rsplit(":", 3)
     if host != socket.gethostname() or not pid.isdigit():
         return False
-    return _start_of(int(pid)) != start
+    return start_of(int(pid)) != start
 
 
-def _start_of(pid: int) -> str:
-    """Return when a process started, in ticks since boot; "" if there is none, or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in ("Z", "X") else fields[19]
+def place_of(owner: str) -> str:
+    """Return where the owner of a lease runs, as people say it."""
+    host, pid, *_ = owner.rsplit(":", 3)
+    return f"pid {pid} on host {host}"
 
 
 Held: TypeAlias = tuple[str, int, int] | None
@@ -67,7 +65,12 @@ class LeaseWatch:
         """Return whether the lease was ``held`` just so for at least its time to live."""
         if held != self._seen:
             self._seen, self._since = held, time.monotonic()
-        return time.monotonic() - self._since >= self._ttl_s
+        return self.silent_s >= self._ttl_s
+
+    @property
+    def silent_s(self) -> float:
+        """For how many seconds the lease was held just as it is."""
+        return time.monotonic() - self._since
 
 
 class TrainerLease:
@@ -93,6 +96,15 @@ class TrainerLease:
             LeaseHeldError: somebody holds it, and ``wait`` is False.
         """
         watch = LeaseWatch(self._ttl_us / 1e6)
+
+        async def tell() -> str:
+            where = "another process" if held is None else place_of(held[0])
+            return (
+                f"trainer {self._consumer!r} is held by {where}, renewed {watch.silent_s:.0f} s "
+                "ago: stop that process, or choose another consumer name"
+            )
+
+        wait_for_it = SpokenWait(self._database.changes, tell)
         while True:
             state = await self._database.changes.state()
             held = await self._database.read(leases.holder, self._experiment, self._consumer)
@@ -102,7 +114,7 @@ class TrainerLease:
                 return
             if not wait:
                 raise LeaseHeldError(self._held_by(held))
-            await self._database.changes.changed(state, timeout_s=min(1.0, self._ttl_us / 4e6))
+            await wait_for_it.changed(state, timeout_s=min(1.0, self._ttl_us / 4e6))
 
     def _take(self, tx: Transaction, seen: Held) -> bool:
         """Take the lease if it is as it was ``seen``, with nobody alive; return whether it was."""
@@ -133,7 +145,7 @@ class TrainerLease:
         return log.append(tx, of, events, actor=self._consumer, now_us=now_us())
 
     def _held_by(self, held: Held) -> str:
-        who = "another process" if held is None else held[0]
+        who = "another process" if held is None else place_of(held[0])
         return (
             f"trainer {self._consumer!r} is at work in {who}: wait for it, stop that process, or "
             "choose another consumer name"

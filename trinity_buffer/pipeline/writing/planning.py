@@ -16,8 +16,11 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.events import BatchPlanned, BatchSealed
 from trinity_buffer.identity import Key, problem_of_key
+from trinity_buffer.pipeline import diagnosis
 from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.rejection_watch import FAULTS, MAX_REJECTED_STEPS, WARN_AFTER_STEPS
+from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.database import Database
@@ -57,12 +60,15 @@ class Admission:
             groups_per_step=config.get("groups_per_step", 1),
         )
 
+    @property
+    def most_waiting(self) -> int:
+        """How many undelivered groups keep the next plan waiting."""
+        return max(self.max_waiting_groups or 0, self.groups_per_step)
+
     def admits(self, backlog: trainer_queries.Backlog, policy_version: int | None) -> bool:
         """Return whether one more batch may be planned now."""
-        if self.max_waiting_groups is not None:
-            bound = max(self.max_waiting_groups, self.groups_per_step)
-            if backlog.undelivered >= bound:
-                return False
+        if self.max_waiting_groups is not None and backlog.undelivered >= self.most_waiting:
+            return False
         if self.max_staleness is None:
             return True
         behind = 0 if policy_version is None else backlog.published - policy_version
@@ -93,18 +99,43 @@ class Look:
     answer: Answer
     rules: Admission = _NO_RULES
     backlog: trainer_queries.Backlog = _NO_BACKLOG
+    in_vain: bool = False
+
+    def told(self, policy_version: int | None) -> str:
+        """Return what there is too much of, as people say it."""
+        rules, backlog = self.rules, self.backlog
+        if self.in_vain:
+            return (
+                "every row of the last steps was rejected for a fault (`trinity-buffer stats` "
+                "names the reason), and one step more is on its way"
+            )
+        if rules.max_waiting_groups is not None and backlog.undelivered >= rules.most_waiting:
+            return (
+                f"{backlog.undelivered} planned groups are not delivered to trainer "
+                f"{rules.trainer!r} (at most {rules.most_waiting}, max_waiting_groups)"
+            )
+        own = "" if policy_version is None else f", own weights of version {policy_version}"
+        return (
+            f"{backlog.uncommitted} planned groups are not committed by trainer {rules.trainer!r} "
+            f"(groups_per_step={rules.groups_per_step}), published is version "
+            f"{backlog.published}{own}, and max_staleness={rules.max_staleness}"
+        )
 
 
 async def plan(
     database: Database,
     experiment: int,
-    actor: str,
+    presence: Presence,
     batch: Key,
     tasks: Sequence[Key],
     rollouts_per_group: int,
     policy_version: int | Callable[[], int] | None,
 ) -> bool:
-    """Plan ``batch`` as soon as admission allows; see `SQLWriter.plan`."""
+    """Plan ``batch`` as soon as admission allows; see `SQLWriter.plan`.
+
+    ``presence`` is that of the actor whose batch it is.
+    """
+    actor = presence.name
     _check(batch, tasks, rollouts_per_group)
     database.require_writable()  # who may not plan need not wait for it
     wanted = BatchPlanned(batch=batch, tasks=list(tasks), rollouts_per_group=rollouts_per_group)
@@ -118,6 +149,11 @@ async def plan(
             log.append(tx, experiment, [event], actor=actor, now_us=now_us())
         return found
 
+    async def tell() -> str:
+        who = await database.read(diagnosis.of_admission, experiment, look.rules.trainer)
+        return f"explorer {actor!r} waits to plan batch {batch!r}: {look.told(own)}; {who}"
+
+    wait = SpokenWait(database.changes, tell, presence)
     while True:
         state = await database.changes.state()
         own = policy_version() if callable(policy_version) else policy_version
@@ -128,18 +164,21 @@ async def plan(
             if look.answer is Answer.PLAN:
                 reached("after-plan")
         if look.answer is not Answer.WAIT:
+            wait.over()
+            await presence.seen()
             return look.answer is not Answer.FINISHED
-        if own is not None and not callable(policy_version):
-            _require_fresh(batch, own, look)
-        await database.changes.changed(state)
+        _require_fresh(batch, policy_version, look)
+        await wait.changed(state)
 
 
-def _require_fresh(batch: Key, version: int, look: Look) -> None:
-    """Return if weights that are not loaded anew may be admitted some day.
+def _require_fresh(batch: Key, version: int | Callable[[], int] | None, look: Look) -> None:
+    """Return if weights that are loaded anew, or may be admitted some day as they are.
 
     Raises:
         InvalidArgumentError: they are too old, and no wait makes them younger.
     """
+    if version is None or callable(version):
+        return
     if not look.rules.admits_some_day(look.backlog, version):
         newest = look.backlog.published
         raise InvalidArgumentError(
@@ -180,7 +219,7 @@ def _look(
     admitted = rules.admits(backlog, version)
     in_vain = admitted and _is_in_vain(tx, experiment, config, backlog)
     answer = Answer.PLAN if admitted and not in_vain else Answer.WAIT
-    return Look(answer, rules, backlog)
+    return Look(answer, rules, backlog, in_vain)
 
 
 def _is_in_vain(

@@ -10,6 +10,7 @@ from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import Key
+from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.writing import planning
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.pipeline.writing.write_call import OnInvalid, WriteCall
@@ -43,6 +44,7 @@ class SQLWriter(BufferWriter):
         self._on_invalid = on_invalid
         self._users = 0
         self.actor = actor
+        self._presence = Presence(database, experiment, "explorer", actor)
 
     @override
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
@@ -96,7 +98,7 @@ class SQLWriter(BufferWriter):
         return await planning.plan(
             self._database,
             self._experiment,
-            self.actor,
+            self._presence,
             batch,
             tasks,
             rollouts_per_group,

@@ -1,0 +1,139 @@
+"""What is stuck, since when, and what would move it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from sqlalchemy import update
+
+from tests.cli.calling import Cli
+from tests.conftest import Resize
+from tests.contract.making import group, opened, rollout
+from tests.stories import tell
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.store.database import open_database
+from trinity_buffer.store.tables import presence
+
+
+def bury(url: str) -> None:
+    """Let everybody who is present be a process that has ended."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+
+    async def write() -> None:
+        async with open_database(url) as database:
+            await database.write(lambda tx: tx.execute(update(presence).values(pid=gone.pid)))
+
+    anyio.run(write)
+
+
+def stuck(cli: Cli, url: str) -> list[dict[str, Any]]:
+    """Return what `doctor` finds."""
+    told = cli("doctor", "--store", url, "--json")
+    (found,) = told.json
+    assert told.code == (1 if found["stuck"] else 0)
+    return list(found["stuck"])
+
+
+def test_a_run_whose_processes_are_gone_says_who_would_move_it(
+    cli: Cli, store_url: str, tmp_path: Path
+) -> None:
+    story = anyio.run(tell, store_url, tmp_path / "run")
+    assert "no process trains as 'trainer'" in cli("doctor", "--store", story.url).out
+    bury(store_url)
+    found = {one["what"]: one for one in stuck(cli, store_url)}
+    lack = found["1 group of batch b1 lacks 3 runs, no seal"]
+    assert lack["remedy"].startswith("start explorer 'e0' again")
+    assert lack["since"] > 1.7e9
+    handed = found["no process trains as 'trainer': steps 3 to 3 were handed out, not committed"]
+    assert "start trainer 'trainer' again" in handed["remedy"]
+    assert "no process trains as 'trainer': 4 rows of set 'grpo' ready" in found
+    told = cli("doctor", "--store", store_url)
+    assert "nobody is there" in told.out
+    assert "stuck: experiment sort: 1 group of batch b1 lacks 3 runs, no seal, since 20" in told.out
+
+
+async def _written(url: str, *, annotated: bool) -> None:
+    async with opened(url, rollouts_per_group=4) as experiment:
+        if annotated:
+            await run_strategy(experiment, "grpo")
+        await experiment.writer("e0").write(group())
+
+
+@pytest.mark.parametrize(
+    ("annotated", "what"),
+    [
+        (False, "4 experiences recorded, and no annotation set"),
+        (True, "no process annotates set 'grpo': 4 experiences unseen"),
+    ],
+)
+def test_what_nobody_annotates_is_stuck(
+    cli: Cli, store_url: str, annotated: bool, what: str
+) -> None:
+    anyio.run(lambda: _written(store_url, annotated=annotated))
+    (found,) = stuck(cli, store_url)
+    assert found["what"] == what
+    assert "annotate" in found["remedy"]
+
+
+async def _finished(url: str) -> None:
+    async with opened(url) as experiment:
+        await experiment.writer("e0").plan("b", [0], 2)
+        await experiment.finish("enough")
+
+
+def test_nothing_is_stuck_in_what_is_finished(cli: Cli, store_url: str) -> None:
+    anyio.run(_finished, store_url)
+    told = cli("doctor", "--store", store_url)
+    assert (told.code, told.out.splitlines()[-1]) == (0, "nothing is stuck")
+
+
+@contextmanager
+def reading(url: str) -> Iterator[int]:
+    """Hold an old state in another process; yield its number."""
+    command = [sys.executable, "-c", HOLD, url.removeprefix("sqlite:///")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as reader:
+        assert reader.stdout is not None
+        reader.stdout.readline()
+        yield reader.pid
+        reader.communicate("\n")
+
+
+async def _grown(url: str, cli: Cli) -> tuple[int, list[str], list[str]]:
+    """Return a reader, and what `doctor` and `stats` print while it holds an old state."""
+    async with opened(url) as experiment:
+        with reading(url) as pid:
+            for run in range(40):
+                await experiment.writer("e0").write([rollout(run=run, length=4000)])
+            doctor = await anyio.to_thread.run_sync(cli, "doctor", "--store", url)
+            stats = await anyio.to_thread.run_sync(cli, "stats", "--store", url)
+    return pid, doctor.out.splitlines(), stats.out.splitlines()
+
+
+HOLD = """
+import sys
+from pysqlite3 import dbapi2
+reader = dbapi2.connect(sys.argv[1])
+reader.execute("BEGIN")
+reader.execute("SELECT count(*) FROM event").fetchone()
+print("holds", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_log_that_a_reader_lets_grow_is_said_and_names_the_reader(
+    cli: Cli, sqlite_url: str, resize: Resize, caplog: pytest.LogCaptureFixture
+) -> None:
+    resize(wal_pages_limit=16, wal_pages_per_checkpoint=1)
+    pid, doctor, stats = anyio.run(_grown, sqlite_url, cli)
+    assert any("write-ahead log has" in line and f"{pid}" in line for line in doctor), doctor
+    assert any("write-ahead log has" in line for line in stats), stats
+    assert "write-ahead log has" in caplog.text

@@ -1,0 +1,86 @@
+"""The front door: what a URL may be, what a stream takes, and what a second run says."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+import trinity_buffer as tb
+from tests.contract.making import group, opened
+from trinity_buffer.errors import UnknownStoreError
+from trinity_buffer.pipeline.streaming.stream_keywords import StreamKeywords
+from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
+
+
+def test_the_stream_shows_every_option_with_its_default() -> None:
+    shown = inspect.signature(tb.open_train_stream).parameters
+    own = inspect.signature(StreamOptions).parameters
+    assert list(shown) == ["url", "experiment", *own]
+    assert {name: shown[name].default for name in own} == {n: p.default for n, p in own.items()}
+    assert all(p.kind is p.KEYWORD_ONLY for name, p in shown.items() if name != "url")
+
+
+def test_the_types_of_the_keywords_are_those_of_the_options() -> None:
+    options = get_type_hints(StreamOptions)
+    assert get_type_hints(StreamKeywords) == {
+        f.name: options[f.name] for f in fields(StreamOptions)
+    }
+
+
+@pytest.mark.parametrize("write", [Path, str, "sqlite:///{}".format])
+@pytest.mark.parametrize("home", [False, True])
+async def test_a_path_and_the_users_folder_work_wherever_a_url_does(
+    write: type[Path] | type[str], home: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "a.db"
+    url = write("~/a.db" if home else file)
+    async with tb.open_store(url) as store:
+        await store.experiment("run", config={})
+    assert file.stat().st_size
+    async with tb.open_store(url, read_only=True) as store:
+        assert await store.experiments() == ["run"]
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_mistyped_url_makes_no_store(follow: bool, tmp_path: Path) -> None:
+    (tmp_path / "sort.db").touch()
+    wrong = tmp_path / "sorr.db"
+    with (
+        pytest.raises(
+            UnknownStoreError, match=r"sorr\.db: there is no store to read \(did you mean .*sort"
+        ),
+        tb.open_train_stream(wrong, experiment="run", strategy=None, follow=follow),
+    ):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["sort.db"]
+
+
+async def test_an_empty_database_is_no_store_for_a_trainer(postgres_url: str) -> None:
+    with pytest.raises(UnknownStoreError, match="is empty: there is no store"):
+        async with tb.open_store(postgres_url, create=False):
+            pass
+
+
+async def test_a_second_run_says_what_it_found(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = []
+    for _ in range(2):
+        async with opened(store_url, rollouts_per_group=4) as experiment:
+            await experiment.writer("e0").write(group())
+            await tb.run_strategy(experiment, "grpo")
+            async with experiment.train_stream(strategy="grpo") as stream:
+                async for step in stream:
+                    await stream.commit(step)
+        said.append([record.getMessage() for record in caplog.records])
+        caplog.clear()
+    assert said[0] == []
+    assert said[1] == [
+        "trainer 'trainer' ended without a step: of the 4 rows of set 'grpo' 4 are in committed "
+        "steps, up to step 1"
+    ]

@@ -1,0 +1,199 @@
+"""Every wait says what it waits for, and who would bring it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from tests.contract.making import group, opened, rollout, rows
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.spoken_wait import WAIT_REPORT
+from trinity_buffer.store import tables
+
+HERE = f"pid {os.getpid()} on host {socket.gethostname()}"
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(WAIT_REPORT, "0.02")
+
+
+@asynccontextmanager
+async def spoken(
+    caplog: pytest.LogCaptureFixture, wait: Callable[[], Coroutine[Any, Any, Any]], *words: str
+) -> AsyncIterator[None]:
+    """Run ``wait``; inside the context it has said a line with all of the ``words``."""
+
+    def said() -> bool:
+        lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        return any(all(word in line for word in words) for line in lines)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        with anyio.move_on_after(20):
+            while not said():
+                await anyio.lowlevel.checkpoint()
+        assert said(), caplog.text
+        yield
+        tasks.cancel_scope.cancel()
+
+
+async def train(experiment: Experiment, **options: Any) -> None:
+    """Take every step of a stream that follows."""
+    async with experiment.train_stream(**{"strategy": "grpo", "follow": True} | options) as stream:
+        async for step in stream:
+            await stream.commit(step)
+
+
+async def test_a_trainer_without_an_annotator_says_so(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        await run_strategy(experiment, "grpo")  # ends at once: nothing is there
+        await experiment.writer("e0").write(group())
+        words = ("trainer 'trainer' waits for 1 groups of set 'grpo' (0 ready)", NOBODY)
+        async with spoken(caplog, lambda: train(experiment), *words):
+            pass
+
+
+NOBODY = "no process annotates set 'grpo': 4 experiences unseen"
+
+
+async def test_a_strategy_names_the_groups_that_lack_runs_and_their_explorer(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        await writer.plan("e0-7", [0, 1, 2], 2)
+        await writer.write([rollout("e0-7", task) for task in range(3)])
+        lack = "strategy 'grpo' waits: 3 groups of batch e0-7 lack 1 run each, no seal"
+
+        async def follow() -> None:
+            await run_strategy(experiment, "grpo", follow=True)
+
+        async with spoken(caplog, follow, lack, f"explorer 'e0' is there ({HERE}, seen "):
+            told: list[str] = []
+            while not told:  # written after it is said
+                here = await rows(experiment.database, tables.presence)
+                told = [row["waiting_for"] for row in here if row["role"] == "strategy"]
+                told = [one for one in told if one]
+            assert lack in told[0]
+        caplog.clear()
+        async with spoken(caplog, lambda: train(experiment), "3 groups of batch e0-7 lack 1 run"):
+            pass
+
+
+async def test_a_batch_that_nobody_planned_says_what_its_groups_need(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(store_url) as experiment:
+        await experiment.writer("e0").write(group())
+
+        async def follow() -> None:
+            await run_strategy(experiment, "grpo", follow=True)
+
+        words = ("1 group of batch b lacks a number of runs", "rollouts_per_group=", "no process")
+        async with spoken(caplog, follow, *words):
+            pass
+
+
+async def test_a_plan_says_whose_commit_it_waits_for(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(store_url, max_waiting_groups=1) as experiment:
+        writer = experiment.writer("e0")
+        await writer.plan("a", [0], 2)
+
+        async def plan() -> None:
+            await writer.plan("b", [0], 2)
+
+        words = ("explorer 'e0' waits to plan batch 'b': 1 planned groups are not delivered",)
+        async with spoken(caplog, plan, *words, "no process trains as 'trainer'"):
+            pass
+        caplog.clear()
+        await run_strategy(experiment, "grpo")
+        there = f"trainer 'trainer' is there ({HERE}"
+        async with (
+            experiment.train_stream(strategy="grpo", follow=True),
+            spoken(caplog, plan, *words, there),
+        ):
+            pass
+
+
+async def test_a_plan_that_waits_for_commits_says_how_old_its_weights_are(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(store_url, max_staleness=0) as experiment:
+        writer = experiment.writer("e0")
+        await writer.plan("a", [0], 2, policy_version=0)
+
+        async def plan() -> None:
+            await writer.plan("b", [0], 2, policy_version=0)
+
+        words = ("1 planned groups are not committed", "own weights of version 0")
+        async with spoken(caplog, plan, *words, "max_staleness=0"):
+            pass
+
+
+async def test_a_second_trainer_says_who_holds_the_lease(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(store_url) as experiment, opened(store_url) as other:
+        await run_strategy(experiment, "grpo")
+        async with experiment.train_stream(strategy="grpo", follow=True):
+            words = (f"trainer 'trainer' is held by {HERE}, renewed ", "another consumer name")
+            async with spoken(caplog, lambda: train(other), *words):
+                pass
+
+
+async def test_who_ends_says_what_is_left_and_takes_its_presence_back(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        await writer.plan("b", [0], 2)
+        await writer.write([rollout()])
+        report = await run_strategy(experiment, "grpo")
+        assert (report.waiting, report.waiting_groups) == (1, 1)
+        assert "'grpo' ended and left 1 experiences of 1 groups waiting: 1 group" in caplog.text
+        await train(experiment, follow=False)
+        ended = "trainer 'trainer' ended without a step: no process annotates set 'grpo': 1 exp"
+        assert ended in caplog.text
+        assert "unseen; 1 group of batch b lacks 1 run, no seal; explorer 'e0'" in caplog.text
+        roles = [row["role"] for row in await rows(experiment.database, tables.presence)]
+    assert roles == ["explorer"]
+
+
+WAITING_TRAINER = """
+import asyncio, sys
+import trinity_buffer as tb
+
+async def main():
+    async with tb.open_store(sys.argv[1]) as store:
+        experiment = await store.experiment("run", config={})
+        await tb.run_strategy(experiment, "grpo")
+        async with experiment.train_stream(strategy="grpo", follow=True) as stream:
+            async for step in stream:
+                pass
+
+asyncio.run(main())
+"""
+
+
+def test_it_is_seen_where_nobody_has_set_up_logging(sqlite_url: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING_TRAINER, sqlite_url], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        process.kill()
+    assert line.startswith("trainer 'trainer' waits for 1 groups of set 'grpo'"), line

@@ -1,0 +1,191 @@
+"""What is stuck, since when, and what would move it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trinity_buffer.pipeline.diagnosis import Lack, Surroundings, lacks_of, plural
+from trinity_buffer.pipeline.presence import place_of
+from trinity_buffer.pipeline.store import Store
+from trinity_buffer.store import conservation, lacking, log, queries
+from trinity_buffer.store.rows import ConsumerRow
+from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.write_ahead_log import log_state
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """Something that nobody moves.
+
+    Attributes:
+        experiment: where; "" of the store itself.
+        what: is stuck.
+        since: seconds since 1970, None where nothing tells.
+        remedy: what would move it.
+    """
+
+    experiment: str
+    what: str
+    since: float | None
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """A process that is there.
+
+    Attributes:
+        place: its number, its host and when it was seen.
+        waiting_for: what it said that it waits for; None: it works.
+    """
+
+    experiment: str
+    role: str
+    name: str
+    place: str
+    waiting_for: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What `examine` has found."""
+
+    url: str
+    here: tuple[Here, ...]
+    stuck: tuple[Stuck, ...]
+
+
+async def examine(store: Store, experiment: str | None = None) -> Examination:
+    """Return who is there and what is stuck, in one experiment or in all.
+
+    Raises:
+        UnknownExperimentError: there is none of this name.
+    """
+    database = store.database
+    here: list[Here] = []
+    stuck: list[Stuck] = []
+    if database.dialect == "sqlite":
+        state = log_state(database.path)
+        if state.has_grown:
+            stuck.append(Stuck("", state.told(), None, "end the process that reads"))
+    for name in await store.experiments() if experiment is None else [experiment]:
+        key = (await store.experiment(name)).key
+        look = _Look(name, key)
+        people, found = await database.read(look)
+        here += people
+        stuck += found
+    return Examination(store.url, tuple(here), tuple(stuck))
+
+
+class _Look:
+    """One transaction's look at one experiment."""
+
+    def __init__(self, name: str, key: int) -> None:
+        self._name = name
+        self._key = key
+
+    def __call__(self, tx: Transaction) -> tuple[list[Here], list[Stuck]]:
+        around = Surroundings.of(tx, self._key)
+        here = [
+            Here(self._name, row.role, row.name, place_of(row), row.waiting_for)
+            for row in around.here
+        ]
+        config = queries.config_of(tx, self._key)
+        if config is None or config[1]:
+            return here, []  # who is finished waits for nothing
+        kinds = ("strategy", "trainer")
+        strategies, trainers = (
+            [row for row in around.consumers.values() if row.kind == kind] for kind in kinds
+        )
+        wanted = {str(row.config.get("strategy")) for row in trainers}
+        found = [
+            *self._of_explorers(tx, around, [row for row in strategies if row.name in wanted]),
+            *self._of_nobody(tx, strategies),
+            *(
+                one
+                for row in strategies
+                if row.name in wanted or not trainers
+                for one in self._of_strategy(tx, around, row)
+            ),
+            *(one for row in trainers for one in self._of_trainer(tx, around, row)),
+            *self._of_waiting(around),
+        ]
+        return here, found
+
+    def _since(self, tx: Transaction, position: int | None) -> float | None:
+        if not position:
+            return None
+        at = log.recorded_at(tx, self._key, [position]).get(position)
+        return None if at is None else at / 1e6
+
+    def _of_explorers(
+        self, tx: Transaction, around: Surroundings, strategies: list[ConsumerRow]
+    ) -> Iterator[Stuck]:
+        lacks: dict[str, Lack] = {}
+        for strategy in [*strategies, None]:
+            lacks |= {lack.batch: lack for lack in lacks_of(tx, self._key, strategy)}
+        for lack in lacks.values():
+            if around.who("explorer", lack.actor or None) is not None:
+                continue
+            since = self._since(tx, lack.planned_at)
+            yield Stuck(self._name, lack.told(), since, _remedy_of(lack))
+
+    def _of_nobody(self, tx: Transaction, strategies: list[ConsumerRow]) -> Iterator[Stuck]:
+        number, first = lacking.unseen(tx, self._key, None)
+        if number and not strategies:
+            what = f"{number} {plural('experience', number)} recorded, and no annotation set"
+            remedy = (
+                "run a strategy (`trinity-buffer annotate`), or train on what was recorded "
+                "(strategy=None)"
+            )
+            yield Stuck(self._name, what, self._since(tx, first), remedy)
+
+    def _of_strategy(
+        self, tx: Transaction, around: Surroundings, row: ConsumerRow
+    ) -> Iterator[Stuck]:
+        number, first = lacking.unseen(tx, self._key, row)
+        if not number or around.who("strategy", row.name) is not None:
+            return
+        if row.name == "recorded":
+            remedy = "start its trainer again, which makes the groups of what was recorded"
+        else:
+            remedy = f"`trinity-buffer annotate --follow`, or run_strategy(name={row.name!r})"
+        seen = f"{number} {plural('experience', number)} unseen"
+        what = f"no process annotates set {row.name!r}: {seen}"
+        yield Stuck(self._name, what, self._since(tx, first), remedy)
+
+    def _of_trainer(
+        self, tx: Transaction, around: Surroundings, row: ConsumerRow
+    ) -> Iterator[Stuck]:
+        if around.who("trainer", row.name) is not None:
+            return
+        again = f"start trainer {row.name!r} again (`trinity-buffer train --follow`)"
+        leased = lacking.first_uncommitted(tx, self._key, row)
+        if leased is not None:
+            steps = f"steps {row.committed_step + 1} to {row.leased_step}"
+            what = f"no process trains as {row.name!r}: {steps} were handed out, not committed"
+            yield Stuck(
+                self._name, what, self._since(tx, leased), f"{again}: it is served them first"
+            )
+        counts = conservation.of_trainer(tx, self._key, row)
+        if counts.ready:
+            last = self._since(tx, log.head(tx, self._key))
+            rows = f"{counts.ready} {plural('row', counts.ready)} of set {counts.annotation_set!r}"
+            yield Stuck(self._name, f"no process trains as {row.name!r}: {rows} ready", last, again)
+
+    def _of_waiting(self, around: Surroundings) -> Iterator[Stuck]:
+        """Yield the trainers that wait for a set that is not there."""
+        for row in around.here:
+            if row.role == "trainer" and row.name not in around.consumers and row.waiting_for:
+                remedy = "annotate a set of this name, or start the trainer on one that is there"
+                yield Stuck(self._name, row.waiting_for, row.started_at / 1e6, remedy)
+
+
+def _remedy_of(lack: Lack) -> str:
+    if lack.actor:
+        return (
+            f"start explorer {lack.actor!r} again, which generates what is missing; or seal the "
+            "batch as it is"
+        )
+    return "plan the batch, seal it, or run its strategy with rollouts_per_group= or deadline_s="

@@ -1,0 +1,33 @@
+"""What a strategy says of itself when it ends: what it rejected for a fault, and what it left."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from trinity_buffer.pipeline.rejection_watch import FAULTS
+
+_logger = logging.getLogger(__name__)
+
+
+def say_rejected(name: str, annotated: int, reasons: Mapping[str, int]) -> None:
+    """Say what was rejected, if a fault was the reason, or if nothing else came of it."""
+    at_fault = any(reason.startswith(FAULTS) for reason in reasons)
+    if at_fault or (reasons and not annotated):
+        rejected = sum(reasons.values())
+        told = ", ".join(f"{reason} {number}" for reason, number in reasons.items())
+        total = rejected + annotated
+        _logger.warning(
+            "strategy %r rejected %d of %d experiences: %s", name, rejected, total, told
+        )
+
+
+def say_waiting(name: str, experiences: int, groups: int, *, why: str) -> None:
+    """Say what was left undecided."""
+    _logger.warning(
+        "strategy %r ended and left %d experiences of %d groups waiting: %s",
+        name,
+        experiences,
+        groups,
+        why,
+    )

@@ -1,0 +1,234 @@
+"""Why nothing comes, and who would bring it: sentences from the projections and from who is there.
+
+A trainer waits for a strategy, a strategy for explorers, and explorers for the trainer. Each
+function tells one link of that ring, and goes on to the next where that one waits itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from trinity_buffer.pipeline.presence import is_here, place_of
+from trinity_buffer.store import conservation, lacking, presence, queries
+from trinity_buffer.store.presence import PresenceRow
+from trinity_buffer.store.rows import BatchRow, ConsumerRow
+from trinity_buffer.store.transaction import Transaction
+
+BATCHES_NAMED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """Groups of one batch that are not whole.
+
+    Attributes:
+        actor: who planned it, "" if nobody did.
+        planned_at: position of the plan, None if nobody did.
+        groups: how many lack something.
+        fewest, most: runs that each lacks; None: nobody knows how many it shall have.
+    """
+
+    batch: str
+    actor: str
+    planned_at: int | None
+    groups: int
+    fewest: int | None
+    most: int | None
+
+    def told(self) -> str:
+        """Return it as people say it."""
+        what = f"{self.groups} {plural('group', self.groups)} of batch {self.batch}"
+        verb = "lacks" if self.groups == 1 else "lack"
+        if self.most is None:
+            return (
+                f"{what} {verb} a number of runs (plan the batch, seal it, or give "
+                "rollouts_per_group=)"
+            )
+        if self.most == 0:
+            return f"{what} {verb} nothing but the seal of the batch"
+        runs = f"{self.most} {plural('run', self.most)}"
+        if self.fewest != self.most:
+            runs = f"{self.fewest} to {runs}"
+        return f"{what} {verb} {runs}{' each' if self.groups > 1 else ''}, no seal"
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Who is there, and what is registered, as one transaction saw it."""
+
+    here: Sequence[PresenceRow]
+    consumers: dict[str, ConsumerRow]
+
+    @classmethod
+    def of(cls, tx: Transaction, experiment: int) -> Surroundings:
+        """Return the surroundings of an experiment."""
+        rows = presence.everybody(tx, experiment)
+        return cls([row for row in rows if is_here(row)], queries.consumers(tx, experiment))
+
+    def who(self, role: str, name: str | None = None) -> PresenceRow | None:
+        """Return a process in this role, of this name or of any."""
+        fitting = (r for r in self.here if r.role == role and name in (None, r.name))
+        return next(fitting, None)
+
+
+def plural(noun: str, number: int) -> str:
+    """Return ``noun`` for a number of them."""
+    return noun if number == 1 else f"{noun}s"
+
+
+def of_trainer(tx: Transaction, experiment: int, annotation_set: str) -> str:
+    """Return why a trainer of this set is given nothing, whose ready rows it has taken."""
+    around = Surroundings.of(tx, experiment)
+    strategy = around.consumers.get(annotation_set)
+    number, _ = lacking.unseen(tx, experiment, strategy)
+    at_work = around.who("strategy", annotation_set)
+    lacks = lacks_of(tx, experiment, strategy)
+    if number and at_work is None:
+        nobody = f"no process annotates set {annotation_set!r}: {_unseen(number)}"
+        return f"{nobody}; {_told(around, lacks)}" if lacks else nobody
+    if number and at_work is not None and not lacks:
+        still = f"{number} {plural('experience', number)} to decide"
+        return f"strategy {annotation_set!r} ({place_of(at_work)}) has {still}"
+    return of_strategy(tx, experiment, annotation_set)
+
+
+def _unseen(number: int) -> str:
+    return f"{number} {plural('experience', number)} unseen"
+
+
+def of_strategy(tx: Transaction, experiment: int, name: str, *, whole_batches: bool = False) -> str:
+    """Return why a strategy that has read everything decides nothing.
+
+    Args:
+        tx: a transaction.
+        experiment: its key.
+        name: of the annotation set.
+        whole_batches: its unit is the batch, so that whole groups wait too.
+    """
+    around = Surroundings.of(tx, experiment)
+    strategy = around.consumers.get(name)
+    lacks = lacks_of(tx, experiment, strategy, whole_batches=whole_batches)
+    if lacks:
+        return _told(around, lacks)
+    explorer = around.who("explorer")
+    if explorer is None:
+        return f"set {name!r} has all that is recorded, and no process explores"
+    waits = f", which waits: {explorer.waiting_for}" if explorer.waiting_for else ""
+    return (
+        f"set {name!r} has all that is recorded; explorer {explorer.name!r} is there "
+        f"({place_of(explorer)}){waits}"
+    )
+
+
+def _told(around: Surroundings, lacks: Sequence[Lack]) -> str:
+    told = "; ".join(lack.told() for lack in lacks[:BATCHES_NAMED])
+    more = len(lacks) - BATCHES_NAMED
+    if more > 0:
+        told += f"; and groups of {more} more"
+    return f"{told}; {explorers_of(around, lacks)}"
+
+
+def left_of(tx: Transaction, experiment: int, annotation_set: str) -> str:
+    """Return what a trainer leaves because nobody has decided it, and why; "" if nothing."""
+    consumers = queries.consumers(tx, experiment)
+    strategy = consumers.get(annotation_set)
+    number, _ = lacking.unseen(tx, experiment, strategy)
+    if number or (strategy is not None and lacking.open_groups(tx, experiment, strategy)):
+        return of_trainer(tx, experiment, annotation_set)
+    return ""
+
+
+def found_of(tx: Transaction, experiment: int, trainer: str) -> str:
+    """Return what became of the rows of a trainer's set, where none is left for it."""
+    row = queries.consumer_row(tx, experiment, trainer)
+    if row is None:
+        return "it is not registered"
+    counts = conservation.of_trainer(tx, experiment, row)
+    rows = f"the {counts.rows} {plural('row', counts.rows)} of set {counts.annotation_set!r}"
+    if not counts.rows:
+        return f"set {counts.annotation_set!r} has no rows: nothing was annotated"
+    rejected = sum(counts.rejected.values())
+    told = f"of {rows} {counts.committed} are in committed steps, up to step {row.committed_step}"
+    if rejected:
+        told += f", and {rejected} were rejected ({', '.join(counts.rejected)})"
+    return told + (f", and {counts.ready} are ready" if counts.ready else "")
+
+
+def explorers_of(around: Surroundings, lacks: Sequence[Lack]) -> str:
+    """Return who would bring what is lacking."""
+    actor = next((lack.actor for lack in lacks if lack.actor), None)
+    found = around.who("explorer", actor)
+    if found is not None:
+        return f"explorer {found.name!r} is there ({place_of(found)})"
+    return "no process explores" + ("" if actor is None else f" as {actor!r}")
+
+
+def of_admission(tx: Transaction, experiment: int, trainer: str) -> str:
+    """Return who would make room for another batch, or why that one cannot."""
+    around = Surroundings.of(tx, experiment)
+    at_work, known = around.who("trainer", trainer), around.consumers.get(trainer)
+    if at_work is None:
+        return f"no process trains as {trainer!r}"
+    there = f"trainer {trainer!r} is there ({place_of(at_work)})"
+    if at_work.waiting_for is None or known is None:
+        return there
+    return f"{there}, which waits: {at_work.waiting_for}"
+
+
+def lacks_of(
+    tx: Transaction,
+    experiment: int,
+    strategy: ConsumerRow | None,
+    *,
+    whole_batches: bool = False,
+) -> list[Lack]:
+    """Return what the groups lack that a strategy has not decided, the oldest batch first.
+
+    Args:
+        tx: a transaction.
+        experiment: its key.
+        strategy: None: only what planned batches lack.
+        whole_batches: its unit is the batch, so that whole groups lack the seal.
+    """
+    config: dict[str, Any] = {} if strategy is None else strategy.config.get("grouping") or {}
+    size = config.get("rollouts_per_group")
+    stored = {} if strategy is None else lacking.open_groups(tx, experiment, strategy)
+    planned = lacking.unsealed_batches(tx, experiment)
+    rows = queries.batches(tx, experiment, sorted({*stored, *planned}))
+    found = []
+    for key in islice(dict.fromkeys((*planned, *stored)), lacking.BATCHES_LOOKED_AT):
+        row = rows.get(key)
+        if row is not None and row.sealed_at is not None:
+            continue  # nothing is lacking of it any more
+        if row is None or row.rollouts_per_group is None:
+            lack = _unplanned(key, stored.get(key, {}), size)
+        else:
+            lack = _planned(row, queries.runs_of(tx, experiment, key))
+        if lack is None and whole_batches and key in stored:
+            at = None if row is None else row.planned_at
+            lack = Lack(key, "" if row is None else row.actor, at, len(stored[key]), 0, 0)
+        if lack is not None:
+            found.append(lack)
+    return found
+
+
+def _unplanned(key: str, stored: dict[str, int], size: int | None) -> Lack | None:
+    """Return what the groups of a batch lack that nobody planned."""
+    if size is None:
+        return Lack(key, "", None, len(stored), None, None) if stored else None
+    short = [size - count for count in stored.values() if count < size]
+    return Lack(key, "", None, len(short), min(short), max(short)) if short else None
+
+
+def _planned(row: BatchRow, runs: Collection[tuple[str, int]]) -> Lack | None:
+    """Return what the groups of a planned batch lack, of which these (task, run) are stored."""
+    size = row.rollouts_per_group or 0
+    stored = Counter(task for task, _ in runs)
+    short = [size - stored[str(task)] for task in row.tasks if stored[str(task)] < size]
+    if not short:
+        return None
+    return Lack(str(row.batch), row.actor, row.planned_at, len(short), min(short), max(short))

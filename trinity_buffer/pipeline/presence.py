@@ -1,0 +1,88 @@
+"""Who is there: each process says so while it works, so that a wait can name who would end it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import suppress
+
+import anyio
+
+from trinity_buffer.errors import StoreBusyError, StoreError
+from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.pipeline.processes import has_ended
+from trinity_buffer.store import presence
+from trinity_buffer.store.database import Database
+from trinity_buffer.store.presence import PresenceRow
+
+SEEN_EVERY_S = 10.0
+UNSEEN_S = 120.0
+"""A process of another machine that was silent for so long is said to be gone."""
+
+
+class Presence:
+    """Says in the store that this process has a role in an experiment; a read-only store is left.
+
+    Args:
+        database: of the store.
+        experiment: key of the experiment.
+        role: ``explorer``, ``strategy``, ``trainer`` or ``rank N``.
+        name: actor, annotation set or trainer.
+
+    Attributes:
+        waiting_for: what it has said that it waits for; None: it works.
+    """
+
+    def __init__(self, database: Database, experiment: int, role: str, name: str) -> None:
+        self._database = database
+        self._experiment = experiment
+        self.role, self.name = role, name
+        self._started_at = 0
+        self.waiting_for: str | None = None
+        self._told: str | None = None
+        self._next = 0.0
+
+    async def seen(self) -> None:
+        """Say that this process is there, if that is news or was not said for a while.
+
+        A store that is busy is not waited for twice: it is said the next time.
+        """
+        due = time.monotonic() >= self._next or self.waiting_for != self._told
+        if not due or self._database.read_only:
+            return
+        self._started_at = self._started_at or now_us()
+        self._told, self._next = self.waiting_for, time.monotonic() + SEEN_EVERY_S
+        with suppress(StoreBusyError):
+            await self._database.write(presence.note, self._experiment, self._row())
+
+    async def gone(self) -> None:
+        """Take it back; where the store cannot be reached, time will."""
+        if self._started_at:
+            with anyio.CancelScope(shield=True), suppress(StoreError):
+                await self._database.write(presence.forget, self._experiment, self._row())
+        self._started_at, self._next = 0, 0.0
+
+    def _row(self) -> PresenceRow:
+        return PresenceRow(
+            self.role,
+            self.name,
+            socket.gethostname(),
+            os.getpid(),
+            self._started_at,
+            now_us(),
+            self.waiting_for,
+        )
+
+
+def is_here(row: PresenceRow) -> bool:
+    """Return whether a process is there, as far as can be told from this machine."""
+    if row.host == socket.gethostname():
+        return not has_ended(row.pid, row.started_at)
+    return now_us() - row.last_seen < UNSEEN_S * 1e6
+
+
+def place_of(row: PresenceRow) -> str:
+    """Return where a process runs and when it was seen, as people say it."""
+    ago = max(0.0, (now_us() - row.last_seen) / 1e6)
+    return f"pid {row.pid} on host {row.host}, seen {ago:.0f} s ago"
