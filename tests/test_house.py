@@ -7,7 +7,6 @@ needed is a breach as well.
 from __future__ import annotations
 
 import ast
-import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,8 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
-import trinity_buffer
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "trinity_buffer"
@@ -267,18 +264,3 @@ NOT_LOADED_BY = {
 def test_an_import_does_not_load_what_it_does_not_need(module: str) -> None:
     heavy = NOT_LOADED_BY[module] & modules_after(f"import {module}")
     assert not heavy, f"import {module} loads {', '.join(sorted(heavy))}"
-
-
-@pytest.mark.parametrize("name", trinity_buffer.__all__)
-def test_every_public_name_exists_where_the_root_says(name: str) -> None:
-    value = getattr(trinity_buffer, name)
-    home = trinity_buffer._HOMES.get(name)
-    assert home is None or getattr(importlib.import_module(home), name) is value
-
-
-def test_the_public_names_are_sorted_and_complete() -> None:
-    names = trinity_buffer.__all__
-    assert len(set(names)) == len(names)
-    assert {*trinity_buffer._HOMES, "__version__"} == set(names) <= set(dir(trinity_buffer))
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        getattr(trinity_buffer, "nonsense")  # noqa: B009 - mypy would find it

@@ -38,11 +38,16 @@ CRASH_POINTS = (
 )
 
 
-def _nothing(point: str) -> None:
+def nothing(point: str) -> None:
     """Do nothing: nobody asked for a crash."""
 
 
-def _armed(wanted: str, last_words: Callable[[str], None] = _nothing) -> Callable[[str], None]:
+def armed(wanted: str, last_words: Callable[[str], None] = nothing) -> Callable[[str], None]:
+    """Return what kills the process at ``wanted``, such as ``after-append:3``.
+
+    Args:
+        last_words: called with the place just before.
+    """
     name, _, count = wanted.partition(":")
     if name not in CRASH_POINTS:
         raise ValueError(
@@ -63,6 +68,6 @@ def _armed(wanted: str, last_words: Callable[[str], None] = _nothing) -> Callabl
 
 
 reached: Callable[[str], None] = (
-    _armed(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else _nothing
+    armed(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else nothing
 )
 """Call it with the name of the place."""

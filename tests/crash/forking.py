@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 def become(
     log: str,
     crash_at: str | None,
-    last_words: Callable[[str], None] = crash_points._nothing,
+    last_words: Callable[[str], None] = crash_points.nothing,
 ) -> None:
     """Turn the forked process into one life: say everything to ``log``, die at ``crash_at``.
 
@@ -46,7 +46,7 @@ def become(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     before = crash_points.reached
-    armed = crash_points._nothing if crash_at is None else crash_points._armed(crash_at, last_words)
+    armed = crash_points.nothing if crash_at is None else crash_points.armed(crash_at, last_words)
     for module in list(sys.modules.values()):
         if getattr(module, "reached", None) is before:
             module.reached = armed  # type: ignore[attr-defined]  # the modules that imported it

@@ -23,7 +23,7 @@ async def test_a_moved_clock_takes_no_lease_from_one_who_renews_it(
     async with open_store(store_url) as store:
         experiment = await store.experiment("run", config={})
         async with hold_lease(store.database, experiment.key, "trainer", ttl_s=0.4) as held:
-            monkeypatch.setattr(events, "_offset_us", offset_us)
+            monkeypatch.setattr(events, "clock_offset_us", offset_us)
             other = TrainerLease(store.database, experiment.key, "trainer", ttl_s=0.4)
             # The holder is this very process, and alive; both have the same moved clock from here.
             with anyio.move_on_after(1.5):
@@ -39,7 +39,7 @@ async def test_a_silent_holder_is_replaced_whatever_the_clocks_say(
         experiment = await store.experiment("run", config={})
         silent = TrainerLease(store.database, experiment.key, "trainer", ttl_s=60)
         await silent.acquire(wait=False)
-        monkeypatch.setattr(events, "_offset_us", offset_us)
+        monkeypatch.setattr(events, "clock_offset_us", offset_us)
         other = TrainerLease(store.database, experiment.key, "trainer", ttl_s=0.2)
         with anyio.fail_after(10):
             await other.acquire(wait=True)

@@ -163,7 +163,7 @@ async def test_empty_groups_are_counted_once_whoever_reads_the_seal(
         await writer.seal("b", 1)
         resize(experiences_per_commit=1)
         with killed_at("after-annotate", 1, monkeypatch), pytest.raises(Killed):
-            await consumers[0]._advance()
+            await consumers[0].run()
         # One commit of several is there, and the process that made it is not.
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(consumers[1].run)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import signal
 from pathlib import Path
+from typing import Any, ClassVar
 
 import anyio
 import pytest
+from typing_extensions import override
 
 from tests.contract.making import dawdling
 from tests.crash.forking import CONTEXT
@@ -19,15 +21,17 @@ from tests.pipeline.planting import unguarded
 from tests.plants.dying import write_and_die
 from tests.plants.scenes import BLOCKED_S, RUNS, nothing_is_wrong, opened, write_groups
 from tests.stories import rollout
+from trinity_buffer.algorithm import GRPOAddStrategy
 from trinity_buffer.errors import (
     ConflictingExperienceError,
-    CursorConflictError,
     InvalidExperienceError,
 )
 from trinity_buffer.events import PolicyPublished
+from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating import strategy_consumer
-from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer, run_strategy
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import log
 from trinity_buffer.store.tables import segment
@@ -97,18 +101,25 @@ async def a_crash_before_the_commit_decides_nothing(url: str, folder: Path) -> N
         nothing_is_wrong(await verify(experiment))
 
 
+class Overtaken(GRPOAddStrategy):
+    """Lets another process of its name decide everything, while it computes."""
+
+    others: ClassVar[list[Experiment]] = []
+
+    @override
+    async def add(self, exps: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        if self.others:
+            await run_strategy(self.others.pop(), Overtaken, name="grpo")
+        return await super().add(exps, step)
+
+
 async def two_of_a_name_decide_once(url: str, folder: Path) -> None:
     async with opened(url) as experiment:
         await write_groups(experiment, 1)
-        slow = StrategyConsumer(experiment, "grpo")
-        await slow._register()
-        await slow._start_over()
-        await slow._reader.read()
-        units = slow._reader.take_ready()
-        await run_strategy(experiment, "grpo")
-        with pytest.raises(CursorConflictError):
-            await slow._decide(units, [])
+        Overtaken.others[:] = [experiment]
+        report = await run_strategy(experiment, Overtaken, name="grpo")
         nothing_is_wrong(await verify(experiment))
+    assert report.annotated == 0
 
 
 # 5 -----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from trinity_buffer.events import BatchLeased, ExperiencesRejected, Fact, Placed
 from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.annotating import decision
 from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer
+from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.manifest import Manifest
@@ -24,7 +25,16 @@ from trinity_buffer.pipeline.streaming.row_loader import RowLoader
 from trinity_buffer.pipeline.streaming.train_stream import TrainStep, TrainStream
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.pipeline.writing import planning, write_call
-from trinity_buffer.store import leases, log, projections, segments, tables
+from trinity_buffer.store import (
+    leases,
+    log,
+    projections,
+    queries,
+    segments,
+    tables,
+    trainer_queries,
+)
+from trinity_buffer.store.rows import StepRow
 
 Patch = pytest.MonkeyPatch
 
@@ -35,21 +45,29 @@ def another_content_is_a_duplicate(patch: Patch) -> None:
     def trusting(parts: Sequence[Any], known: Any) -> list[Any]:
         return [e for part in parts for e in part.experiences if e.eid not in known]
 
-    patch.setattr(write_call, "_without_known", trusting)
+    patch.setattr(write_call, "without_known", trusting)
 
 
 def the_cursor_moves_before_its_output(patch: Patch) -> None:
     """3: the cursor is moved in a transaction of its own, before the decision is committed."""
-    usual = StrategyConsumer._decide
+    usual = StrategyConsumer.run
 
-    async def hasty(self: StrategyConsumer, *args: Any) -> None:
-        database, key = self.experiment.database, self.experiment.key
-        mine = (tables.consumer.c.experiment == key, tables.consumer.c.name == self.name)
-        seen = update(tables.consumer).where(*mine).values({"cursor": self._reader.seen})
-        await database.write(lambda tx: tx.execute(seen))
-        await usual(self, *args)
+    async def hasty(self: StrategyConsumer, **how: Any) -> Any:
+        read = UnitReader.read
 
-    patch.setattr(StrategyConsumer, "_decide", hasty)
+        async def and_move(reader: UnitReader) -> bool:
+            found = await read(reader)
+            database, key = self.experiment.database, self.experiment.key
+            mine = (tables.consumer.c.experiment == key, tables.consumer.c.name == self.name)
+            seen = update(tables.consumer).where(*mine).values({"cursor": reader.seen})
+            await database.write(lambda tx: tx.execute(seen))
+            return found
+
+        with patch.context() as meanwhile:
+            meanwhile.setattr(UnitReader, "read", and_move)
+            return await usual(self, **how)
+
+    patch.setattr(StrategyConsumer, "run", hasty)
 
 
 def a_decision_does_not_ask_who_was_first(patch: Patch) -> None:
@@ -60,7 +78,7 @@ def a_decision_does_not_ask_who_was_first(patch: Patch) -> None:
         some = tables.waiting.c.address.in_(addresses)
         tx.execute(delete(tables.waiting).where(*mine, some))
 
-    patch.setattr(projections, "_decide", careless)
+    patch.setattr(projections, "decide", careless)
 
 
 def a_step_is_served_twice(patch: Patch) -> None:
@@ -78,13 +96,14 @@ def a_step_is_served_twice(patch: Patch) -> None:
 
 def uncommitted_steps_are_forgotten(patch: Patch) -> None:
     """4: after a crash the stream goes on behind what it had handed out."""
-    usual = TrainStream.prepare
+    usual = trainer_queries.steps
 
-    async def forgetful(self: TrainStream) -> None:
-        await usual(self)
-        self._recorded.clear()
+    def forgetful(tx: Any, experiment: int, name: str) -> list[StepRow]:
+        row = queries.consumer_row(tx, experiment, name)
+        assert row is not None
+        return usual(tx, experiment, name)[: row.committed_step]
 
-    patch.setattr(TrainStream, "prepare", forgetful)
+    patch.setattr(trainer_queries, "steps", forgetful)
 
 
 def a_resumed_trainer_gets_no_checkpoint(patch: Patch) -> None:
@@ -133,14 +152,15 @@ def an_event_is_deleted(patch: Patch) -> None:
 
 def a_rejection_is_forgotten(patch: Patch) -> None:
     """5: the fold leaves out one row of a rejection, now and in every rebuild."""
-    usual = projections._rejected
+    usual = projections.fold
 
-    def forgetful(tx: Any, experiment: int, position: int, fact: ExperiencesRejected) -> None:
-        usual(tx, experiment, position, fact)
-        last = tables.rejection.c.address == fact.experiences[-1]
-        tx.execute(delete(tables.rejection).where(last))
+    def forgetful(tx: Any, experiment: int, placed: PlacedFact) -> None:
+        usual(tx, experiment, placed)
+        if isinstance(placed.fact, ExperiencesRejected):
+            last = tables.rejection.c.address == placed.fact.experiences[-1]
+            tx.execute(delete(tables.rejection).where(last))
 
-    patch.setattr(projections, "_rejected", forgetful)
+    patch.setattr(projections, "fold", forgetful)
 
 
 def a_replay_has_another_order(patch: Patch) -> None:

@@ -52,7 +52,7 @@ PLANTED: list[tuple[Plant, Check, str]] = [
     (
         plants.a_decision_does_not_ask_who_was_first,
         checks.two_of_a_name_decide_once,
-        r"DID NOT RAISE.*CursorConflictError",
+        r"was decided twice",
     ),
     (
         plants.a_step_is_served_twice,

@@ -128,7 +128,15 @@ async def _leased(url: str) -> AsyncIterator[tuple[Experiment, TrainStream, Trai
             yield experiment, stream, await anext(stream)
 
 
-async def _take_over(experiment: Experiment, stream: TrainStream) -> None:
+async def _held(experiment: Experiment) -> tuple[str, int]:
+    """Return owner and token of the trainer's lease."""
+    held = await experiment.database.read(leases.holder, experiment.key, "trainer")
+    assert held is not None
+    return held[:2]
+
+
+async def _take_over(experiment: Experiment) -> None:
+    owner, _ = await _held(experiment)
     await experiment.database.write(
         leases.acquire,
         experiment.key,
@@ -136,13 +144,13 @@ async def _take_over(experiment: Experiment, stream: TrainStream) -> None:
         owner="another",
         now_us=now_us(),
         ttl_us=1,
-        dead=stream._lease.owner,
+        dead=owner,
     )
 
 
 async def a_newer_token_fences(url: str, folder: Path) -> None:
     async with _leased(url) as (experiment, stream, step):
-        await _take_over(experiment, stream)
+        await _take_over(experiment)
         with pytest.raises(LeaseLostError):
             await stream.commit(step)
         kinds = [event.kind async for event in experiment.events()]
@@ -151,8 +159,9 @@ async def a_newer_token_fences(url: str, folder: Path) -> None:
 
 async def an_expired_lease_that_nobody_took_commits(url: str, folder: Path) -> None:
     async with _leased(url) as (experiment, stream, step):
+        _, token = await _held(experiment)
         await experiment.database.write(
-            leases.renew, experiment.key, "trainer", token=stream._lease.token, expires_at_us=1
+            leases.renew, experiment.key, "trainer", token=token, expires_at_us=1
         )
         await stream.commit(step)
         nothing_is_wrong(await verify(experiment))
@@ -161,7 +170,8 @@ async def an_expired_lease_that_nobody_took_commits(url: str, folder: Path) -> N
 async def nobody_takes_a_lease_between_its_check_and_the_commit(url: str, folder: Path) -> None:
     checked, release = anyio.Event(), anyio.Event()
     taken_at: list[bool] = []
-    async with _leased(url) as (experiment, stream, _), opened(url) as other:
+    async with _leased(url) as (experiment, _, _), opened(url) as other:
+        _, token = await _held(experiment)
 
         async def wait() -> None:
             checked.set()
@@ -170,12 +180,12 @@ async def nobody_takes_a_lease_between_its_check_and_the_commit(url: str, folder
         dawdle = dawdling(wait)
 
         def commit_slowly(tx: Transaction) -> None:
-            leases.require(tx, experiment.key, "trainer", token=stream._lease.token)
+            leases.require(tx, experiment.key, "trainer", token=token)
             dawdle(tx)
 
         async def take_over() -> None:
             await checked.wait()
-            await _take_over(other, stream)
+            await _take_over(other)
             taken_at.append(release.is_set())
 
         async with anyio.create_task_group() as group:

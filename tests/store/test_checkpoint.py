@@ -87,14 +87,18 @@ def test_it_ends_when_it_is_closed_just_before_it_forgets_the_news(
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("read_only", [False, True])
-async def test_who_writes_has_one_and_who_reads_has_none(tmp_path: Path, read_only: bool) -> None:
-    url = f"sqlite:///{tmp_path / 'a.db'}"
-    async with open_store(url) as store:
+async def test_who_writes_has_one_and_who_reads_has_none(sqlite_url: str) -> None:
+    def at_work() -> bool:
+        return "trinity-buffer-checkpoint" in {one.name for one in threading.enumerate()}
+
+    async with open_store(sqlite_url) as store:
         experiment = await store.experiment("e", config={})
         await experiment.writer("e0").write(group())
-    async with open_store(url, read_only=read_only) as store:
-        assert (store.database._checkpointer is None) == read_only
+        assert at_work()
+    assert not at_work()
+    async with open_store(sqlite_url, read_only=True) as store:
+        assert await (await store.experiment("e")).columns()
+        assert not at_work()
 
 
 def test_the_writers_own_limit_lies_behind_it() -> None:

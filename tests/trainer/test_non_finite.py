@@ -87,9 +87,11 @@ class PlantedEntropy(DefaultEntropyLossFn):
 
 
 @pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICY_LOSS_FN._classes, "planted", PlantedLoss)
-    monkeypatch.setitem(ENTROPY_LOSS_FN._classes, "planted", PlantedEntropy)
+def _registered() -> Iterator[None]:
+    with POLICY_LOSS_FN.restored(), ENTROPY_LOSS_FN.restored():
+        POLICY_LOSS_FN.register_module("planted")(PlantedLoss)
+        ENTROPY_LOSS_FN.register_module("planted")(PlantedEntropy)
+        yield
 
 
 def planted(plant: str, **arguments: Any) -> Algorithm:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -71,6 +72,15 @@ class Registry(Generic[T]):
         """Return the names that `get` knows, those of installed packages included, sorted."""
         installed = {entry.name for entry in entry_points(group=self._group)}
         return tuple(sorted(installed | set(self._classes)))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Forget at the end what was registered meanwhile: for tests."""
+        before = dict(self._classes)
+        try:
+            yield
+        finally:
+            self._classes = before
 
     @property
     def _group(self) -> str:

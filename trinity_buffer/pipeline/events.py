@@ -17,8 +17,8 @@ from trinity_buffer.store.log import NewEvent, StoredEvent
 CLOCK_OFFSET = "TRINITY_BUFFER_CLOCK_OFFSET_S"
 """Environment variable: seconds by which this process's clock is wrong, for tests of that."""
 
-_offset_us = int(float(os.environ.get(CLOCK_OFFSET) or 0) * 1e6)
-
+clock_offset_us = int(float(os.environ.get(CLOCK_OFFSET) or 0) * 1e6)
+"""The same in microseconds, for this process."""
 
 T = TypeVar("T")
 
@@ -102,4 +102,4 @@ def now_us() -> int:
     What may depend on it: the times that people read, and the deadline of an incomplete group. The
     order of the log does not, nor who owns a lease.
     """
-    return time.time_ns() // 1000 + _offset_us
+    return time.time_ns() // 1000 + clock_offset_us

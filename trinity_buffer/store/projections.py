@@ -239,7 +239,7 @@ def _taken(dialect: str) -> Prepared:
     return Prepared(delete(waiting).where(*mine, some).returning(waiting.c.address))
 
 
-def _decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]) -> None:
+def decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]) -> None:
     """Take ``addresses`` out of waiting. Each can be taken once: who comes second fails here."""
     if not addresses:
         return
@@ -254,14 +254,14 @@ def _decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int
 
 def _annotated(tx: Transaction, experiment: int, position: int, fact: ExperiencesAnnotated) -> None:
     _see(tx, experiment, fact)
-    _decide(tx, experiment, fact.consumer, sorted(set(fact.experiences)))
+    decide(tx, experiment, fact.consumer, sorted(set(fact.experiences)))
     tx.add(annotation, event_rows.annotation_rows(experiment, position, fact))
 
 
 def _rejected(tx: Transaction, experiment: int, position: int, fact: ExperiencesRejected) -> None:
     if fact.by == "strategy":
         _see(tx, experiment, fact)
-        _decide(tx, experiment, fact.consumer, fact.experiences)
+        decide(tx, experiment, fact.consumer, fact.experiences)
     tx.add(rejection, event_rows.rejection_rows(experiment, position, fact))
     if fact.planned_groups:
         _LEFT_OUT.rows(tx, of=experiment, by=fact.consumer, more=fact.planned_groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,21 @@ IMPORTS = {
 
 
 @pytest.fixture
-def ported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the strategy class of the ported file; its registration ends with the test."""
+def ported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Yield the strategy class of the ported file; its registration ends with the test."""
     lines = SOURCE.read_text().splitlines()
     changed = [line for line in lines if line in IMPORTS]
     assert changed == [line for line in lines if "trinity." in line.lower() and "import" in line]
     path = tmp_path / "ported_strategy.py"
     path.write_text("\n".join(IMPORTS.get(line, line) for line in lines))
-    monkeypatch.setattr(ADD_STRATEGY, "_classes", dict(ADD_STRATEGY._classes))
     spec = importlib.util.spec_from_file_location("ported_strategy", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "ported_strategy", module)
-    spec.loader.exec_module(module)
-    return module.StepWiseGRPOStrategy
+    with ADD_STRATEGY.restored():
+        spec.loader.exec_module(module)
+        yield module.StepWiseGRPOStrategy
 
 
 def steps() -> list[Experience]:

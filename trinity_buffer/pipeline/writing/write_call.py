@@ -123,7 +123,7 @@ class WriteCall:
         """
         self._late |= outcome.sealed
         if outcome.known:
-            self._pending = _without_known(self._parts or (), outcome.known)
+            self._pending = without_known(self._parts or (), outcome.known)
             self._parts = None
 
     def receipt(self, position: int) -> WriteReceipt:
@@ -212,9 +212,14 @@ def _as_stored(eid: EID) -> tuple[Any, ...]:
     return str(eid.batch), str(eid.task), eid.run, eid.step, eid.suffix
 
 
-def _without_known(
+def without_known(
     parts: Sequence[_Part], known: Mapping[EID, tuple[int, bytes]]
 ) -> list[Experience]:
+    """Return what is not stored yet.
+
+    Raises:
+        ConflictingExperienceError: something is stored with other content.
+    """
     new = []
     for part in parts:
         for experience, digest in zip(part.experiences, part.encoded.meta["digest"], strict=True):
