@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,13 +17,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import anyio
 import pytest
 from hypothesis import settings
 
 from tests.postgres import PostgresServer
+from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.sizes import resized
 
 DATABASE = "test"
+STORE, EMPTY_STORE = "store", "empty_store"
 
 Resize = Callable[..., object]
 
@@ -50,6 +54,25 @@ def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
     postgres_server.empty_database(DATABASE)
 
 
+@pytest.fixture(scope="session")
+def postgres_store(postgres_server: PostgresServer) -> str:
+    """URL of a store that is emptied after each test: its tables take a tenth of a second."""
+    anyio.run(_create, postgres_server.create_database(EMPTY_STORE))
+    return postgres_server.create_database(STORE, template=EMPTY_STORE)
+
+
+@pytest.fixture
+def postgres_store_url(postgres_server: PostgresServer, postgres_store: str) -> Iterator[str]:
+    """URL of an empty store."""
+    yield postgres_store
+    postgres_server.empty_store(STORE, template=EMPTY_STORE)
+
+
+async def _create(url: str) -> None:
+    async with open_store(url):
+        pass
+
+
 @pytest.fixture
 def sqlite_url(tmp_path: Path) -> str:
     """URL of an SQLite file that does not exist yet."""
@@ -63,9 +86,23 @@ def resize() -> Iterator[Resize]:
         yield lambda **changed: stack.enter_context(resized(**changed))
 
 
+@pytest.fixture(scope="session")
+def sqlite_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that nobody opens again: a copy takes no time."""
+    path = tmp_path_factory.mktemp("store") / "store.db"
+    anyio.run(_create, f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture
+def sqlite_store_url(sqlite_store: Path, tmp_path: Path) -> str:
+    """URL of an empty store in a file."""
+    return f"sqlite:///{shutil.copy(sqlite_store, tmp_path)}"
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 def store_url(request: pytest.FixtureRequest) -> str:
     """URL of an empty store, on each backend in turn: for tests of the store's contract."""
-    fixture = {"sqlite": "sqlite_url", "postgresql": "postgres_url"}[request.param]
+    fixture = {"sqlite": "sqlite_store_url", "postgresql": "postgres_store_url"}[request.param]
     url: str = request.getfixturevalue(fixture)
     return url

@@ -10,9 +10,12 @@ import psutil
 import pytest
 from sqlalchemy import text
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from tests.postgres import PostgresServer
+from tests.stories import rollout
+from trinity_buffer.pipeline.store import open_store
 
 ROOT = Path(__file__).parents[1]
 OWNER_OF_A_SERVER = """
@@ -27,11 +30,12 @@ signal.pause()
 
 async def ask(url: str, sql: str) -> object:
     engine = create_async_engine(make_url(url).set(drivername="postgresql+asyncpg"))
-    async with engine.begin() as connection:
-        result = await connection.execute(text(sql))
-        answer = result.scalar() if result.returns_rows else None
-    await engine.dispose()
-    return answer
+    try:
+        async with engine.begin() as connection:
+            result = await connection.execute(text(sql))
+            return result.scalar() if result.returns_rows else None
+    finally:
+        await engine.dispose()
 
 
 @pytest.mark.parametrize("_turn", [1, 2])
@@ -42,6 +46,30 @@ async def test_each_test_has_an_empty_database_for_sqlalchemy_and_asyncpg(
         await ask(postgres_url, "SELECT count(*) FROM pg_tables WHERE schemaname = 'public'") == 0
     )
     await ask(postgres_url, "CREATE TABLE rest (x int)")
+
+
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        "CREATE TABLE rest (x int)",
+        "ALTER TABLE event DISABLE TRIGGER event_forbids_delete",
+        "UPDATE alembic_version SET version_num = 'another'",
+        "DROP TABLE lease",
+        "SELECT 1",
+        "SELECT 2",
+    ],
+)
+async def test_each_test_has_a_store_as_it_was_made(
+    postgres_store_url: str, meanwhile: str
+) -> None:
+    async with open_store(postgres_store_url) as store:
+        assert await store.experiments() == []
+        experiment = await store.experiment("run", config={})
+        assert experiment.key == 1
+        await experiment.writer("e0").write([rollout("b0", 0, 0, 1.0)])
+    with pytest.raises(DBAPIError, match="append-only"):
+        await ask(postgres_store_url, "DELETE FROM event")
+    await ask(postgres_store_url, meanwhile)
 
 
 def test_a_store_url_names_its_backend(store_url: str, request: pytest.FixtureRequest) -> None:
