@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import shutil
 import sys
@@ -21,14 +20,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.measuring import commit
+from benchmarks.provenance import provenance
 from tests.torture import sites
 from tests.torture.kinds import KINDS
 from tests.torture.plan import Plan
@@ -50,6 +48,8 @@ AGAIN = "again: "
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; return the exit code."""
     asked = _parser().parse_args(arguments)
+    command = shlex.join([*COMMAND, *_given(asked)])
+    origin = provenance(command, asked.seed) if asked.record else {}
     begin = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="trinity-torture-"))
     reports: list[RoundReport] = []
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = _summary(asked, reports, time.monotonic() - begin)
     print(json.dumps(summary) if asked.json else _told(summary))
     if asked.record:
-        record(summary)
+        record({**origin, **summary})
     if summary["problems"]:
         last = reports[-1].number
         print(f"what is left of round {last}, its store too: {folder / str(last)}", file=sys.stderr)
@@ -136,11 +136,7 @@ def _summary(
     ended = sum((report.ended for report in reports), Counter[str]())
     sums = {name: sum(getattr(report, name) for report in reports) for name in SUMS}
     return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": shlex.join([*COMMAND, *_given(asked)]),
         "store": reports[-1].store if reports else asked.store,
-        "commit": commit(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "seed": asked.seed,
         "rounds": len(reports),
         "seconds": round(seconds),
