@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -19,6 +18,7 @@ from torch import Tensor
 from tests.conftest import Resize
 from tests.contract.making import rollout, rows
 from tests.pipeline.planting import everything, unguarded
+from tests.small_sizes import NAMES, small
 from tests.stories import Story
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspect import groups
@@ -31,20 +31,14 @@ from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.stream_options import TrainStep
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.sizes import Sizes, resized
+from trinity_buffer.sizes import resized
 from trinity_buffer.store import retention
 from trinity_buffer.store.tables import PROJECTIONS, experience, segment
 from trinity_buffer.store.transaction import Transaction
 
 TASKS, RUNS = 7, 2
 ROWS = TASKS * RUNS
-NAMES = [field.name for field in fields(Sizes) if not field.name.startswith("wal_")]
 ANY_SIZES = st.fixed_dictionaries({name: st.integers(1, 5) for name in NAMES})
-
-
-def small(size: int) -> dict[str, int]:
-    """Return this size for everything, and parts of a segment that are some bytes long."""
-    return dict.fromkeys(NAMES, size) | {"bytes_per_part": 50 * size}
 
 
 def experiences() -> list[Experience]:
@@ -264,10 +258,10 @@ async def test_a_log_is_folded_before_the_lock_and_not_under_it(
 
 
 @pytest.mark.long
-async def test_a_run_that_crosses_the_real_sizes(store_url: str, tmp_path: Path) -> None:
+async def test_a_run_that_crosses_the_real_sizes(sqlite_url: str, tmp_path: Path) -> None:
     """17,408 rows in 272 writes: more than a span, a page of events and one of rows."""
     number, runs = 272, 64
-    async with open_store(store_url) as store:
+    async with open_store(sqlite_url) as store:
         experiment = await store.experiment("run", config={"rollouts_per_group": runs})
         writer = experiment.writer("e0")
         for task in range(number):
@@ -290,7 +284,7 @@ async def test_a_run_that_crosses_the_real_sizes(store_url: str, tmp_path: Path)
             mine = experience.c.address == first[0]
             tx.execute(update(experience).where(mine).values(reward=9.0))
 
-        await unguarded(store_url, change)
+        await unguarded(sqlite_url, change)
         assert len((await verify(experiment)).problems) == 1
         assert (await rebuild(store.database, 1)).mended == {"experience": 1}
         gone = await compact(experiment, keep_steps=1, archive=tmp_path / "archive")

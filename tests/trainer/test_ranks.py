@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
+from tests.conftest import Resize
+from tests.small_sizes import small
 from tests.trainer.data import recorded, rollouts
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
 from trinity_buffer.pipeline.experiment import Experiment
@@ -60,6 +63,37 @@ async def test_every_rank_trains_its_part_of_the_same_steps(store_url: str) -> N
         groups = [{g for m in p.microbatches for g in m["group_index"].tolist()} for p in parts]
         assert groups[0].isdisjoint(groups[1])
         assert {m.layout.world_size for part in parts for m in part.microbatches} == {2}
+
+
+async def served_to_ranks(url: str) -> list[list[Any]]:
+    """Let two ranks train all there is in an empty store; return what each was served."""
+    served: list[list[Any]] = [[], []]
+
+    async def to_the_end(stream: TrainStream, rank: int) -> None:
+        async for step in stream:
+            tensors = [
+                {k: m[k].tolist() for k in ("input_ids", "token_level_rewards")}
+                for m in step.microbatches
+            ]
+            served[rank].append(
+                (step.step, step.manifest.groups, step.manifest.microbatches, tensors)
+            )
+            await stream.commit(step)
+
+    async with open_store(url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        await together(experiment, to_the_end, tokens_per_microbatch=20)
+    return served
+
+
+@pytest.mark.parametrize("size", [2, 3])
+async def test_no_size_of_a_page_changes_what_ranks_are_served(
+    store_url: str, tmp_path: Path, size: int, resize: Resize
+) -> None:
+    usual = await served_to_ranks(f"sqlite:///{tmp_path / 'usual.db'}")
+    assert [len(of_rank) for of_rank in usual] == [3, 3]
+    resize(**small(size))
+    assert await served_to_ranks(store_url) == usual
 
 
 async def test_a_step_is_committed_once_and_after_all_parts(store_url: str) -> None:
