@@ -22,11 +22,13 @@ def test_a_run_is_read_from_its_log(tmp_path: Path) -> None:
     assert said[-1] == "lost 0, duplicated 0"
 
 
+@pytest.mark.long
 def test_a_run_that_fails_is_no_result(tmp_path: Path) -> None:
     with pytest.raises(LearningError, match=r"^demo --algorithm sft .* ended with 2"):
         learning_run.run("sft", 7, tmp_path, ("max_step=2",), lambda _: None)
 
 
+@pytest.mark.long
 def test_the_page_says_how_many_steps_were_needed_and_what_went_wrong(tmp_path: Path) -> None:
     curve = [(10, 0.5), (20, 0.91), (30, 0.89)]
     good = learning.result_of("jsd", 1, Outcome(curve, 0, 0, identical=True))

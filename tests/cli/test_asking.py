@@ -255,6 +255,7 @@ def test_who_only_asks_does_not_wait_for_torch(story: Story) -> None:
     assert said == [args[0] for args in ASKING]
 
 
+@pytest.mark.long
 def test_a_process_ends_with_the_code_of_its_command_and_with_all_that_it_said(
     tmp_path: Path,
 ) -> None:

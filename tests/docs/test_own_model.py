@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parents[2] / "docs" / "own_model.md"
 
 
+@pytest.mark.long
 def test_the_program_trains_and_replays(tmp_path: Path) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "runs").mkdir()

@@ -12,6 +12,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("page", "count"), [("extending.md", 5), ("own_rollout.md", 3)])
 def test_the_page_runs_as_it_is_printed(page: str, count: int, tmp_path: Path) -> None:
     text = (DOCS / page).read_text()

@@ -58,6 +58,7 @@ def open_folder() -> Iterator[Path]:
 
 
 # Some fifteen seconds each, with the start, the end and the proof.
+@pytest.mark.long
 @pytest.mark.parametrize("store", ["sqlite", "postgresql"])
 def test_whatever_goes_wrong_nothing_is_lost_doubled_or_skipped(store: str) -> None:
     words = ("--store", store, "--seed", "1", "--rounds", "1", "--round-seconds", "2", "--json")
@@ -139,6 +140,15 @@ def test_a_failed_round_leaves_its_store_and_says_how_to_run_it_again(
     assert report["problems"] == ["round 5: bit flipped: never took effect"]
 
 
+def is_alive_below(process: psutil.Process, torture: int) -> bool:
+    """Return whether it is a process of the torture's forkserver that has not ended meanwhile."""
+    try:
+        alive = process.ppid() != torture and process.status() != psutil.STATUS_ZOMBIE
+        return alive and "forkserver" in str(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("store", ["sqlite", "postgresql"])
 def test_who_kills_a_torture_leaves_no_process_and_no_disk(store: str, open_folder: Path) -> None:
@@ -146,13 +156,14 @@ def test_who_kills_a_torture_leaves_no_process_and_no_disk(store: str, open_fold
     process = started(*words, folder=open_folder, stderr=subprocess.PIPE)
     assert process.stderr is not None
     assert " s  " in process.stderr.readline()  # the first fault
-    born = psutil.Process(process.pid).children(recursive=True)
-    grown = [p for p in born if p.ppid() != process.pid and p.status() != psutil.STATUS_ZOMBIE]
-    forked = [p for p in grown if "forkserver" in str(p.cmdline())]
-    forked[0].suspend()  # who is stopped never hears that anybody has ended
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stderr.close()
+    try:
+        born = psutil.Process(process.pid).children(recursive=True)
+        forked = [p for p in born if is_alive_below(p, process.pid)]
+        forked[0].suspend()  # who is stopped never hears that anybody has ended
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
 
     assert len(born) > 9
     assert psutil.wait_procs(born, timeout=300)[1] == []
