@@ -26,7 +26,7 @@ class foreign_errors:  # noqa: N801 - read as a statement: `with foreign_errors(
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         if isinstance(error, (DBAPIError, dbapi2.Error)):
             raise _translate(error, self.name) from error
         if isinstance(error, (ConnectionError, OSError)) and not isinstance(error, TimeoutError):
