@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "trinity_buffer"
 OTHERS = ("migrations", "tools", "benchmarks", "tests")
 BY_TEXT = {"setattr", "getattr", "delattr", "hasattr", "attrgetter", "object"}
+FOREIGN = {"_generate_and_score_completions": "TRL's, which our trainer overrides as its users do"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -94,7 +95,7 @@ def breaches(file: Path, text: str) -> list[str]:
     return [
         f"{file}:{line}: {name} is private to {', '.join(sorted(homes()[name]))}"
         for line, name in sorted(touched(ast.parse(text)))
-        if is_private(name) and name in homes() and tested not in homes()[name]
+        if is_private(name) and name not in FOREIGN and tested not in homes().get(name, {tested})
     ]
 
 

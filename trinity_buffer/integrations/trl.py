@@ -39,6 +39,9 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
             ``gradient_accumulation_steps``, as it is by default.
         kwargs: what else `GRPOTrainer` takes, but for rewards and data sets: the store has them.
 
+    Attributes:
+        trained: the step whose rows TRL has been handed last.
+
     Raises:
         InvalidArgumentError: settings that the store cannot serve.
     """
@@ -49,7 +52,7 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
         _require_served(args)
         self.stream = stream
         self._upcoming: TrainStep | None = None
-        self._trained: TrainStep | None = None
+        self.trained: TrainStep | None = None
         rows = Dataset.from_list([{"prompt": ""}] * args.generation_batch_size)
         super().__init__(model, _stored_reward, args=args, train_dataset=rows, **kwargs)
         self.add_callback(_CommitCheckpoints(self))
@@ -83,7 +86,7 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
                 f"TRL is at step {self.state.global_step}, the stream hands out step {step.step}: "
                 "train from the checkpoint of the last commit"
             )
-        self._upcoming, self._trained = None, step
+        self._upcoming, self.trained = None, step
         batch = trl_batch(step.microbatches, pad=self._tokenizer.pad_token_id)
         rows, parts = len(batch["advantages"]), self.args.steps_per_generation
         if rows % parts:
@@ -105,8 +108,8 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
 
     def commit(self, checkpoint: Path) -> None:
         """Record that what was trained so far is in ``checkpoint``."""
-        if self._trained is not None:
-            self.stream.commit(self._trained, checkpoint)
+        if self.trained is not None:
+            self.stream.commit(self.trained, checkpoint)
 
 
 class _CommitCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here

@@ -100,7 +100,7 @@ def test_the_loss_of_each_step_is_ours(recorded: bytes, tmp_path: Path, loss_typ
         def _generate_and_score_completions(self, inputs: object) -> dict[str, torch.Tensor]:
             found: dict[str, torch.Tensor] = super()._generate_and_score_completions(inputs)
             loss = 0.0
-            for batch in self._trained.microbatches:
+            for batch in self.trained.microbatches:
                 with torch.no_grad():
                     scores = tb.token_scores(self.model, batch)
                 names = ("action_mask", "advantages", "old_logprob")
