@@ -288,8 +288,36 @@ class BatchLeased:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepDealt:
+    """A step that was leased and not committed is served to another number of ranks.
+
+    The rows, groups and denominators stay those of its `BatchLeased`. What ranks had reported of
+    the step before is void.
+
+    Attributes:
+        token: fences the trainers before it.
+        leased_at: position of the `BatchLeased`.
+        world_size: how many ranks there are now.
+        order: places of the rows in the `BatchLeased`, in the order in which they are served now.
+        microbatches: per micro-batch [first row of that order, end, width, rank].
+        digest: of all that decides what the step computes.
+    """
+
+    version: ClassVar[int] = 1
+
+    consumer: str
+    token: int
+    step: int
+    leased_at: int
+    world_size: int
+    order: Sequence[int]
+    microbatches: Sequence[Sequence[int]]
+    digest: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankJoined:
-    """A rank above 0 is here."""
+    """A rank is here; rank 0 calls the others, and they answer."""
 
     version: ClassVar[int] = 1
 
@@ -321,6 +349,7 @@ class StepPartDone:
 
     Attributes:
         assembly: position of the `RanksAssembled` that it belongs to.
+        rows: how many rows it took of each step since its last `StepPartDone`.
     """
 
     version: ClassVar[int] = 1
@@ -329,6 +358,7 @@ class StepPartDone:
     assembly: int
     rank: int
     step: int
+    rows: Sequence[int] = optional(())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,6 +380,7 @@ class StepsCommitted:
         steps: all since the commit before.
         manifests: the digest of each.
         chain: running digest of the manifests that the weights went through.
+        rows_by_rank: per step, how many rows each rank took.
         checkpoint: path of the weights after the last step, if there is one.
         metrics: numbers to remember, the finite ones.
         environment: what a replay restores.
@@ -368,6 +399,7 @@ class StepsCommitted:
     checkpoint_digest: str | None
     metrics: Mapping[str, Any]
     environment: Mapping[str, Any]
+    rows_by_rank: Sequence[Sequence[int]] = optional(())
     skipped: str | None = optional(None)
     skipped_steps: Sequence[int] = optional(())
     largest_rows: Sequence[Sequence[str]] = optional(())
@@ -460,6 +492,7 @@ Recorded = (
     | ExperiencesRejected
     | RewardsAssigned
     | BatchLeased
+    | StepDealt
     | RankJoined
     | RanksAssembled
     | StepPartDone

@@ -85,6 +85,10 @@ def _clock_jump(draw: random.Random, role: str) -> Mapping[str, Any]:
     return {"clock_jump": (draw.uniform(0, 2), draw.uniform(-9, 9) * HOUR_S)}
 
 
+def _more_ranks(draw: random.Random, role: str) -> Mapping[str, Any]:
+    return {"ranks": draw.randint(2, 3)} if role == "trainer" else {}
+
+
 def _few_pages(draw: random.Random, role: str) -> Mapping[str, Any]:
     return {} if role == "reader" else {"pages": draw.randint(0, 12)}
 
@@ -100,6 +104,7 @@ KINDS: tuple[Kind, ...] = (
     Brought(name="kill at a crash point", chance=0.8, first="e0", life=_crash),
     Brought(name="clock wrong", chance=0.3, first="e1", life=_wrong_clock),
     Brought(name="clock jumped", chance=0.2, first="o0", life=_clock_jump),
+    Brought(name="world size changed", chance=0.2, first="s0", life=_more_ranks),
     Brought(name="database full", where="sqlite", chance=0.15, first="g0", life=_few_pages),
     Kind(name="write sent again"),
     Kind(name="write sent twice at once"),

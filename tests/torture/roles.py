@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -49,12 +51,14 @@ class Life:
         clock_s: by how much its clock is wrong from the start.
         clock_jump: after so many seconds the clock is wrong by so many seconds instead.
         pages: SQLite: so many pages more fit onto its disk.
+        ranks: a trainer: it takes a step as so many ranks, and leaves it to the next life.
     """
 
     crash_at: str | None = None
     clock_s: float = 0.0
     clock_jump: tuple[float, float] | None = None
     pages: int | None = None
+    ranks: int = 1
 
     def with_fault(self, values: Mapping[str, Any]) -> Life:
         """Return a life that has these values too."""
@@ -71,8 +75,9 @@ def live(role: str, arguments: Mapping[str, Any], life: Life, log: str) -> None:
     _move_clock(life, folder)
     if life.pages is not None:
         _shrink_disk(arguments["url"], life.pages)
+    special = {"ranks": life.ranks} if role == "trainer" else {}
     try:
-        globals()[role](**arguments)
+        globals()[role](**arguments, **special)
     except TrinityBufferError as error:
         if "disk is full" in str(error):
             note(folder, "disk full" if life.pages is None else "database full")
@@ -239,12 +244,19 @@ class _Private:
 
 
 def trainer(
-    url: str, experiment: str, consumer: str, strategy: str, folder: str, publishes: bool
+    url: str,
+    experiment: str,
+    consumer: str,
+    strategy: str,
+    folder: str,
+    publishes: bool,
+    ranks: int,
 ) -> None:
-    """Train until the experiment is finished."""
+    """Train until the experiment is finished; as several ranks, leave a step to the next life."""
     roles.use_one_thread()
     config = anyio.run(_config_of, url, experiment)
-    with open_train_stream(
+    opened = partial(
+        open_train_stream,
         url,
         experiment=experiment,
         strategy=strategy,
@@ -253,9 +265,34 @@ def trainer(
         max_tokens=task_of(config).max_length,
         lease_ttl_s=config.lease_ttl_s,
         follow=True,
-    ) as stream:
+    )
+    if ranks > 1:
+        _leave_a_step(opened, ranks)
+    dealt = anyio.run(_num_dealt, url, experiment)
+    with opened() as stream:
+        if anyio.run(_num_dealt, url, experiment) > dealt:
+            note(Path(folder), "world size changed")
         checkpoints = Path(folder) / f"checkpoints-{consumer}"
         _trainer_on(stream if publishes else _Private(stream), config, checkpoints).run(_silence)
+
+
+def _leave_a_step(opened: Callable[..., Any], ranks: int) -> None:
+    """Take a step as ``ranks`` ranks, and commit nothing."""
+
+    def take(rank: int) -> None:
+        with opened(rank=rank, world_size=ranks) as stream:
+            next(stream, None)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(take, range(ranks)))
+    raise TrinityBufferError(f"{ranks} ranks left without a commit")
+
+
+async def _num_dealt(url: str, experiment: str) -> int:
+    """Return how many steps were dealt anew so far."""
+    async with open_store(url, read_only=True) as store:
+        opened = await store.experiment(experiment)
+        return len([event async for event in opened.events(kinds=("StepDealt",))])
 
 
 def _trainer_on(stream: Any, config: RunConfig, folder: Path) -> Trainer:

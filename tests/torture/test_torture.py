@@ -21,12 +21,16 @@ from tests.torture.kinds import KINDS
 from tests.torture.plan import Plan
 
 ROOT = Path(__file__).parents[2]
-SLOTS = {"e0": "explorer", "e1": "explorer", "g0": "strategy", "o0": "strategy", "r0": "reader"}
+SLOTS = {
+    "e0": "explorer", "e1": "explorer", "g0": "strategy", "o0": "strategy", "s0": "trainer",
+    "r0": "reader",
+}  # fmt: skip
 
 # What every round guarantees; on a machine that lets us mount a small disk, a full one too.
 PROCESSES = {
     "kill", "kill at a crash point", "pause", "lease taken over", "clock wrong", "clock jumped",
-    "write sent again", "write sent twice at once", "changed write sent", "bit flipped",
+    "world size changed", "write sent again", "write sent twice at once", "changed write sent",
+    "bit flipped",
 }  # fmt: skip
 GUARANTEED = {
     "sqlite": PROCESSES | {"database full"},

@@ -24,6 +24,7 @@ def gradient(
     *,
     dtype: torch.dtype = torch.float32,
     processes: Processes | None = None,
+    groups: int = 6,
     **options: Any,
 ) -> torch.Tensor:
     """Return the gradient of the first step of ``algorithm`` on the experiment ``run``, flat.
@@ -35,13 +36,13 @@ def gradient(
     if algorithm.type.use_critic:
         models.critic = TransformerCritic(CONFIG, seed=3).to(dtype)
         torch.nn.init.normal_(models.critic.head.weight, generator=torch.Generator().manual_seed(4))
-    mixes = algorithm.sample.plan(1, 6).expert > 0
+    mixes = algorithm.sample.plan(1, groups).expert > 0
     with open_train_stream(
         url,
         experiment="run",
         strategy=strategy_of(algorithm),
         consumer=consumer,
-        groups_per_step=6,
+        groups_per_step=groups,
         max_tokens=24,
         rank=ranks.rank,
         world_size=ranks.world_size,

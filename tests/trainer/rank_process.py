@@ -14,6 +14,7 @@ from trinity_buffer.algorithm import build
 from trinity_buffer.trainer.parallel import TorchProcesses
 
 TRAINED = ("grpo", "ppo")
+OF_ONE_GROUP = ("grpo", "ppo", "rloo", "reinforceplusplus", "dpo", "sft", "gspo")
 
 
 def main(folder: Path, port: str, rank: str, names: str) -> None:
@@ -25,6 +26,9 @@ def main(folder: Path, port: str, rank: str, names: str) -> None:
         url = f"sqlite:///{folder}/{name}.db"
         found = gradient(url, build(name), "ranks", processes=TorchProcesses())
         torch.save(found, folder / f"{name}-{rank}.pt")
+        if name in OF_ONE_GROUP:  # rank 1 has no rows
+            few = gradient(url, build(name), "few", groups=1, processes=TorchProcesses())
+            torch.save(few, folder / f"{name}-few-{rank}.pt")
     for name in TRAINED:
         url = f"sqlite:///{folder}/{name}.db"
         trainer, reports = train(

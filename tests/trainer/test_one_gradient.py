@@ -14,7 +14,7 @@ import torch
 
 from tests.trainer.data import prepared
 from tests.trainer.gradients import gradient, train
-from tests.trainer.rank_process import TRAINED
+from tests.trainer.rank_process import OF_ONE_GROUP, TRAINED
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -78,6 +78,10 @@ def test_two_ranks_have_the_gradient_of_one(tmp_path: Path) -> None:
         alone = gradient(url, build(name), "alone")
         for rank in range(2):
             assert_one(torch.load(tmp_path / f"{name}-{rank}.pt"), alone, 1e-6)
+    for name in OF_ONE_GROUP:
+        alone = gradient(urls[name], build(name), "one-group", groups=1)
+        for rank in range(2):
+            assert_one(torch.load(tmp_path / f"{name}-few-{rank}.pt"), alone, 1e-6)
     for name in TRAINED:
         _, reports = train(
             urls[name], build(name), tmp_path / "a", max_steps=2, consumer="alone-run"

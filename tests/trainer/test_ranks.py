@@ -204,17 +204,27 @@ async def test_a_rank_hears_that_rank_0_is_gone(sqlite_url: str) -> None:
     assert "rank 0 of trainer 'trainer' is gone" in str(error)
 
 
-async def test_ranks_that_disagree_on_their_number_are_told(sqlite_url: str) -> None:
+@pytest.mark.parametrize("first", [0, 1])
+async def test_ranks_that_disagree_on_their_number_are_told(sqlite_url: str, first: int) -> None:
+    """Whoever was there first hears of the other."""
     async with open_store(sqlite_url) as store:
         experiment = await recorded(store, "run", "experience", rollouts())
+        both = [OPTIONS | {"rank": 0}, OPTIONS | {"rank": 1, "world_size": 3}]
+        told = "world_size=3, this one with 2" if first == 0 else "world_size=2, this one with 3"
 
-        async def join_a_world_of_three() -> None:
-            three = OPTIONS | {"world_size": 3, "groups_per_step": 3, "rank": 1}
-            async with experiment.train_stream(**three):
-                pass
+        async def open_second() -> None:
+            await experiment.train_stream(**both[1 - first]).__aenter__()
 
-        async with anyio.create_task_group() as group:
-            group.start_soon(join_a_world_of_three)
-            with pytest.raises(InvalidArgumentError, match="world_size=3, this one with 2"):
-                await experiment.train_stream(**OPTIONS).__aenter__()
-            group.cancel_scope.cancel()
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as group:
+
+                async def second() -> None:
+                    async for event in experiment.events(follow=True):
+                        if event.kind == "RankJoined":
+                            break
+                    group.start_soon(open_second)
+
+                group.start_soon(second)
+                with pytest.raises(InvalidArgumentError, match=told):
+                    await experiment.train_stream(**both[first]).__aenter__()
+                group.cancel_scope.cancel()

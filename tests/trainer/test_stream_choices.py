@@ -207,7 +207,6 @@ async def test_dropped_tokens_change_the_denominators(sqlite_url: str) -> None:
         ({"max_staleness": 1.0}, "staleness_control"),
         ({"expert_data_ratio": 0.5}, "mix"),
         ({"rank": 1}, "ranks count from 0"),
-        ({"world_size": 2}, "a group lies on one rank"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:

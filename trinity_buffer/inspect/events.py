@@ -27,6 +27,7 @@ from trinity_buffer.events import (
     RanksAssembled,
     RewardsAssigned,
     SegmentsArchived,
+    StepDealt,
     StepPartDone,
     StepsCommitted,
     StreamEnded,
@@ -109,6 +110,8 @@ def _summary(fact: Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one case per 
             return f"by {fact.by} {fact.consumer}: {_reasons(fact.reasons)}"
         case BatchLeased():
             return _leased(fact)
+        case StepDealt():
+            return f"step {fact.step} of {fact.consumer} to {fact.world_size} ranks"
         case StepsCommitted():
             return _committed(fact)
         case TrainerRewound():

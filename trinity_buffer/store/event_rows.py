@@ -100,6 +100,7 @@ def commit(fact: StepsCommitted) -> dict[str, Any]:
         "checkpoint": fact.checkpoint,
         "checkpoint_digest": fact.checkpoint_digest,
         "chain": fact.chain,
+        "rows_by_rank": list(fact.rows_by_rank[-1]) if fact.rows_by_rank else None,
     }
 
 

@@ -35,6 +35,7 @@ from trinity_buffer.events import (
     RanksAssembled,
     RewardsAssigned,
     SegmentsArchived,
+    StepDealt,
     StepPartDone,
     StepsCommitted,
     StreamEnded,
@@ -177,6 +178,8 @@ class Expectation:
                 self._rejected(at, fact)
             case BatchLeased():
                 self._leased(at, fact)
+            case StepDealt():
+                self._dealt(at, fact)
             case StepsCommitted():
                 self._committed(at, fact)
             case TrainerRewound():
@@ -259,6 +262,11 @@ class Expectation:
         found.row.update(leased_step=number, token=fact.token)
         self._add(delivery, event_rows.delivery_rows(self.experiment, fact), number, name)
 
+    def _dealt(self, position: int, fact: StepDealt) -> None:
+        found = self._consumers[fact.consumer]
+        found.steps[fact.step].update(leased_at=position, manifest_digest=fact.digest)
+        found.row["token"] = fact.token
+
     def _committed(self, position: int, fact: StepsCommitted) -> None:
         found, last = self._consumers[fact.consumer], fact.steps[-1]
         done = {number for number in found.uncommitted if number <= last}
@@ -290,7 +298,11 @@ class Expectation:
             configuration: [{**row, "config": _text_of(row["config"])} for row in single],
             batch: self._batches.values(),
             consumer: [{**c.row, "config": _text_of(c.row["config"])} for c in consumers],
-            step: [row for one in consumers for row in one.steps.values()],
+            step: [
+                {**row, "rows_by_rank": _text_of(row["rows_by_rank"])}
+                for one in consumers
+                for row in one.steps.values()
+            ],
             assigned_reward: [
                 {"scoring": scoring, "address": address, "reward": reward}
                 for (scoring, address), reward in self._rewards.items()
@@ -375,8 +387,8 @@ def _last_address(position: int) -> int:
     return first_address(position + 1) - 1
 
 
-def _text_of(config: Any) -> str:
-    return json.dumps(config, sort_keys=True, separators=(",", ":"))
+def _text_of(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 _NUMBERS = ("cursor", "calls", "rejected_groups", "token", "leased_step", "committed_step")

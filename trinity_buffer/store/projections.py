@@ -34,6 +34,7 @@ from trinity_buffer.events import (
     RanksAssembled,
     RewardsAssigned,
     SegmentsArchived,
+    StepDealt,
     StepPartDone,
     StepsCommitted,
     StreamEnded,
@@ -88,6 +89,8 @@ def fold(tx: Transaction, experiment: int, placed: PlacedFact) -> None:  # noqa:
             _rejected(tx, experiment, at, fact)
         case BatchLeased():
             _leased(tx, experiment, at, fact)
+        case StepDealt():
+            _dealt(tx, experiment, at, fact)
         case StepsCommitted():
             _committed(tx, experiment, at, fact)
         case TrainerRewound():
@@ -287,6 +290,14 @@ _HANDED_OUT = Prepared(
     .where(*_OF_CONSUMER)
     .values(leased_step=bindparam("number"), token=bindparam("fence"))
 )
+
+
+def _dealt(tx: Transaction, experiment: int, position: int, fact: StepDealt) -> None:
+    mine = (step.c.experiment == experiment, step.c.consumer == fact.consumer)
+    served = {"leased_at": position, "manifest_digest": fact.digest}
+    tx.execute(update(step).where(*mine, step.c.step == fact.step).values(served))
+    live = (consumer.c.experiment == experiment, consumer.c.name == fact.consumer)
+    tx.execute(update(consumer).where(*live).values(token=fact.token))
 
 
 def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommitted) -> None:

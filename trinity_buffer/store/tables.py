@@ -254,6 +254,7 @@ step = Table(
     _key("experiment", Integer),
     _key("consumer", Text),
     _key("step"),
+    # of the event that says how it is served: its `BatchLeased`, or the last `StepDealt`
     Column("leased_at", BigInteger, nullable=False),
     Column("rows", Integer, nullable=False),
     Column("groups", Integer, nullable=False),

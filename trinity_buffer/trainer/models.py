@@ -16,6 +16,7 @@ from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.step_tensors import Reduce
 from trinity_buffer.pipeline.streaming.stream_options import TrainStep
 from trinity_buffer.trainer.policy import Critic, Policy
+from trinity_buffer.trainer.token_scores import stand_in
 
 
 @dataclass(slots=True)
@@ -70,11 +71,12 @@ def new_critic(policy: Policy) -> Critic:
 
 def values_of(critic: Critic, microbatch: MicroBatch) -> Tensor:
     """Return the value of every token of a micro-batch."""
-    return critic.values(
-        microbatch["input_ids"],
-        cu_seqlens=microbatch.get("cu_seqlens"),
-        max_seqlen=microbatch.get("max_seqlen"),
+    ids = microbatch["input_ids"]
+    read = microbatch if ids.numel() else stand_in(microbatch)
+    found = critic.values(
+        read["input_ids"], cu_seqlens=read.get("cu_seqlens"), max_seqlen=read.get("max_seqlen")
     )
+    return found if ids.numel() else found[:0]
 
 
 def prepare(

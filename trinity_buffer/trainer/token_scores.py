@@ -44,6 +44,9 @@ def token_scores(
     if chunk_logits < 1:
         raise InvalidArgumentError(f"chunk_logits={chunk_logits}: it must be at least 1")
     ids = microbatch["input_ids"]
+    if not ids.numel():
+        one = token_scores(model, stand_in(microbatch), chunk_logits=chunk_logits)
+        return TokenScores(one.logprob[:0], one.entropy[:0])
     hidden, head = last_hidden(model, microbatch)
     places = _predicted(microbatch).flatten().nonzero().squeeze(-1)
     found = head_scores(
@@ -56,9 +59,28 @@ def token_scores(
 
 def token_logits(model: Any, microbatch: Mapping[str, Any]) -> Tensor:
     """Return all logits of a micro-batch, ``[..., vocabulary]``; those at t are of token t + 1."""
+    if not microbatch["input_ids"].numel():
+        return token_logits(model, stand_in(microbatch))[:0]
     hidden, head = last_hidden(model, microbatch)
     logits, _ = _logits(hidden.flatten(0, -2), head, slice(None))
     return logits.view(*hidden.shape[:-1], -1)
+
+
+def stand_in(microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return two tokens in the layout of a micro-batch without rows.
+
+    Few models take no rows. One that is given these, of which nothing is kept, takes part in what
+    data-parallel ranks do together, forward and backward, and its gradient is 0.
+    """
+    ids = microbatch["input_ids"]
+    shape = (1, 2) if ids.dim() == 2 else (2,)
+    zeros = ids.new_zeros(shape)
+    found: dict[str, Any] = {"input_ids": zeros, "position_ids": torch.arange(2).to(zeros)}
+    found["position_ids"] = found["position_ids"].expand(shape)
+    limits = microbatch.get("cu_seqlens")
+    if limits is not None:
+        found |= {"cu_seqlens": limits.new_tensor([0, 2]), "max_seqlen": 2}
+    return found
 
 
 def head_scores(

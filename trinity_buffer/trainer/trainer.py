@@ -359,7 +359,7 @@ def _combined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     found = {}
     for name in parts[0]:
         values = torch.stack([torch.as_tensor(part[name], dtype=torch.float64) for part in parts])
-        found[name] = values.sum() if name.endswith("loss") else values.mean()
+        found[name] = values.sum() if name.endswith("loss") else values.nanmean()
     return found
 
 

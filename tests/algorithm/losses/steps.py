@@ -24,6 +24,7 @@ WHOLE: Cut = [[[0, 1, 2, 3, 4, 5, 6, 7]]]
 CUTS: dict[str, Cut] = {
     "accumulated": [[[0, 1, 2, 3], [6, 7], [4, 5]]],
     "two ranks": [[[2, 3, 0, 1], [4, 5]], [[6, 7]]],
+    "a rank without rows": [[[2, 3, 0, 1], [6, 7, 4, 5]], [[], []]],
 }
 
 
@@ -44,11 +45,13 @@ class Step:
         spans = [torch.arange(self.bounds[i], self.bounds[i + 1]) for i in rows]
         per_row = {name: tensor[list(rows)] for name, tensor in self.rows.items()}
         if packed:
-            index = torch.cat(spans)
+            index = torch.cat([torch.empty(0, dtype=torch.int64), *spans])
             ends = torch.tensor([0, *(len(span) for span in spans)], dtype=torch.int32)
             per_token = {name: tensor[index] for name, tensor in self.tokens.items()}
             return per_token | per_row, ends.cumsum(0, dtype=torch.int32)
-        index = torch.nn.utils.rnn.pad_sequence(spans, batch_first=True, padding_value=-1)
+        index = torch.full((0, 1), -1)
+        if spans:
+            index = torch.nn.utils.rnn.pad_sequence(spans, batch_first=True, padding_value=-1)
         per_token = {
             name: torch.where(index >= 0, tensor[index], torch.zeros((), dtype=tensor.dtype))
             for name, tensor in self.tokens.items()

@@ -72,6 +72,8 @@ class Columns:
         column: Tensor = self.read(name)
         if self.lengths is None:
             return column
+        if not self.lengths:
+            return column.new_zeros(0, 1)
         return torch.nn.utils.rnn.pad_sequence(list(column.split(self.lengths)), batch_first=True)
 
     def store(self, result: Result) -> None:
@@ -86,6 +88,8 @@ class Columns:
         """Return ``value`` of shape ``(B, T)`` as the batch lays it out."""
         if self.lengths is None:
             return value
+        if not self.lengths:
+            return value.flatten()
         return torch.cat([row[:length] for row, length in zip(value, self.lengths, strict=True)])
 
 

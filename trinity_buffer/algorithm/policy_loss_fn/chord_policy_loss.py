@@ -193,9 +193,10 @@ class MIXCHORDPolicyLossFn(PolicyLossFn):
     ) -> LossAndMetrics:
         """Return the loss; as `MIXPolicyLossFn`, with the gradient ``step`` of each row ``[N]``."""
         # Steps come from the loader, on whatever device; one comparison of N integers per batch.
-        if bool((step != step.flatten()[0]).any()):
+        first = step.flatten()[0] if step.numel() else step.new_zeros(())
+        if bool((step != first).any()):
             raise InvalidArgumentError(f"step must be one number for all rows: {step.tolist()}")
-        mu = self.mu_schedule(step.flatten()[0]).to(logprob.device)
+        mu = self.mu_schedule(first).to(logprob.device)
         tensors = {
             "logprob": logprob,
             "old_logprob": old_logprob,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,16 @@ import anyio.to_thread
 from anyio.from_thread import BlockingPortal
 
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.events import BatchLeased, StepsCommitted
+from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.events import fact_at
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading import EventCache
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.collate import collate_step
+from trinity_buffer.pipeline.streaming.collate import collate_step, rows_in
+from trinity_buffer.pipeline.streaming.dealing import dealt_to, leased_step
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.streaming.portal import in_portal
-from trinity_buffer.pipeline.streaming.row_loader import RowLoader
+from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.train_stream import Resume, TrainStep
 from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store.database import Database
@@ -40,6 +41,8 @@ async def replayed_steps(
     world_size: int = 1,
 ) -> AsyncIterator[TrainStep]:
     """Yield the steps ``first`` to ``last`` of a trainer exactly as they were handed out.
+
+    To another number of ranks than then the same rows are dealt anew, with the same gradient.
 
     Args:
         last: by default the last committed one.
@@ -63,20 +66,25 @@ async def replayed_steps(
         if recorded.step >= first:
             manifest, skipped = await _recorded(experiment, recorded)
             rows = await database.read_session(partial(loader.load, manifest=manifest))
-            collate = partial(
-                collate_step, manifest, rows, rank=rank, world=world_size, device=device
-            )
-            microbatches = await anyio.to_thread.run_sync(collate)
+            manifest, rows = _dealt(manifest, rows, world_size)
+            part = partial(collate_step, rank=rank, world=world_size, device=device)
+            microbatches = await anyio.to_thread.run_sync(part, manifest, rows)
             versions = [one for one in rows.facts.policy_versions if one is not None]
-            yield TrainStep(
-                manifest.step,
-                microbatches,
-                manifest,
-                link,
-                recorded=True,
+            step = TrainStep(manifest.step, microbatches, manifest, link, recorded=True)
+            yield replace(
+                step,
                 policy_versions=versions,
                 skipped=skipped,
+                rows=rows_in(microbatches, rows),
             )
+
+
+def _dealt(manifest: Manifest, rows: LoadedRows, world_size: int) -> tuple[Manifest, LoadedRows]:
+    """Return a manifest and its rows as they are dealt to so many ranks."""
+    if manifest.world_size == world_size:
+        return manifest, rows
+    order, plans = dealt_to(world_size, manifest, rows)
+    return manifest.dealt(order, plans), rows.reordered(order)
 
 
 def _trainer(
@@ -88,12 +96,14 @@ def _trainer(
 
 async def _recorded(experiment: Experiment, recorded: StepRow) -> tuple[Manifest, bool]:
     """Return the manifest of a step, and whether its commit says that it was skipped."""
-    places = [at for at in (recorded.leased_at, recorded.committed_at) if at is not None]
+    leased = await experiment.database.read_session(
+        partial(leased_step, experiment=experiment, row=recorded)
+    )
+    places = [] if recorded.committed_at is None else [recorded.committed_at]
     stored = await experiment.database.read(log.read_at, experiment.key, places)
-    leased = fact_at(experiment.name, stored[0], BatchLeased)
-    committed = [fact_at(experiment.name, event, StepsCommitted) for event in stored[1:]]
+    committed = [fact_at(experiment.name, event, StepsCommitted) for event in stored]
     skipped = any(recorded.step in commit.skipped_steps for commit in committed)
-    return Manifest.of(leased), skipped
+    return leased.manifest, skipped
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,8 @@ def collate_step(
 ) -> list[MicroBatch]:
     """Return the micro-batches of one rank, each with the denominators of the whole step.
 
-    A stored pair becomes two rows, the chosen one first.
+    A stored pair becomes two rows, the chosen one first. A micro-batch without rows has tensors of
+    the shapes ``[0, 1]``, packed ``[0]``.
 
     Args:
         manifest: of the step.
@@ -95,9 +96,12 @@ def collate_step(
         world: how many ranks there are.
         device: where the tensors are put.
         memory: of earlier steps, to be used again.
+
+    Raises:
+        InvalidArgumentError: the step is dealt to another number of ranks.
     """
-    columns, pairs = _columns(manifest, rows)
-    size = 2 if pairs else 1
+    _require_ranks(manifest, world)
+    columns, size = _columns(manifest, rows)
     layout = _layout_of_step(manifest, columns, size, world)
     plans = [plan for plan in manifest.microbatches if plan.rank == rank]
     wide = [replace(plan, start=size * plan.start, stop=size * plan.stop) for plan in plans]
@@ -121,6 +125,19 @@ def collate_step(
         mine = replace(layout, cu_seqlens=tensors.get("cu_seqlens"))
         batches.append(MicroBatch(tensors, mine, modal, versions, rows.unrecorded))
     return batches
+
+
+def _require_ranks(manifest: Manifest, world: int) -> None:
+    if manifest.world_size != world:
+        raise InvalidArgumentError(
+            f"step {manifest.step} is dealt to {manifest.world_size} ranks, not to {world}"
+        )
+
+
+def rows_in(microbatches: Sequence[MicroBatch], rows: LoadedRows) -> int:
+    """Return how many rows of a manifest the micro-batches hold; a pair is one."""
+    size = 2 if rows.field("chosen").blocks else 1
+    return sum(len(microbatch.policy_versions) for microbatch in microbatches) // size
 
 
 def _each(items: Sequence[T], size: int) -> Sequence[T]:
@@ -193,10 +210,10 @@ class _Columns:
     recorded: Array | None = None
 
 
-def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, bool]:
-    """Return the columns, and whether they are those of pairs, two rows each."""
+def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, int]:
+    """Return the columns, and how many rows they have for each of the manifest: two of a pair."""
     if rows.field("chosen").blocks:
-        return _halves(rows), True
+        return _halves(rows), 2
     masks, number = rows.field("action_mask"), len(rows.facts)
     stored = {
         "rollout_logprob": "logprobs",
@@ -234,7 +251,7 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, bool]:
         rows.facts.trained_tokens,
         recorded if recorded.any() and not recorded.all() else None,
     )
-    return found, False
+    return found, 1
 
 
 def _halves(rows: LoadedRows) -> _Columns:
@@ -362,5 +379,5 @@ def _tensors(
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
     found["cu_seqlens"] = torch.from_numpy(ends.astype(np.int32))
-    found["max_seqlen"] = int(lengths.max())
+    found["max_seqlen"] = int(lengths.max(initial=0))
     return found

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, cast
 
 from trinity_buffer.errors import CodecError, InvalidArgumentError
-from trinity_buffer.events import BatchLeased
+from trinity_buffer.events import BatchLeased, StepDealt
 
 LayoutName = Literal["padded", "packed"]
 
@@ -18,6 +18,8 @@ LayoutName = Literal["padded", "packed"]
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
     """One micro-batch: the rows ``start`` to ``stop`` of the manifest, on one rank.
+
+    It is empty where its rank has fewer rows than another one has micro-batches.
 
     Attributes:
         width: padded: the width of the tensors; packed: their total number of tokens.
@@ -62,6 +64,33 @@ class Manifest:
     def num_groups(self) -> int:
         """How many groups the step trains on."""
         return len(set(self.groups))
+
+    @property
+    def world_size(self) -> int:
+        """To how many ranks the step is dealt: each has a micro-batch, if only an empty one."""
+        return 1 + max(plan.rank for plan in self.microbatches)
+
+    def rows_by_rank(self) -> list[int]:
+        """Return how many rows each rank is to take."""
+        found = [0] * self.world_size
+        for plan in self.microbatches:
+            found[plan.rank] += plan.stop - plan.start
+        return found
+
+    def dealt(self, order: Sequence[int], microbatches: Sequence[MicroBatchPlan]) -> Manifest:
+        """Return it with row ``order[i]`` as row ``i``, in these micro-batches."""
+
+        def placed(column: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(column[place] for place in order)
+
+        return replace(
+            self,
+            annotations=placed(self.annotations),
+            experiences=placed(self.experiences),
+            groups=placed(self.groups),
+            source=placed(self.source) if self.source else (),
+            microbatches=tuple(microbatches),
+        )
 
     def rows_of(self, source: int) -> list[int]:
         """Return the places of the rows that come from ``source``, in order."""
@@ -115,9 +144,7 @@ class Manifest:
         Raises:
             CodecError: a layout or a micro-batch that is none.
         """
-        if leased.layout not in ("padded", "packed") or any(
-            len(plan) not in (3, 4) for plan in leased.microbatches
-        ):
+        if leased.layout not in ("padded", "packed"):
             raise CodecError(f"the manifest of step {leased.step} is damaged: its layout is none")
         return cls(
             step=leased.step,
@@ -127,12 +154,24 @@ class Manifest:
             groups=tuple(leased.groups),
             num_planned_groups=leased.planned_groups,
             layout=cast("LayoutName", leased.layout),
-            microbatches=tuple(MicroBatchPlan(*plan) for plan in leased.microbatches),
+            microbatches=plans_of(leased),
             normalizer=leased.normalizer,
             # Steps of one source alone do not say so, and older logs never did.
             sources=tuple(leased.sources),
             source=tuple(leased.source),
         )
+
+
+def plans_of(fact: BatchLeased | StepDealt) -> tuple[MicroBatchPlan, ...]:
+    """Return the micro-batches that an event recorded.
+
+    Raises:
+        CodecError: there is none, or one is none.
+    """
+    plans = fact.microbatches
+    if not plans or any(len(plan) not in (3, 4) for plan in plans):
+        raise CodecError(f"the manifest of step {fact.step} is damaged: its layout is none")
+    return tuple(MicroBatchPlan(*plan) for plan in plans)
 
 
 def chain(previous: bytes, digest: bytes) -> bytes:
@@ -151,22 +190,25 @@ def plan_microbatches(
     tokens_per_microbatch: int | None,
     world_size: int = 1,
     pairs: bool = False,
+    by_length: bool = True,
 ) -> tuple[list[int], list[MicroBatchPlan]]:
     """Return an order of the rows, and the micro-batches over it.
 
     A group lies on one rank; groups are dealt to the ranks by their tokens, the largest first.
     Within a rank, padded rows are sorted by length so that little is padding. The budget counts
     what is computed: rows × width when padded, tokens when packed; a row above it is a micro-batch
-    of its own. Every rank gets the same number of micro-batches.
+    of its own. Every rank gets the same number of micro-batches; one with too few rows gets empty
+    ones, so that it takes part wherever the ranks wait for each other.
 
     Args:
         lengths: tokens of each row; of a pair those of its longer half, or packed those of both.
         groups: per row, a number that rows of one group share.
         pairs: every row stands for two, the chosen and the rejected one; they keep their order, so
             that what is a pair stays one.
+        by_length: whether rows may be sorted by length.
 
     Raises:
-        InvalidArgumentError: fewer rows than ranks, or a budget that is not positive.
+        InvalidArgumentError: a budget that is not positive.
     """
     if tokens_per_microbatch is not None and tokens_per_microbatch < 1:
         raise InvalidArgumentError(
@@ -176,7 +218,7 @@ def plan_microbatches(
     per_rank = []
     size = 2 if pairs and layout == "padded" else 1
     for rows in _deal(lengths, groups, world_size):
-        if layout == "padded" and tokens_per_microbatch is not None and not pairs:
+        if by_length and layout == "padded" and tokens_per_microbatch is not None and not pairs:
             rows = sorted(rows, key=lambda row: -lengths[row])
         per_rank.append(_fill(rows, lengths, layout, tokens_per_microbatch, size))
     most = max(len(chunks) for chunks in per_rank)
@@ -185,7 +227,8 @@ def plan_microbatches(
         for chunk in _split_to(chunks, most):
             start, order = len(order), order + chunk
             sizes = [lengths[row] for row in chunk]
-            width = max(sizes) if layout == "padded" else sum(sizes)
+            # Many models take no rows, but hardly any takes no columns.
+            width = max(sizes, default=1) if layout == "padded" else sum(sizes)
             plans.append(MicroBatchPlan(start, len(order), width, rank))
     return order, plans
 
@@ -197,11 +240,6 @@ def _deal(lengths: Sequence[int], groups: Sequence[int], world_size: int) -> lis
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
-    if len(members) < world_size:
-        raise InvalidArgumentError(
-            f"a step of {len(members)} groups cannot be dealt to {world_size} ranks: "
-            "raise groups_per_step"
-        )
     ranks: list[list[int]] = [[] for _ in range(world_size)]
     load = [0] * world_size
     for rows in sorted(members.values(), key=lambda rows: -sum(lengths[row] for row in rows)):
@@ -233,14 +271,16 @@ def _fill(
 
 
 def _split_to(chunks: list[list[int]], number: int) -> list[list[int]]:
-    """Return ``number`` chunks, by halving the longest ones: all ranks must run equally often."""
+    """Return ``number`` chunks, by halving the longest ones, and then empty ones.
+
+    All ranks must run equally often.
+    """
     chunks = list(chunks)
     while len(chunks) < number:
-        longest = max(range(len(chunks)), key=lambda i: len(chunks[i]))
-        rows = chunks[longest]
+        longest = max(range(len(chunks)), key=lambda i: len(chunks[i]), default=-1)
+        rows = chunks[longest] if chunks else []
         if len(rows) < 2:
-            raise InvalidArgumentError(
-                "a rank has fewer rows than another has micro-batches: raise groups_per_step"
-            )
-        chunks[longest : longest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+            chunks.append([])
+        else:
+            chunks[longest : longest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
     return chunks

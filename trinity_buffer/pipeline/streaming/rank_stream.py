@@ -8,7 +8,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, chain
 from trinity_buffer.pipeline.streaming.registration import has_set, wait_for_set
 from trinity_buffer.pipeline.streaming.rewinding import last_commit
@@ -86,15 +85,12 @@ class RankStream(TrainStream):
 
         Raises:
             LeaseLostError: the ranks assembled anew without this one.
+            InvalidArgumentError: a step up to ``step`` was not delivered by this stream.
         """
         del checkpoint, policy, environment, metrics, skipped
         if step.step <= self._committed:
             return
-        if step.step not in self._delivered:
-            raise InvalidArgumentError(
-                f"commit of step {step.step}: it was not delivered by this stream"
-            )
-        await self._ranks.part_done(step.step)
+        steps = self._delivered.between(self._committed, step.step)
+        await self._ranks.part_done(step.step, self._delivered.rows(steps))
         self._committed = step.step
-        for number in [number for number in self._delivered if number <= step.step]:
-            del self._delivered[number]
+        self._delivered.forget(steps)

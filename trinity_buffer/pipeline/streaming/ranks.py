@@ -1,13 +1,15 @@
 """How the ranks of a data-parallel trainer find each other through the log, and commit together.
 
-Every rank that opens the stream records that it joined. Rank 0, which holds the lease, waits for
-one unanswered join of each and records an assembly that names them. A rank belongs to the assembly
-that answers its own join and to no other, so processes of an earlier life can neither be mistaken
-for living ones nor hold a commit up: nothing depends on how long anything took.
+Every rank that opens the stream records that it joined. Rank 0, which holds the lease, does so too:
+that is its call, and a rank that hears one while it waits joins again. Rank 0 waits for one join of
+each behind its call and records an assembly that names them. A rank belongs to the assembly that
+answers its own join and to no other, so processes of an earlier life, however many they were, can
+neither be mistaken for living ones nor hold a commit up: nothing depends on how long anything took.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, assert_never
 
 import anyio
@@ -51,8 +53,11 @@ class RankSession:
         self._watch = LeaseWatch(options.lease_ttl_s)
         self._position = 0  # of the assembly
         self._read_up_to = 0
+        self._joined = 0  # position of its own last join; of rank 0, its call
+        self._called = False  # since then
         self._joins: dict[int, int] = {}  # rank -> position of its last join
         self._parts: dict[int, int] = {}  # rank -> last step whose part is done
+        self._rows: dict[tuple[int, int], int] = {}  # (rank, step) -> rows it took
         self._superseded = ""
 
     # -- rank 0
@@ -63,6 +68,7 @@ class RankSession:
         if self._world == 1:
             return
         others = set(range(1, self._world))
+        await self._join()
         while True:
             state = await self._database.changes.state()
             await self._read()
@@ -80,23 +86,37 @@ class RankSession:
         self._position = await self._append(together, token=lease.token)
         self.committed = committed
 
-    async def all_parts(self, step: int, lease: TrainerLease) -> None:
-        """Wait until every other rank has said that its part of ``step`` is done.
+    async def all_parts(
+        self, steps: Sequence[int], own: Sequence[int], lease: TrainerLease
+    ) -> list[list[int]]:
+        """Wait until every other rank has said that its part of ``steps`` is done.
+
+        Args:
+            steps: about to be committed, in order.
+            own: how many rows of each rank 0 took.
+            lease: of the trainer.
+
+        Returns:
+            Of each step, how many rows each rank took.
 
         Raises:
             LeaseLostError: another process took over, or a rank started again.
         """
-        if self._world == 1:
-            return
-        while True:
+        others = range(1, self._world)
+        while self._world > 1:
             state = await self._database.changes.state()
             await self._read()
             self._check()
-            if all(self._parts.get(rank, 0) >= step for rank in range(1, self._world)):
-                return
+            if all(self._parts.get(rank, 0) >= steps[-1] for rank in others):
+                break
             await self._database.changes.changed(state, timeout_s=self._ttl_s / 4)
             if lease.lost is not None:
                 raise lease.lost
+        self._rows = {key: rows for key, rows in self._rows.items() if key[1] >= steps[0]}
+        return [
+            [mine, *(self._rows.get((rank, step), 0) for rank in others)]
+            for step, mine in zip(steps, own, strict=True)
+        ]
 
     async def end(self, last_step: int) -> None:
         """Tell the other ranks that there are no steps after ``last_step``."""
@@ -109,18 +129,26 @@ class RankSession:
     # ------------------------------------------------------------------------------------------
 
     async def join(self) -> None:
-        """Record that this rank is here, and wait for the assembly that answers it."""
-        here = RankJoined(consumer=self._name, rank=self._rank, world_size=self._world)
-        own = await self._append(here)
-        self._read_up_to = own
+        """Record that this rank is here, and wait for the assembly that answers it.
+
+        Raises:
+            InvalidArgumentError: rank 0 was started with another number of ranks.
+        """
+        await self._join()
         while not self._position:
             state = await self._database.changes.state()
-            await self._read(joined_at=own)
-            if not self._position:
+            await self._read()
+            if self._called:
+                await self._join()
+            elif not self._position:
                 await self._database.changes.changed(state)
 
-    async def part_done(self, step: int) -> None:
+    async def part_done(self, step: int, rows: Sequence[int]) -> None:
         """Record that this rank went through ``step``.
+
+        Args:
+            step: the last one.
+            rows: how many rows it took of each step since the last time.
 
         Raises:
             LeaseLostError: the ranks assembled anew without this one.
@@ -128,7 +156,7 @@ class RankSession:
         await self._read()
         self._check()
         done = StepPartDone(
-            consumer=self._name, assembly=self._position, rank=self._rank, step=step
+            consumer=self._name, assembly=self._position, rank=self._rank, step=step, rows=rows
         )
         await self._append(done)
 
@@ -154,6 +182,11 @@ class RankSession:
     # -- reading
     # ------------------------------------------------------------------------------------------
 
+    async def _join(self) -> None:
+        here = RankJoined(consumer=self._name, rank=self._rank, world_size=self._world)
+        self._joined = self._read_up_to = await self._append(here)
+        self._called = False
+
     async def _append(self, fact: OfRanks, *, token: int | None = None) -> int:
         event = new_event(fact)
 
@@ -167,7 +200,7 @@ class RankSession:
             positions = await self._database.write(append)
         return positions[0]
 
-    async def _read(self, joined_at: int | None = None) -> None:
+    async def _read(self) -> None:
         """Take in what the ranks have recorded since the last time."""
         while True:
             limit = sizes().events_per_page
@@ -176,7 +209,7 @@ class RankSession:
                 fact = decoded(self._experiment.name, stored).fact
                 assert isinstance(fact, OfRanks)
                 if fact.consumer == self._name:
-                    self._take_in(stored.position, fact, joined_at)
+                    self._take_in(stored.position, fact)
             if len(page) < limit:
                 self._read_up_to = max(self._read_up_to, head)
                 return
@@ -188,39 +221,41 @@ class RankSession:
         page = log.read_after(tx, key, after, limit=limit, kinds=kinds_of(OfRanks), up_to=head)
         return head, page
 
-    def _take_in(self, position: int, fact: OfRanks, joined_at: int | None) -> None:
+    def _take_in(self, position: int, fact: OfRanks) -> None:
         match fact:
             case RankJoined():
                 self._take_in_join(position, fact)
             case RanksAssembled():
-                self._take_in_assembly(position, fact, joined_at)
+                self._take_in_assembly(position, fact)
             case StepPartDone():
                 if fact.assembly == self._position:
                     self._parts[fact.rank] = max(self._parts.get(fact.rank, 0), fact.step)
+                    first = fact.step - len(fact.rows) + 1
+                    for step, rows in enumerate(fact.rows, first):
+                        self._rows[fact.rank, step] = rows
             case StreamEnded():
                 if fact.assembly == self._position:
                     self.ended = fact.step
             case _:
                 assert_never(fact)
 
-    def _take_in_assembly(
-        self, position: int, together: RanksAssembled, joined_at: int | None
-    ) -> None:
-        if joined_at is not None and joined_at in together.joins:
+    def _take_in_assembly(self, position: int, together: RanksAssembled) -> None:
+        if self._rank and self._joined in together.joins:
             self._position, self.committed = position, together.committed_step
         elif self._position and position > self._position:
             self._superseded = "the ranks assembled anew without this process"
-        self._joins = {}  # answered: they belong to that assembly
 
     def _take_in_join(self, position: int, join: RankJoined) -> None:
-        if self._position and self._rank == 0:
+        if not self._position:
+            if join.world_size != self._world and 0 in (self._rank, join.rank):
+                raise InvalidArgumentError(
+                    f"rank {join.rank} of trainer {self._name!r} was started with world_size="
+                    f"{join.world_size}, this one with {self._world}: start all ranks alike"
+                )
+            self._called |= join.rank == 0
+            self._joins[join.rank] = position
+        elif self._rank == 0:
             self._superseded = f"rank {join.rank} started again"
-        elif join.world_size != self._world:
-            raise InvalidArgumentError(
-                f"rank {join.rank} of trainer {self._name!r} was started with world_size="
-                f"{join.world_size}, this one with {self._world}: start all ranks alike"
-            )
-        self._joins[join.rank] = position
 
     def _check(self) -> None:
         if self._superseded:

@@ -11,7 +11,7 @@ from trinity_buffer.errors import (
     InvalidArgumentError,
 )
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.rejection_watch import RejectionWatch
+from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.pipeline.streaming.collate import row_lengths
 from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.streaming.ready_groups import ReadyGroup
@@ -150,6 +150,15 @@ class StepRows:
             taken, gone = parted(taken, fits)
             self._source.reject(s, gone, reason, taken)
         return taken
+
+
+def watch_of(experiment: Experiment, options: StreamOptions) -> RejectionWatch:
+    """Return the watch over the rows that a stream rejects."""
+    return RejectionWatch(
+        f"trainer {options.consumer!r}",
+        options.groups_per_step,
+        experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
+    )
 
 
 def _source_of(manifest: Manifest, place: int) -> int:

@@ -104,8 +104,6 @@ class StepSource:
         driving = 0 if plan.usual else len(wanted) - 1
         if not whole and not (partial_ok and min(here[driving], wanted[driving])):
             return None
-        if sum(map(min, here, wanted)) < self._options.world_size:
-            return None
         popped = (ready.pop(number) for ready, number in zip(self._ready, wanted, strict=True))
         return self._without_oversize(s, list(chain.from_iterable(popped)))
 

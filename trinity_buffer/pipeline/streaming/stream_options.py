@@ -44,7 +44,9 @@ class StreamOptions:
             it is refused at once, and nothing is registered.
         resume_from: rewind to this committed step first; later commits are superseded.
         rank, world_size: this process of a data-parallel trainer. Rank 0 leases, the others read
-            the manifests from the log; all must open the stream, and all must commit.
+            the manifests from the log; all must open the stream, and all must commit. Any number
+            may follow any other: steps that are not committed are dealt anew. A rank without a
+            group of a step gets micro-batches without rows, and takes part as ever.
         sample_strategy: which groups a step takes, by its registered name: ``"default"``,
             ``"staleness_control"`` or ``"mix"``.
         max_staleness: ``staleness_control``: groups that are older, in policy versions, are
@@ -89,11 +91,6 @@ class StreamOptions:
         if not 0 <= self.rank < self.world_size:
             raise InvalidArgumentError(
                 f"rank={self.rank} of world_size={self.world_size}: ranks count from 0"
-            )
-        if self.groups_per_step < self.world_size:
-            raise InvalidArgumentError(
-                f"groups_per_step={self.groups_per_step} with world_size={self.world_size}: a "
-                "group lies on one rank, so every step needs a group for each"
             )
         mixes = self.sample_strategy == "mix"
         if mixes != (self.expert_experiment is not None):
@@ -173,6 +170,7 @@ class TrainStep:
         policy_versions: of the experiences, where known.
         skipped: True in a replay of a step whose commit says that the weights did not go through
             it.
+        rows: how many rows of the manifest this rank was given.
     """
 
     step: int
@@ -182,6 +180,7 @@ class TrainStep:
     recorded: bool
     policy_versions: list[int] = field(default_factory=list)
     skipped: bool = False
+    rows: int = 0
 
     @property
     def staleness(self) -> float | None:

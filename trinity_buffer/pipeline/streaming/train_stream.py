@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from trinity_buffer.crash_points import reached
-from trinity_buffer.errors import InvalidArgumentError, StoreError
-from trinity_buffer.events import BatchLeased, StepsCommitted, TrainerRewound
+from trinity_buffer.errors import StoreError
+from trinity_buffer.events import StepsCommitted, TrainerRewound
 from trinity_buffer.pipeline.background import running, task_group
-from trinity_buffer.pipeline.events import fact_at, new_event
+from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading import EventCache
-from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
-from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step
+from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step, rows_in
 from trinity_buffer.pipeline.streaming.commit_events import commit_events, finite, skips
+from trinity_buffer.pipeline.streaming.dealing import Dealer, leased_step
+from trinity_buffer.pipeline.streaming.delivered import DeliveredSteps
 from trinity_buffer.pipeline.streaming.environment import environment_of_run
 from trinity_buffer.pipeline.streaming.handover import Handover
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
@@ -27,12 +28,12 @@ from trinity_buffer.pipeline.streaming.registration import has_set, register, wa
 from trinity_buffer.pipeline.streaming.rewinding import last_commit, require_checkpoint_of
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.step_memory import StepMemory
-from trinity_buffer.pipeline.streaming.step_rows import StepRows
+from trinity_buffer.pipeline.streaming.step_rows import StepRows, watch_of
 from trinity_buffer.pipeline.streaming.step_source import RECORDED, StepSource
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions, TrainStep
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
 from trinity_buffer.pipeline.streaming.voice import StreamVoice
-from trinity_buffer.store import log, queries, trainer_queries
+from trinity_buffer.store import queries, trainer_queries
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ConsumerRow, StepRow
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
@@ -69,17 +70,13 @@ class TrainStream:
         rows = EventCache(experiment.key, experiment.name)
         self._loader = RowLoader(rows)
         self._expert = expert
-        watch = RejectionWatch(
-            f"trainer {options.consumer!r}",
-            options.groups_per_step,
-            experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
-        )
+        watch = watch_of(experiment, options)
         name = self.annotation_set
         self._source = StepSource(experiment, options, name, lease, rows, expert, watch=watch)
         self._rows = StepRows(experiment, options, name, self._loader, self._source, watch=watch)
         self._ranks = RankSession(experiment, options)
         self._committed = 0
-        self._delivered: dict[int, bytes] = {}  # digests of manifests, until they are committed
+        self._delivered = DeliveredSteps()
         self._recorded: deque[StepRow] = deque()
         self._next_step = 1
         self._chain = FIRST_LINK
@@ -120,7 +117,8 @@ class TrainStream:
             self.resume = await last_commit(
                 self.experiment, steps[: row.committed_step], self._chain
             )
-        self._recorded = deque(steps[row.committed_step :])
+        dealer = Dealer(self.experiment, self._lease, self._loader, self.options.world_size)
+        self._recorded = deque(await dealer.dealt(steps[row.committed_step :]))
         self._next_step = row.leased_step + 1
         await self._database.read(self._source.start)
         await self._ranks.assemble(self._lease, row.committed_step)
@@ -182,10 +180,8 @@ class TrainStream:
             await self._ready.room()
 
     async def _serve_again(self, row: StepRow) -> TrainStep:
-        (stored,) = await self._database.read(log.read_at, self.experiment.key, [row.leased_at])
-        manifest = Manifest.of(fact_at(self.experiment.name, stored, BatchLeased))
-
         def load(s: ReadSession) -> TrainStep:
+            manifest = leased_step(s, self.experiment, row).manifest
             rows = self._loader.load(s, manifest)
             return self._step(
                 manifest, rows, s.compute(self._collate, manifest, rows), recorded=True
@@ -283,7 +279,15 @@ class TrainStream:
                 microbatch.tensors.pop("old_logprob", None)
         self._chain = chain(self._chain, manifest.digest)
         versions = [version for version in rows.facts.policy_versions if version is not None]
-        return TrainStep(manifest.step, microbatches, manifest, self._chain, recorded, versions)
+        return TrainStep(
+            manifest.step,
+            microbatches,
+            manifest,
+            self._chain,
+            recorded,
+            versions,
+            rows=rows_in(microbatches, rows),
+        )
 
     def close(self) -> None:
         """Let go of the steps that were made ready and not asked for."""
@@ -310,7 +314,7 @@ class TrainStream:
             return None
         if self._lease.lost is not None:
             raise self._lease.lost
-        self._delivered[step.step] = step.manifest.digest
+        self._delivered.add(step)
         return step
 
     # -- committing
@@ -344,13 +348,14 @@ class TrainStream:
         """
         if step.step <= self._committed:
             return
-        steps = self._committed_by(step)
-        await self._ranks.all_parts(step.step, self._lease)
+        steps = self._delivered.between(self._committed, step.step)
+        rows = await self._rows_taken(steps)
         commit = StepsCommitted(
             consumer=self.options.consumer,
             token=self._lease.token,
             steps=steps,
-            manifests=[self._delivered[number] for number in steps],
+            manifests=self._delivered.digests(steps),
+            rows_by_rank=rows,
             chain=step.chain,
             checkpoint=None,
             checkpoint_digest=None,
@@ -363,24 +368,20 @@ class TrainStream:
         await self._append_commit(events, step)
         reached("after-commit")
         self._committed = step.step
-        for number in steps:
-            del self._delivered[number]
+        self._delivered.forget(steps)
+
+    async def _rows_taken(self, steps: Sequence[int]) -> list[list[int]]:
+        """Return how many rows of each step each rank took, once all have gone through them."""
+        own = self._delivered.rows(steps)
+        found = await self._ranks.all_parts(steps, own, self._lease)
+        self._delivered.require_rows(steps, found)
+        return found
 
     async def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
         return await self._database.read_session(
             lambda s: self._loader.uids(s, step.manifest, rows)
         )
-
-    def _committed_by(self, last: TrainStep) -> list[int]:
-        """Return the steps up to ``last`` that are not committed; all were delivered."""
-        steps = list(range(self._committed + 1, last.step + 1))
-        missing = [number for number in steps if number not in self._delivered]
-        if missing:
-            raise InvalidArgumentError(
-                f"commit of step {last.step}: step {missing[0]} was not delivered by this stream"
-            )
-        return steps
 
     async def _append_commit(self, events: list[NewEvent], step: TrainStep) -> None:
         name, key = self.options.consumer, self.experiment.key

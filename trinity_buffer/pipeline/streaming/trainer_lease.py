@@ -74,12 +74,18 @@ class LeaseWatch:
 
 
 class TrainerLease:
-    """A held lease. `lost` turns true when a newer token was seen."""
+    """A held lease.
+
+    Attributes:
+        consumer: whose it is.
+        token: fences those who held it before.
+        lost: why it is not held any more, once a newer token was seen.
+    """
 
     def __init__(self, database: Database, experiment: int, consumer: str, ttl_s: float) -> None:
         self._database = database
         self._experiment = experiment
-        self._consumer = consumer
+        self.consumer = consumer
         self._ttl_us = int(ttl_s * 1e6)
         self.owner = owner_name()
         self.token = 0
@@ -100,14 +106,14 @@ class TrainerLease:
         async def tell() -> str:
             where = "another process" if held is None else place_of(held[0])
             return (
-                f"trainer {self._consumer!r} is held by {where}, renewed {watch.silent_s:.0f} s "
+                f"trainer {self.consumer!r} is held by {where}, renewed {watch.silent_s:.0f} s "
                 "ago: stop that process, or choose another consumer name"
             )
 
         wait_for_it = SpokenWait(self._database.changes, tell)
         while True:
             state = await self._database.changes.state()
-            held = await self._database.read(leases.holder, self._experiment, self._consumer)
+            held = await self._database.read(leases.holder, self._experiment, self.consumer)
             silent = watch.is_silent(held)
             free = held is None or is_dead(held[0]) or (silent if wait else held[2] <= now_us())
             if free and await self._database.write(self._take, held):
@@ -119,12 +125,12 @@ class TrainerLease:
     def _take(self, tx: Transaction, seen: Held) -> bool:
         """Take the lease if it is as it was ``seen``, with nobody alive; return whether it was."""
         lock_experiment(tx, self._experiment)
-        if leases.holder(tx, self._experiment, self._consumer) != seen:
+        if leases.holder(tx, self._experiment, self.consumer) != seen:
             return False
         self.token = leases.acquire(
             tx,
             self._experiment,
-            self._consumer,
+            self.consumer,
             owner=self.owner,
             now_us=now_us(),
             ttl_us=self._ttl_us,
@@ -140,14 +146,14 @@ class TrainerLease:
         Raises:
             LeaseLostError: a newer token exists.
         """
-        leases.require(tx, self._experiment, self._consumer, token=self.token)
+        leases.require(tx, self._experiment, self.consumer, token=self.token)
         of = self._experiment if experiment is None else experiment
-        return log.append(tx, of, events, actor=self._consumer, now_us=now_us())
+        return log.append(tx, of, events, actor=self.consumer, now_us=now_us())
 
     def _held_by(self, held: Held) -> str:
         who = "another process" if held is None else place_of(held[0])
         return (
-            f"trainer {self._consumer!r} is at work in {who}: wait for it, stop that process, or "
+            f"trainer {self.consumer!r} is at work in {who}: wait for it, stop that process, or "
             "choose another consumer name"
         )
 
@@ -162,12 +168,12 @@ class TrainerLease:
 
     def _renew(self, tx: Transaction) -> None:
         expires = now_us() + self._ttl_us  # by the clock as it is once the transaction has begun
-        leases.renew(tx, self._experiment, self._consumer, token=self.token, expires_at_us=expires)
+        leases.renew(tx, self._experiment, self.consumer, token=self.token, expires_at_us=expires)
 
     async def release(self) -> None:
         """Give the lease back."""
         await self._database.write(
-            leases.release, self._experiment, self._consumer, token=self.token
+            leases.release, self._experiment, self.consumer, token=self.token
         )
 
 

@@ -32,6 +32,7 @@ from trinity_buffer.events import (
     RanksAssembled,
     RewardsAssigned,
     SegmentsArchived,
+    StepDealt,
     StepPartDone,
     StepsCommitted,
     StreamEnded,
@@ -168,6 +169,10 @@ class LogAudit:
                 self._rejected(position, fact)
             case BatchLeased():
                 self._leased(position, fact)
+            case StepDealt():
+                self._tell(self._trainer(fact.consumer).dealt(position, fact))
+            case RanksAssembled():
+                self._trainer(fact.consumer).assembled(fact)
             case StepsCommitted():
                 self._tell(self._trainer(fact.consumer).committed(position, fact))
             case TrainerRewound():
@@ -180,7 +185,7 @@ class LogAudit:
                 self.archived.update(fact.segments)
             case ExperimentCreated() | ConfigurationChanged() | ExperimentFinished():
                 pass  # one row of one table, which the expectation compares
-            case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded():
+            case RankJoined() | StepPartDone() | StreamEnded():
                 pass  # what ranks say to each other is in no projection
             case ChainStarted() | UnknownEvent():
                 pass

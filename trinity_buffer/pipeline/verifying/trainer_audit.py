@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +11,12 @@ import numpy.typing as npt
 from trinity_buffer.events import (
     BatchLeased,
     ExperiencesRejected,
+    RanksAssembled,
+    StepDealt,
     StepsCommitted,
     TrainerRewound,
 )
-from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
+from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain, plans_of
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.store.address import written_as
 
@@ -25,16 +27,50 @@ _OTHER_EXPERIMENT = 1 << 56
 
 
 @dataclass(frozen=True, slots=True)
-class LeasedManifest:
-    """A manifest as the log holds it: where, of which step, and its annotation rows.
+class _Kept:
+    """A manifest with its columns as arrays, for a later dealing: a twentieth of the memory."""
 
-    ``rows`` tells rows of other experiments apart by what `_OTHER_EXPERIMENT` adds to them.
+    shell: Manifest
+    columns: tuple[Integers, ...]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> _Kept:
+        of_rows = (manifest.annotations, manifest.experiences, manifest.groups, manifest.source)
+        columns = tuple(np.array(column, np.int64) for column in of_rows)
+        bare = replace(manifest, annotations=(), experiences=(), groups=(), source=())
+        return cls(bare, columns)
+
+    def manifest(self) -> Manifest:
+        annotations, experiences, groups, source = (tuple(c.tolist()) for c in self.columns)
+        return replace(
+            self.shell,
+            annotations=annotations,
+            experiences=experiences,
+            groups=groups,
+            source=source,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedManifest:
+    """A manifest as the log holds it.
+
+    Attributes:
+        position: where it was leased.
+        step: which step it is.
+        digest: of the manifest as it is served now.
+        rows: its annotation rows; those of other experiments are told apart by what
+            `_OTHER_EXPERIMENT` adds to them.
+        by_rank: how many rows it deals to each rank now.
+        kept: the manifest as it was leased.
     """
 
     position: int
     step: int
     digest: bytes
     rows: Integers
+    by_rank: Sequence[int]
+    kept: _Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +103,7 @@ class TrainerAudit:
         self._sources: dict[str, int] = {"": 0}
         self._rejected: list[tuple[int, Integers]] = []
         self._links: dict[int, bytes] = {0: FIRST_LINK}
+        self._ranks: dict[int, int] = {}  # fencing token -> ranks that assembled under it
 
     def leased(self, position: int, fact: BatchLeased) -> Iterator[Problem]:
         """Take in a ``BatchLeased``."""
@@ -82,11 +119,45 @@ class TrainerAudit:
         if manifest.source:
             numbers = [self._number_of("")] + [self._number_of(one) for one in manifest.sources]
             rows += np.array(numbers, np.int64)[list(manifest.source)] * _OTHER_EXPERIMENT
-        self.steps[manifest.step] = LeasedManifest(position, manifest.step, fact.digest, rows)
+        self.steps[manifest.step] = LeasedManifest(
+            position, manifest.step, fact.digest, rows, manifest.rows_by_rank(), _Kept.of(manifest)
+        )
+
+    def dealt(self, position: int, fact: StepDealt) -> Iterator[Problem]:
+        """Take in a ``StepDealt``: the rows of its step, each once, whole groups on one rank."""
+        found = self.steps.get(fact.step)
+        if found is None or found.position != fact.leased_at or fact.step in self.live:
+            what = f"step {fact.step} was dealt anew, and was not leased or is committed"
+            yield self._dealt_wrongly(position, what)
+            return
+        first = found.kept.manifest()
+        manifest = first
+        if sorted(fact.order) == [*range(len(first.groups))]:
+            manifest = first.dealt(fact.order, plans_of(fact))
+        else:
+            yield self._dealt_wrongly(position, f"step {fact.step} was dealt with other rows")
+        if manifest.digest != fact.digest:
+            what = f"step {fact.step} as it was dealt has the digest {manifest.digest.hex()}"
+            yield self._dealt_wrongly(position, f"{what}, recorded is {fact.digest.hex()}")
+        if _splits_groups(manifest):
+            yield self._dealt_wrongly(position, f"a group of step {fact.step} lies on two ranks")
+        by_rank = manifest.rows_by_rank()
+        if len(by_rank) != fact.world_size or sum(by_rank) != len(first.groups):
+            what = f"step {fact.step} was dealt to {fact.world_size} ranks as {by_rank} rows"
+            yield self._dealt_wrongly(position, f"{what}, it has {len(first.groups)}")
+        self.steps[fact.step] = replace(found, digest=fact.digest, by_rank=by_rank)
+
+    def _dealt_wrongly(self, position: int, what: str) -> Problem:
+        return Problem("manifests", self._place(position), what)
+
+    def assembled(self, fact: RanksAssembled) -> None:
+        """Take in a ``RanksAssembled``."""
+        self._ranks[fact.token] = len(fact.joins) + 1
 
     def committed(self, position: int, fact: StepsCommitted) -> Iterator[Problem]:
         """Take in a ``StepsCommitted``."""
         place = self._place(position)
+        yield from self._rows_taken(place, fact)
         for step, digest in zip(fact.steps, fact.manifests, strict=True):
             leased = self.steps.get(step)
             if leased is None:
@@ -106,6 +177,22 @@ class TrainerAudit:
         if self._links[last] != fact.chain:
             yield Problem("commits", place, f"the chain of manifests up to step {last} is another")
         self.commits.append(Commit(position, last, fact.checkpoint, fact.checkpoint_digest))
+
+    def _rows_taken(self, place: str, fact: StepsCommitted) -> Iterator[Problem]:
+        """Yield the steps of a commit of which the ranks did not take what they were dealt."""
+        ranks = self._ranks.get(fact.token, 1)
+        for index, step in enumerate(fact.steps):
+            leased = self.steps.get(step)
+            if leased is None:
+                continue
+            if fact.rows_by_rank:
+                taken, dealt = list(fact.rows_by_rank[index]), list(leased.by_rank)
+                if taken != dealt:
+                    what = f"step {step}: its ranks took {taken} rows, they were dealt {dealt}"
+                    yield Problem("commits", place, what)
+            elif len(leased.by_rank) != ranks:  # of a version that did not count
+                what = f"step {step} was dealt to {len(leased.by_rank)} ranks as {leased.by_rank}"
+                yield Problem("commits", place, f"{what} rows, and trained by {ranks}")
 
     def rewound(self, position: int, fact: TrainerRewound) -> Iterator[Problem]:
         """Take in a ``TrainerRewound``."""
@@ -142,3 +229,13 @@ class TrainerAudit:
 
     def _place(self, position: int) -> str:
         return f"position {position} (trainer {self.name!r})"
+
+
+def _splits_groups(manifest: Manifest) -> bool:
+    """Return whether a group lies on several ranks."""
+    rank_of: dict[int, int] = {}
+    return any(
+        rank_of.setdefault(group, plan.rank) != plan.rank
+        for plan in manifest.microbatches
+        for group in manifest.groups[plan.start : plan.stop]
+    )

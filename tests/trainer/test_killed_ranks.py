@@ -1,0 +1,97 @@
+"""Ranks in processes of their own: one is killed, and another number of them goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import anyio
+import pytest
+
+from tests.crash.forking import CONTEXT, become
+from tests.trainer.data import recorded, rollouts
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
+from trinity_buffer.pipeline.verifying.verify import verify
+
+LIVES = ((2, 1, 2), (3, 0, 3), (1, 0, 4), (4, 3, 5), (2, None, 0))
+"""Number of ranks, which of them is killed, and in which step it has begun."""
+
+
+def train(url: str, folder: str, rank: int, ranks: int, dies_in: int) -> None:
+    """Be one rank; note what was taken of each step before its part is said to be done."""
+    become(f"{folder}/log", None)
+    with open_train_stream(
+        url, experiment="run", strategy=None, groups_per_step=1, rank=rank, world_size=ranks
+    ) as stream:
+        for step in stream:
+            slots = [slot for m in step.microbatches for slot in m["sample_index"].tolist()]
+            rows = [step.manifest.experiences[slot] for slot in slots]
+            with Path(folder, "taken").open("a") as file:
+                file.write(json.dumps([step.step, rows]) + "\n")
+            if step.step == dies_in:
+                os.kill(os.getpid(), signal.SIGKILL)
+            stream.commit(step)
+
+
+def live(url: str, folder: Path, ranks: int, victim: int | None, dies_in: int) -> list[int]:
+    """Let ranks live until one is killed, and end the others as a launcher does."""
+    folder.mkdir()
+    processes = [
+        CONTEXT.Process(
+            target=train,
+            args=(url, str(folder), rank, ranks, dies_in if rank == victim else 0),
+        )
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    if victim is not None:
+        processes[victim].join()
+    for process in processes:
+        if victim is not None:
+            process.kill()
+        process.join()
+    return [process.exitcode or 0 for process in processes]
+
+
+async def create(url: str) -> int:
+    async with open_store(url) as store:
+        await recorded(store, "run", "experience", rollouts())
+    return len(rollouts())
+
+
+async def look(url: str) -> tuple[int, bool]:
+    """Return the last committed step, and whether everything holds."""
+    async with open_store(url) as store:
+        found = await verify(await store.experiment("run"))
+        commits = [
+            e.body["steps"][-1]
+            async for e in (await store.experiment("run")).events(kinds=("StepsCommitted",))
+        ]
+    return max(commits, default=0), found.ok
+
+
+@pytest.mark.long
+def test_when_a_rank_is_killed_any_number_goes_on_and_no_row_is_lost(
+    store_url: str, tmp_path: Path
+) -> None:
+    number = anyio.run(create, store_url)
+    trained: Counter[int] = Counter()
+    before = 0
+    for life, (ranks, victim, dies_in) in enumerate(LIVES):
+        folder = tmp_path / str(life)
+        codes = live(store_url, folder, ranks, victim, dies_in)
+        assert victim is not None or codes == [0] * ranks, (folder / "log").read_text()
+        committed, holds = anyio.run(look, store_url)
+        assert holds
+        for line in (folder / "taken").read_text().splitlines():
+            step, rows = json.loads(line)
+            if before < step <= committed:
+                trained.update(rows)
+        before = committed
+    assert set(trained.values()) == {1}
+    assert len(trained) == number
