@@ -204,6 +204,11 @@ class Experiment:
         found = await self.database.read(queries.newest_policy, self.key)
         return None if found is None else PublishedPolicy(*found)
 
+    async def committed_step(self, trainer: str = "trainer") -> int:
+        """Return the last committed step of the live line of ``trainer``; 0: there is none."""
+        row = await self.database.read(queries.consumer_row, self.key, trainer)
+        return 0 if row is None else row.committed_step
+
     async def last_checkpoint(self, trainer: str = "trainer") -> str | None:
         """Return the checkpoint of the last committed step that has one, on the live line."""
         found = await self.database.read(trainer_queries.last_checkpoint, self.key, trainer)

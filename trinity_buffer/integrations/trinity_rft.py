@@ -1,0 +1,258 @@
+"""The store inside Trinity-RFT: an operator that records, a sample strategy that trains from it.
+
+Both are named by their dotted path in Trinity's configuration, without a change to its code; see
+docs/other_trainers.md. Written against Trinity-RFT 0.6.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from trinity.algorithm.sample_strategy.sample_strategy import SampleStrategy
+from trinity.algorithm.sample_strategy.utils import representative_sample
+from trinity.buffer.operators.experience_operator import ExperienceOperatorV1
+from trinity.common import experience as theirs
+from typing_extensions import override
+
+from trinity_buffer.errors import CheckpointError
+from trinity_buffer.experience import CustomField, Experience
+from trinity_buffer.identity import EID
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.streaming.load_step import experiences_of
+from trinity_buffer.pipeline.streaming.train_stream import TrainStep, TrainStream
+from trinity_buffer.pipeline.writing.sql_writer import SQLWriter
+
+PLAIN = tuple(
+    field.name for field in fields(theirs.Experience) if field.name not in ("eid", "custom_fields")
+)
+"""What both experiences hold under the same name."""
+
+
+class StoreOperator(ExperienceOperatorV1):  # type: ignore[misc]  # trinity is untyped
+    """Writes what an explorer made into the store, annotates it, and leaves Trinity's queue empty.
+
+    An explorer that makes a batch again after a crash draws other samples under the names of the
+    first ones: what is stored stays, and only what is missing is written.
+
+    Args:
+        url: of the store; made if there is none.
+        experiment: its name; made if there is none.
+        strategy: the annotation set that is computed after each write.
+        config: of the experiment, such as ``{"rollouts_per_group": 8}``.
+        actor: whose writes these are.
+        seal: whether all of a batch comes in one call, so that a group that lacks a run is known to
+            lack it for good.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        experiment: str,
+        strategy: str = "grpo",
+        config: dict[str, Any] | None = None,
+        actor: str = "trinity-explorer",
+        *,
+        seal: bool = True,
+    ) -> None:
+        self._url, self._name, self._strategy = url, experiment, strategy
+        self._config, self._actor, self._seal = config or {}, actor, seal
+        self._stack = AsyncExitStack()
+        self._experiment: Experiment | None = None
+
+    @override
+    async def prepare(self) -> None:
+        store = await self._stack.enter_async_context(open_store(self._url))
+        self._experiment = await store.experiment(self._name, config=self._config)
+
+    @override
+    async def process(
+        self, exps: list[theirs.Experience]
+    ) -> tuple[list[theirs.Experience], dict[str, float]]:
+        """Record ``exps``; return none of them, and how many were new.
+
+        Raises:
+            InvalidExperienceError: see `BufferWriter.write`; a reward that is no number is recorded
+                as rejected.
+        """
+        assert self._experiment is not None, "prepare() comes first"
+        writer = self._experiment.writer(actor=self._actor, on_invalid="quarantine")
+        written = 0
+        for batch, some in _by_batch(from_trinity(exps)).items():
+            written += await self._record(self._experiment, writer, batch, some)
+        await run_strategy(self._experiment, self._strategy)
+        return [], {"store/written": float(written), "store/seen": float(len(exps))}
+
+    async def _record(
+        self, experiment: Experiment, writer: SQLWriter, batch: Any, some: list[Experience]
+    ) -> int:
+        stored = {one.eid.uid async for one in experiment.read(batch=batch, families=())}
+        new = [one for one in some if one.eid.uid not in stored]
+        if new:
+            await writer.write(new)
+        if self._seal:
+            await writer.seal(batch, await writer.stored(batch))
+        return len(new)
+
+    @override
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+class StoreSampleStrategy(SampleStrategy):  # type: ignore[misc]  # trinity is untyped
+    """Hands Trinity's trainer one step of the train stream after the other.
+
+    Trinity saves its checkpoints in the background, so a step is committed with the checkpoint that
+    holds it once Trinity has said that this is whole, at the next sample. A restarted trainer asks
+    for the step after the one that its weights went through: what it has is committed, what it has
+    not comes again.
+
+    Args:
+        buffer_config: Trinity's; not used.
+        url: of the store.
+        experiment: its name.
+        strategy: the annotation set.
+        checkpoints: Trinity's ``checkpoint_job_dir``; None: commits name no checkpoint.
+        options: of the stream; see `StreamOptions`.
+    """
+
+    def __init__(
+        self,
+        buffer_config: Any = None,
+        *,
+        url: str,
+        experiment: str,
+        strategy: str = "grpo",
+        checkpoints: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(buffer_config)
+        self._url, self._name = url, experiment
+        self._options = {"strategy": strategy, **options}
+        self._checkpoints = None if checkpoints is None else Path(checkpoints)
+        self._stack = AsyncExitStack()
+        self._stream: TrainStream | None = None
+        self._committed = 0
+        self._handed: dict[int, TrainStep] = {}
+
+    @override
+    async def sample(
+        self, step: int, **_: Any
+    ) -> tuple[list[theirs.Experience], dict[str, Any], list[Any]]:
+        """Return the experiences of gradient step ``step``, with their advantages.
+
+        Raises:
+            CheckpointError: the weights have not seen what was committed, and no checkpoint leads
+                back to them.
+            StopAsyncIteration: the stream has ended; Trinity's trainer ends with it.
+        """
+        stream = self._stream or await self._open(step - 1)
+        await self._commit(stream)
+        taken = await anext(stream)
+        self._handed[taken.step] = replace(taken, microbatches=[])
+        found = to_trinity(await experiences_of(stream.experiment, taken.manifest))
+        metrics: dict[str, Any] = {}
+        self.set_model_version_metric(found, metrics)
+        return found, metrics, representative_sample(found)
+
+    async def _open(self, trained: int) -> TrainStream:
+        """Return the stream, after the ``trained`` steps that the weights went through."""
+        store = await self._stack.enter_async_context(open_store(self._url))
+        experiment = await store.experiment(self._name)
+        last = await experiment.committed_step(str(self._options.get("consumer", "trainer")))
+        options = dict(self._options)
+        if last > trained:
+            if not trained:
+                raise CheckpointError(
+                    f"Trinity starts with step 1, and experiment {self._name!r} has committed step "
+                    f"{last}: give it the checkpoint, or this trainer another consumer="
+                )
+            options["resume_from"] = trained
+        stream = await self._stack.enter_async_context(experiment.train_stream(**options))
+        self._committed = min(last, trained)
+        while self._committed + len(self._handed) < trained:
+            step = await anext(stream)
+            self._handed[step.step] = replace(step, microbatches=[])
+        self._stream = stream
+        return stream
+
+    async def _commit(self, stream: TrainStream) -> None:
+        """Commit the steps that are in the newest checkpoint that is whole."""
+        newest = max(self._handed, default=0) if self._checkpoints is None else self._saved()
+        if newest <= self._committed or newest not in self._handed:
+            return
+        folder = self._checkpoints and self._checkpoints / f"global_step_{newest}"
+        await stream.commit(self._handed[newest], folder)
+        self._committed = newest
+        self._handed = {n: step for n, step in self._handed.items() if n > newest}
+
+    def _saved(self) -> int:
+        """Return the step of Trinity's newest checkpoint that is whole, 0 if there is none."""
+        assert self._checkpoints is not None
+        latest = self._checkpoints / "latest_checkpointed_iteration.txt"
+        # Trinity writes it in place: it may be empty for a moment.
+        return int((latest.read_text() if latest.exists() else "") or 0)
+
+    async def close(self) -> None:
+        """Release the lease; a trainer that is killed loses it after ``lease_ttl_s``."""
+        await self._stack.aclose()
+
+    @classmethod
+    @override
+    def default_args(cls) -> dict[str, Any]:
+        return {}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the store knows what was trained."""
+        return {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing; see `state_dict`."""
+
+
+def from_trinity(experiences: Sequence[theirs.Experience]) -> list[Experience]:
+    """Return Trinity's experiences as the store takes them.
+
+    Trinity tells experiences of one step of a run apart by a random suffix. Here the first has none
+    and the others ``a1``, ``a2``, ...: the same again must have the same name.
+    """
+    seen: dict[tuple[Any, ...], int] = {}
+    found = []
+    for one in experiences:
+        place = (one.eid.batch, one.eid.task, one.eid.run, one.eid.step)
+        number = seen[place] = seen.get(place, -1) + 1
+        custom = [CustomField(*_parts(field)) for field in one.custom_fields]
+        eid = EID(*place, f"a{number}" if number else "")
+        given = {name: getattr(one, name) for name in PLAIN}
+        found.append(Experience(eid=eid, custom_fields=custom, **given))
+    return found
+
+
+def to_trinity(experiences: Sequence[Experience]) -> list[theirs.Experience]:
+    """Return stored experiences as Trinity's, with the store's names."""
+    found = []
+    for one in experiences:
+        custom = [theirs.CustomField(*_parts(field)) for field in one.custom_fields]
+        given = {name: getattr(one, name) for name in PLAIN}
+        eid = theirs.EID(**one.eid.to_dict())
+        found.append(theirs.Experience(eid=eid, custom_fields=custom, **given))
+    return found
+
+
+def _parts(field: CustomField | theirs.CustomField) -> tuple[str, str, torch.dtype]:
+    return field.source_field, field.destination_field, field.data_type
+
+
+def _by_batch(experiences: Sequence[Experience]) -> dict[Any, list[Experience]]:
+    found: dict[Any, list[Experience]] = {}
+    for one in experiences:
+        found.setdefault(one.eid.batch, []).append(one)
+    return found
