@@ -52,7 +52,9 @@ def test_a_run_whose_processes_are_gone_says_who_would_move_it(
     lack = found["1 group of batch b1 lacks 3 runs, no seal"]
     assert lack["remedy"].startswith("start explorer 'e0' again")
     assert lack["since"] > 1.7e9
-    handed = found["no process trains as 'trainer': steps 3 to 3 were handed out, not committed"]
+    handed = found[
+        "no process trains as 'trainer': 1 step handed out and not committed, from step 3 on"
+    ]
     assert "start trainer 'trainer' again" in handed["remedy"]
     assert "no process trains as 'trainer': 4 rows of set 'grpo' ready" in found
     told = cli("doctor", "--store", store_url)

@@ -60,7 +60,7 @@ async def test_a_trainer_without_an_annotator_says_so(
     async with opened(store_url, rollouts_per_group=4) as experiment:
         await run_strategy(experiment, "grpo")  # ends at once: nothing is there
         await experiment.writer("e0").write(group())
-        words = ("trainer 'trainer' waits for 1 groups of set 'grpo' (0 ready)", NOBODY)
+        words = ("trainer 'trainer' waits for 1 group of set 'grpo' (0 ready)", NOBODY)
         async with spoken(caplog, lambda: train(experiment), *words):
             pass
 
@@ -116,7 +116,7 @@ async def test_a_plan_says_whose_commit_it_waits_for(
         async def plan() -> None:
             await writer.plan("b", [0], 2)
 
-        words = ("explorer 'e0' waits to plan batch 'b': 1 planned groups are not delivered",)
+        words = ("explorer 'e0' waits to plan batch 'b': 1 planned group not delivered",)
         async with spoken(caplog, plan, *words, "no process trains as 'trainer'"):
             pass
         caplog.clear()
@@ -139,7 +139,7 @@ async def test_a_plan_that_waits_for_commits_says_how_old_its_weights_are(
         async def plan() -> None:
             await writer.plan("b", [0], 2, policy_version=0)
 
-        words = ("1 planned groups are not committed", "own weights of version 0")
+        words = ("1 planned group not committed", "own weights of version 0")
         async with spoken(caplog, plan, *words, "max_staleness=0"):
             pass
 
@@ -164,7 +164,7 @@ async def test_who_ends_says_what_is_left_and_takes_its_presence_back(
         await writer.write([rollout()])
         report = await run_strategy(experiment, "grpo")
         assert (report.waiting, report.waiting_groups) == (1, 1)
-        assert "'grpo' ended and left 1 experiences of 1 groups waiting: 1 group" in caplog.text
+        assert "'grpo' ended and left 1 experience of 1 group waiting: 1 group" in caplog.text
         await train(experiment, follow=False)
         ended = "trainer 'trainer' ended without a step: no process annotates set 'grpo': 1 exp"
         assert ended in caplog.text
@@ -196,4 +196,4 @@ def test_it_is_seen_where_nobody_has_set_up_logging(sqlite_url: str) -> None:
         assert process.stderr is not None
         line = process.stderr.readline()
         process.kill()
-    assert line.startswith("trainer 'trainer' waits for 1 groups of set 'grpo'"), line
+    assert line.startswith("trainer 'trainer' waits for 1 group of set 'grpo'"), line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trinity_buffer.pipeline.diagnosis import Lack, Surroundings, lacks_of, plural
+from trinity_buffer.pipeline.diagnosis import Lack, Surroundings, counted, lacks_of
 from trinity_buffer.pipeline.presence import place_of
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store import conservation, lacking, log, queries
@@ -134,7 +134,7 @@ class _Look:
     def _of_nobody(self, tx: Transaction, strategies: list[ConsumerRow]) -> Iterator[Stuck]:
         number, first = lacking.unseen(tx, self._key, None)
         if number and not strategies:
-            what = f"{number} {plural('experience', number)} recorded, and no annotation set"
+            what = f"{counted(number, 'experience')} recorded, and no annotation set"
             remedy = (
                 "run a strategy (`trinity-buffer annotate`), or train on what was recorded "
                 "(strategy=None)"
@@ -151,7 +151,7 @@ class _Look:
             remedy = "start its trainer again, which makes the groups of what was recorded"
         else:
             remedy = f"`trinity-buffer annotate --follow`, or run_strategy(name={row.name!r})"
-        seen = f"{number} {plural('experience', number)} unseen"
+        seen = f"{counted(number, 'experience')} unseen"
         what = f"no process annotates set {row.name!r}: {seen}"
         yield Stuck(self._name, what, self._since(tx, first), remedy)
 
@@ -163,15 +163,18 @@ class _Look:
         again = f"start trainer {row.name!r} again (`trinity-buffer train --follow`)"
         leased = lacking.first_uncommitted(tx, self._key, row)
         if leased is not None:
-            steps = f"steps {row.committed_step + 1} to {row.leased_step}"
-            what = f"no process trains as {row.name!r}: {steps} were handed out, not committed"
+            steps = counted(row.leased_step - row.committed_step, "step")
+            what = (
+                f"no process trains as {row.name!r}: {steps} handed out and not committed, from "
+                f"step {row.committed_step + 1} on"
+            )
             yield Stuck(
                 self._name, what, self._since(tx, leased), f"{again}: it is served them first"
             )
         counts = conservation.of_trainer(tx, self._key, row)
         if counts.ready:
             last = self._since(tx, log.head(tx, self._key))
-            rows = f"{counts.ready} {plural('row', counts.ready)} of set {counts.annotation_set!r}"
+            rows = f"{counted(counts.ready, 'row')} of set {counts.annotation_set!r}"
             yield Stuck(self._name, f"no process trains as {row.name!r}: {rows} ready", last, again)
 
     def _of_waiting(self, around: Surroundings) -> Iterator[Stuck]:

@@ -41,7 +41,7 @@ class Lack:
 
     def told(self) -> str:
         """Return it as people say it."""
-        what = f"{self.groups} {plural('group', self.groups)} of batch {self.batch}"
+        what = f"{counted(self.groups, 'group')} of batch {self.batch}"
         verb = "lacks" if self.groups == 1 else "lack"
         if self.most is None:
             return (
@@ -50,7 +50,7 @@ class Lack:
             )
         if self.most == 0:
             return f"{what} {verb} nothing but the seal of the batch"
-        runs = f"{self.most} {plural('run', self.most)}"
+        runs = counted(self.most, "run")
         if self.fewest != self.most:
             runs = f"{self.fewest} to {runs}"
         return f"{what} {verb} {runs}{' each' if self.groups > 1 else ''}, no seal"
@@ -75,9 +75,9 @@ class Surroundings:
         return next(fitting, None)
 
 
-def plural(noun: str, number: int) -> str:
-    """Return ``noun`` for a number of them."""
-    return noun if number == 1 else f"{noun}s"
+def counted(number: int, noun: str) -> str:
+    """Return how many there are, as people say it."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def of_trainer(tx: Transaction, experiment: int, annotation_set: str) -> str:
@@ -91,13 +91,13 @@ def of_trainer(tx: Transaction, experiment: int, annotation_set: str) -> str:
         nobody = f"no process annotates set {annotation_set!r}: {_unseen(number)}"
         return f"{nobody}; {_told(around, lacks)}" if lacks else nobody
     if number and at_work is not None and not lacks:
-        still = f"{number} {plural('experience', number)} to decide"
+        still = f"{counted(number, 'experience')} to decide"
         return f"strategy {annotation_set!r} ({place_of(at_work)}) has {still}"
     return of_strategy(tx, experiment, annotation_set)
 
 
 def _unseen(number: int) -> str:
-    return f"{number} {plural('experience', number)} unseen"
+    return f"{counted(number, 'experience')} unseen"
 
 
 def of_strategy(tx: Transaction, experiment: int, name: str, *, whole_batches: bool = False) -> str:
@@ -148,7 +148,7 @@ def found_of(tx: Transaction, experiment: int, trainer: str) -> str:
     if row is None:
         return "it is not registered"
     counts = conservation.of_trainer(tx, experiment, row)
-    rows = f"the {counts.rows} {plural('row', counts.rows)} of set {counts.annotation_set!r}"
+    rows = f"the {counted(counts.rows, 'row')} of set {counts.annotation_set!r}"
     if not counts.rows:
         return f"set {counts.annotation_set!r} has no rows: nothing was annotated"
     rejected = sum(counts.rejected.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.rejection_watch import FAULTS
 
 _logger = logging.getLogger(__name__)
@@ -15,19 +16,12 @@ def say_rejected(name: str, annotated: int, reasons: Mapping[str, int]) -> None:
     at_fault = any(reason.startswith(FAULTS) for reason in reasons)
     if at_fault or (reasons and not annotated):
         rejected = sum(reasons.values())
+        of = counted(rejected + annotated, "experience")
         told = ", ".join(f"{reason} {number}" for reason, number in reasons.items())
-        total = rejected + annotated
-        _logger.warning(
-            "strategy %r rejected %d of %d experiences: %s", name, rejected, total, told
-        )
+        _logger.warning("strategy %r rejected %d of %s: %s", name, rejected, of, told)
 
 
 def say_waiting(name: str, experiences: int, groups: int, *, why: str) -> None:
     """Say what was left undecided."""
-    _logger.warning(
-        "strategy %r ended and left %d experiences of %d groups waiting: %s",
-        name,
-        experiences,
-        groups,
-        why,
-    )
+    left = f"{counted(experiences, 'experience')} of {counted(groups, 'group')}"
+    _logger.warning("strategy %r ended and left %s waiting: %s", name, left, why)

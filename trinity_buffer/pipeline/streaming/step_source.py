@@ -76,7 +76,8 @@ class StepSource:
         ready = " and ".join(map(str, self._num_ready))
         expert = "" if len(self._ready) == 1 else " and of its expert's"
         return (
-            f"{options.groups_per_step} groups of set {self._set!r}{expert} ({ready} ready): "
+            f"{diagnosis.counted(options.groups_per_step, 'group')} of set {self._set!r}{expert} "
+            f"({ready} ready): "
             f"{diagnosis.of_trainer(tx, key, self._set)}"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
@@ -45,5 +46,5 @@ class StreamVoice:
         if not (left or served):
             left = await self._database.read(self._source.found)
         if left:
-            steps = f"after {served} steps" if served else "without a step"
+            steps = f"after {counted(served, 'step')}" if served else "without a step"
             _logger.warning("trainer %r ended %s: %s", self._trainer, steps, left)

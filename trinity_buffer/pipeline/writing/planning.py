@@ -111,13 +111,13 @@ class Look:
             )
         if rules.max_waiting_groups is not None and backlog.undelivered >= rules.most_waiting:
             return (
-                f"{backlog.undelivered} planned groups are not delivered to trainer "
-                f"{rules.trainer!r} (at most {rules.most_waiting}, max_waiting_groups)"
+                f"{diagnosis.counted(backlog.undelivered, 'planned group')} not delivered to "
+                f"trainer {rules.trainer!r} (at most {rules.most_waiting}, max_waiting_groups)"
             )
         own = "" if policy_version is None else f", own weights of version {policy_version}"
         return (
-            f"{backlog.uncommitted} planned groups are not committed by trainer {rules.trainer!r} "
-            f"(groups_per_step={rules.groups_per_step}), published is version "
+            f"{diagnosis.counted(backlog.uncommitted, 'planned group')} not committed by trainer "
+            f"{rules.trainer!r} (groups_per_step={rules.groups_per_step}), published is version "
             f"{backlog.published}{own}, and max_staleness={rules.max_staleness}"
         )
 
