@@ -40,6 +40,7 @@ async def test_while_all_is_faulty_no_more_than_a_step_is_planned(
 ) -> None:
     async with opened(store_url, groups_per_step=1, rollouts_per_group=2) as experiment:
         writer = experiment.writer("e0")
+        await run_strategy(experiment, "grpo")
         await registered_trainer(experiment, strategy="grpo")
         for batch in ("a", "b", "c"):
             await writer.plan(batch, [0], 2)
@@ -55,6 +56,7 @@ async def test_while_all_is_faulty_no_more_than_a_step_is_planned(
 async def test_what_a_filter_leaves_out_holds_nobody_back(store_url: str) -> None:
     async with opened(store_url, groups_per_step=1, rollouts_per_group=2) as experiment:
         writer = experiment.writer("e0")
+        await run_strategy(experiment, "reward_variance")
         await registered_trainer(experiment, strategy="reward_variance")
         for batch in ("a", "b", "c", "d"):
             await writer.plan(batch, [0], 2)

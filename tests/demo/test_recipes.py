@@ -45,8 +45,10 @@ def test_a_recipe_says_what_its_algorithm_reads_and_nothing_else(name: str) -> N
         name, Needs("rollouts", teacher=False, expert_groups=0)
     )
     assert ("critic_learning_rate" in config["optimizer"]) == algorithm.type.use_critic
+    parts: dict[str, object] = {part: choice.name for part, choice in own.choices.items()}
+    parts["add_strategy"] = [choice.name for choice in own.strategies]
     for part, choice in config["algorithm_args"].items():
-        assert part.endswith("_args") or choice != own.choices[part].name
+        assert part.endswith("_args") or choice != parts[part]
     assert algorithm.needs_reference == (name == "dpo")  # whose loss compares with it
 
 

@@ -236,6 +236,11 @@ async def _two_trainers_that_do_not_wait(scene: Scene) -> None:
         await first_step(Scene(scene.url, other), wait_for_lease=False)
 
 
+@mistake(r"rank 0 of trainer 'trainer' waits for rank 1 of 2 to open the stream", waits=True)
+async def _a_rank_that_was_never_started(scene: Scene) -> None:
+    await first_step(scene, world_size=2, groups_per_step=2)
+
+
 @mistake(r"rank=2 of world_size=2: ranks count from 0")
 async def _a_rank_that_there_is_not(scene: Scene) -> None:
     await first_step(scene, rank=2, world_size=2, groups_per_step=2)

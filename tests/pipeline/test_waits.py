@@ -155,6 +155,49 @@ async def test_a_second_trainer_says_who_holds_the_lease(
                 pass
 
 
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [
+        (0, "rank 0 of trainer 'trainer' waits for rank 1 of 2 to open the stream: start every"),
+        (1, "rank 1 of trainer 'trainer' waits for rank 0, which holds the lease"),
+    ],
+)
+async def test_a_rank_that_is_alone_says_which_one_it_lacks(
+    store_url: str, caplog: pytest.LogCaptureFixture, rank: int, words: str
+) -> None:
+    async with opened(store_url) as experiment:
+        await run_strategy(experiment, "grpo")
+        options = {"rank": rank, "world_size": 2, "groups_per_step": 2}
+        async with spoken(caplog, lambda: train(experiment, **options), words):
+            pass
+
+
+async def test_ranks_say_whose_commit_or_step_they_wait_for(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"strategy": "grpo", "world_size": 2, "groups_per_step": 2, "follow": True}
+
+    async def idle(experiment: Experiment) -> None:
+        async with experiment.train_stream(**options, rank=1) as stream:
+            await anext(stream)  # and commits nothing
+            await anyio.sleep_forever()
+
+    async with opened(store_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write([*group(task=0, runs=2), *group(task=1, runs=2)])
+        await run_strategy(experiment, "grpo")
+
+        async def both() -> None:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(idle, experiment)
+                await train(experiment, **options, rank=0)
+
+        late = "rank 0 of trainer 'trainer' waits for rank 1 to commit step 1: every rank"
+        async with spoken(caplog, both, late):
+            next_step = f"rank 1 of trainer 'trainer' waits for rank 0 ({HERE}) to hand out"
+            while next_step not in caplog.text:
+                await anyio.lowlevel.checkpoint()
+
+
 async def test_who_ends_says_what_is_left_and_takes_its_presence_back(
     store_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from trinity_buffer.pipeline.diagnosis import Lack, Surroundings, counted, lacks_of
 from trinity_buffer.pipeline.presence import place_of
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.store import conservation, lacking, log, queries
+from trinity_buffer.store import conservation, lacking, log, queries, trainer_queries
 from trinity_buffer.store.rows import ConsumerRow
+from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.write_ahead_log import log_state
 
@@ -173,9 +174,14 @@ class _Look:
             )
         counts = conservation.of_trainer(tx, self._key, row)
         if counts.ready:
-            last = self._since(tx, log.head(tx, self._key))
+            reader = Reader(self._key, row.name, "", row.name)
+            start = trainer_queries.first_undelivered(tx, reader)
+            first = lacking.first_row(tx, self._key, counts.annotation_set, start)
+            since = self._since(tx, first)
             rows = f"{counted(counts.ready, 'row')} of set {counts.annotation_set!r}"
-            yield Stuck(self._name, f"no process trains as {row.name!r}: {rows} ready", last, again)
+            yield Stuck(
+                self._name, f"no process trains as {row.name!r}: {rows} ready", since, again
+            )
 
     def _of_waiting(self, around: Surroundings) -> Iterator[Stuck]:
         """Yield the trainers that wait for a set that is not there."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from trinity_buffer.store import migrations
-from trinity_buffer.store.database import open_for_migration
+from trinity_buffer.store.database import StoreURL, open_for_migration
 from trinity_buffer.store.tables import SCHEMA_REVISION
 
 
-async def migrate(url: str) -> tuple[str, str]:
+async def migrate(url: StoreURL) -> tuple[str, str]:
     """Bring the store at ``url`` up to date; return its revision before and after.
 
     All of it happens in one transaction: an interrupted migration has not happened.

@@ -25,7 +25,7 @@ from trinity_buffer.pipeline.streaming.portal import in_portal
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.train_stream import Resume, TrainStep
 from trinity_buffer.store import log, queries, trainer_queries
-from trinity_buffer.store.database import Database
+from trinity_buffer.store.database import Database, StoreURL
 from trinity_buffer.store.rows import ConsumerRow, StepRow
 from trinity_buffer.store.transaction import Transaction
 
@@ -172,7 +172,9 @@ class ReplayStream:
 
 
 @asynccontextmanager
-async def _opened(url: str, experiment: str, options: dict[str, Any]) -> AsyncIterator[_Replayed]:
+async def _opened(
+    url: StoreURL, experiment: str, options: dict[str, Any]
+) -> AsyncIterator[_Replayed]:
     async with open_store(url, read_only=True) as store:
         found = await store.experiment(experiment)
         loader = RowLoader(EventCache(found.key, found.name))
@@ -181,7 +183,7 @@ async def _opened(url: str, experiment: str, options: dict[str, Any]) -> AsyncIt
 
 @contextmanager
 def open_replay_stream(
-    url: str,
+    url: StoreURL,
     *,
     experiment: str,
     from_checkpoint: Path | None = None,

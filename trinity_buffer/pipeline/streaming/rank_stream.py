@@ -46,6 +46,8 @@ class RankStream(TrainStream):
             self._failure = error
         finally:
             self._ready.end()
+            if self._ranks.presence is not None:
+                await self._ranks.presence.gone()
 
     @override
     async def _feed(self) -> None:
@@ -57,6 +59,8 @@ class RankStream(TrainStream):
                 self.options.consumer,
                 after=self._next_step - 1,
             )
+            if leased:
+                self._ranks.wait.over()
             for row in leased:
                 await self._ready.room()
                 step = await self._serve_again(row)

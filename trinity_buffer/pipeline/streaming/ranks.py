@@ -24,8 +24,15 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.presence import Presence
+from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
-from trinity_buffer.pipeline.streaming.trainer_lease import LeaseWatch, TrainerLease, is_dead
+from trinity_buffer.pipeline.streaming.trainer_lease import (
+    LeaseWatch,
+    TrainerLease,
+    is_dead,
+    place_of,
+)
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.log import StoredEvent
@@ -40,6 +47,8 @@ class RankSession:
 
     Attributes:
         committed: the last committed step when the ranks assembled.
+        presence: of a rank above 0.
+        wait: for the other ranks.
         ended: the last step of the stream, once rank 0 said that there are no more.
     """
 
@@ -59,6 +68,16 @@ class RankSession:
         self._parts: dict[int, int] = {}  # rank -> last step whose part is done
         self._rows: dict[tuple[int, int], int] = {}  # (rank, step) -> rows it took
         self._superseded = ""
+        role = f"rank {self._rank}"
+        # Rank 0 is present as the trainer.
+        self.presence = (
+            Presence(self._database, experiment.key, role, self._name) if self._rank else None
+        )
+        self._lacking = ""
+        self.wait = SpokenWait(self._database.changes, self._waiting_for, self.presence)
+
+    async def _waiting_for(self) -> str:
+        return f"rank {self._rank} of trainer {self._name!r} waits for {self._lacking}"
 
     # -- rank 0
     # ------------------------------------------------------------------------------------------
@@ -72,11 +91,17 @@ class RankSession:
         while True:
             state = await self._database.changes.state()
             await self._read()
-            if others <= self._joins.keys():
+            absent = sorted(others - self._joins.keys())
+            if not absent:
                 break
-            await self._database.changes.changed(state, timeout_s=self._ttl_s / 4)
+            self._lacking = (
+                f"{_ranks(absent)} of {self._world} to open the stream: start every rank with "
+                f"world_size={self._world}"
+            )
+            await self.wait.changed(state, timeout_s=self._ttl_s / 4)
             if lease.lost is not None:
                 raise lease.lost
+        self.wait.over()
         together = RanksAssembled(
             consumer=self._name,
             token=lease.token,
@@ -107,11 +132,17 @@ class RankSession:
             state = await self._database.changes.state()
             await self._read()
             self._check()
-            if all(self._parts.get(rank, 0) >= steps[-1] for rank in others):
+            late = [rank for rank in others if self._parts.get(rank, 0) < steps[-1]]
+            if not late:
                 break
-            await self._database.changes.changed(state, timeout_s=self._ttl_s / 4)
+            self._lacking = (
+                f"{_ranks(late)} to commit step {steps[-1]}: every rank calls commit, and if one "
+                "is gone, start all of them again"
+            )
+            await self.wait.changed(state, timeout_s=self._ttl_s / 4)
             if lease.lost is not None:
                 raise lease.lost
+        self.wait.over()
         self._rows = {key: rows for key, rows in self._rows.items() if key[1] >= steps[0]}
         return [
             [mine, *(self._rows.get((rank, step), 0) for rank in others)]
@@ -141,7 +172,12 @@ class RankSession:
             if self._called:
                 await self._join()
             elif not self._position:
-                await self._database.changes.changed(state)
+                self._lacking = (
+                    "rank 0, which holds the lease and calls the others: start it with "
+                    f"world_size={self._world}"
+                )
+                await self.wait.changed(state)
+        self.wait.over()
 
     async def part_done(self, step: int, rows: Sequence[int]) -> None:
         """Record that this rank went through ``step``.
@@ -177,7 +213,8 @@ class RankSession:
                 f"rank 0 of trainer {self._name!r} is gone: start all ranks again; they resume "
                 "from the last commit"
             )
-        await self._database.changes.changed(state, timeout_s=self._ttl_s / 4)
+        self._lacking = f"rank 0 ({place_of(held[0])}) to hand out the next step"
+        await self.wait.changed(state, timeout_s=self._ttl_s / 4)
 
     # -- reading
     # ------------------------------------------------------------------------------------------
@@ -263,3 +300,7 @@ class RankSession:
                 f"trainer {self._name!r}: {self._superseded}; start all ranks again, they resume "
                 "from the last commit"
             )
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
