@@ -37,9 +37,9 @@ class Story:
     checkpoint: Path
     manifests: list[bytes] = field(default_factory=list)
 
-    def say_chain(self, manifests: Sequence[bytes]) -> None:
+    def say_chain(self, manifests: Sequence[bytes], log_head: str = "") -> None:
         """Write what the weights of the checkpoint went through."""
-        chain = {"manifests": [digest.hex() for digest in manifests]}
+        chain = {"manifests": [digest.hex() for digest in manifests], "log_head": log_head}
         (self.checkpoint / "manifests.json").write_text(json.dumps(chain))
 
 
@@ -84,17 +84,17 @@ async def tell(url: str, folder: Path, name: str = "sort") -> Story:
 async def _explore(experiment: Experiment, story: Story) -> None:
     writer = experiment.writer("e0")
     tasks = list(range(TASKS))
-    uids: list[str] = []
+    lines: list[str] = []
     await writer.plan("b0", tasks, RUNS)
     for task in tasks:
         rewards = [1.0] * RUNS if task == 3 else [float(run % 2) for run in range(RUNS)]
         some = [rollout("b0", task, run, rewards[run]) for run in range(RUNS)]
-        uids += (await writer.write(some)).uids
+        lines += (await writer.write(some)).lines
     await writer.seal("b0", TASKS * RUNS)
-    uids += (await writer.write([rollout("b0", 0, 0, 0.5, "a1")])).uids
+    lines += (await writer.write([rollout("b0", 0, 0, 0.5, "a1")])).lines
     await writer.plan("b1", [0], RUNS)
-    uids += (await writer.write([rollout("b1", 0, 1, 0.5)])).uids
-    (story.acknowledged / "e0.ack").write_text("".join(f"{uid}\n" for uid in uids))
+    lines += (await writer.write([rollout("b1", 0, 1, 0.5)])).lines
+    (story.acknowledged / "e0.ack").write_text("".join(f"{line}\n" for line in lines))
 
 
 async def _train(experiment: Experiment, story: Story) -> None:
@@ -104,7 +104,7 @@ async def _train(experiment: Experiment, story: Story) -> None:
             if step.step == 3:
                 story.manifests.pop()
                 return
-            story.say_chain(story.manifests)
+            story.say_chain(story.manifests, step.log_head)
             await stream.commit(step, checkpoint=story.checkpoint)
             weights = story.checkpoint.parent / f"policy-{step.step}"
             weights.write_text("weights")

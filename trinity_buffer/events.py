@@ -182,6 +182,7 @@ class ExperiencesAnnotated:
         after: where its cursor had to be for this to hold; for groups without rows.
         segment: key of the annotations.
         families: column family -> bytes of its segment.
+        digest: of the segment; None in what older versions wrote.
         experiences: address of each row's experience, copies included.
         groups: per row, the number of its group within this event.
         planned: per group, whether its batch was planned.
@@ -196,6 +197,7 @@ class ExperiencesAnnotated:
     after: int | None = optional(None)
     segment: bytes
     families: Mapping[str, int]
+    digest: bytes | None = optional(None)
     experiences: Sequence[int]
     groups: Sequence[int]
     planned: Sequence[bool]

@@ -28,6 +28,8 @@ class WriteReceipt:
         rejected: how many were recorded, but will never be trained (``late``, ``invalid``); counted
             in ``written``.
         uids: uid of every experience of the call, in its order, new or not.
+        digests: content digest of each.
+        head: of the last event of the log that they are in, as hex; it proves all before it.
     """
 
     position: int
@@ -35,6 +37,14 @@ class WriteReceipt:
     duplicates: int
     rejected: int = 0
     uids: tuple[str, ...] = ()
+    digests: tuple[bytes, ...] = ()
+    head: str = ""
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What `verify --acknowledged` reads, one a line: uid, content digest, head, by tabs."""
+        pairs = zip(self.uids, self.digests, strict=True)
+        return tuple(f"{uid}\t{digest.hex()}\t{self.head}" for uid, digest in pairs)
 
 
 _NO_PLANS = "batch {!r}: a {} takes experiences, not plans; use a writer of the store"

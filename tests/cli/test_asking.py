@@ -121,6 +121,19 @@ def test_verify_ends_with_the_two_numbers(cli: Cli, own_story: Story) -> None:
     assert (found["ok"], found["lost"], found["duplicated"]) == (False, 1, 0)
 
 
+def test_verify_claims_only_what_it_measured(cli: Cli, story: Story) -> None:
+    told = cli("verify", "--store", story.url, "--quick")
+    said = "lost, duplicated: not measured: give --acknowledged and --checkpoint"
+    assert (told.code, told.out.splitlines()[-1]) == (0, said)
+    told = cli("verify", "--store", story.url, "--quick", "--acknowledged", story.acknowledged)
+    assert told.out.splitlines()[-1] == said
+    (found,) = cli("verify", "--store", story.url, "--quick", "--json").json
+    assert (found["measured"], found["head"] in told.out) == (False, True)
+    assert cli("verify", "--store", story.url, "--head", found["head"]).code == 0
+    told = cli("verify", "--store", story.url, "--head", "0" * 64)
+    assert (told.code, "no event has it" in told.out) == (1, True)
+
+
 def test_rebuild_says_what_it_mended(cli: Cli, own_story: Story) -> None:
     wrong = update(experience).where(experience.c.task == "2").values(reward=9.0)
     anyio.run(unguarded, own_story.url, lambda tx: tx.execute(wrong))

@@ -10,29 +10,58 @@ from sqlalchemy import Table, select, text
 from trinity_buffer import codec
 from trinity_buffer.pipeline.events import Event, now_us
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verifying.findings import Problem, VerifyReport
 from trinity_buffer.store import heads, log
 from trinity_buffer.store.database import open_for_migration
+from trinity_buffer.store.guards import guards
 from trinity_buffer.store.tables import PROJECTIONS, event
 from trinity_buffer.store.transaction import Transaction
 
 T = TypeVar("T")
 
 
-async def unguarded(url: str, change: Callable[[Transaction], T]) -> T:
-    """Return ``change(tx)`` of a transaction in which the truth may be changed."""
+async def unguarded(url: str, change: Callable[[Transaction], T], *, chained: bool = True) -> T:
+    """Return ``change(tx)`` of a transaction in which the truth may be changed.
+
+    Its triggers are there again at the end. What was changed can only be seen from what the log
+    says, unless ``chained`` is False: then it is not chained anew.
+    """
 
     def with_triggers_off(tx: Transaction) -> T:
         for table in ("event", "segment"):
             for operation in ("update", "delete"):
-                trigger = f"{table}_forbids_{operation}"
-                if tx.dialect.name == "sqlite":
-                    tx.execute(text(f"DROP TRIGGER {trigger}"))
-                else:
-                    tx.execute(text(f"ALTER TABLE {table} DISABLE TRIGGER {trigger}"))
-        return change(tx)
+                _switch(tx, table, f"{table}_forbids_{operation}", on=False)
+        done = change(tx)
+        if chained:
+            chain_anew(tx)
+        for table in ("event", "segment"):
+            for operation in ("update", "delete"):
+                _switch(tx, table, f"{table}_forbids_{operation}", on=True)
+        return done
 
     async with open_for_migration(url) as database:
         return await database.write(with_triggers_off)
+
+
+def _switch(tx: Transaction, table: str, trigger: str, *, on: bool) -> None:
+    if tx.dialect.name == "postgresql":
+        tx.execute(text(f"ALTER TABLE {table} {'ENABLE' if on else 'DISABLE'} TRIGGER {trigger}"))
+    elif on:
+        (guard,) = (one for one in guards("sqlite") if one.name == trigger)
+        tx.rows(guard.statements("sqlite")[0], ())
+    else:
+        tx.execute(text(f"DROP TRIGGER {trigger}"))
+
+
+def chain_anew(tx: Transaction) -> None:
+    """Give every event of every experiment the head that it should have."""
+    for name, key in log.experiment_names(tx).items():
+        head = heads.origin(name)
+        for one in log.read_after(tx, key, 0, limit=1 << 30):
+            said = (one.position, one.kind, one.actor, one.recorded_at, one.body)
+            head = heads.head_of(head, *said)
+            mine = (event.c.experiment == key, event.c.position == one.position)
+            tx.execute(event.update().where(*mine).values(head=head))
 
 
 async def events_of(url: str, kind: str) -> list[Event]:
@@ -75,3 +104,8 @@ def first_row(tx: Transaction, table: Table) -> dict[str, Any]:
     """Return one row of a table, the first by key."""
     query = select(table).order_by(*table.primary_key.columns).limit(1)
     return dict(tx.execute(query).mappings().one())
+
+
+def beside_heads(report: VerifyReport) -> list[Problem]:
+    """Return what is wrong, but for heads that were kept of the log before it was edited."""
+    return [problem for problem in report.problems if problem.check != "chain"]

@@ -17,6 +17,7 @@ from pysqlite3 import dbapi2
 from typing_extensions import override
 
 from tests.postgres import PostgresServer
+from trinity_buffer.store.guards import guards
 
 DISK_BYTES = 64 << 20
 TABLESPACE_BYTES = 192 << 20
@@ -123,6 +124,8 @@ class SQLiteSite(Site):
         (data,) = connection.execute(f"SELECT data FROM segment {which}", key).fetchone()
         damaged = _flipped(data, draw * 7919 % 1)
         connection.execute(f"UPDATE segment SET data = ? {which}", (damaged, *key))
+        (guard,) = (one for one in guards("sqlite") if one.name == "segment_forbids_update")
+        connection.execute(guard.statements("sqlite")[0])
         connection.close()
         return bytes(key[0]).hex(), key[1]
 

@@ -32,13 +32,16 @@ def verify(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     acknowledged: Annotated[
-        Path | None, typer.Option(help="Folder (or file) of acknowledged uids, one a line.")
+        Path | None, typer.Option(help="Folder (or file) of lines of receipts, or of uids.")
     ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Checkpoint whose manifests.json is compared.")
     ] = None,
     consumer: Annotated[
         str | None, typer.Option(help="Which trainer wrote the checkpoint, if several could have.")
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option(help="A head that was kept: the log must still have it.")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Open no segment; count projections, compare no rows.")
@@ -64,6 +67,7 @@ def verify(
                     checkpoint,
                     quick=quick,
                     consumer=consumer,
+                    head=head,
                     progress=report,
                 )
 
@@ -102,8 +106,18 @@ def _print_verified(found: VerifyReport) -> None:
     for line in _wrong(found):
         say(line)
     say(_outside(found))
+    say(f"head {found.head} at position {found.events}")
     say("everything holds" if found.ok else "FAILED")
-    say(f"lost {found.lost}, duplicated {found.duplicated}")
+    say(_counted(found))
+
+
+def _counted(found: VerifyReport) -> str:
+    counts = f"lost {found.lost}, duplicated {found.duplicated}"
+    if found.measured:
+        return counts
+    if found.lost or found.duplicated:
+        return f"{counts}, not all of it measured: give --acknowledged and --checkpoint"
+    return "lost, duplicated: not measured: give --acknowledged and --checkpoint"
 
 
 def _wrong(found: VerifyReport) -> list[str]:
@@ -117,7 +131,9 @@ def _wrong(found: VerifyReport) -> list[str]:
 def _outside(found: VerifyReport) -> str:
     given = []
     if found.acknowledged is not None:
-        given.append(f"{found.acknowledged} acknowledged uids")
+        bare = found.acknowledged - found.contents
+        without = f" (of {bare} the content was not compared)" if bare else ""
+        given.append(f"{found.acknowledged} acknowledged uids{without}")
     if found.chain is not None:
         given.append(f"a checkpoint of {found.chain} manifests")
     if not given:

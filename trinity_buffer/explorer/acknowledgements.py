@@ -10,7 +10,7 @@ from trinity_buffer.writer import WriteReceipt
 
 
 class Acknowledgements:
-    """An append-only file of uids, one per line, of receipts that `write` has returned.
+    """An append-only file of the lines of receipts that `write` has returned.
 
     ``trinity-buffer verify --acknowledged FOLDER`` compares such files with the log. A crash may
     leave the last line unfinished; it is read as never written.
@@ -29,8 +29,8 @@ class Acknowledgements:
             os.write(self._descriptor, b"\n")
 
     def note(self, receipt: WriteReceipt) -> None:
-        """Append the uids of ``receipt``, in one write call."""
-        os.write(self._descriptor, "".join(f"{uid}\n" for uid in receipt.uids).encode())
+        """Append the lines of ``receipt``, in one write call."""
+        os.write(self._descriptor, "".join(f"{line}\n" for line in receipt.lines).encode())
 
     def close(self) -> None:
         """Close the file."""

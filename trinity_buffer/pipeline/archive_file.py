@@ -76,7 +76,8 @@ def read_archive(path: str, keys: Sequence[bytes], families: Sequence[str]) -> S
         of_keys = ("segment", "in", list(keys))
         of_families = ("family", "in", list(families))
         held = parquet.read_table(path, columns=["segment"], filters=[of_keys])["segment"]
-        rows = parquet.read_table(path, filters=[of_keys, of_families]).to_pylist()
+        filters = [of_keys, of_families]
+        rows = parquet.read_table(path, filters=filters).to_pylist() if families else []
     except (OSError, pyarrow.ArrowException) as error:
         raise StoreError(
             f"that file cannot be read ({error}): put a sound copy in its place"

@@ -132,6 +132,14 @@ def read_manifests(folder: Path) -> list[bytes]:
         ) from error
 
 
+def read_head(folder: Path) -> bytes:
+    """Return the head of the log that a checkpoint names; empty if it names none."""
+    try:
+        return bytes.fromhex(json.loads((folder / MANIFESTS_FILE).read_text())["log_head"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return b""
+
+
 def _files(checkpoint: Path) -> list[Path]:
     files = (
         sorted(p for p in checkpoint.rglob("*") if p.is_file())

@@ -28,15 +28,19 @@ class Guard:
     why: str
     condition: str = ""
 
+    @property
+    def message(self) -> str:
+        """What whoever tries is told."""
+        return f"{self.table}: {self.operation} is forbidden, {self.why}"
+
     def statements(self, dialect: str) -> list[str]:
         """Return the statements that create it on ``dialect``."""
-        message = f"{self.table}: {self.operation} is forbidden, {self.why}"
         head = f"CREATE TRIGGER {self.name} BEFORE {self.operation} ON {self.table} "
         if dialect == "sqlite":
             when = f"WHEN {self.condition} " if self.condition else ""
-            return [f"{head}{when}BEGIN SELECT RAISE(ABORT, '{message}'); END"]
+            return [f"{head}{when}BEGIN SELECT RAISE(ABORT, '{self.message}'); END"]
         asks = "SELECT" in self.condition  # PostgreSQL's WHEN takes no query
-        body, each = f"RAISE EXCEPTION '{message}';", "STATEMENT"
+        body, each = f"RAISE EXCEPTION '{self.message}';", "STATEMENT"
         if self.condition:
             each = "ROW" if asks else f"ROW WHEN ({self.condition})"
         if asks:

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import count
 from pathlib import Path
 from typing import Any, Generic, Protocol
@@ -18,7 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trinity_buffer.errors import CheckpointError, NonFiniteError
-from trinity_buffer.pipeline.checkpoint import MANIFESTS_FILE, may_remove, read_manifests
+from trinity_buffer.pipeline.checkpoint import (
+    MANIFESTS_FILE,
+    may_remove,
+    read_head,
+    read_manifests,
+)
+from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, chain
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Trainable, all_finite
 
 POLICY_FILE = "policy.safetensors"
@@ -46,6 +53,7 @@ class TrainerState(Generic[AnyPolicy]):
             them.
         critic: and its optimizer, where the algorithm uses one.
         coefficients: of the divergences, which may adapt from step to step.
+        log_head: of the log, when that step was handed out; it proves the log up to there.
     """
 
     policy: AnyPolicy
@@ -54,6 +62,7 @@ class TrainerState(Generic[AnyPolicy]):
     manifests: Sequence[bytes]
     critic: tuple[Critic, torch.optim.Optimizer] | None = None
     coefficients: Mapping[str, float] = field(default_factory=dict)
+    log_head: str = ""
 
 
 def _fresh_folder(root: Path, step: int) -> Path:
@@ -129,8 +138,13 @@ def _write(folder: Path, state: TrainerState[Any]) -> None:
         tensors, numbers["critic_optimizer"] = _optimizer_tensors(optimizer)
         save_file(tensors, folder / CRITIC_OPTIMIZER_FILE)
     (folder / STATE_FILE).write_text(json.dumps(numbers))
-    chain = {"manifests": [digest.hex() for digest in state.manifests]}
-    (folder / MANIFESTS_FILE).write_text(json.dumps(chain))
+    gone_through = {
+        "manifests": [digest.hex() for digest in state.manifests],
+        "length": len(state.manifests),
+        "chain": reduce(chain, state.manifests, FIRST_LINK).hex(),
+        "log_head": state.log_head,
+    }
+    (folder / MANIFESTS_FILE).write_text(json.dumps(gone_through))
 
 
 def load_checkpoint(
@@ -166,7 +180,8 @@ def load_checkpoint(
         trained = (critic, optimizer_of(critic, is_critic=True))
         trained[1].load_state_dict(_optimizer_state(of_critic, state["critic_optimizer"]))
     coefficients = state.get("coefficients", {})
-    return TrainerState(policy, optimizer, state["step"], manifests, trained, coefficients)
+    step, head = state["step"], read_head(folder).hex()
+    return TrainerState(policy, optimizer, step, manifests, trained, coefficients, head)
 
 
 def read_step(folder: Path) -> int:

@@ -317,7 +317,11 @@ class Trainer:
         """Note what the weights went through: true from here on, committed or not."""
         digests: Sequence[bytes] = (*self.state.manifests, step.manifest.digest)
         self.state = replace(
-            self.state, step=step.step, manifests=digests, coefficients=self._coefficients()
+            self.state,
+            step=step.step,
+            manifests=digests,
+            coefficients=self._coefficients(),
+            log_head=step.log_head,
         )
 
     def _coefficients(self) -> dict[str, float]:

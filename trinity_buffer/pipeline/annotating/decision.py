@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 
+from trinity_buffer.codec import content_digest
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRejected
 from trinity_buffer.experience import Experience
@@ -137,6 +138,7 @@ class Verdicts:
                 after=after,
                 segment=key,
                 families={"annotation": len(blob)},
+                digest=content_digest([blob]),
                 experiences=[cast("int", one.address) for one in experiences],
                 groups=[number for number, group in enumerate(kept.values()) for _ in group],
                 planned=[self.planned.get(tid, False) for tid in kept],

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from trinity_buffer.events import PlacedFact
+from trinity_buffer.pipeline.event_chain import EventChain
 from trinity_buffer.pipeline.history.refold import (
     Progress,
     catch_up,
     confirmed,
+    decoded_events,
     diff_projections,
     fold_tail,
     no_progress,
@@ -17,10 +21,11 @@ from trinity_buffer.pipeline.history.refold import (
     unfoldable_error,
     whole_spans,
 )
-from trinity_buffer.store import comparison
+from trinity_buffer.store import comparison, log
 from trinity_buffer.store.comparison import Difference
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.dialect import lock_experiment
+from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.transaction import Transaction
 
 __all__ = ["RebuildReport", "diff_projections", "rebuild"]
@@ -50,19 +55,26 @@ async def rebuild(
     none. Only where whole projections were lost does it last (some 20 s for a million experiences).
 
     Raises:
-        StoreError: an event that cannot be folded; nothing was changed.
+        StoreError: an event that cannot be folded, or is not the one that was recorded; nothing was
+            changed.
         CodecError: a body is damaged; nothing was changed.
     """
+    chain = EventChain(await database.read(log.experiment_name, experiment))
+
+    def decode(page: Sequence[StoredEvent]) -> list[PlacedFact]:
+        chain.require(page)
+        return decoded_events(page)
+
     with scratch_for(database, experiment) as scratch:
-        wrong = await catch_up(database, scratch, progress)
+        wrong = await catch_up(database, scratch, progress, decode)
         if wrong is not None:
             raise unfoldable_error(database.name, wrong)
         found = await suspects(database, scratch, progress)
-        wrong = await catch_up(database, scratch, progress)
+        wrong = await catch_up(database, scratch, progress, decode)
 
         def replace(tx: Transaction) -> list[Difference]:
             lock_experiment(tx, experiment)
-            contradiction = wrong or fold_tail(tx, scratch)
+            contradiction = wrong or fold_tail(tx, scratch, decode)
             if contradiction is not None:
                 raise unfoldable_error(database.name, contradiction)
             # Events that came meanwhile were folded on the live side with whatever is wrong there,

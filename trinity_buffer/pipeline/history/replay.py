@@ -64,7 +64,7 @@ async def replayed_steps(
     for recorded in steps[:last]:
         link = chain(link, recorded.manifest_digest)
         if recorded.step >= first:
-            manifest, skipped = await _recorded(experiment, recorded)
+            manifest, skipped, head = await _recorded(experiment, recorded)
             rows = await database.read_session(partial(loader.load, manifest=manifest))
             manifest, rows = _dealt(manifest, rows, world_size)
             part = partial(collate_step, rank=rank, world=world_size, device=device)
@@ -76,6 +76,7 @@ async def replayed_steps(
                 policy_versions=versions,
                 skipped=skipped,
                 rows=rows_in(microbatches, rows),
+                log_head=head,
             )
 
 
@@ -94,8 +95,8 @@ def _trainer(
     return row, trainer_queries.steps(tx, experiment, name)
 
 
-async def _recorded(experiment: Experiment, recorded: StepRow) -> tuple[Manifest, bool]:
-    """Return the manifest of a step, and whether its commit says that it was skipped."""
+async def _recorded(experiment: Experiment, recorded: StepRow) -> tuple[Manifest, bool, str]:
+    """Return the manifest of a step, whether its commit says that it was skipped, and its head."""
     leased = await experiment.database.read_session(
         partial(leased_step, experiment=experiment, row=recorded)
     )
@@ -103,7 +104,7 @@ async def _recorded(experiment: Experiment, recorded: StepRow) -> tuple[Manifest
     stored = await experiment.database.read(log.read_at, experiment.key, places)
     committed = [fact_at(experiment.name, event, StepsCommitted) for event in stored]
     skipped = any(recorded.step in commit.skipped_steps for commit in committed)
-    return leased.manifest, skipped
+    return leased.manifest, skipped, (leased.log_head or b"").hex()
 
 
 @dataclass(frozen=True, slots=True)

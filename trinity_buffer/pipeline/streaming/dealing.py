@@ -28,11 +28,15 @@ from trinity_buffer.store.transaction import ReadSession, Session
 
 
 class LeasedStep(NamedTuple):
-    """A step as the log holds it: where it was leased, its first manifest, and how it is served."""
+    """A step as the log holds it: where it was leased, its first manifest, and how it is served.
+
+    ``log_head`` is of the event that says how.
+    """
 
     leased_at: int
     first: Manifest
     manifest: Manifest
+    log_head: bytes | None
 
 
 def leased_step(s: ReadSession, experiment: Experiment, row: StepRow) -> LeasedStep:
@@ -42,13 +46,13 @@ def leased_step(s: ReadSession, experiment: Experiment, row: StepRow) -> LeasedS
         CodecError: the body of its event is damaged.
     """
     (stored,) = s.read(log.read_at, experiment.key, [row.leased_at])
-    dealt = decoded(experiment.name, stored).fact
+    dealt, head = decoded(experiment.name, stored).fact, stored.head
     if not isinstance(dealt, StepDealt):
         first = Manifest.of(fact_at(experiment.name, stored, BatchLeased))
-        return LeasedStep(row.leased_at, first, first)
+        return LeasedStep(row.leased_at, first, first, head)
     (stored,) = s.read(log.read_at, experiment.key, [dealt.leased_at])
     first = Manifest.of(fact_at(experiment.name, stored, BatchLeased))
-    return LeasedStep(dealt.leased_at, first, first.dealt(dealt.order, plans_of(dealt)))
+    return LeasedStep(dealt.leased_at, first, first.dealt(dealt.order, plans_of(dealt)), head)
 
 
 def dealt_to(

@@ -171,6 +171,7 @@ class TrainStep:
         skipped: True in a replay of a step whose commit says that the weights did not go through
             it.
         rows: how many rows of the manifest this rank was given.
+        log_head: of the event that leased the step, as hex; it proves the log up to there.
     """
 
     step: int
@@ -181,6 +182,7 @@ class TrainStep:
     policy_versions: list[int] = field(default_factory=list)
     skipped: bool = False
     rows: int = 0
+    log_head: str = ""
 
     @property
     def staleness(self) -> float | None:

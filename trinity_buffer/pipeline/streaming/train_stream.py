@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from trinity_buffer.pipeline.streaming.step_source import RECORDED, StepSource
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions, TrainStep
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
 from trinity_buffer.pipeline.streaming.voice import StreamVoice
-from trinity_buffer.store import queries, trainer_queries
+from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ConsumerRow, StepRow
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
@@ -181,11 +182,10 @@ class TrainStream:
 
     async def _serve_again(self, row: StepRow) -> TrainStep:
         def load(s: ReadSession) -> TrainStep:
-            manifest = leased_step(s, self.experiment, row).manifest
-            rows = self._loader.load(s, manifest)
-            return self._step(
-                manifest, rows, s.compute(self._collate, manifest, rows), recorded=True
-            )
+            found = leased_step(s, self.experiment, row)
+            rows = self._loader.load(s, found.manifest)
+            microbatches = s.compute(self._collate, found.manifest, rows)
+            return self._step(found.manifest, rows, microbatches, found.log_head, recorded=True)
 
         return await self._database.read_session(load)
 
@@ -246,15 +246,16 @@ class TrainStream:
             microbatches = self._collate(manifest, rows)
             return microbatches, new_event(manifest.leased_by(name, token))
 
-        def append(tx: Transaction) -> None:
+        def append(tx: Transaction) -> bytes:
             self._lease.append(tx, [event])
             reached("inside-lease")
+            return log.end(tx, self.experiment.key).head
 
         microbatches, event = s.compute(collate)
         reached("before-lease")
-        s.write(append)
+        head = s.write(append)
         reached("after-lease")
-        return self._step(manifest, rows, microbatches, recorded=False)
+        return self._step(manifest, rows, microbatches, head, recorded=False)
 
     def _collate(self, manifest: Manifest, rows: LoadedRows) -> list[MicroBatch]:
         return collate_step(
@@ -271,6 +272,7 @@ class TrainStream:
         manifest: Manifest,
         rows: LoadedRows,
         microbatches: list[MicroBatch],
+        head: bytes | None,
         *,
         recorded: bool,
     ) -> TrainStep:
@@ -279,15 +281,9 @@ class TrainStream:
                 microbatch.tensors.pop("old_logprob", None)
         self._chain = chain(self._chain, manifest.digest)
         versions = [version for version in rows.facts.policy_versions if version is not None]
-        return TrainStep(
-            manifest.step,
-            microbatches,
-            manifest,
-            self._chain,
-            recorded,
-            versions,
-            rows=rows_in(microbatches, rows),
-        )
+        step = TrainStep(manifest.step, microbatches, manifest, self._chain, recorded, versions)
+        proof = "" if head is None else head.hex()
+        return replace(step, rows=rows_in(microbatches, rows), log_head=proof)
 
     def close(self) -> None:
         """Let go of the steps that were made ready and not asked for."""

@@ -15,8 +15,9 @@ class Problem:
     """Something that is wrong.
 
     Attributes:
-        check: which check found it: ``log``, ``fold``, ``projections``, ``conservation``,
-            ``manifests``, ``commits``, ``segments`` or ``digests``.
+        check: which check found it: ``chain``, ``log``, ``fold``, ``projections``,
+            ``conservation``, ``manifests``, ``commits``, ``segments``, ``digests``, ``archives`` or
+            ``database``.
         where: the position, row, segment or manifest.
         what: what is wrong with it.
     """
@@ -38,7 +39,9 @@ class VerifyReport:
         experiment, store: what was looked at; ``version`` is of the database's library or server.
         quick: no segment was opened, and rows of projections were counted, not compared.
         events, experiences, manifests, segments: how many were looked at.
+        head: of the last event, as hex: whoever keeps it can prove all of this log.
         acknowledged: distinct uids in the acknowledgement files; None: none were given.
+        contents: how many of them came with a content digest, and were compared by it.
         chain: manifests in the checkpoint's chain; None: no checkpoint was given.
         lost: how many acknowledged experiences and manifests of the chain the log does not hold,
             and committed manifests the weights did not go through; `lost_items` names each.
@@ -57,7 +60,9 @@ class VerifyReport:
     experiences: int
     manifests: int
     segments: int
+    head: str
     acknowledged: int | None
+    contents: int
     chain: int | None
     lost_items: tuple[str, ...]
     duplicated_items: tuple[str, ...]
@@ -78,6 +83,11 @@ class VerifyReport:
         return len(self.duplicated_items)
 
     @property
+    def measured(self) -> bool:
+        """Whether anything from outside was given, without which nobody knows what was lost."""
+        return self.acknowledged is not None and self.chain is not None
+
+    @property
     def ok(self) -> bool:
         """Whether nothing is wrong."""
         return not (self.lost_items or self.duplicated_items or self.problems)
@@ -86,4 +96,5 @@ class VerifyReport:
         """Return all of it as JSON values."""
         found = asdict(self)
         found["plans"]["missing"] = self.plans.missing
-        return {"ok": self.ok, "lost": self.lost, "duplicated": self.duplicated, **found}
+        measured = {"ok": self.ok, "measured": self.measured}
+        return {**measured, "lost": self.lost, "duplicated": self.duplicated, **found}

@@ -39,6 +39,8 @@ from trinity_buffer.events import (
     TrainerRewound,
     UnknownEvent,
 )
+from trinity_buffer.pipeline.event_chain import EventChain
+from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.trainer_audit import TrainerAudit
 from trinity_buffer.store.address import address_of, first_address, written_as
@@ -95,7 +97,15 @@ class _Strategy:
 class LogAudit:
     """Collects what the log says, event by event. Feed it with `add`, then ask.
 
+    Args:
+        chain: follows the heads.
+        quick: compare no event with another.
+        contents: whether to keep what `contents` holds.
+
     Attributes:
+        chain: as given.
+        cross: compares events with one another.
+        contents: (uid, content digest) of all recorded experiences.
         position: the last one that was added.
         events, experiences: how many there were.
         problems: what was wrong so far.
@@ -104,7 +114,11 @@ class LogAudit:
         archived: segments that may have left the database.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chain: EventChain, *, quick: bool = False, contents: bool = False) -> None:
+        self.chain = chain
+        self.cross = CrossAudit()
+        self._quick = quick
+        self.contents = Names() if contents else None
         self.position = 0
         self.events = 0
         self.experiences = 0
@@ -132,6 +146,8 @@ class LogAudit:
                 self._wrong("log", stored.position, f"its body cannot be read: {error}")
                 continue
             try:
+                if not self._quick:
+                    self._tell(self.cross.take(stored.position, fact))
                 self._read(stored.position, fact)
             except (LookupError, TypeError, ValueError, ArithmeticError) as error:
                 what = f"its body has not the form of {stored.kind}: {error!r}"
@@ -150,6 +166,8 @@ class LogAudit:
             self._wrong("log", expected, f"there is no event, nor up to {stored.position - 1}")
         if stored.position == 1 and stored.kind != "ExperimentCreated":
             self._wrong("log", 1, f"the first event is {stored.kind}, not ExperimentCreated")
+        if (wrong := self.chain.take(stored)) is not None:
+            self._wrong("chain", stored.position, wrong)
         self.position = stored.position
         self.events += 1
 
@@ -187,10 +205,17 @@ class LogAudit:
                 pass  # one row of one table, which the expectation compares
             case RankJoined() | StepPartDone() | StreamEnded():
                 pass  # what ranks say to each other is in no projection
-            case ChainStarted() | UnknownEvent():
+            case ChainStarted():
+                self._chain_started(position, fact)
+            case UnknownEvent():
                 pass
             case _:
                 assert_never(fact)
+
+    def _chain_started(self, position: int, fact: ChainStarted) -> None:
+        if fact.digest != self.chain.before:
+            what = f"it names {fact.digest.hex()} as the head of all before it"
+            self._wrong("chain", position, f"{what}, which has {self.chain.before.hex()}")
 
     def _tell(self, problems: Iterable[Problem]) -> None:
         self.problems.extend(problems)
@@ -221,6 +246,8 @@ class LogAudit:
         count = len(columns)
         batches = list(map(str, columns.batch))
         self.uids.add(columns.uids(), count)
+        if self.contents is not None:
+            self.contents.add(zip(columns.uids(), columns.digest, strict=True), count)
         self._runs.add(zip(batches, map(str, columns.task), columns.run, strict=True), count)
         self._counts["experience"] += count
         self.experiences += count
@@ -276,6 +303,11 @@ class LogAudit:
 
     def finish(self) -> None:
         """Check what only the whole log tells: each experience is decided once, if it exists."""
+        if self.events and not self.chain.started:
+            self._wrong("chain", self.position, "no event up to here has a head")
+        for head in sorted(self.chain.unproven):
+            what = "no event has it: the log that it was kept of is another, or was cut"
+            self.problems.append(Problem("chain", f"head {head.hex()}", what))
         for trainer in self.trainers.values():
             self._tell(trainer.finish())
         recorded = _joined(self._recorded)

@@ -1,25 +1,86 @@
 """The proof from outside: what explorers and checkpoints remember, against what the log holds.
 
-A store cannot know what it lost. Explorers append the uid of every experience of a receipt to a
-file of their own after ``write`` returned; a checkpoint names the manifests that its weights really
-went through. Neither asks the store.
+A store cannot know what it lost. Explorers append the lines of each receipt (uid, content digest,
+head) to a file of their own after ``write`` returned; a checkpoint names the manifests that its
+weights really went through. Neither asks the store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline import checkpoint as checkpoints
+from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK
+from trinity_buffer.pipeline.streaming.manifest import chain as link_after
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.log_audit import Names
 from trinity_buffer.pipeline.verifying.trainer_audit import Commit, LeasedManifest, TrainerAudit
 
 _SLASHES_OF_UID = 4
+
+
+@dataclass(slots=True)
+class Acknowledged:
+    """What explorers were told is durable.
+
+    Attributes:
+        contents: uid -> content digest; empty where a line has the uid alone.
+        also: further contents that were acknowledged under a uid.
+        heads: of the log, when it was told.
+    """
+
+    contents: dict[str, bytes] = field(default_factory=dict)
+    also: list[tuple[str, bytes]] = field(default_factory=list)
+    heads: set[bytes] = field(default_factory=set)
+
+    @property
+    def compared(self) -> int:
+        """How many uids came with a content digest."""
+        return sum(map(bool, self.contents.values()))
+
+    def add(self, line: str) -> None:
+        """Take in a line: a uid, and perhaps a content digest and a head, by tabs."""
+        uid, *rest = line.split("\t")
+        digest, head = (_hex(text) for text in ([*rest, "", ""])[:2])
+        known = self.contents.get(uid)
+        if not known:
+            self.contents[uid] = digest
+        elif digest and digest != known:
+            self.also.append((uid, digest))
+        if head:
+            self.heads.add(head)
+
+    def lost(self, uids: Names, contents: Names | None) -> tuple[str, ...]:
+        """Return what no event recorded: uids, and uids whose content is another."""
+        names = list(self.contents)
+        hashes = np.fromiter(map(hash, names), np.int64, len(names))
+        gone = uids.lacking(hashes)
+        found = [f"experience {names[index]}" for index in np.flatnonzero(gone).tolist()]
+        if contents is None:
+            return tuple(found)
+        there = (names[index] for index in np.flatnonzero(~gone).tolist())
+        pairs = [(uid, digest) for uid in there if (digest := self.contents[uid])] + self.also
+        hashes = np.fromiter(map(hash, pairs), np.int64, len(pairs))
+        for index in np.flatnonzero(contents.lacking(hashes)).tolist():
+            uid, digest = pairs[index]
+            what = f"acknowledged with the content {digest.hex()}, recorded with another"
+            found.append(f"experience {uid} ({what})")
+        return tuple(found)
+
+
+def _hex(text: str) -> bytes:
+    """Return the bytes of a digest, none of what a kill cut short."""
+    return bytes.fromhex(text) if len(text) in (32, 64) and _HEX.issuperset(text) else b""
+
+
+_HEX = frozenset("0123456789abcdef")
+_HEAD_DIGITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +91,18 @@ class Chain:
         checkpoint: the file or folder.
         manifests: their digests, in the order in which the weights went through them.
         digest: of the checkpoint itself.
+        head: of the log, when its last step was handed out; empty where it does not say so.
     """
 
     checkpoint: Path
     manifests: tuple[bytes, ...]
     digest: str
+    head: bytes
+
+    @property
+    def link(self) -> bytes:
+        """The digest of the chain of its manifests."""
+        return reduce(link_after, self.manifests, FIRST_LINK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +114,12 @@ class ChainFindings:
     problems: tuple[Problem, ...]
 
 
-def read_acknowledged(place: Path) -> list[str]:
-    """Return the uids in a file, or in all files of a folder: one a line, each uid once.
+def read_acknowledged(place: Path) -> Acknowledged:
+    """Return what is in a file, or in all files of a folder: one experience a line.
 
-    A last line without its end counts if it has the form of a uid: an explorer that is killed while
-    it appends leaves the beginning of a line, of a receipt that it had.
+    A line is one of `WriteReceipt.lines`, or a uid alone. A last line without its end counts if it
+    begins with a uid: an explorer that is killed while it appends leaves the beginning of a line,
+    of a receipt that it had.
 
     Raises:
         InvalidArgumentError: there is no such file or folder, or a file is no text.
@@ -58,23 +127,18 @@ def read_acknowledged(place: Path) -> list[str]:
     if not place.exists():
         raise InvalidArgumentError(f"acknowledged={place}: there is no such file or folder")
     files = sorted(f for f in place.rglob("*") if f.is_file()) if place.is_dir() else [place]
-    found: dict[str, None] = {}
+    found = Acknowledged()
     for file in files:
         try:
             *lines, last = file.read_text("utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgumentError(f"{file} cannot be read as uids: {error}") from error
-        found.update(dict.fromkeys(line for line in lines if line))
+        for line in lines:
+            if line:
+                found.add(line)
         if last.count("/") >= _SLASHES_OF_UID:
-            found[last] = None
-    return list(found)
-
-
-def lost_experiences(acknowledged: Sequence[str], recorded: Names) -> tuple[str, ...]:
-    """Return which of the acknowledged uids no event recorded."""
-    hashes = np.fromiter(map(hash, acknowledged), np.int64, len(acknowledged))
-    lacking = np.flatnonzero(recorded.lacking(hashes)).tolist()
-    return tuple(f"experience {acknowledged[index]}" for index in lacking)
+            found.add(last)
+    return found
 
 
 def read_chain(checkpoint: Path) -> Chain:
@@ -83,14 +147,48 @@ def read_chain(checkpoint: Path) -> Chain:
     Raises:
         CheckpointError: it carries none, or is missing.
     """
-    manifests = checkpoints.read_manifests(checkpoint)
-    return Chain(checkpoint.absolute(), tuple(manifests), checkpoints.digest_of(checkpoint))
+    manifests = tuple(checkpoints.read_manifests(checkpoint))
+    digest, head = checkpoints.digest_of(checkpoint), checkpoints.read_head(checkpoint)
+    return Chain(checkpoint.absolute(), manifests, digest, head)
 
 
 def named(digest: bytes, leased: LeasedManifest | None = None) -> str:
     """Return how a manifest is told in a report."""
     place = "" if leased is None else f" (step {leased.step}, position {leased.position})"
     return f"manifest {digest.hex()}{place}"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All that was given from outside of the store; None: not given."""
+
+    acknowledged: Acknowledged | None
+    chain: Chain | None
+    heads: frozenset[bytes]
+
+    @property
+    def has_contents(self) -> bool:
+        """Whether there are content digests to compare."""
+        return self.acknowledged is not None and self.acknowledged.compared > 0
+
+
+def read_evidence(acknowledged: Path | None, checkpoint: Path | None, head: str | None) -> Evidence:
+    """Return what was kept outside of the store.
+
+    Raises:
+        InvalidArgumentError: something cannot be read.
+        CheckpointError: the checkpoint is missing or names no manifests.
+    """
+    told = None if acknowledged is None else read_acknowledged(Path(acknowledged))
+    chain = None if checkpoint is None else read_chain(Path(checkpoint))
+    heads = set() if told is None else told.heads
+    if chain is not None and chain.head:
+        heads = heads | {chain.head}
+    if head is not None:
+        if len(head) != _HEAD_DIGITS or not _hex(head):
+            raise InvalidArgumentError(f"head={head!r}: a head is {_HEAD_DIGITS} digits of hex")
+        heads = heads | {_hex(head)}
+    return Evidence(told, chain, frozenset(heads))
 
 
 def examine_chain(
@@ -151,8 +249,13 @@ def _contradictions(
     steps = [some.step for some in known]
     if steps != sorted(steps):
         found.append(Problem("commits", where, f"its chain goes through the steps {steps}"))
-    if commit is not None and commit.digest not in (None, chain.digest):
+    if commit is None:
+        found.append(Problem("commits", where, f"no commit names its sha256, {chain.digest}"))
+    elif commit.digest != chain.digest:
         what = f"its sha256 is {chain.digest}, position {commit.position} recorded {commit.digest}"
+        found.append(Problem("commits", where, what))
+    elif commit.chain != chain.link:
+        what = f"position {commit.position} committed another chain of manifests than it carries"
         found.append(Problem("commits", where, what))
     return found
 

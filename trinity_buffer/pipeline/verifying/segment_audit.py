@@ -8,9 +8,15 @@ from functools import partial
 
 import anyio.to_thread
 
-from trinity_buffer.codec import Segment, decode_segment, digests_of_segments
+from trinity_buffer.codec import Segment, content_digest, decode_segment, digests_of_segments
 from trinity_buffer.errors import CodecError, DamagedSegmentError
-from trinity_buffer.events import ExperiencesRecorded, PlacedFact, WithSegment
+from trinity_buffer.events import (
+    ExperiencesAnnotated,
+    ExperiencesRecorded,
+    PlacedFact,
+    WithSegment,
+)
+from trinity_buffer.pipeline.verifying.column_audit import wrong_columns
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import segments
@@ -82,6 +88,8 @@ def _check_one(one: _Named, parts: Parts) -> Iterator[Problem]:
                 yield Problem("segments", where, what)
                 continue
             segment = decode_segment(blob)
+            if isinstance(one.fact, ExperiencesAnnotated):
+                yield from _check_annotations(one, blob)
         except (DamagedSegmentError, CodecError) as error:
             yield Problem("segments", where, str(error).partition(";")[0])
             continue
@@ -94,18 +102,28 @@ def _check_one(one: _Named, parts: Parts) -> Iterator[Problem]:
         yield from _check_digests(one.position, one.fact, decoded)
 
 
+def _check_annotations(one: _Named, blob: bytes) -> Iterator[Problem]:
+    recorded = one.fact.digest if isinstance(one.fact, ExperiencesAnnotated) else None
+    if recorded is not None and (found := content_digest([blob])) != recorded:
+        what = f"it has the digest {found.hex()}, its event says {recorded.hex()}"
+        yield Problem("digests", f"segment {one.key.hex()} of position {one.position}", what)
+
+
 def _check_digests(
     position: int, fact: ExperiencesRecorded, decoded: Sequence[Segment]
 ) -> Iterator[Problem]:
     columns = fact.columns
+    uids = list(columns.uids())
     try:
         found = digests_of_segments(vars(columns), decoded)
-    except CodecError as error:
+        for slot, what in wrong_columns(columns, decoded):
+            where = f"experience {written_as(address_of(position, slot))} ({uids[slot]})"
+            yield Problem("segments", where, what)
+    except (CodecError, TypeError, ValueError) as error:
         yield Problem("digests", f"position {position}", str(error))
         return
     if found == list(columns.digest):
         return
-    uids = list(columns.uids())
     for slot, (digest, recorded) in enumerate(zip(found, columns.digest, strict=True)):
         if digest != recorded:
             where = f"experience {written_as(address_of(position, slot))} ({uids[slot]})"

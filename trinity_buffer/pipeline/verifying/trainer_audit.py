@@ -75,12 +75,13 @@ class LeasedManifest:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A ``StepsCommitted``: the checkpoint that it names, and the last step in it."""
+    """A ``StepsCommitted``: the checkpoint that it names, the last step in it, and its chain."""
 
     position: int
     step: int
     checkpoint: str | None
     digest: str | None
+    chain: bytes
 
 
 class TrainerAudit:
@@ -176,7 +177,8 @@ class TrainerAudit:
         last = fact.steps[-1]
         if self._links[last] != fact.chain:
             yield Problem("commits", place, f"the chain of manifests up to step {last} is another")
-        self.commits.append(Commit(position, last, fact.checkpoint, fact.checkpoint_digest))
+        kept = (fact.checkpoint, fact.checkpoint_digest, fact.chain)
+        self.commits.append(Commit(position, last, *kept))
 
     def _rows_taken(self, place: str, fact: StepsCommitted) -> Iterator[Problem]:
         """Yield the steps of a commit of which the ranks did not take what they were dealt."""

@@ -16,6 +16,7 @@ import anyio.to_thread
 
 from trinity_buffer.events import ExperiencesRecorded, PlacedFact, SegmentsArchived, kinds_of
 from trinity_buffer.pipeline.background import made_ahead, running
+from trinity_buffer.pipeline.event_chain import EventChain
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import (
     Progress,
@@ -24,9 +25,10 @@ from trinity_buffer.pipeline.history.refold import (
     pages,
     readable_events,
 )
-from trinity_buffer.pipeline.verifying import outside
+from trinity_buffer.pipeline.verifying import outside, storage_audit
 from trinity_buffer.pipeline.verifying.findings import Problem, VerifyReport
 from trinity_buffer.pipeline.verifying.log_audit import LogAudit
+from trinity_buffer.pipeline.verifying.outside import Evidence
 from trinity_buffer.pipeline.verifying.segment_audit import check_segments
 from trinity_buffer.store import comparison, conservation, log, queries
 from trinity_buffer.store.address import address_of, written_as
@@ -45,6 +47,7 @@ async def verify(
     *,
     quick: bool = False,
     consumer: str | None = None,
+    head: str | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Check everything that the log, its segments and its projections say of each other.
@@ -54,27 +57,25 @@ async def verify(
     Others may go on writing meanwhile; no transaction is long.
 
     Args:
-        acknowledged: a file of uids, one a line, or a folder of such files.
+        acknowledged: a file of lines of receipts, or of uids alone, or a folder of such files.
         checkpoint: folder of a checkpoint with its ``manifests.json``.
         quick: open no segment, and count the rows of projections instead of comparing them: a
             changed value in a projection and damage in a segment stay unseen.
         consumer: which trainer wrote the checkpoint, where several could have.
+        head: that somebody kept, as hex: the log must still have it.
         progress: called with what is being done, how much of it is done, and how much there is.
 
     Raises:
-        InvalidArgumentError: ``acknowledged`` cannot be read, or ``consumer`` is no trainer.
+        InvalidArgumentError: ``acknowledged`` cannot be read, ``consumer`` is no trainer, or
+            ``head`` is none.
         CheckpointError: the checkpoint is missing or names no manifests.
     """
     begin = time.perf_counter()
-    uids = None
-    if acknowledged is not None:
-        uids = await anyio.to_thread.run_sync(outside.read_acknowledged, Path(acknowledged))
-    chain = None
-    if checkpoint is not None:
-        chain = await anyio.to_thread.run_sync(outside.read_chain, Path(checkpoint))
-    run = _Verification(experiment, progress or no_progress, quick=quick)
+    read = partial(outside.read_evidence, acknowledged, checkpoint, head)
+    evidence = await anyio.to_thread.run_sync(read)
+    run = _Verification(experiment, evidence, progress or no_progress, quick=quick)
     await run.look()
-    return await run.report(uids, chain, consumer, begin)
+    return await run.report(consumer, begin)
 
 
 T = TypeVar("T")
@@ -99,13 +100,17 @@ async def _next_of(found: AsyncIterator[T]) -> T | None:
 class _Verification:
     """One run of `verify`, on the log as it is when it begins."""
 
-    def __init__(self, experiment: Experiment, progress: Progress, *, quick: bool) -> None:
+    def __init__(
+        self, experiment: Experiment, evidence: Evidence, progress: Progress, *, quick: bool
+    ) -> None:
         self._experiment = experiment
+        self._evidence = evidence
         self._database = experiment.database
         self._key = experiment.key
         self._quick = quick
         self._progress = progress
-        self._audit = LogAudit()
+        chain = EventChain(experiment.name, evidence.heads)
+        self._audit = LogAudit(chain, quick=quick, contents=evidence.has_contents)
         self._expected = Expectation(self._key)
         self._differs = False
         self._problems: list[Problem] = []
@@ -126,6 +131,8 @@ class _Verification:
         await self._compare_projections()
         self._add_up()
         await self._tell_of_segments()
+        found = storage_audit.look(self._database, self._audit.cross, quick=self._quick)
+        self._problems += await found
 
     async def _read_log(self) -> None:
         """Take in the log; a page is read while the one before is looked at."""
@@ -259,18 +266,12 @@ class _Verification:
                     archived.update(event.fact.segments)
         self._problems += [problem for key, problem in self._in_segments if key not in archived]
 
-    async def report(
-        self,
-        uids: list[str] | None,
-        chain: outside.Chain | None,
-        consumer: str | None,
-        begin: float,
-    ) -> VerifyReport:
+    async def report(self, consumer: str | None, begin: float) -> VerifyReport:
         """Return everything that was found, with the proof from outside."""
-        audit = self._audit
+        audit, chain, told = self._audit, self._evidence.chain, self._evidence.acknowledged
         if consumer is not None:
             outside.require_trainer(audit.trainers, consumer)
-        lost = outside.lost_experiences(uids or (), audit.uids)
+        lost = () if told is None else told.lost(audit.uids, audit.contents)
         duplicated = await self._recorded_twice()
         trained_twice = {
             outside.named(digest, trainer.steps.get(step))
@@ -291,7 +292,9 @@ class _Verification:
             experiences=audit.experiences,
             manifests=sum(len(trainer.steps) for trainer in audit.trainers.values()),
             segments=self._segments,
-            acknowledged=None if uids is None else len(uids),
+            head=audit.chain.head.hex(),
+            acknowledged=None if told is None else len(told.contents),
+            contents=0 if told is None else told.compared,
             chain=None if chain is None else len(chain.manifests),
             lost_items=lost,
             duplicated_items=(*duplicated, *sorted(trained_twice)),

@@ -47,12 +47,12 @@ class Outcome:
     """What became of a `PreparedWrite`: written, or not, for the reason in the other two.
 
     Attributes:
-        place: of its last event.
+        place: of its last event; if it was not written, of the last event of the log.
         known: EIDs that are stored already, with address and content digest.
         sealed: batches that were sealed before the call came.
     """
 
-    place: Place | None = None
+    place: Place
     known: Mapping[EID, tuple[int, bytes]] = field(default_factory=dict)
     sealed: frozenset[str] = frozenset()
 
@@ -255,7 +255,7 @@ def _known(tx: Transaction, write: PreparedWrite) -> Outcome | None:
     """Return what is in the way of ``write``, or None."""
     known = queries.stored(tx, write.experiment, write.eids)
     sealed = _sealed(tx, write.experiment, [write])
-    return Outcome(known=known, sealed=sealed) if known or sealed else None
+    return Outcome(log.end(tx, write.experiment), known, sealed) if known or sealed else None
 
 
 def _sealed(tx: Transaction, experiment: int, writes: Sequence[PreparedWrite]) -> frozenset[str]:

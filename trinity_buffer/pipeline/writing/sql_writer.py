@@ -16,6 +16,7 @@ from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.pipeline.writing.write_call import OnInvalid, WriteCall
 from trinity_buffer.store import queries
 from trinity_buffer.store.database import Database
+from trinity_buffer.store.log import Place
 from trinity_buffer.store.rows import BatchRow
 from trinity_buffer.writer import BufferWriter, WriteReceipt
 
@@ -60,14 +61,16 @@ class SQLWriter(BufferWriter):
             ConflictingExperienceError: an EID is stored with other content.
         """
         call = WriteCall(experiences, self._experiment, self.actor, self._schema, self._on_invalid)
+        place = Place(0, b"")
         while call.rows:
             reached("before-append")
             outcome = await self._group_commit.submit(call)
-            if outcome.place is not None:
+            if not (outcome.known or outcome.sealed):
                 reached("after-append")
-                return call.receipt(outcome.place.position)
+                return call.receipt(outcome.place)
             call.learn(outcome)
-        return call.receipt(0)
+            place = outcome.place._replace(position=0)
+        return call.receipt(place)
 
     @override
     async def plan(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from trinity_buffer.errors import (
@@ -21,7 +22,7 @@ from trinity_buffer.pipeline.writing.group_commit import Outcome, PreparedWrite
 from trinity_buffer.pipeline.writing.validation import validate
 from trinity_buffer.rejections import invalid
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.log import NewEvent, Place
 from trinity_buffer.store.segments import new_key, rows_of
 from trinity_buffer.writer import WriteReceipt
 
@@ -70,6 +71,8 @@ class WriteCall:
         self._pending: list[Experience] | None = None
         self._invalid: dict[EID, str] = {}
         self._parts: list[_Part] | None = None
+        self._digests: list[bytes] = []  # of what is pending
+        self._known: dict[tuple[Any, ...], bytes] = {}  # of what turned out to be stored
 
     @property
     def rows(self) -> int:
@@ -95,6 +98,7 @@ class WriteCall:
             self._pending = _distinct(self.given)
         if self._parts is None:
             self._parts = _encode(self._pending)
+        self._digests = _digests_of(self._parts)
         return self._as_write(self._pending, self._parts)
 
     def join(self, others: Sequence[WriteCall]) -> PreparedWrite | None:
@@ -107,13 +111,15 @@ class WriteCall:
         parts = _sound_parts(together, self._schema)
         if parts is None:
             return None
+        digests = iter(_digests_of(parts))
         for call in calls:
-            call.found_sound()
+            call.found_sound(list(islice(digests, len(call.given))))
         return self._as_write(together, parts)
 
-    def found_sound(self) -> None:
-        """Take note that all of it is valid, and there once."""
+    def found_sound(self, digests: list[bytes]) -> None:
+        """Take note that all of it is valid, and there once, and of the digests of its content."""
         self._pending = self.given
+        self._digests = digests
 
     def learn(self, outcome: Outcome) -> None:
         """Take in why nothing was written: what is stored already, which batches are sealed.
@@ -125,13 +131,31 @@ class WriteCall:
         if outcome.known:
             self._pending = without_known(self._parts or (), outcome.known)
             self._parts = None
+            stored = outcome.known.items()
+            self._known |= {_as_stored(eid): digest for eid, (_, digest) in stored}
 
-    def receipt(self, position: int) -> WriteReceipt:
-        """Return what the caller is told; ``position`` is 0 if nothing was written."""
+    def receipt(self, place: Place) -> WriteReceipt:
+        """Return what the caller is told; the position in ``place`` is 0 if nothing was written."""
         written = self._pending or []
         rejected = sum(self._refusal(experience.eid) is not None for experience in written)
         uids = tuple(experience.eid.uid for experience in self.given)
-        return WriteReceipt(position, len(written), len(uids) - len(written), rejected, uids)
+        return WriteReceipt(
+            place.position,
+            len(written),
+            len(uids) - len(written),
+            rejected,
+            uids,
+            self._digests_of_given(),
+            place.head.hex(),
+        )
+
+    def _digests_of_given(self) -> tuple[bytes, ...]:
+        pending = self._pending or []
+        if len(pending) == len(self.given):
+            return tuple(self._digests)
+        keys = [_as_stored(experience.eid) for experience in pending]
+        known = self._known | dict(zip(keys, self._digests, strict=False))
+        return tuple(known[_as_stored(experience.eid)] for experience in self.given)
 
     def _as_write(self, experiences: Sequence[Experience], parts: Sequence[_Part]) -> PreparedWrite:
         return PreparedWrite(
@@ -192,6 +216,10 @@ def _encode(experiences: Sequence[Experience]) -> list[_Part]:
         encoded, key = encode_experiences(some), new_key()
         parts.append(_Part(some, encoded, key, rows_of(key, encoded.families)))
     return parts
+
+
+def _digests_of(parts: Sequence[_Part]) -> list[bytes]:
+    return [digest for part in parts for digest in part.encoded.meta["digest"]]
 
 
 def _distinct(experiences: Sequence[Experience]) -> list[Experience]:

@@ -1,0 +1,217 @@
+"""The chain over the log: who kept one head finds every edit of what lies before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from sqlalchemy import select, text, update
+
+from tests.pipeline.planting import chain_anew, events_of, unguarded
+from tests.stories import Story, rollout
+from trinity_buffer import codec
+from trinity_buffer.errors import InvalidArgumentError, StoreError
+from trinity_buffer.explorer.acknowledgements import Acknowledgements
+from trinity_buffer.pipeline.history.rebuild import rebuild
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verifying.outside import read_acknowledged
+from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.store.tables import event, experiment, segment
+from trinity_buffer.store.transaction import Transaction
+
+Change = Callable[[Transaction], object]
+
+
+async def verified(story: Story, **evidence: Any) -> VerifyReport:
+    async with open_store(story.url, read_only=True) as store:
+        return await verify(await store.experiment((await store.experiments())[0]), **evidence)
+
+
+def of_chain(report: VerifyReport) -> list[str]:
+    return [str(problem) for problem in report.problems if problem.check == "chain"]
+
+
+def body_edited(position: int, kind: str, field: str, value: object) -> Change:
+    """Return what writes another value into the body of an event."""
+
+    def change(tx: Transaction) -> None:
+        mine = event.c.position == position
+        body = codec.decode_body(kind, tx.execute(select(event.c.body).where(mine)).scalar_one())
+        body[field] = value
+        tx.execute(update(event).where(mine).values(body=codec.encode_body(kind, body)))
+
+    return change
+
+
+async def rewarded(story: Story) -> Change:
+    scored = (await events_of(story.url, "RewardsAssigned"))[0]
+    rewards = [9.0, *scored.body["rewards"][1:]]
+    return body_edited(scored.position, scored.kind, "rewards", rewards)
+
+
+@pytest.mark.parametrize("what", ["actor", "recorded_at", "kind", "body", "head"])
+async def test_an_edited_column_of_an_event_is_named(story: Story, what: str) -> None:
+    scored = (await events_of(story.url, "RewardsAssigned"))[0]
+    mine = update(event).where(event.c.position == scored.position)
+    values = {"actor": "me", "recorded_at": 1, "kind": "Other", "head": bytes(32)}
+    change = await rewarded(story)
+    if what != "body":
+        change = lambda tx: tx.execute(mine.values({what: values[what]}))  # noqa: E731
+    await unguarded(story.url, change, chained=False)
+    found = of_chain(await verified(story, quick=True))
+    assert f"chain: position {scored.position}: its head is" in found[0]
+    assert len(found) == (2 if what == "head" else 1)
+
+
+async def test_a_head_that_was_taken_away_is_named_and_nothing_follows_it(story: Story) -> None:
+    async with open_store(story.url) as store:
+        end = [e async for e in (await store.experiment(story.name)).events()][-1].position
+    gone = update(event).where(event.c.position == end).values(head=None)
+    await unguarded(story.url, lambda tx: tx.execute(gone), chained=False)
+    (found,) = of_chain(await verified(story))
+    assert f"position {end}: it has no head" in found
+    async with open_store(story.url) as store:
+        with pytest.raises(StoreError, match=f"event at position {end} has no head"):
+            await (await store.experiment(story.name)).publish_policy(9, "elsewhere")
+
+
+async def test_a_log_without_any_head_is_named(story: Story) -> None:
+    all_gone = update(event).values(head=None)
+    await unguarded(story.url, lambda tx: tx.execute(all_gone), chained=False)
+    assert "no event up to here has a head" in of_chain(await verified(story))[0]
+
+
+async def test_an_editor_who_chains_anew_is_found_by_any_head_that_was_kept(story: Story) -> None:
+    before = await verified(story)
+    assert (before.ok, len(before.head)) == (True, 64)
+    await unguarded(story.url, await rewarded(story))
+    async with open_store(story.url) as store:
+        await rebuild(store.database, 1)
+    assert (await verified(story)).ok
+    (found,) = of_chain(await verified(story, head=before.head))
+    assert f"head {before.head}: no event has it" in found
+
+
+async def test_the_checkpoint_and_the_receipts_keep_heads(story: Story) -> None:
+    async with open_store(story.url) as store:
+        writer = (await store.experiment(story.name)).writer("e1")
+        receipt = await writer.write([rollout("c", 0, 0, 1.0)])
+        again = await writer.write([rollout("c", 0, 0, 1.0)])
+    assert (await verified(story, head=receipt.head)).ok
+    assert (receipt.head, receipt.digests) == (again.head, again.digests)
+    assert receipt.lines == (f"c/0/0/0/\t{receipt.digests[0].hex()}\t{receipt.head}",)
+
+
+async def test_a_head_that_is_none_is_refused(sqlite_story: Story) -> None:
+    for wrong in ("", "abc", "g" * 64, "0" * 63):
+        with pytest.raises(InvalidArgumentError, match="a head is 64 digits of hex"):
+            await verified(sqlite_story, head=wrong)
+
+
+async def test_a_renamed_experiment_breaks_its_chain(sqlite_story: Story) -> None:
+
+    def rename(tx: Transaction) -> None:
+        tx.execute(text("DROP TRIGGER experiment_forbids_update"))
+        tx.execute(update(experiment).values(name="mine"))
+
+    await unguarded(sqlite_story.url, rename, chained=False)
+    report = await verified(sqlite_story)
+    assert "position 1: its head is" in of_chain(report)[0]
+    assert any("trigger experiment_forbids_update is gone" in str(one) for one in report.problems)
+
+
+async def test_a_rebuild_of_an_edited_log_is_refused(story: Story) -> None:
+    scored = (await events_of(story.url, "RewardsAssigned"))[0]
+    await unguarded(story.url, await rewarded(story), chained=False)
+    async with open_store(story.url) as store:
+        with pytest.raises(StoreError, match=f"position {scored.position} breaks the chain"):
+            await rebuild(store.database, 1)
+
+
+async def test_exchanged_annotations_are_found_by_the_digest_in_their_events(story: Story) -> None:
+    one, other = (
+        bytes(found.body["segment"]) for found in await events_of(story.url, "ExperiencesAnnotated")
+    )
+
+    def exchange(tx: Transaction) -> None:
+        rows = {
+            key: tx.execute(select(segment).where(segment.c.key == key)).one()
+            for key in (one, other)
+        }
+        for key, given in ((one, rows[other]), (other, rows[one])):
+            mine = segment.c.key == key
+            tx.execute(update(segment).where(mine).values(data=given.data, checksum=given.checksum))
+
+    await unguarded(story.url, exchange)
+    report = await verified(story)
+    named = [str(problem) for problem in report.problems if one.hex() in problem.where]
+    assert any("the checksum does not hold" in problem for problem in named), report.problems
+
+
+def test_lines_of_every_age_are_read(tmp_path: Path) -> None:
+    digest, head = "ab" * 16, "cd" * 32
+    lines = ["a/0/0/0/", f"b/0/0/0/\t{digest}\t{head}", f"c/0/0/0/\t{digest}\t", "a/0/0/0/"]
+    torn = f"d/0/0/0/\t{digest[:9]}"
+    (tmp_path / "e0.ack").write_text("\n".join([*lines, torn]))
+    found = read_acknowledged(tmp_path)
+    known = bytes.fromhex(digest)
+    assert found.contents == {
+        "a/0/0/0/": b"", "b/0/0/0/": known, "c/0/0/0/": known, "d/0/0/0/": b""
+    }  # fmt: skip
+    assert (found.compared, found.heads) == (2, {bytes.fromhex(head)})
+
+
+async def test_other_content_under_an_acknowledged_name_is_lost(
+    store_url: str, tmp_path: Path
+) -> None:
+    """As after a rollback to an older file: the names are all there again, with something else."""
+    noted = Acknowledgements(tmp_path / "e0.ack")
+    async with open_store(store_url) as store:
+        writer = (await store.experiment("run", config={})).writer("e0")
+        noted.note(await writer.write([rollout("b", task, 0, 1.0) for task in range(3)]))
+    async with open_store(store_url) as store:
+        writer = (await store.experiment("other", config={})).writer("e0")
+        some = [rollout("b", 0, 0, 1.0), rollout("b", 1, 0, 0.5)]
+        await writer.write([*some, rollout("b", 2, 0, 1.0)])
+        report = await verify(await store.experiment("other"), tmp_path / "e0.ack")
+    assert (report.lost, report.contents, report.ok) == (1, 3, False)
+    assert report.lost_items[0].startswith("experience b/1/0/0/ (acknowledged with the content")
+    assert "no event has it" in of_chain(report)[0]
+    (tmp_path / "bare").write_text("b/1/0/0/\n")
+    async with open_store(store_url, read_only=True) as store:
+        report = await verify(await store.experiment("other"), tmp_path / "bare")
+    assert (report.lost, report.acknowledged, report.contents) == (0, 1, 0)
+
+
+def test_concurrent_calls_get_the_digests_of_their_own_rows(store_url: str) -> None:
+    receipts: dict[int, Any] = {}
+
+    async def main() -> None:
+        async with open_store(store_url) as store:
+            writer = (await store.experiment("run", config={})).writer("e0")
+
+            async def write(task: int) -> None:
+                mine = [rollout("b", task, run, 1.0) for run in range(task % 3 + 1)]
+                receipts[task] = await writer.write([*mine, mine[0]])
+
+            async with anyio.create_task_group() as tasks:
+                for task in range(8):
+                    tasks.start_soon(write, task)
+            for task in range(8):
+                some = [rollout("b", task, run, 1.0) for run in range(4)]
+                again = await writer.write(some)
+                first = receipts[task]
+                assert again.digests[: task % 3 + 1] == first.digests[:-1]
+                assert first.digests[-1] == first.digests[0]
+                assert (len(again.digests), len(set(again.digests))) == (4, 4)
+
+    anyio.run(main)
+
+
+def test_planting_chains_as_the_log_does(sqlite_story: Story) -> None:
+    """Else every test with a planted fault would see the chain break, and nothing else."""
+    anyio.run(unguarded, sqlite_story.url, chain_anew)
+    assert anyio.run(verified, sqlite_story).ok
