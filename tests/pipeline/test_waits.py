@@ -17,6 +17,7 @@ from tests.contract.making import group, opened, rollout, rows
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.spoken_wait import WAIT_REPORT
+from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import tables
 
 HERE = f"pid {os.getpid()} on host {socket.gethostname()}"
@@ -66,6 +67,20 @@ async def test_a_trainer_without_an_annotator_says_so(
 
 
 NOBODY = "no process annotates set 'grpo': 4 experiences unseen"
+
+
+async def test_a_trainer_that_mixes_names_the_expert_who_records_nothing(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": 4})
+        await store.experiment("expert", config={"schema": "sft"})
+        await experiment.writer("e0").write(group())
+        await run_strategy(experiment, "grpo")
+        mixed = {"sample_strategy": "mix", "expert_experiment": "expert", "groups_per_step": 2}
+        words = ("waits for 1 group of the expert's experiment 'expert' (0 ready)", "would bring")
+        async with spoken(caplog, lambda: train(experiment, **mixed), *words):
+            pass
 
 
 async def test_a_strategy_names_the_groups_that_lack_runs_and_their_explorer(

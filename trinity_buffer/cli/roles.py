@@ -19,7 +19,7 @@ from trinity_buffer.cli.ends import Ends, ends_of
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.run_algorithm import algorithm_of, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment, require_model
-from trinity_buffer.errors import TrainingError
+from trinity_buffer.errors import InvalidArgumentError, TrainingError
 from trinity_buffer.events import ExperimentFinished, kinds_of
 from trinity_buffer.explorer.explorer import BatchReport
 from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport, run_strategy
@@ -109,6 +109,11 @@ async def annotate(
     use_one_thread()
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
+        if (name or strategy) == opened.config.get("trainer", "trainer"):
+            raise InvalidArgumentError(
+                f"{name or strategy!r} is the trainer's name: give the annotation set another, "
+                "with --name"
+            )
         if strategy is not None:
             return await run_strategy(opened, strategy, args or {}, name=name, follow=follow)
         await require_parts(store, opened)

@@ -68,6 +68,7 @@ def require(
         made(choice.cls, StagedWriter(), **choice.args)  # refuses arguments of another kind
     found = [
         *_lacking_models(algorithm, columns, teacher=teacher),
+        *_lacking_tensors(algorithm),
         *_lacking_expert(algorithm, expert, experiments),
         *_lacking_advantages(algorithm),
         *_lacking_runs(algorithm, rollouts_per_group),
@@ -79,16 +80,35 @@ def require(
 def _lacking_models(
     algorithm: Algorithm, columns: Collection[str] | None, *, teacher: bool
 ) -> Iterator[str]:
-    reads = algorithm.tensors | frozenset(
-        () if algorithm.advantage is None else algorithm.advantage.tensors
-    )
-    if teacher or columns is None or "teacher_logprob" not in reads:
+    if teacher or columns is None or "teacher_logprob" not in _reads(algorithm):
         return
     if "teacher_logprobs" not in columns:
         yield (
             "teacher_logprobs: store them with the experiences, or give the trainer a teacher "
             "policy (teacher=FILE)"
         )
+
+
+def _reads(algorithm: Algorithm) -> frozenset[str]:
+    """Return the tensors that the loss and the advantage function read."""
+    advantage = algorithm.advantage
+    return algorithm.tensors | frozenset(() if advantage is None else advantage.tensors)
+
+
+def _lacking_tensors(algorithm: Algorithm) -> Iterator[str]:
+    """Yield what its parts read, and nothing in a run of this kind makes."""
+    reads, loss = _reads(algorithm), algorithm.choices["policy_loss_fn"].name
+    if "values" in reads and not algorithm.type.use_critic:
+        yield "values of a critic, which algorithm=ppo trains and this one does not"
+    if "expert_mask" in reads and algorithm.choices["sample_strategy"].name != "mix":
+        yield f"an expert's rows for the loss {loss!r}: algorithm=mix takes them, or mix_chord"
+    if "reward_baselines" in reads:
+        yield (
+            "reward_baselines, the rewards of greedy answers, which no stream holds: choose "
+            "another advantage_fn, such as rloo"
+        )
+    if algorithm.policy_loss.pairs and algorithm.type.schema != "dpo":
+        yield f"pairs for the loss {loss!r}: algorithm=dpo trains on them"
 
 
 def _lacking_expert(

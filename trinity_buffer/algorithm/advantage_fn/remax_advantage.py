@@ -22,6 +22,7 @@ class REMAXAdvantageFn(TrainerAdvantage):
             masked tokens, as the reference does.
     """
 
+    tensors: ClassVar[tuple[str, ...]] = ("reward_baselines",)
     reference_args: ClassVar[Mapping[str, Any]] = {"mask_aware": False}
 
     def __init__(self, *, mask_aware: bool = True, **kwargs: Any) -> None:

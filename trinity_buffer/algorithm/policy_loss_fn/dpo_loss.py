@@ -36,6 +36,7 @@ class DPOLossFn(PolicyLossFn):
         per_pair: False compares the batch as one pair, as the reference does.
     """
 
+    pairs = True
     reference_args = {"per_pair": False}
 
     def __init__(

@@ -51,12 +51,14 @@ class PolicyLossFn(ABC):
         reference_args: constructor arguments that reproduce the reference where it is wrong.
         per_microbatch: True if the loss looks at the micro-batch as a whole, so that cutting a step
             differently changes its gradient.
+        pairs: True if rows are the chosen and the rejected answers of pairs, in turn.
     """
 
     tuned: ClassVar[Mapping[str, Any]] = {}
     run_time: ClassVar[frozenset[str]] = frozenset()
     reference_args: ClassVar[Mapping[str, Any]] = {}
     per_microbatch: ClassVar[bool] = False
+    pairs: ClassVar[bool] = False
     _tensors: ClassVar[tuple[str, ...]] = ()
 
     @override

@@ -73,6 +73,13 @@ class StepSource:
     def waiting_for(self, tx: Transaction) -> str:
         """Return what the next step lacks, and who would bring it."""
         options, key = self._options, self._experiments[0].key
+        plan = self._sampling.plan(1, options.groups_per_step)
+        if self._lacks_expert and self._num_ready[0] >= plan.usual:
+            return (
+                f"{diagnosis.counted(plan.expert, 'group')} of the expert's experiment "
+                f"{options.expert_experiment!r} ({self._num_ready[1]} ready): whoever records "
+                "solutions there would bring them"
+            )
         ready = " and ".join(map(str, self._num_ready))
         expert = "" if len(self._ready) == 1 else " and of its expert's"
         return (
@@ -108,14 +115,20 @@ class StepSource:
         popped = (ready.pop(number) for ready, number in zip(self._ready, wanted, strict=True))
         return self._without_oversize(s, list(chain.from_iterable(popped)))
 
+    @property
+    def _lacks_expert(self) -> bool:
+        """Whether `take` had too few of the expert's groups."""
+        wanted = self._sampling.plan(1, self._options.groups_per_step).expert
+        return len(self._num_ready) > 1 and self._num_ready[1] < wanted
+
     def require_expert(self) -> None:
         """Return if the expert's experiment, to which nothing more comes, has enough for a step.
 
         Raises:
             TrainingError: it has not; asked after `take` had too few.
         """
-        wanted = self._sampling.plan(1, self._options.groups_per_step).expert
-        if len(self._num_ready) > 1 and self._num_ready[1] < wanted:
+        if self._lacks_expert:
+            wanted = self._sampling.plan(1, self._options.groups_per_step).expert
             raise TrainingError(
                 f"trainer {self._options.consumer!r}: the expert's experiment "
                 f"{self._options.expert_experiment!r} is finished and has {self._num_ready[1]} "
