@@ -41,6 +41,7 @@ BROAD_EXCEPTS = {
     f"{PACKAGE}/pipeline/streaming/train_stream.py:run": "handed to whoever reads the stream",
 }
 LAZY_IMPORTS = {
+    f"{PACKAGE}/inspect/table.py:pyarrow": "pyarrow is an extra",
     f"{PACKAGE}/pipeline/archive_file.py:_parquet": "pyarrow is an extra",
     f"{PACKAGE}/store/postgres.py:_copy": "asyncpg is an extra that users of SQLite do not have",
     "benchmarks/learning_report.py:_plot": "matplotlib is an extra, and slow to import",

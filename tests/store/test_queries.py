@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
 import pytest
 from pysqlite3 import dbapi2
+from sqlalchemy import text
+from sqlalchemy.event import listen
 
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import inspection, queries
+from trinity_buffer.store import inspection, log, queries, questions, trainer_queries
 from trinity_buffer.store.transaction import Transaction
 
 ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
@@ -22,10 +25,53 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "stored": lambda tx: queries.stored(tx, 1, [EID("b", "t", 0)]),
     "decided_groups": lambda tx: queries.decided_groups(tx, 1, "s", [("b", "t")], cursor=9),
     "members": lambda tx: inspection.members(tx, 1, [("b", "t"), ("c", "t")]),
+    "annotation_rows": lambda tx: inspection.annotation_rows(tx, 1, [1 << 20, 2 << 20]),
+    "deliveries": lambda tx: inspection.deliveries(tx, 1, ["t"], [1 << 20, 2 << 20]),
+    "rejections": lambda tx: inspection.rejections(tx, 1, ["s"], [1 << 20, 2 << 20]),
+    "still_waiting": lambda tx: inspection.still_waiting(tx, 1, ["s"], [1 << 20, 2 << 20]),
+    "find": lambda tx: inspection.find(tx, 1, EID("b", "t", 0)),
+    "rejected": lambda tx: questions.rejected(tx, 1, "s", reason=None, limit=9),
+    "rejections_of": lambda tx: questions.rejections_of(tx, 1, ["s"], [1 << 20]),
+    "actors": lambda tx: questions.actors(tx, 1, [4, 5]),
+    "annotated_experiences": lambda tx: questions.annotated_experiences(
+        tx, 1, ["s"], [1 << 20, 2 << 20]
+    ),
+    "steps": lambda tx: trainer_queries.steps(tx, 1, "t", after=4, limit=2),
+    "read_at": lambda tx: log.read_at(tx, 1, [4, 5]),
     "refused_runs": lambda tx: queries.refused_runs(tx, 1, [("b", "t")], cursor=9),
 }
 
 WALKS = ("(experiment=?)", "(experiment=? AND address<?)")
+
+
+TOO_FEW_ROWS = {"stored", "members"}
+"""Of these PostgreSQL takes any index of a table that is empty."""
+
+
+@pytest.mark.parametrize("name", sorted(ASKED_FOR_EACH_BATCH.keys() - TOO_FEW_ROWS))
+async def test_a_server_too_finds_it_by_key(postgres_url: str, name: str) -> None:
+    plans: list[str] = []
+
+    def ask(tx: Transaction) -> None:
+        tx.execute(text("SET LOCAL enable_seqscan = off"))  # empty tables are read whole otherwise
+        asked: list[tuple[str, Any]] = []
+        listen(
+            tx.connection,
+            "before_cursor_execute",
+            lambda _c, _cursor, statement, given, _context, _many: asked.append((statement, given)),
+        )
+        ASKED_FOR_EACH_BATCH[name](tx)
+        for statement, given in list(asked):
+            rows = tx.connection.exec_driver_sql(f"EXPLAIN {statement}", given)
+            plans.append("\n".join(line for (line,) in rows.all()))
+
+    async with open_store(postgres_url) as store:
+        await store.experiment("long", config={})
+        await store.database.read(ask)
+    assert plans
+    for plan in plans:
+        assert "Seq Scan" not in plan, plan
+        assert not re.search(r"Index Cond: \(experiment = [^)]*\)$", plan, re.MULTILINE), plan
 
 
 @pytest.mark.parametrize("name", ASKED_FOR_EACH_BATCH)

@@ -9,6 +9,8 @@ import anyio
 import typer
 
 from trinity_buffer.cli.options import chosen_experiment, chosen_store
+from trinity_buffer.cli.printing import progress
+from trinity_buffer.inspect.source import Source, as_of
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 
@@ -31,3 +33,22 @@ async def asked(
     name = await chosen_experiment(url, experiment)
     async with open_store(url, read_only=True) as opened:
         return await question(await opened.experiment(name))
+
+
+def asked_of(
+    store: str | None,
+    experiment: str | None,
+    position: int | None,
+    question: Callable[[Source], Awaitable[Any]],
+) -> Any:
+    """Return the answer to ``question`` about an experiment as it was at ``position``, or is."""
+
+    async def main() -> Any:
+        async def at(found: Experiment) -> Any:
+            with progress() as report:
+                async with as_of(found, position, report) as source:
+                    return await question(source)
+
+        return await asked(store, experiment, at)
+
+    return run(main)

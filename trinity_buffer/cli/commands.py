@@ -20,6 +20,7 @@ class Command(NamedTuple):
 
 _RUN = "trinity_buffer.cli.run_commands"
 _ASK = "trinity_buffer.cli.inspect_commands"
+_STEP = "trinity_buffer.cli.step_commands"
 _MEND = "trinity_buffer.cli.maintenance_commands"
 _HISTORY = "trinity_buffer.cli.history_commands"
 
@@ -60,6 +61,27 @@ COMMANDS = {
     "doctor": Command(
         "trinity_buffer.cli.doctor_command:doctor",
         "Say what is stuck, since when, and what would move it; exit code 1 if anything is.",
+    ),
+    "steps": Command(
+        f"{_STEP}:steps",
+        "Show gradient steps: rows, tokens, reward, staleness, seconds, and what the trainer "
+        "recorded.",
+    ),
+    "blame": Command(
+        f"{_STEP}:blame",
+        "Say exactly what one gradient step was trained on, and whether its commit proves it.",
+    ),
+    "why": Command(
+        f"{_STEP}:why",
+        "Say why a rollout was trained or never was: each event that decided it, in order.",
+    ),
+    "rejected": Command(f"{_STEP}:rejected", "Show what was left out, by whom and why."),
+    "leases": Command(
+        f"{_STEP}:leases", "Show who holds each trainer's work, until when, and how far it is."
+    ),
+    "staleness": Command(
+        f"{_STEP}:staleness",
+        "Show how old what was trained on was, in policy versions: over steps, and by actor.",
     ),
     "verify": Command(
         f"{_MEND}:verify",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import anyio
@@ -9,12 +10,14 @@ import typer
 from rich.markup import escape
 
 from trinity_buffer import inspect as questions
-from trinity_buffer.cli.asking import INTERRUPTED, asked, run
+from trinity_buffer.cli.asking import INTERRUPTED, asked, asked_of, run
 from trinity_buffer.cli.escaping import one_line, unescaped
 from trinity_buffer.cli.options import (
+    AsOfOption,
     ExperimentOption,
     JsonOption,
     StoreOption,
+    TrainerOption,
     chosen_store,
 )
 from trinity_buffer.cli.printing import (
@@ -34,6 +37,12 @@ from trinity_buffer.inspect import (
     Overview,
     TensorSummary,
 )
+from trinity_buffer.inspect.groups import Order as GroupOrder
+from trinity_buffer.inspect.show import parse_uid
+from trinity_buffer.inspect.source import Source
+from trinity_buffer.inspect.steps import blame
+from trinity_buffer.inspect.tokens import TokenTable
+from trinity_buffer.inspect.tokens import tokens as tokens_of
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 
@@ -177,7 +186,13 @@ def groups(
         str | None, typer.Option("--set", help="Whose advantages. Default: the first set there is.")
     ] = None,
     batch: Annotated[str | None, typer.Option(help="Only groups of this batch.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Only groups that this gradient step was trained on.", min=1)
+    ] = None,
+    trainer: TrainerOption = None,
+    sort: Annotated[GroupOrder, typer.Option(help="Which come first.")] = "newest",
     limit: Annotated[int, typer.Option(help="At most so many, the newest.", min=1)] = 20,
+    as_of: AsOfOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show groups: rewards and advantages of the runs of a task, and what became of them.
@@ -185,21 +200,24 @@ def groups(
     Example: trinity-buffer groups --set grpo --limit 5
     """
 
-    async def main() -> list[GroupView]:
-        async def question(found: Experiment) -> list[GroupView]:
-            return await questions.groups(
-                found, annotation_set=annotation_set, batch=batch, limit=limit
-            )
+    async def question(source: Source) -> list[GroupView]:
+        named = None
+        if step is not None:
+            contents = await blame(source, step, trainer=trainer)
+            eids = [parse_uid(row.uid) for row in contents.rows if row.uid and not row.experiment]
+            named = list(dict.fromkeys((str(eid.batch), str(eid.task)) for eid in eids))
+        return await questions.groups(
+            source, annotation_set=annotation_set, batch=batch, named=named, limit=limit
+        )
 
-        answer: list[GroupView] = await asked(store, experiment, question)
-        return answer
-
-    found: list[GroupView] = run(main)
+    found: list[GroupView] = asked_of(store, experiment, as_of, question)
+    found = questions.ordered(found, sort)
     if as_json:
         print_json(*found)
         return
     columns = ["uid", "runs", "mean", "deviation", "rewards", "advantages", "state"]
-    console().print(table(f"{len(found)} groups, the newest first", columns, map_rows(found)))
+    first = "the newest" if sort == "newest" else f"the greatest {sort}"
+    console().print(table(f"{len(found)} groups, {first} first", columns, map_rows(found)))
 
 
 def map_rows(found: list[GroupView]) -> list[tuple[Any, ...]]:
@@ -227,30 +245,64 @@ def show(
     uid: Annotated[str, typer.Argument(help="batch/task/run/step/suffix, as e0-7/3/1/0/.")],
     store: StoreOption = None,
     experiment: ExperimentOption = None,
+    annotation_set: Annotated[
+        str | None, typer.Option("--set", help="Whose advantages --tokens shows.")
+    ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="A line for each token: id, mask, log-prob, advantage.")
+    ] = False,
+    as_of: AsOfOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show one experience: what it holds, its annotations, where it was trained, or why not.
 
-    Example: trinity-buffer show e0-7/3/1/0/
+    Example: trinity-buffer show e0-7/3/1/0/ --tokens
     """
 
-    async def main() -> ExperienceView:
-        async def question(found: Experiment) -> ExperienceView:
-            try:
-                return await questions.show(found, uid)
-            except UnknownNameError:
-                if unescaped(uid) == uid:
-                    raise
-                return await questions.show(found, unescaped(uid))
+    async def question(source: Source) -> tuple[ExperienceView, TokenTable | None]:
+        try:
+            found = await questions.show(source, uid)
+        except UnknownNameError:
+            if unescaped(uid) == uid:
+                raise
+            found = await questions.show(source, unescaped(uid))
+        if not tokens:
+            return found, None
+        return found, await tokens_of(source, found.uid, annotation_set=annotation_set)
 
-        answer: ExperienceView = await asked(store, experiment, question)
-        return answer
-
-    found: ExperienceView = run(main)
+    found, by_token = asked_of(store, experiment, as_of, question)
     if as_json:
-        print_json(found)
-    else:
-        _print_experience(found)
+        print_json(found if by_token is None else {**asdict(found), "tokens": _plain(by_token)})
+        return
+    _print_experience(found)
+    if by_token is not None:
+        _print_tokens(by_token)
+
+
+def _plain(found: TokenTable) -> dict[str, Any]:
+    """Return the tokens as JSON has them: what is no number is null."""
+    columns = {"id": found.ids, "mask": found.mask, **found.columns}
+    return {
+        name: [None if value != value else value for value in values.tolist()]  # noqa: PLR0124 - NaN
+        for name, values in columns.items()
+    }
+
+
+def _print_tokens(found: TokenTable) -> None:
+    of = "" if found.annotation_set is None else f", advantages of set {found.annotation_set}"
+    rows = [
+        (at, "prompt" if at < found.prompt_length else "trained" if mask else "masked", *values)
+        for at, (mask, *values) in enumerate(
+            zip(
+                found.mask.tolist(),
+                found.ids.tolist(),
+                *(column.tolist() for column in found.columns.values()),
+                strict=True,
+            )
+        )
+    ]
+    title = one_line(f"{len(found.ids)} tokens{of}")
+    console().print(table(title, ["token", "part", "id", *found.columns], rows))
 
 
 def _print_experience(found: ExperienceView) -> None:

@@ -32,6 +32,13 @@ ExperimentOption = Annotated[
     typer.Option("--experiment", help="Which experiment, where the store has more than one."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsOfOption = Annotated[
+    int | None,
+    typer.Option("--as-of", help="As it was when this position was the log's last one.", min=1),
+]
+TrainerOption = Annotated[
+    str | None, typer.Option("--trainer", help="Which trainer. Default: the one furthest ahead.")
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(

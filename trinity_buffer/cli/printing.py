@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -82,7 +83,7 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return "-" if math.isnan(value) else f"{value:.4g}"
     if isinstance(value, Mapping):
         return one_line(", ".join(f"{key} {count}" for key, count in value.items())) or "-"
     return one_line(str(value))

@@ -1,7 +1,7 @@
 """Read-only questions to a store: one layer for the command line, tools and pages. No torch."""
 
 from trinity_buffer.inspect.events import EventLine, event_lines, line_of, position_before
-from trinity_buffer.inspect.groups import GroupView, RunView, groups
+from trinity_buffer.inspect.groups import GroupView, RunView, groups, ordered
 from trinity_buffer.inspect.overview import ExperimentOverview, Overview, overview
 from trinity_buffer.inspect.show import ExperienceView, SetView, StepView, show
 from trinity_buffer.inspect.tensors import TensorSummary
@@ -19,6 +19,7 @@ __all__ = [
     "event_lines",
     "groups",
     "line_of",
+    "ordered",
     "overview",
     "position_before",
     "show",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trinity_buffer.codec import Segment, decode_segment
 from trinity_buffer.events import WithSegment
+from trinity_buffer.inspect.source import Source
 from trinity_buffer.pipeline.archive_file import SegmentParts
 from trinity_buffer.pipeline.events import Event, decoded
 from trinity_buffer.pipeline.experiment import Experiment
@@ -30,7 +31,7 @@ class EventWithSegment:
 
 
 async def events_with_segments(
-    experiment: Experiment, positions: Iterable[int], families: Sequence[str]
+    experiment: Experiment | Source, positions: Iterable[int], families: Sequence[str]
 ) -> dict[int, EventWithSegment]:
     """Return the events at ``positions`` with those of their families that are wanted.
 

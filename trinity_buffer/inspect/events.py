@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 from trinity_buffer.errors import UnknownNameError
@@ -42,13 +42,14 @@ from trinity_buffer.store import inspection, log
 
 @dataclass(frozen=True, slots=True)
 class EventLine:
-    """An event as people read it; ``recorded_at`` is in seconds since 1970."""
+    """An event as people read it, and whole; ``recorded_at`` is in seconds since 1970."""
 
     position: int
     kind: str
     actor: str
     recorded_at: float
     summary: str
+    body: Mapping[str, Any] = field(default_factory=dict)
 
 
 async def position_before(
@@ -83,7 +84,9 @@ async def event_lines(
 def line_of(event: Event) -> EventLine:
     """Return an event as one line."""
     summary = _summary(event.fact)
-    return EventLine(event.position, event.kind, event.actor, event.recorded_at, summary)
+    return EventLine(
+        event.position, event.kind, event.actor, event.recorded_at, summary, event.body
+    )
 
 
 def _summary(fact: Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one case per kind

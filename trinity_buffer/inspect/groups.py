@@ -6,12 +6,13 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.identity import Key
 from trinity_buffer.inspect.blobs import EventWithSegment, events_with_segments
 from trinity_buffer.inspect.fates import Fate, fates
+from trinity_buffer.inspect.source import Source, now
 from trinity_buffer.inspect.tensors import mean_of
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import inspection, queries
@@ -71,11 +72,15 @@ class _Found(NamedTuple):
     fates: dict[int, list[Fate]]
 
 
+Order = Literal["newest", "abs-advantage", "reward", "deviation"]
+
+
 async def groups(
-    experiment: Experiment,
+    experiment: Experiment | Source,
     *,
     annotation_set: str | None = None,
     batch: Key | None = None,
+    named: Sequence[tuple[str, str]] | None = None,
     limit: int = 20,
 ) -> list[GroupView]:
     """Return the newest groups, the newest first.
@@ -83,37 +88,56 @@ async def groups(
     Args:
         annotation_set: whose advantages and decisions are shown; by default the first there is.
         batch: only groups of this batch.
+        named: these groups, as (batch, task), and no others.
         limit: at most so many.
 
     Raises:
         UnknownNameError: no such annotation set.
         DamagedSegmentError: a checksum of the advantages does not hold.
     """
+    source = now(experiment)
 
     def look(tx: Transaction) -> _Found:
-        chosen = _chosen_set(tx, experiment, annotation_set)
-        if batch is None:
-            keys = inspection.newest_groups(tx, experiment.key, limit)
+        chosen = _chosen_set(tx, source, annotation_set)
+        if named is not None:
+            keys = list(named[:limit])
+        elif batch is None:
+            keys = inspection.newest_groups(tx, source.key, limit)
         else:
-            keys = inspection.groups_of_batch(tx, experiment.key, str(batch), limit)
-        rows = inspection.members(tx, experiment.key, keys)
-        batches = queries.batches(tx, experiment.key, sorted({key for key, _ in keys}))
-        return _Found(chosen, keys, rows, batches, fates(tx, experiment.key, rows))
+            keys = inspection.groups_of_batch(tx, source.key, str(batch), limit)
+        rows = inspection.members(tx, source.key, keys)
+        batches = queries.batches(tx, source.key, sorted({key for key, _ in keys}))
+        return _Found(chosen, keys, rows, batches, fates(tx, source.key, rows))
 
-    chosen, keys, rows, batches, found = await experiment.database.read(look)
+    chosen, keys, rows, batches, found = await source.read(look)
     own = {
         a: next((f for f in some if f.annotation_set == chosen), None) for a, some in found.items()
     }
     noted = [f.annotations[0].address for f in own.values() if f is not None and f.annotations]
-    events = await events_with_segments(experiment, map(position_of, noted), ["annotation"])
+    events = await events_with_segments(source, map(position_of, noted), ["annotation"])
     members: dict[tuple[str, str], list[ExperienceRow]] = {key: [] for key in keys}
     for row in rows:
         members[str(row.eid.batch), str(row.eid.task)].append(row)
     return [_group(batches.get(key[0]), some, own, events) for key, some in members.items() if some]
 
 
-def _chosen_set(tx: Transaction, experiment: Experiment, wanted: str | None) -> str | None:
-    consumers = queries.consumers(tx, experiment.key)
+def ordered(found: Sequence[GroupView], order: Order) -> list[GroupView]:
+    """Return groups in another order, the greatest first; those without a value come last."""
+    if order == "newest":
+        return list(found)
+    return sorted(found, key=lambda group: _rank(group, order), reverse=True)
+
+
+def _rank(group: GroupView, order: Order) -> float:
+    if order == "abs-advantage":
+        known = [abs(run.advantage) for run in group.runs if run.advantage is not None]
+        return max(known, default=-1.0)
+    value = group.mean if order == "reward" else group.deviation
+    return float("-inf") if value is None else value
+
+
+def _chosen_set(tx: Transaction, source: Source, wanted: str | None) -> str | None:
+    consumers = queries.consumers(tx, source.key)
     names = [row.name for row in consumers.values() if row.kind == "strategy"]
     if wanted is not None and wanted not in names:
         known = ", ".join(names) or "none"

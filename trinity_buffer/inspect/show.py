@@ -12,6 +12,7 @@ from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.identity import EID
 from trinity_buffer.inspect.blobs import EventWithSegment, events_with_segments
 from trinity_buffer.inspect.fates import AnnotationRow, Fate, fates
+from trinity_buffer.inspect.source import Source, now
 from trinity_buffer.inspect.tensors import TensorSummary, summaries
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import inspection
@@ -88,7 +89,7 @@ class ExperienceView:
     sets: tuple[SetView, ...]
 
 
-async def show(experiment: Experiment, uid: str) -> ExperienceView:
+async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
     """Return everything about the experience ``uid``.
 
     Raises:
@@ -96,22 +97,22 @@ async def show(experiment: Experiment, uid: str) -> ExperienceView:
         UnknownNameError: there is no such experience.
         DamagedSegmentError: a checksum does not hold.
     """
-    eid = parse_uid(uid)
+    eid, source = parse_uid(uid), now(experiment)
 
     def look(tx: Transaction) -> tuple[ExperienceRow, list[Fate]]:
-        row = inspection.find(tx, experiment.key, eid)
+        row = inspection.find(tx, source.key, eid)
         if row is None:
             raise UnknownNameError(
-                f"experiment {experiment.name!r} holds no experience {uid!r}; `trinity-buffer "
+                f"experiment {source.name!r} holds no experience {uid!r}; `trinity-buffer "
                 "groups` shows what there is"
             )
-        return row, fates(tx, experiment.key, [row])[row.address]
+        return row, fates(tx, source.key, [row])[row.address]
 
-    row, found = await experiment.database.read(look)
+    row, found = await source.read(look)
     position = position_of(row.address)
-    recorded = (await events_with_segments(experiment, [position], FAMILIES))[position]
+    recorded = (await events_with_segments(source, [position], FAMILIES))[position]
     noted = [position_of(fate.annotations[0].address) for fate in found if fate.annotations]
-    events = await events_with_segments(experiment, noted, ["annotation"])
+    events = await events_with_segments(source, noted, ["annotation"])
     return _view(row, recorded, [_set(fate, events) for fate in found])
 
 

@@ -86,3 +86,18 @@ def mean_of(segment: Segment, field: str, row: int) -> float | None:
         if place is not None:
             return _summary(column, place).mean
     return None
+
+
+def elements_of(segment: Segment, field: str, row: int) -> npt.NDArray[Any] | None:
+    """Return the elements of one field in one row, flat; None if it has none that NumPy can read.
+
+    Of a scaled mask it is the one number that stands before the mask.
+    """
+    for column in segment.columns.get(field, []):
+        place = row_of(column, row)
+        values = None if place is None else values_of(column)
+        if place is not None and values is not None:
+            begin, end = column.offsets[place : place + 2].tolist()
+            found: npt.NDArray[Any] = values[begin:end]
+            return found
+    return None

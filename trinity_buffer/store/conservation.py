@@ -111,8 +111,8 @@ def of_strategy(tx: Transaction, experiment: int, row: ConsumerRow) -> StrategyC
         waiting.c.experiment == experiment, waiting.c.consumer == row.name
     )
     annotated = (annotation.c.experiment == experiment, annotation.c.consumer == row.name)
-    rejected = _reasons(tx, experiment, row.name)
-    for reason, count in _refused(tx, experiment).items():
+    rejected = reasons(tx, experiment, row.name)
+    for reason, count in refused(tx, experiment).items():
         rejected[reason] = rejected.get(reason, 0) + count
     distinct = select(func.count(annotation.c.experience.distinct())).where(*annotated)
     return StrategyCounts(
@@ -154,7 +154,7 @@ def of_trainer(tx: Transaction, experiment: int, row: ConsumerRow) -> TrainerCou
         _count(tx, select(func.count()).where(*in_set, ~held, ~left_out)),
         int(delivered) - int(committed or 0),
         int(committed or 0),
-        _reasons(tx, experiment, name),
+        reasons(tx, experiment, name),
     )
 
 
@@ -184,7 +184,8 @@ def of_plans(tx: Transaction, experiment: int) -> PlanCounts:
     return PlanCounts(_count(tx, planned), _count(tx, stored))
 
 
-def _reasons(tx: Transaction, experiment: int, name: str) -> dict[str, int]:
+def reasons(tx: Transaction, experiment: int, name: str) -> dict[str, int]:
+    """Return reason -> how many experiences (of a trainer: rows) a consumer rejected for it."""
     query = select(rejection.c.reason, func.count()).where(
         rejection.c.experiment == experiment, rejection.c.consumer == name
     )
@@ -192,7 +193,8 @@ def _reasons(tx: Transaction, experiment: int, name: str) -> dict[str, int]:
     return {reason: int(count) for reason, count in tx.execute(query).all()}
 
 
-def _refused(tx: Transaction, experiment: int) -> dict[str, int]:
+def refused(tx: Transaction, experiment: int) -> dict[str, int]:
+    """Return reason -> how many experiences were refused at the door for it."""
     query = select(experience.c.refused, func.count()).where(
         experience.c.experiment == experiment, experience.c.refused.is_not(None)
     )

@@ -45,7 +45,6 @@ class Decision:
         step: of a trainer, the gradient step that holds it.
         reason: why it was rejected.
         annotation: address of the annotation row.
-        group_slot: of an annotation, its group in the event.
     """
 
     consumer: str
@@ -53,7 +52,6 @@ class Decision:
     step: int | None = None
     reason: str | None = None
     annotation: int | None = None
-    group_slot: int | None = None
 
 
 def log_bounds(tx: Transaction, experiment: int) -> LogBounds:
@@ -196,19 +194,15 @@ def find(tx: Transaction, experiment: int, eid: EID) -> ExperienceRow | None:
 
 def annotation_rows(tx: Transaction, experiment: int, addresses: Sequence[int]) -> list[Decision]:
     """Return the annotation rows of experiences, of all sets."""
-    query = select(annotation).where(
+    # Only what its index holds, and sorted here: else SQLite walks through every annotation.
+    query = select(annotation.c.consumer, annotation.c.experience, annotation.c.address).where(
         annotation.c.experiment == experiment, among(tx, annotation.c.experience, addresses)
     )
-    query = query.order_by(annotation.c.consumer, annotation.c.address)
-    return [
-        Decision(
-            row.consumer,
-            int(row.experience),
-            annotation=int(row.address),
-            group_slot=int(row.group_slot),
-        )
+    found = [
+        Decision(row.consumer, int(row.experience), annotation=int(row.address))
         for row in tx.execute(query).all()
     ]
+    return sorted(found, key=lambda one: (one.consumer, one.annotation or 0))
 
 
 def deliveries(

@@ -99,23 +99,26 @@ _CANNOT_FOLD = (
 
 
 @contextmanager
-def open_scratch(experiment: int, live: Path | None = None) -> Iterator[Scratch]:
+def open_scratch(
+    experiment: int, live: Path | None = None, *, indexed: bool = False
+) -> Iterator[Scratch]:
     """Open empty projections for ``experiment`` in a temporary SQLite file.
 
     Args:
         live: file of a SQLite store, to be read beside them.
+        indexed: whether more will be asked than what the fold itself asks.
     """
     sqlite.require_safe_library()
     with TemporaryDirectory(prefix="trinity-buffer-") as folder:
         tx = SQLiteTransaction(_connected(Path(folder) / "scratch.db", live))
         with closing(tx):
-            tx.run(_create, writes=True)
+            tx.run(lambda tx: _create(tx, () if indexed else _NEEDLESS), writes=True)
             yield Scratch(tx, experiment, sees_live=live is not None)
 
 
-def _create(tx: Transaction) -> None:
+def _create(tx: Transaction, needless: Sequence[str]) -> None:
     tables.metadata.create_all(tx.connection, tables=list(tables.PROJECTIONS))
-    for index in _NEEDLESS:
+    for index in needless:
         tx.rows(f"DROP INDEX {index}", ())
 
 

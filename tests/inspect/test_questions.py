@@ -1,0 +1,194 @@
+"""Every list that a question answers with equals a plain SQL computation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from pysqlite3 import dbapi2
+
+from tests.stories import Story, tell
+from trinity_buffer import inspect
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.inspect import rejected, steps, tokens, why
+from trinity_buffer.inspect.groups import ordered
+from trinity_buffer.inspect.source import Source, as_of
+from trinity_buffer.pipeline.store import open_store
+
+SLOTS = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """A store that no test changes."""
+    folder = tmp_path_factory.mktemp("story")
+    return anyio.run(tell, f"sqlite:///{folder / 'store.db'}", folder / "run")
+
+
+async def asked(
+    story: Story, question: Callable[[Source], Any], position: int | None = None
+) -> Any:
+    async with (
+        open_store(story.url, read_only=True) as store,
+        as_of(await store.experiment(story.name), position) as source,
+    ):
+        return await question(source)
+
+
+def sql(story: Story, query: str) -> list[tuple[Any, ...]]:
+    with closing(dbapi2.connect(story.url.removeprefix("sqlite:///"))) as connection:
+        return list(connection.execute(query).fetchall())
+
+
+async def test_steps_are_the_rows_of_their_deliveries(story: Story) -> None:
+    found = await asked(story, steps.steps)
+    plain = sql(
+        story,
+        "SELECT d.step, count(*), sum(e.length), avg(e.reward), avg(d.step - 1 - e.policy_version)"
+        " FROM delivery d JOIN annotation a ON a.address = d.address AND a.consumer = 'grpo'"
+        " JOIN experience e ON e.address = a.experience GROUP BY d.step ORDER BY d.step",
+    )
+    assert [(s.step, s.rows, s.tokens, s.reward, s.staleness) for s in found] == plain
+    assert [s.state for s in found] == ["committed", "committed", "leased"]
+    assert [s.step for s in await asked(story, lambda s: steps.steps(s, after=1, limit=1))] == [2]
+
+
+async def test_blame_names_every_row_of_a_step_in_order(story: Story) -> None:
+    found = await asked(story, lambda source: steps.blame(source, 2))
+    plain = sql(
+        story,
+        "SELECT e.batch || '/' || e.task || '/' || e.run || '/' || e.step || '/' || e.suffix,"
+        " e.reward FROM delivery d JOIN annotation a ON a.address = d.address AND"
+        " a.consumer = 'grpo' JOIN experience e ON e.address = a.experience"
+        " WHERE d.step = 2 ORDER BY e.address",
+    )
+    assert sorted((row.uid, row.reward) for row in found.rows) == plain
+    assert [row.slot for row in found.rows] == list(range(4))
+    assert {row.actor for row in found.rows} == {"e0"}
+    assert found.digest == story.manifests[1].hex()
+    assert found.proven is True
+    with pytest.raises(UnknownNameError, match="never handed step 9"):
+        await asked(story, lambda source: steps.blame(source, 9))
+    with pytest.raises(UnknownNameError, match="there: trainer"):
+        await asked(story, lambda source: steps.blame(source, 1, trainer="nobody"))
+
+
+async def test_the_advantage_of_a_row_is_what_its_tokens_have(story: Story) -> None:
+    found = await asked(story, lambda source: steps.blame(source, 1))
+    for row in found.rows:
+        table = await asked(story, partial(tokens.tokens, uid=row.uid))
+        trained = table.columns["advantage"][table.mask]
+        assert trained.tolist() == pytest.approx([row.advantage] * row.trained_tokens)
+        assert len(table.ids) == row.length
+
+
+@pytest.mark.parametrize(
+    ("uid", "verdict", "told"),
+    [
+        ("b0/1/2/0/", "trained in step 2 of trainer", "step 2 committed"),
+        ("b0/3/0/0/", "never trained: ready (set grpo); rejected: zero_variance", "rejected"),
+        ("b1/0/1/0/", "never trained: waiting", "1 of 4 runs (missing: 0, 2, 3); the batch is not"),
+        ("b1/0/0/0/", "planned, and never stored", "nobody wrote run 0"),
+        ("b0/0/0/0/a1", "refused at the door, late", "refused at the door: late"),
+    ],
+)
+async def test_why_names_the_event_that_decided(
+    story: Story, uid: str, verdict: str, told: str
+) -> None:
+    found = await asked(story, lambda source: why.why(source, uid))
+    assert verdict in found.verdict
+    assert told in " | ".join(reason.what for reason in found.reasons)
+    assert found.trained is ("trained in" in verdict)
+    positions = [r.position for r in found.reasons if r.position is not None]
+    actors = dict(sql(story, "SELECT position, actor FROM event"))
+    assert positions == sorted(positions)
+    assert all(r.actor == actors[r.position] for r in found.reasons if r.position is not None)
+
+
+async def test_why_of_what_nobody_planned_is_refused(story: Story) -> None:
+    with pytest.raises(UnknownNameError, match="neither holds nor planned"):
+        await asked(story, lambda source: why.why(source, "b9/0/0/0/"))
+
+
+async def test_rejections_are_those_of_the_tables(story: Story) -> None:
+    found = await asked(story, rejected.rejections)
+    plain = sql(story, "SELECT consumer, reason, position FROM rejection")
+    door = sql(
+        story, f"SELECT 'door', refused, address / {SLOTS} FROM experience WHERE refused > ''"
+    )
+    assert sorted((r.by, r.reason, r.position) for r in found) == sorted(plain + door)
+    late = await asked(story, lambda source: rejected.rejections(source, by="door"))
+    assert [one.uid for one in late] == ["b0/0/0/0/a1"]
+    assert await asked(story, rejected.rejection_counts) == {
+        "varied": {"zero_variance": 4},
+        "door": {"late": 1},
+    }
+    with pytest.raises(UnknownNameError, match="door"):
+        await asked(story, lambda source: rejected.rejections(source, by="nobody"))
+
+
+async def test_staleness_is_the_step_less_one_less_the_version(story: Story) -> None:
+    found = await asked(story, steps.staleness)
+    assert [(s.step, s.actor, s.rows, s.mean, s.greatest) for s in found] == [
+        (1, "e0", 4, 0.0, 0),
+        (2, "e0", 4, 1.0, 1),
+        (3, "e0", 4, 2.0, 2),
+    ]
+
+
+async def test_leases_say_who_is_how_far(story: Story) -> None:
+    (found,) = await asked(story, rejected.leases)
+    assert (found.trainer, found.state, found.leased_step, found.committed_step) == (
+        *("trainer", "free"),
+        *sql(story, "SELECT leased_step, committed_step FROM consumer WHERE kind = 'trainer'")[0],
+    )
+
+
+async def test_groups_are_ordered_by_what_is_asked(story: Story) -> None:
+    found = await asked(story, inspect.groups)
+    by_reward = [group.mean or 0.0 for group in ordered(found, "reward")]
+    assert by_reward == sorted(by_reward, reverse=True)
+    assert ordered(found, "deviation")[-1].deviation is None
+    assert ordered(found, "newest") == found
+
+
+async def test_an_older_position_shows_what_was_known_then(story: Story) -> None:
+    ((committed,),) = sql(story, "SELECT min(position) FROM event WHERE kind = 'StepsCommitted'")
+    before = await asked(story, steps.steps, committed - 1)
+    assert {line.state for line in before} == {"leased"}
+    then = await asked(story, lambda source: why.why(source, "b0/0/1/0/"), 5)
+    assert then.verdict == "never trained: no strategy has run"
+    assert max(reason.position or 0 for reason in then.reasons) <= 5
+    with pytest.raises(InvalidArgumentError, match="goes from 1 to"):
+        await asked(story, steps.steps, 10_000)
+
+
+async def test_a_server_answers_as_a_file_does(
+    story: Story, postgres_url: str, tmp_path: Path
+) -> None:
+    other = await tell(postgres_url, tmp_path / "run")
+    for question in (
+        lambda source: why.why(source, "b0/1/2/0/"),
+        rejected.rejections,
+        steps.staleness,
+        lambda source: steps.blame(source, 2),
+    ):
+        one, two = await asked(story, question), await asked(other, question)
+        assert untimed(one) == untimed(two)
+    with pytest.raises(UnknownNameError, match="no trainer"):
+        await asked(other, steps.steps, 11)
+
+
+def untimed(answer: Any) -> str:
+    """Return an answer as a text without times, paths and the order of concurrent events."""
+    return re.sub(
+        r"(recorded_at|seconds|checkpoint|position|\w+_at)=[^,)]*|digest='[0-9a-f]*'",
+        "",
+        repr(answer),
+    )

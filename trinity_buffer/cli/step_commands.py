@@ -1,0 +1,243 @@
+"""Questions about training: its steps, what each ate, how stale that was, and what was left out."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import typer
+
+from trinity_buffer.cli.asking import asked_of
+from trinity_buffer.cli.escaping import one_line, unescaped
+from trinity_buffer.cli.options import (
+    AsOfOption,
+    ExperimentOption,
+    JsonOption,
+    StoreOption,
+    TrainerOption,
+)
+from trinity_buffer.cli.printing import console, print_json, shown, table, time_of
+from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.inspect import rejected as rejecting
+from trinity_buffer.inspect import steps as stepping
+from trinity_buffer.inspect.rejected import Lease, Rejected
+from trinity_buffer.inspect.source import Source
+from trinity_buffer.inspect.steps import EatenRow, Staleness, StepContents, StepLine
+from trinity_buffer.inspect.why import Why
+from trinity_buffer.inspect.why import why as why_of
+
+AfterStepOption = Annotated[
+    int | None, typer.Option("--after", help="Only steps above this one. Default: the last.", min=0)
+]
+RowOrder = Literal["slot", "abs-advantage", "reward", "staleness", "length"]
+
+
+def steps(
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    trainer: TrainerOption = None,
+    after: AfterStepOption = None,
+    limit: Annotated[int, typer.Option(help="At most so many.", min=1)] = 20,
+    as_of: AsOfOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show gradient steps: rows, tokens, reward, staleness, seconds, and what the trainer recorded.
+
+    Example: trinity-buffer steps --limit 10
+    """
+    found: list[StepLine] = asked_of(
+        store,
+        experiment,
+        as_of,
+        lambda source: stepping.steps(source, trainer=trainer, after=after, limit=limit),
+    )
+    if as_json:
+        print_json(*found)
+        return
+    told = [name for name in ("loss", "kl", "entropy", "gradient_norm") if _any(found, name)]
+    columns = ["step", "state", "rows", "groups", "tokens", "reward", "staleness", "oldest"]
+    rows = [
+        (
+            *(line.step, line.state, line.rows, line.groups, line.tokens, line.reward),
+            *(line.staleness, line.oldest, line.seconds),
+            *(line.metrics.get(name) for name in told),
+        )
+        for line in found
+    ]
+    title = f"steps of {found[0].trainer}" if found else "no steps yet"
+    console().print(table(one_line(title), [*columns, "seconds", *told], rows))
+
+
+def _any(found: list[StepLine], name: str) -> bool:
+    return any(name in line.metrics for line in found)
+
+
+def blame(
+    step: Annotated[int, typer.Argument(help="Number of a gradient step.", min=1)],
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    trainer: TrainerOption = None,
+    sort: Annotated[RowOrder, typer.Option(help="Order of the rows.")] = "slot",
+    limit: Annotated[int | None, typer.Option(help="Show so many rows.", min=1)] = None,
+    as_of: AsOfOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say exactly what one gradient step was trained on, and whether its commit proves it.
+
+    Example: trinity-buffer blame 2 --sort abs-advantage
+    """
+    found: StepContents = asked_of(
+        store, experiment, as_of, lambda source: stepping.blame(source, step, trainer=trainer)
+    )
+    rows = sorted(found.rows, key=_ORDERS[sort])[:limit]
+    if as_json:
+        print_json({**_plain(found), "rows": rows})
+        return
+    line = found.line
+    proof = {None: "not committed", True: "its commit names it", False: "ITS COMMIT NAMES ANOTHER"}
+    console().print(
+        one_line(
+            f"step {step} of {line.trainer}, {line.state}: {line.rows} rows in {line.groups} "
+            f"groups and {line.microbatches} micro-batches ({found.layout}), set "
+            f"{found.annotation_set}, {time_of(line.recorded_at)} UTC; manifest {found.digest}, "
+            f"{proof[found.proven]}"
+        ),
+        markup=False,
+    )
+    columns = ["slot", "uid", "micro-batch", "reward", "advantage", "version", "stale", "tokens"]
+    console().print(table(f"{len(rows)} rows", [*columns, "actor"], list(map(_cells, rows))))
+
+
+def _plain(found: StepContents) -> dict[str, Any]:
+    names = ("line", "annotation_set", "layout", "digest", "proven")
+    return {name: getattr(found, name) for name in names}
+
+
+def _cells(row: EatenRow) -> tuple[Any, ...]:
+    who = row.actor or row.experiment
+    numbers = (row.reward, row.advantage, row.policy_version, row.staleness, row.length)
+    return (row.slot, row.uid, row.microbatch, *numbers, who)
+
+
+_ORDERS: dict[str, Any] = {
+    "slot": lambda row: row.slot,
+    "abs-advantage": lambda row: (-abs(row.advantage or 0.0), row.slot),
+    "reward": lambda row: (-(row.reward or 0.0), row.slot),
+    "staleness": lambda row: (-(row.staleness or 0), row.slot),
+    "length": lambda row: (-row.length, row.slot),
+}
+
+
+def why(
+    uid: Annotated[str, typer.Argument(help="batch/task/run/step/suffix, as e0-7/3/1/0/.")],
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    as_of: AsOfOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say why a rollout was trained or never was: each event that decided it, in order.
+
+    Example: trinity-buffer why e0-7/3/1/0/
+    """
+
+    async def question(source: Source) -> Why:
+        try:
+            return await why_of(source, uid)
+        except UnknownNameError:
+            if unescaped(uid) == uid:
+                raise
+            return await why_of(source, unescaped(uid))
+
+    found: Why = asked_of(store, experiment, as_of, question)
+    if as_json:
+        print_json(found)
+        return
+    out = console()
+    out.print(one_line(f"{found.uid}: {found.verdict}"), markup=False)
+    rows = [(r.position, time_of(r.recorded_at), r.actor, r.what) for r in found.reasons]
+    out.print(table("", ["position", "time", "actor", "what"], rows))
+
+
+def rejected(
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    by: Annotated[
+        str | None, typer.Option(help="Only by this strategy or trainer; door: late and invalid.")
+    ] = None,
+    reason: Annotated[str | None, typer.Option(help="Only for this reason, as stale.")] = None,
+    limit: Annotated[int, typer.Option(help="At most so many, the newest.", min=1)] = 20,
+    as_of: AsOfOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what was left out, by whom and why.
+
+    Example: trinity-buffer rejected --reason zero_variance
+    """
+
+    async def question(source: Source) -> tuple[list[Rejected], Any]:
+        found = await rejecting.rejections(source, by=by, reason=reason, limit=limit)
+        return found, await rejecting.rejection_counts(source)
+
+    found, counts = asked_of(store, experiment, as_of, question)
+    if as_json:
+        print_json(*found)
+        return
+    out = console()
+    for name, reasons in counts.items():
+        out.print(one_line(f"{name}: {shown(reasons)}"), markup=False)
+    rows = [(one.position, one.by, one.reason, one.uid) for one in found]
+    out.print(table(f"{len(found)}, the newest first", ["position", "by", "reason", "uid"], rows))
+
+
+def leases(
+    store: StoreOption = None, experiment: ExperimentOption = None, as_json: JsonOption = False
+) -> None:
+    """Show who holds each trainer's work, until when, and how far it is.
+
+    Example: trinity-buffer leases --json
+    """
+    found: list[Lease] = asked_of(store, experiment, None, rejecting.leases)
+    if as_json:
+        print_json(*found)
+        return
+    columns = ["trainer", "state", "owner", "token", "expires in s", "leased", "committed"]
+    rows = [
+        (
+            *(one.trainer, one.state, one.owner, one.token, one.expires_in_s),
+            *(one.leased_step, one.committed_step),
+        )
+        for one in found
+    ]
+    console().print(table("leases" if found else "no trainer yet", columns, rows))
+
+
+def staleness(
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    trainer: TrainerOption = None,
+    after: AfterStepOption = None,
+    limit: Annotated[int, typer.Option(help="At most so many steps.", min=1)] = 100,
+    as_of: AsOfOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how old what was trained on was, in policy versions: over steps, and by actor.
+
+    Example: trinity-buffer staleness --limit 50
+    """
+    found: list[Staleness] = asked_of(
+        store,
+        experiment,
+        as_of,
+        lambda source: stepping.staleness(source, trainer=trainer, after=after, limit=limit),
+    )
+    if as_json:
+        print_json(*found)
+        return
+    rows = [(one.step, one.actor, one.rows, one.mean, one.greatest) for one in found]
+    out = console()
+    out.print(table("", ["step", "actor", "rows", "mean", "greatest"], rows))
+    for actor in sorted({one.actor for one in found}):
+        own = [one for one in found if one.actor == actor]
+        number = sum(one.rows for one in own)
+        mean = sum(one.mean * one.rows for one in own) / number
+        told = f"{actor}: mean {mean:.3g}, greatest {max(one.greatest for one in own)}"
+        out.print(one_line(f"{told}, over {number} rows"), markup=False)

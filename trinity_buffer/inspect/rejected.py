@@ -1,0 +1,163 @@
+"""What was left out, by whom and why; and who holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.inspect.source import Source
+from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.store import conservation, queries, questions
+from trinity_buffer.store.address import position_of, written_as
+from trinity_buffer.store.transaction import Transaction
+
+DOOR = "door"
+"""Who rejects what is late or invalid when it is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """One experience that was left out.
+
+    Attributes:
+        by: the strategy or trainer, or ``door``.
+        kind: ``strategy``, ``trainer`` or ``door``.
+        position: of the event that says so.
+        address: ``position:slot`` of the experience; of a trainer, of the annotation.
+    """
+
+    by: str
+    kind: str
+    reason: str
+    uid: str
+    position: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Who holds a trainer's work.
+
+    Attributes:
+        state: ``held``, ``expired`` (nobody took it since), or ``free``.
+        expires_in_s: seconds from now; negative: so long ago.
+        leased_step, committed_step: the last handed out, and the last committed.
+    """
+
+    trainer: str
+    state: str
+    owner: str | None
+    token: int
+    expires_in_s: float | None
+    leased_step: int
+    committed_step: int
+
+
+async def rejections(
+    source: Source,
+    *,
+    by: str | None = None,
+    reason: str | None = None,
+    limit: int = 20,
+) -> list[Rejected]:
+    """Return what was rejected last, the newest first.
+
+    Args:
+        by: only by this strategy or trainer; ``door``: what was late or invalid.
+        reason: only for this reason.
+        limit: at most so many.
+
+    Raises:
+        UnknownNameError: no such consumer.
+    """
+    consumers = await source.read(queries.consumers, source.key)
+    if by is not None and by not in {*consumers, DOOR}:
+        known = ", ".join([*consumers, DOOR])
+        raise UnknownNameError(f"nobody is called {by!r} in {source.name!r} (there: {known})")
+
+    names = [name for name in consumers if by in (None, name)]
+    found = await source.read(_rejected, source.key, names, reason=reason, limit=limit)
+    if by in (None, DOOR):
+        found += await source.read(_refused, source.key, reason=reason, limit=limit)
+    return sorted(found, key=lambda one: (-one.position, one.address))[:limit]
+
+
+def _rejected(
+    tx: Transaction, experiment: int, names: Sequence[str], *, reason: str | None, limit: int
+) -> list[Rejected]:
+    kinds = {name: row.kind for name, row in queries.consumers(tx, experiment).items()}
+    rows = [
+        row
+        for name in names
+        for row in questions.rejected(tx, experiment, name, reason=reason, limit=limit)
+    ]
+    noted = [row.address for row in rows if kinds[row.consumer] == "trainer"]
+    sets = [name for name, kind in kinds.items() if kind == "strategy"]
+    of = questions.annotated_experiences(tx, experiment, sets, noted)
+    experiences = {row.address: of.get(row.address, row.address) for row in rows}
+    known = queries.experience_rows(tx, experiment, sorted(set(experiences.values())))
+    uids = {row.address: row.eid.uid for row in known}
+    return [
+        Rejected(
+            row.consumer,
+            kinds[row.consumer],
+            row.reason,
+            uids.get(experiences[row.address], ""),
+            row.position,
+            written_as(row.address),
+        )
+        for row in rows
+    ]
+
+
+def _refused(tx: Transaction, experiment: int, *, reason: str | None, limit: int) -> list[Rejected]:
+    rows = questions.refused(tx, experiment, reason=reason, limit=limit)
+    return [
+        Rejected(
+            *(DOOR, DOOR, row.refused or "", row.eid.uid),
+            position_of(row.address),
+            written_as(row.address),
+        )
+        for row in rows
+    ]
+
+
+async def rejection_counts(source: Source) -> Mapping[str, Mapping[str, int]]:
+    """Return consumer -> reason -> how many it rejected; ``door`` is who refuses at the door."""
+
+    def look(tx: Transaction) -> dict[str, dict[str, int]]:
+        consumers = queries.consumers(tx, source.key)
+        found = {name: conservation.reasons(tx, source.key, name) for name in consumers}
+        return found | {DOOR: conservation.refused(tx, source.key)}
+
+    counted = await source.read(look)
+    return {name: reasons for name, reasons in counted.items() if reasons}
+
+
+async def leases(source: Source) -> list[Lease]:
+    """Return every trainer and who holds its work now."""
+
+    def look(tx: Transaction) -> list[Lease]:
+        held = {row.consumer: row for row in questions.leases(tx, source.key)}
+        found = []
+        for row in queries.consumers(tx, source.key).values():
+            if row.kind != "trainer":
+                continue
+            lease = held.get(row.name)
+            left = None if lease is None else (lease.expires_at - now_us()) / 1e6
+            state = "free" if left is None else "held" if left > 0 else "expired"
+            found.append(
+                Lease(
+                    row.name,
+                    state,
+                    None if lease is None else lease.owner,
+                    row.token if lease is None else lease.token,
+                    left,
+                    row.leased_step,
+                    row.committed_step,
+                )
+            )
+        return found
+
+    return await source.database.read(look)

@@ -1,0 +1,97 @@
+"""What questions are asked of: an experiment as it is, or as it was at a position of its log."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Concatenate, ParamSpec, TypeVar
+
+import anyio.to_thread
+
+from trinity_buffer.errors import InvalidArgumentError, StoreError
+from trinity_buffer.pipeline.events import Event, decoded
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.history.refold import Progress, decoded_events, no_progress, pages
+from trinity_buffer.store import log
+from trinity_buffer.store.database import Database
+from trinity_buffer.store.scratch import Scratch, open_scratch
+from trinity_buffer.store.transaction import Transaction
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Source:
+    """An experiment to ask. The log and its segments are the store's; projections may be older.
+
+    Attributes:
+        position: the last event that counts; None: all there are.
+    """
+
+    database: Database
+    key: int
+    name: str
+    position: int | None = None
+    _scratch: Scratch | None = field(default=None, repr=False)
+
+    async def read(
+        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return what a function of `store` says of the projections."""
+        if self._scratch is None:
+            return await self.database.read(f, *args, **kwargs)
+        scratch = self._scratch
+        return await anyio.to_thread.run_sync(lambda: scratch.ask(f, *args, **kwargs))
+
+    async def events(self, positions: Sequence[int]) -> dict[int, Event]:
+        """Return position -> event, of those of ``positions`` that count."""
+        wanted = sorted(at for at in set(positions) if self.counts(at))
+        stored = await self.database.read(log.read_at, self.key, wanted)
+        return {one.position: decoded(self.name, one) for one in stored}
+
+    def counts(self, position: int) -> bool:
+        """Return whether the event at ``position`` had been recorded."""
+        return self.position is None or position <= self.position
+
+
+def now(experiment: Experiment | Source) -> Source:
+    """Return the experiment as it is; what is a source already stays what it is."""
+    if isinstance(experiment, Source):
+        return experiment
+    return Source(experiment.database, experiment.key, experiment.name)
+
+
+@asynccontextmanager
+async def as_of(
+    experiment: Experiment, position: int | None, progress: Progress = no_progress
+) -> AsyncGenerator[Source]:
+    """Open the experiment as it was when ``position`` was its last event; None: as it is.
+
+    The log up to there is folded into a file that is thrown away: so long it takes.
+
+    Raises:
+        InvalidArgumentError: the log has no such position.
+        StoreError: an event cannot be folded.
+    """
+    if position is None:
+        yield now(experiment)
+        return
+    database, key = experiment.database, experiment.key
+    head = await database.read(log.head, key)
+    if not 1 <= position <= head:
+        raise InvalidArgumentError(
+            f"--as-of {position}: the log of {experiment.name!r} goes from 1 to {head}"
+        )
+    with open_scratch(key, indexed=True) as scratch:
+        async for page in pages(database, key, after=0, up_to=position):
+            events = await anyio.to_thread.run_sync(decoded_events, page)
+            wrong = await anyio.to_thread.run_sync(scratch.fold, events)
+            if wrong is not None:
+                raise StoreError(
+                    f"event {wrong.position} ({wrong.kind}) cannot be folded: {wrong.cause}; "
+                    "run `trinity-buffer verify`"
+                )
+            progress("fold", page[-1].position, position)
+        yield Source(database, key, experiment.name, position, scratch)

@@ -1,0 +1,368 @@
+"""Gradient steps: what each one ate, and how stale that was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.events import BatchLeased, StepsCommitted
+from trinity_buffer.inspect.blobs import events_with_segments
+from trinity_buffer.inspect.source import Source
+from trinity_buffer.inspect.tensors import mean_of
+from trinity_buffer.pipeline.events import Event
+from trinity_buffer.store import log, queries, questions, trainer_queries
+from trinity_buffer.store.address import position_of, slot_of, written_as
+from trinity_buffer.store.rows import ExperienceRow, StepRow
+from trinity_buffer.store.transaction import Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """One gradient step.
+
+    Attributes:
+        state: ``committed`` on the live line, or ``leased``.
+        leased_at, committed_at: positions of the events.
+        recorded_at: when it was handed out, in seconds since 1970.
+        seconds: from then to its commit; None before.
+        tokens, trained_tokens: of its rows; an expert's rows are not counted.
+        reward: mean over its rows.
+        staleness, oldest: mean and greatest (step - 1 - policy version) of its rows.
+        metrics: what the trainer recorded with the commit, at the last step of it.
+    """
+
+    trainer: str
+    step: int
+    state: str
+    leased_at: int
+    committed_at: int | None
+    recorded_at: float
+    seconds: float | None
+    rows: int
+    groups: int
+    microbatches: int
+    tokens: int
+    trained_tokens: int
+    reward: float | None
+    staleness: float | None
+    oldest: int | None
+    checkpoint: str | None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EatenRow:
+    """A row of a gradient step, in the order of its manifest.
+
+    Attributes:
+        experiment: "" for the trainer's own, else the expert's.
+        advantage: mean over its tokens, or the number that stands before the mask.
+        annotation, address: ``position:slot`` of its annotation and of the experience.
+        actor: who recorded the experience.
+    """
+
+    slot: int
+    uid: str
+    experiment: str
+    microbatch: int
+    rank: int
+    group: int
+    reward: float | None
+    advantage: float | None
+    policy_version: int | None
+    staleness: int | None
+    length: int
+    trained_tokens: int
+    actor: str
+    annotation: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepContents:
+    """Exactly what one gradient step was given.
+
+    Attributes:
+        digest: of the manifest, as the lease recorded it.
+        proven: whether the commit names the same digest; None: it is not committed.
+    """
+
+    line: StepLine
+    annotation_set: str
+    layout: str
+    digest: str
+    proven: bool | None
+    rows: tuple[EatenRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """How old the rows of one step were that one actor generated, in policy versions."""
+
+    step: int
+    actor: str
+    rows: int
+    mean: float
+    greatest: int
+
+
+class _Eaten(NamedTuple):
+    """Rows of a lease: for each its experience, where it is known, and the experiment it is of."""
+
+    fact: BatchLeased
+    rows: tuple[ExperienceRow | None, ...]
+    experiments: tuple[str, ...]
+
+
+async def trainer_of(source: Source, wanted: str | None) -> str:
+    """Return the trainer to ask about: the one that is named, or the only or busiest one.
+
+    Raises:
+        UnknownNameError: there is none of this name, or none at all.
+    """
+    consumers = await source.read(queries.consumers, source.key)
+    trainers = [row for row in consumers.values() if row.kind == "trainer"]
+    if wanted is None and trainers:
+        return max(trainers, key=lambda row: row.leased_step).name
+    if wanted not in {row.name for row in trainers} or wanted is None:
+        known = ", ".join(row.name for row in trainers) or "none"
+        named = "no trainer" if wanted is None else f"no trainer {wanted!r}"
+        raise UnknownNameError(f"{named} in {source.name!r} (there: {known})")
+    return wanted
+
+
+async def steps(
+    source: Source, *, trainer: str | None = None, after: int | None = None, limit: int = 20
+) -> list[StepLine]:
+    """Return gradient steps in order: those above ``after``, or the last ones.
+
+    Raises:
+        UnknownNameError: no such trainer.
+    """
+    name = await trainer_of(source, trainer)
+    some = await _some(source, name, after, limit)
+    events = await source.events(_positions(some))
+    eaten = await _eaten(source, [events[row.leased_at] for row in some])
+    return [_line(name, row, events, one.rows) for row, one in zip(some, eaten, strict=True)]
+
+
+async def blame(source: Source, step: int, *, trainer: str | None = None) -> StepContents:
+    """Return what gradient step ``step`` was given, row by row.
+
+    Raises:
+        UnknownNameError: no such trainer, or no such step of it.
+        DamagedSegmentError: a checksum of the advantages does not hold.
+    """
+    name = await trainer_of(source, trainer)
+    found = [await _the_step(source, name, step)]
+    events = await source.events(_positions(found))
+    (eaten,) = await _eaten(source, [events[found[0].leased_at]])
+    line = _line(name, found[0], events, eaten.rows)
+    committed = None if line.committed_at is None else events[line.committed_at].fact
+    proven = None
+    if isinstance(committed, StepsCommitted):
+        at = list(committed.steps).index(step)
+        proven = committed.manifests[at] == eaten.fact.digest
+    return StepContents(
+        line,
+        eaten.fact.annotation_set,
+        eaten.fact.layout,
+        eaten.fact.digest.hex(),
+        proven,
+        await _rows(source, eaten),
+    )
+
+
+async def rows_of_step(
+    source: Source, step: int, *, trainer: str | None = None
+) -> list[ExperienceRow]:
+    """Return the trainer's own experiences in gradient step ``step``, each once, by address.
+
+    Raises:
+        UnknownNameError: no such trainer, or no such step of it.
+    """
+    row = await _the_step(source, await trainer_of(source, trainer), step)
+    events = await source.events([row.leased_at])
+    (eaten,) = await _eaten(source, [events[row.leased_at]])
+    own = {one.address: one for one in _own(eaten)}
+    return [own[address] for address in sorted(own)]
+
+
+async def _the_step(source: Source, trainer: str, step: int) -> StepRow:
+    found = await source.read(trainer_queries.steps, source.key, trainer, after=step - 1, limit=1)
+    if not found or found[0].step != step:
+        raise UnknownNameError(
+            f"trainer {trainer!r} was never handed step {step}; `trinity-buffer steps` shows them"
+        )
+    return found[0]
+
+
+async def staleness(
+    source: Source, *, trainer: str | None = None, after: int | None = None, limit: int = 100
+) -> list[Staleness]:
+    """Return how stale steps were, by who generated their rows, where the version is known.
+
+    Raises:
+        UnknownNameError: no such trainer.
+    """
+    name = await trainer_of(source, trainer)
+    some = await _some(source, name, after, limit)
+    events = await source.events([row.leased_at for row in some])
+    eaten = await _eaten(source, [events[row.leased_at] for row in some])
+    own = {r.address for one in eaten for r in _own(one)}
+    who = await _actors(source, own)
+    lags: dict[tuple[int, str], list[int]] = {}
+    for one in eaten:
+        for row in _own(one):
+            if row.policy_version is not None:
+                key = (one.fact.step, who.get(position_of(row.address), ""))
+                lags.setdefault(key, []).append(one.fact.step - 1 - row.policy_version)
+    return [
+        Staleness(step, actor, len(some), fmean(some), max(some))
+        for (step, actor), some in sorted(lags.items())
+    ]
+
+
+async def _some(source: Source, trainer: str, after: int | None, limit: int) -> list[StepRow]:
+    """Return the steps above ``after``, or the last ones."""
+    if after is None:
+        consumer = await source.read(queries.consumer_row, source.key, trainer)
+        after = max(0, (consumer.leased_step if consumer else 0) - limit)
+    return await source.read(trainer_queries.steps, source.key, trainer, after=after, limit=limit)
+
+
+def _own(eaten: _Eaten) -> list[ExperienceRow]:
+    pairs = zip(eaten.rows, eaten.experiments, strict=True)
+    return [row for row, of in pairs if row is not None and of == ""]
+
+
+async def _actors(source: Source, addresses: set[int]) -> dict[int, str]:
+    positions = sorted({position_of(address) for address in addresses})
+    return await source.database.read(questions.actors, source.key, positions)
+
+
+def _positions(some: Sequence[StepRow]) -> list[int]:
+    return [at for row in some for at in (row.leased_at, row.committed_at) if at is not None]
+
+
+async def _eaten(source: Source, leases: Sequence[Event]) -> list[_Eaten]:
+    """Return the rows of leases; those of another experiment are looked up there."""
+    facts = [event.fact for event in leases]
+    wanted: dict[str, set[int]] = {}
+    for fact in facts:
+        assert isinstance(fact, BatchLeased)  # where a step says that it is leased
+        for of, address in zip(_experiments(fact), fact.experiences, strict=True):
+            wanted.setdefault(of, set()).add(address)
+    known: dict[tuple[str, int], ExperienceRow] = {}
+    for of, addresses in wanted.items():
+        for row in await _experiences(source, of, sorted(addresses)):
+            known[of, row.address] = row
+    return [
+        _Eaten(
+            fact,
+            tuple(map(known.get, zip(_experiments(fact), fact.experiences, strict=True))),
+            _experiments(fact),
+        )
+        for fact in facts
+        if isinstance(fact, BatchLeased)
+    ]
+
+
+def _experiments(fact: BatchLeased) -> tuple[str, ...]:
+    if not fact.source:
+        return tuple(repeat("", len(fact.experiences)))
+    names = ["", *fact.sources]
+    return tuple(names[at] for at in fact.source)
+
+
+async def _experiences(source: Source, of: str, addresses: list[int]) -> list[ExperienceRow]:
+    if not of:
+        return await source.read(queries.experience_rows, source.key, addresses)
+
+    def look(tx: Transaction) -> list[ExperienceRow]:
+        key = log.find_experiment(tx, of)
+        return [] if key is None else queries.experience_rows(tx, key, addresses)
+
+    return await source.database.read(look)
+
+
+def _line(
+    name: str,
+    row: StepRow,
+    events: Mapping[int, Event],
+    eaten: Sequence[ExperienceRow | None],
+) -> StepLine:
+    leased = events[row.leased_at]
+    assert isinstance(leased.fact, BatchLeased)
+    commit = None if row.committed_at is None else events[row.committed_at]
+    known = [one for one in eaten if one is not None]
+    rewards = [one.reward for one in known if one.reward is not None]
+    lags = [row.step - 1 - r.policy_version for r in known if r.policy_version is not None]
+    return StepLine(
+        trainer=name,
+        step=row.step,
+        state="leased" if commit is None else "committed",
+        leased_at=row.leased_at,
+        committed_at=row.committed_at,
+        recorded_at=leased.recorded_at,
+        seconds=None if commit is None else commit.recorded_at - leased.recorded_at,
+        rows=row.rows,
+        groups=row.groups,
+        microbatches=len(leased.fact.microbatches),
+        tokens=sum(one.length for one in known),
+        trained_tokens=sum(one.trained_tokens for one in known),
+        reward=fmean(rewards) if rewards else None,
+        staleness=fmean(lags) if lags else None,
+        oldest=max(lags, default=None),
+        checkpoint=row.checkpoint,
+        metrics=_metrics(commit, row.step),
+    )
+
+
+def _metrics(commit: Event | None, step: int) -> Mapping[str, Any]:
+    """Return the metrics of a commit at its last step: of the others none are recorded."""
+    fact = None if commit is None else commit.fact
+    if not isinstance(fact, StepsCommitted) or fact.steps[-1] != step:
+        return {}
+    return fact.metrics
+
+
+async def _rows(source: Source, eaten: _Eaten) -> tuple[EatenRow, ...]:
+    fact = eaten.fact
+    own = [a for a, of in zip(fact.annotations, eaten.experiments, strict=True) if not of]
+    events = await events_with_segments(source, map(position_of, own), ["annotation"])
+    who = await _actors(source, {row.address for row in _own(eaten)})
+    found = []
+    for slot, (row, of) in enumerate(zip(eaten.rows, eaten.experiments, strict=True)):
+        note = fact.annotations[slot]
+        segment = None if of else events[position_of(note)].families.get("annotation")
+        at, (_, _, _, rank) = next(
+            (i, span) for i, span in enumerate(fact.microbatches) if span[0] <= slot < span[1]
+        )
+        version = None if row is None else row.policy_version
+        found.append(
+            EatenRow(
+                slot=slot,
+                uid="" if row is None else row.eid.uid,
+                experiment=of,
+                microbatch=at,
+                rank=rank,
+                group=fact.groups[slot],
+                reward=None if row is None else row.reward,
+                advantage=None
+                if segment is None
+                else mean_of(segment, "advantages", slot_of(note)),
+                policy_version=version,
+                staleness=None if version is None else fact.step - 1 - version,
+                length=0 if row is None else row.length,
+                trained_tokens=0 if row is None else row.trained_tokens,
+                actor="" if row is None or of else who.get(position_of(row.address), ""),
+                annotation=written_as(note),
+                address=written_as(fact.experiences[slot]),
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,123 @@
+"""A rollout token by token: what stands there, and what was computed for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trinity_buffer.codec import Segment
+from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.inspect.blobs import events_with_segments
+from trinity_buffer.inspect.fates import Fate, fates
+from trinity_buffer.inspect.show import parse_uid
+from trinity_buffer.inspect.source import Source
+from trinity_buffer.inspect.tensors import elements_of
+from trinity_buffer.store import inspection
+from trinity_buffer.store.address import position_of, slot_of
+from trinity_buffer.store.rows import ExperienceRow
+from trinity_buffer.store.transaction import Transaction
+
+Numbers = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenTable:
+    """The tokens of one experience; every column is as long as ``ids``.
+
+    Attributes:
+        prompt_length: so many tokens come before the response.
+        ids: ``int [L]``.
+        mask: ``bool [L]``, what the loss counts; no token of the prompt.
+        columns: name -> ``float [L]``, NaN where a token has no value: ``logprob``,
+            ``teacher_logprob``, ``reward``, and ``advantage`` and ``return`` of the set.
+        annotation_set: whose advantages they are, None where there are none.
+    """
+
+    uid: str
+    prompt_length: int
+    ids: Numbers
+    mask: Numbers
+    columns: dict[str, Numbers]
+    annotation_set: str | None
+
+
+async def tokens(source: Source, uid: str, *, annotation_set: str | None = None) -> TokenTable:
+    """Return the tokens of ``uid`` with the advantages of a set, by default the first with any.
+
+    Raises:
+        InvalidArgumentError: not ``batch/task/run/step/suffix``.
+        UnknownNameError: there is no such experience, or its tokens are not there any more.
+        DamagedSegmentError: a checksum does not hold.
+    """
+    eid = parse_uid(uid)
+
+    def look(tx: Transaction) -> tuple[ExperienceRow, list[Fate]]:
+        row = inspection.find(tx, source.key, eid)
+        if row is None:
+            raise UnknownNameError(f"experiment {source.name!r} holds no experience {uid!r}")
+        return row, fates(tx, source.key, [row])[row.address]
+
+    row, found = await source.read(look)
+    position, slot = position_of(row.address), slot_of(row.address)
+    held = (await events_with_segments(source, [position], ["light", "tokens"]))[position]
+    segments = list(held.families.values())
+    ids = _first(segments, "tokens", slot)
+    if ids is None:
+        raise UnknownNameError(f"{uid}: {held.archived or 'it has no tokens'}")
+    mask = _mask(segments, slot, row)
+    wanted = [f for f in found if f.annotations and annotation_set in (None, f.annotation_set)]
+    fate = next(iter(wanted), None)
+    columns = {
+        "logprob": _placed(_first(segments, "logprobs", slot), row, mask),
+        "teacher_logprob": _placed(_first(segments, "teacher_logprobs", slot), row, mask),
+        "reward": _placed(_first(segments, "token_level_reward", slot), row, mask),
+    }
+    if fate is not None:
+        note = fate.annotations[0].address
+        event = await events_with_segments(source, [position_of(note)], ["annotation"])
+        some = list(event[position_of(note)].families.values())
+        for name in ("advantages", "returns"):
+            columns[name[:-1]] = _placed(_first(some, name, slot_of(note)), row, mask)
+    known = {name: values for name, values in columns.items() if values is not None}
+    return TokenTable(
+        row.eid.uid,
+        row.prompt_length,
+        ids,
+        mask,
+        known,
+        None if fate is None else fate.annotation_set,
+    )
+
+
+def _first(segments: list[Segment], name: str, slot: int) -> Numbers | None:
+    for segment in segments:
+        values = elements_of(segment, name, slot)
+        if values is not None:
+            return values
+    return None
+
+
+def _mask(segments: list[Segment], slot: int, row: ExperienceRow) -> Numbers:
+    mask = np.zeros(row.length, bool)
+    given = _first(segments, "action_mask", slot)
+    mask[row.prompt_length :] = True if given is None else given.astype(bool)
+    return mask
+
+
+def _placed(values: Numbers | None, row: ExperienceRow, mask: Numbers) -> Numbers | None:
+    """Return values of the response, or of all tokens, or one number times the mask, as ``[L]``."""
+    if values is None or not len(values):
+        return None
+    found = np.full(row.length, np.nan)
+    if len(values) == row.length:
+        found[:] = values
+    elif len(values) == row.length - row.prompt_length:
+        found[row.prompt_length :] = values
+    elif len(values) == 1:
+        found[row.prompt_length :] = values[0] * mask[row.prompt_length :]
+    else:
+        return None
+    return found

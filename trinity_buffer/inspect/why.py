@@ -1,0 +1,193 @@
+"""Why one rollout was trained, or never was: each event that decided it, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.identity import EID
+from trinity_buffer.inspect.fates import Fate, fates
+from trinity_buffer.inspect.show import parse_uid
+from trinity_buffer.inspect.source import Source
+from trinity_buffer.store import inspection, queries, questions, trainer_queries
+from trinity_buffer.store.address import position_of
+from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, StepRow
+from trinity_buffer.store.transaction import Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """What decided the fate of an experience.
+
+    Attributes:
+        position: of the event, None of what has not happened.
+        recorded_at: seconds since 1970; ``actor`` recorded it.
+    """
+
+    position: int | None
+    recorded_at: float | None
+    actor: str | None
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """The life of one experience.
+
+    Attributes:
+        trained: whether a committed step holds it.
+        verdict: in one sentence.
+        reasons: in order of the log; what has not happened comes last.
+    """
+
+    uid: str
+    trained: bool
+    verdict: str
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one transaction saw."""
+
+    row: ExperienceRow | None
+    batch: BatchRow | None
+    fates: list[Fate]
+    rejected: Mapping[tuple[str, int], int]
+    consumers: Mapping[str, ConsumerRow]
+    steps: Mapping[tuple[str, int], StepRow]
+    runs: frozenset[int]
+
+
+async def why(source: Source, uid: str) -> Why:
+    """Return what decided whether ``uid`` was trained.
+
+    Raises:
+        InvalidArgumentError: not ``batch/task/run/step/suffix``.
+        UnknownNameError: it is neither stored nor planned.
+    """
+    eid = parse_uid(uid)
+    seen = await source.read(lambda tx: _look(tx, source.key, eid))
+    batch = seen.batch
+    planned = batch is not None and eid.task in {str(task) for task in batch.tasks}
+    if seen.row is None and not planned:
+        raise UnknownNameError(
+            f"experiment {source.name!r} neither holds nor planned {uid!r}; "
+            "`trinity-buffer groups` shows what there is"
+        )
+    told = [*_told(seen, eid, planned=planned)]
+    events = await source.events([at for at, _ in told if at is not None])
+    reasons = []
+    for position, what in sorted(told, key=lambda one: one[0] or 1 << 62):
+        event = None if position is None else events.get(position)
+        at, actor = (None, None) if event is None else (event.recorded_at, event.actor)
+        reasons.append(Reason(position, at, actor, what))
+    steps = [step for fate in seen.fates for row in fate.annotations for step in row.steps]
+    trained = any(step.committed for step in steps)
+    return Why(uid, trained, _verdict(seen), tuple(reasons))
+
+
+def _look(tx: Transaction, experiment: int, eid: EID) -> _Seen:
+    row = inspection.find(tx, experiment, eid)
+    group = inspection.members(tx, experiment, [(str(eid.batch), str(eid.task))])
+    found = [] if row is None else fates(tx, experiment, [row])[row.address]
+    notes = [note.address for fate in found for note in fate.annotations]
+    own = [] if row is None else [row.address]
+    handed_out = {
+        (step.trainer, step.step)
+        for fate in found
+        for note in fate.annotations
+        for step in note.steps
+        if step.step is not None
+    }
+    steps: dict[tuple[str, int], StepRow] = {}
+    for trainer, number in handed_out:
+        some = trainer_queries.steps(tx, experiment, trainer, after=number - 1, limit=1)
+        steps |= {(trainer, one.step): one for one in some}
+    consumers = queries.consumers(tx, experiment)
+    return _Seen(
+        row,
+        queries.batches(tx, experiment, [str(eid.batch)]).get(str(eid.batch)),
+        found,
+        questions.rejections_of(tx, experiment, list(consumers), [*own, *notes]),
+        consumers,
+        steps,
+        frozenset(one.eid.run for one in group if one.refused is None),
+    )
+
+
+def _told(seen: _Seen, eid: EID, *, planned: bool) -> Iterator[tuple[int | None, str]]:
+    batch, row = seen.batch, seen.row
+    if batch is not None and planned:
+        runs = "" if batch.rollouts_per_group is None else f", {batch.rollouts_per_group} runs each"
+        yield batch.planned_at, f"planned: batch {batch.batch}, {len(batch.tasks)} tasks{runs}"
+    if batch is not None and batch.sealed_at is not None:
+        yield batch.sealed_at, f"batch {batch.batch} sealed at {batch.expected} experiences"
+    if row is None:
+        yield None, f"never stored: nobody wrote run {eid.run} of task {eid.task}"
+        return
+    yield position_of(row.address), f"recorded, {row.length} tokens, reward {row.reward}"
+    if row.refused is not None:
+        yield position_of(row.address), f"refused at the door: {row.refused}"
+        return
+    for fate in seen.fates:
+        yield from _told_of(fate, seen, row)
+    if not seen.fates:
+        yield None, "no strategy has run: `trinity-buffer annotate` runs one"
+
+
+def _told_of(fate: Fate, seen: _Seen, row: ExperienceRow) -> Iterator[tuple[int | None, str]]:
+    name = fate.annotation_set
+    if fate.state == "rejected":
+        at = seen.rejected.get((name, row.address))
+        yield at, f"set {name}: rejected, {fate.reason}"
+    elif fate.state != "annotated":
+        yield None, f"set {name}: {_undecided(fate, seen)}"
+    for note in fate.annotations:
+        yield position_of(note.address), f"set {name}: annotated"
+        for step in note.steps:
+            if step.step is None:
+                at = seen.rejected.get((step.trainer, note.address))
+                yield at, f"trainer {step.trainer}: rejected, {step.reason}"
+                continue
+            known = seen.steps[step.trainer, step.step]
+            yield known.leased_at, f"trainer {step.trainer}: handed out in step {step.step}"
+            if known.committed_at is not None:
+                told = f"trainer {step.trainer}: step {step.step} committed"
+                yield known.committed_at, told
+            else:
+                yield None, f"trainer {step.trainer}: step {step.step} is not committed"
+        if not note.steps:
+            yield None, f"set {name}: ready, and no trainer has taken it"
+
+
+def _undecided(fate: Fate, seen: _Seen) -> str:
+    cursor = seen.consumers[fate.annotation_set].cursor
+    if fate.state == "unseen":
+        return f"not seen yet, the strategy has read up to position {cursor}"
+    batch = seen.batch
+    planned = None if batch is None else batch.rollouts_per_group
+    if planned is None:
+        return "waiting for its group, whose batch was never planned: a seal or a deadline ends it"
+    missing = sorted(set(range(planned)) - seen.runs)
+    sealed = "sealed" if batch is not None and batch.sealed_at is not None else "not sealed"
+    some = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+    return (
+        f"waiting for its group, which has {len(seen.runs)} of {planned} runs"
+        + (f" (missing: {some})" if missing else "")
+        + f"; the batch is {sealed}"
+    )
+
+
+def _verdict(seen: _Seen) -> str:
+    if seen.row is None:
+        return "planned, and never stored"
+    if seen.row.refused is not None:
+        return f"never trained: refused at the door, {seen.row.refused}"
+    if not seen.fates:
+        return "never trained: no strategy has run"
+    told = [f"{fate} (set {fate.annotation_set})" for fate in seen.fates]
+    steps = [step for fate in seen.fates for row in fate.annotations for step in row.steps]
+    trained = any(step.committed for step in steps)
+    return "; ".join(told) if trained else "never trained: " + "; ".join(told)
