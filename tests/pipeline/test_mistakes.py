@@ -17,7 +17,6 @@ from tests.contract.making import group, opened, rollout
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import TrinityBufferError
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.spoken_wait import WAIT_REPORT
 
 SPEAKS_WITHIN_S = 6.0
 
@@ -78,12 +77,18 @@ async def _an_argument_that_the_strategy_has_not(scene: Scene) -> None:
     await tb.run_strategy(scene.experiment, "grpo", {"epsilonn": 1e-6}, name="x")
 
 
-@mistake(r"group_per_step.*accepted are .*groups_per_step")
+@mistake(r"takes no argument 'group_per_step'; did you mean 'groups_per_step'")
 async def _an_option_that_the_stream_has_not(scene: Scene) -> None:
     await first_step(scene, group_per_step=4)
 
 
-@mistake(r"deadline.*accepted are .*deadline_s")
+@mistake(r"a train stream needs strategy=: the name of an annotation set, or None")
+async def _no_set_at_all(scene: Scene) -> None:
+    async with scene.experiment.train_stream():
+        pass
+
+
+@mistake(r"run_strategy takes no argument 'deadline'; did you mean 'deadline_s'")
 async def _a_grouping_rule_that_there_is_not(scene: Scene) -> None:
     await annotate(scene, name="x", deadline=4)
 
@@ -279,7 +284,7 @@ async def test_a_mistake_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     act, expected, waits = MISTAKES[name]
-    monkeypatch.setenv(WAIT_REPORT, "0.02")
+    monkeypatch.setenv("TRINITY_BUFFER_WAIT_REPORT_S", "0.02")
     async with opened(sqlite_url, rollouts_per_group=4) as experiment:
         await experiment.writer("e0").write(group())
         await tb.run_strategy(experiment, "grpo")
@@ -288,7 +293,7 @@ async def test_a_mistake_is_answered(
         if waits:
             await _speaks(lambda: act(scene), caplog, expected)
             return
-        with pytest.raises(TrinityBufferError) as failure:
+        with pytest.raises(TrinityBufferError) as failure, anyio.fail_after(SPEAKS_WITHIN_S):
             await act(scene)
         assert re.search(expected, str(failure.value), re.DOTALL), failure.value
         assert "\n" not in str(failure.value)

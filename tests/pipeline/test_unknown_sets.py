@@ -11,7 +11,6 @@ from tests.contract.making import contents, group, kinds, opened
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.spoken_wait import WAIT_REPORT
 
 REFUSED = r"no annotation set 'grp' \(there: grpo; did you mean 'grpo'\?\).*trinity-buffer annotate"
 
@@ -38,7 +37,7 @@ async def test_it_is_refused_where_it_does_not_wait_and_registers_nothing(
 async def test_it_waits_aloud_and_goes_on_when_somebody_annotates(
     store_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(WAIT_REPORT, "0.01")
+    monkeypatch.setenv("TRINITY_BUFFER_WAIT_REPORT_S", "0.01")
     async with opened(store_url, rollouts_per_group=4) as experiment:
         await annotated(experiment)
         with caplog.at_level(logging.WARNING):

@@ -16,7 +16,6 @@ import pytest
 from tests.contract.making import group, opened, rollout, rows
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.spoken_wait import WAIT_REPORT
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import tables
 
@@ -25,7 +24,7 @@ HERE = f"pid {os.getpid()} on host {socket.gethostname()}"
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(WAIT_REPORT, "0.02")
+    monkeypatch.setenv("TRINITY_BUFFER_WAIT_REPORT_S", "0.02")
 
 
 @asynccontextmanager

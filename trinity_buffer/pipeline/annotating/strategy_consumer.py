@@ -12,6 +12,7 @@ import anyio
 import anyio.to_thread
 
 from trinity_buffer.algorithm.add_strategy import AddStrategy, compose
+from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import (
     ArchivedSegmentError,
@@ -19,7 +20,6 @@ from trinity_buffer.errors import (
     ConflictingStrategyError,
     CursorConflictError,
     DamagedSegmentError,
-    InvalidArgumentError,
     UnknownNameError,
 )
 from trinity_buffer.events import ConsumerRegistered
@@ -368,11 +368,8 @@ async def run_strategy(
         ConflictingStrategyError: the annotation set exists with another configuration.
         UnknownNameError: no such strategy, or no such scoring.
     """
-    try:
-        rules = GroupingRules.of(experiment.config, **grouping)
-    except TypeError as error:
-        accepted = ", ".join(GroupingRules.__slots__)
-        raise InvalidArgumentError(f"run_strategy: {error}; accepted are {accepted}") from error
+    refuse_unknown("run_strategy", grouping, GroupingRules.__slots__)
+    rules = GroupingRules.of(experiment.config, **grouping)
     if rewards is not None:
         known = await experiment.database.read(reads.scorings, experiment.key)
         if rewards not in known:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.pipeline.background import running, settle_imports
 from trinity_buffer.pipeline.experiment import Experiment
@@ -33,11 +34,16 @@ async def open_async_train_stream(
         CheckpointError: the last commit's checkpoint is missing or is not the one that was
             committed.
     """
+    refuse_unknown("a train stream", options, StreamOptions.__slots__)
+    if "strategy" not in options:
+        raise InvalidArgumentError(
+            "a train stream needs strategy=: the name of an annotation set, or None to train on "
+            "what was recorded"
+        )
     try:
         chosen = StreamOptions.of(experiment.config, **options)
     except TypeError as error:
-        accepted = ", ".join(StreamOptions.__slots__)
-        raise InvalidArgumentError(f"train stream: {error}; accepted are {accepted}") from error
+        raise InvalidArgumentError(f"train stream: {error}") from error
     if chosen.follow:
         settle_imports()
     if chosen.rank:
