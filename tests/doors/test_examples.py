@@ -13,8 +13,8 @@ from tests.doors.workshop import call, run
 EXAMPLES = examples()
 IN_PROCESSES = {"demo"}
 """They start processes of their own."""
-WITH_SERVERS = {"sync-weights"}
-"""They talk to an inference server; `tests/cli/test_own_runs.py` has one."""
+WITH_SERVERS = {"record", "sync-weights"}
+"""They talk to an inference server; `tests/explorer` and `tests/recorder` have one."""
 
 
 def test_every_command_shows_an_example() -> None:

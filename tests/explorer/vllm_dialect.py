@@ -6,8 +6,10 @@ Real HTTP: Starlette and uvicorn in a thread, on a port of the system's choice.
 from __future__ import annotations
 
 import hashlib
+import json
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import anyio
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from trinity_buffer.explorer.conversation import Completion
@@ -31,6 +33,7 @@ class VLLM:
         asked: bodies of the requests for completions.
         said: paths of the control endpoints, in the order they were called.
         before_answer: called before a completion leaves.
+        calls: what its messages hold beside their content, such as ``tool_calls``.
     """
 
     def __init__(self, folder: Path, *, has_dev_mode: bool = True) -> None:
@@ -40,6 +43,7 @@ class VLLM:
         self.asked: list[dict[str, Any]] = []
         self.said: list[str] = []
         self.before_answer: list[Any] = []
+        self.calls: dict[str, Any] = {}
         self._running = anyio.Event()
         self._running.set()
         self._has_dev_mode = has_dev_mode
@@ -67,45 +71,71 @@ class VLLM:
     async def chat(self, request: Request) -> Response:
         """Answer to a conversation."""
         body = await request.json()
-        made = await self._made(
-            body,
-            self.model.chat(
-                body["messages"], tools=body.get("tools") or (), max_tokens=body.get("max_tokens")
-            ),
-        )
-        content = [{"token": "?", "logprob": one} for one in made.logprobs or ()]
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": made.text},
-            "finish_reason": made.finish_reason,
-        }
-        if body.get("logprobs"):
-            choice["logprobs"] = {"content": content}
-        return self._answer(body, made, choice, {"object": "chat.completion"})
+        tools = body.get("tools") or ()
+        many = [
+            await self._made(
+                body,
+                self.model.chat(body["messages"], tools=tools, max_tokens=body.get("max_tokens")),
+            )
+            for _ in range(body.get("n") or 1)
+        ]
+        return self._answer(body, many, "chat.completion")
 
     async def complete(self, request: Request) -> Response:
         """Continue a prompt."""
         body = await request.json()
-        made = await self._made(
-            body, self.model.complete(body["prompt"], max_tokens=body.get("max_tokens"))
-        )
-        choice = {"index": 0, "text": made.text, "finish_reason": made.finish_reason}
-        if body.get("logprobs") is not None:
-            choice["logprobs"] = {"token_logprobs": made.logprobs}
-        return self._answer(body, made, choice, {"object": "text_completion"})
+        making = self.model.complete(body["prompt"], max_tokens=body.get("max_tokens"))
+        return self._answer(body, [await self._made(body, making)], "text_completion")
 
-    def _answer(
-        self, body: dict[str, Any], made: Completion, choice: dict[str, Any], top: dict[str, Any]
-    ) -> Response:
+    def _answer(self, body: dict[str, Any], many: list[Completion], kind: str) -> Response:
+        top = {"id": "x", "object": kind, "created": 1, "model": "tiny"}
+        choices = [self._choice(body, index, made) for index, made in enumerate(many)]
+        if body.get("return_token_ids"):
+            for part in [top] if "messages" in body else choices:
+                part["prompt_token_ids"] = many[0].prompt_ids
+        for part in (top, *choices):
+            for key in self.forgets:
+                part.pop(key, None)
+        if body.get("stream"):
+            return StreamingResponse(self._chunks(top, choices), media_type="text/event-stream")
+        return JSONResponse({**top, "choices": choices})
+
+    def _choice(self, body: dict[str, Any], index: int, made: Completion) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "finish_reason": made.finish_reason}
+        if "messages" in body:
+            choice["message"] = {"role": "assistant", "content": made.text, **self.calls}
+            found = {"content": [{"token": "?", "logprob": one} for one in made.logprobs or ()]}
+        else:
+            choice["text"] = made.text
+            found = {"token_logprobs": list(made.logprobs or ())}
+        if body.get("logprobs") not in (None, False):
+            choice["logprobs"] = found
         if body.get("return_token_ids"):
             choice["token_ids"] = made.token_ids
-            where = top if "messages" in body else choice
-            where["prompt_token_ids"] = made.prompt_ids
-        answer = {"id": "x", "model": "tiny", **top, "choices": [choice]}
-        for key in self.forgets:
-            answer.pop(key, None)
-            choice.pop(key, None)
-        return JSONResponse(answer)
+        return choice
+
+    async def _chunks(
+        self, top: dict[str, Any], choices: list[dict[str, Any]]
+    ) -> AsyncIterator[bytes]:
+        """Yield two chunks of each choice, the second with the last token, and what ends them."""
+        pieces: list[dict[str, Any]] = []
+        for choice in choices:
+            message = choice.pop("message", None)
+            for half in (slice(0, -1), slice(-1, None)):
+                text = (message or {}).get("content", "") if half.start == 0 else ""
+                piece = {"index": choice["index"], "finish_reason": None}
+                piece |= {"delta": {"content": text}} if message else {"text": choice["text"][half]}
+                if "token_ids" in choice:
+                    piece["token_ids"] = choice["token_ids"][half]
+                if "logprobs" in choice:
+                    piece["logprobs"] = {k: v[half] for k, v in choice["logprobs"].items()}
+                pieces.append(piece)
+            pieces[-1]["finish_reason"] = choice["finish_reason"]
+        for number, piece in enumerate(pieces):
+            chunk = {**(top if number == 0 else {"id": "x", "created": 1, "model": "tiny"})}
+            chunk["object"] = "chat.completion.chunk"
+            yield b"data: " + json.dumps({**chunk, "choices": [piece]}).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
 
     async def generate(self, request: Request) -> Response:
         """Answer as SGLang does."""
@@ -172,15 +202,14 @@ class VLLM:
 @contextmanager
 def served(app: Any) -> Iterator[str]:
     """Yield the URL at which ``app`` answers until the body ends."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on"))
-    thread = threading.Thread(target=server.run, daemon=True)
+    # Whoever connects before the server has begun waits in the socket's queue.
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:
-        while not server.started:
-            assert thread.is_alive(), "the server ended before it began"
-            thread.join(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(30)
+        listening.close()

@@ -37,6 +37,10 @@ COMMANDS = {
         f"{_RUN}:explore",
         "Generate rollouts with the newest published policy, until the experiment is finished.",
     ),
+    "record": Command(
+        "trinity_buffer.cli.server_commands:record",
+        "Answer as an inference server does, and store every conversation that passes.",
+    ),
     "annotate": Command(
         f"{_RUN}:annotate",
         "Run a strategy over what is stored: advantages in, annotations out.",

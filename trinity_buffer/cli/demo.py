@@ -10,6 +10,7 @@ from pathlib import Path
 import anyio
 from rich.live import Live
 
+from trinity_buffer.cli.demo_own import make_model
 from trinity_buffer.cli.demo_sources import expert_batches, expert_of, needs_of_run, teacher_of
 from trinity_buffer.cli.ends import ends_of
 from trinity_buffer.cli.options import made_folder
@@ -51,6 +52,11 @@ class DemoPaths:
     def checkpoints(self) -> Path:
         """Checkpoints of the trainer."""
         return self.base.with_suffix(".checkpoints")
+
+    @property
+    def model(self) -> Path:
+        """The random model of transformers that a run begins with."""
+        return self.base.with_suffix(".model")
 
     @property
     def acknowledgements(self) -> Path:
@@ -188,7 +194,10 @@ class Demo:
                 soft_wrap=True,
             )
             return found
-        self._say(f"{self.config.algorithm} learns the task {self.config.task.name}; its settings:")
+        if isinstance(self.config.model, str):
+            await anyio.to_thread.run_sync(make_model, self.paths.model, self.config.seed)
+        task = self.config.rollout or self.config.task.name
+        self._say(f"{self.config.algorithm} learns the task {task}; its settings:")
         self._say(f"  trinity-buffer stats --config {self._where()}")
         return await store.experiment(self.experiment, config=recorded(self.config))
 

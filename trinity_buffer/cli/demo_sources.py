@@ -10,6 +10,7 @@ from trinity_buffer.cli.run_config import RunConfig, resolved
 from trinity_buffer.demo.needs import Needs, needs_of
 from trinity_buffer.demo.recipes import config_for, teacher_config
 from trinity_buffer.demo.solutions import require_solutions
+from trinity_buffer.errors import InvalidArgumentError
 
 STEPS_WITHOUT_END = 1000
 """For so many steps an expert's data are made where the run says no number."""
@@ -23,6 +24,11 @@ def needs_of_run(config: RunConfig) -> Needs:
             what it needs.
     """
     needs = needs_of(algorithm_of(config), config.groups_per_step)
+    if needs.solutions and config.rollout is not None:
+        raise InvalidArgumentError(
+            f"algorithm {config.algorithm!r} needs somebody who knows the answers, and "
+            f"{config.rollout!r} makes rollouts alone: choose another one, such as grpo"
+        )
     if needs.solutions:
         require_solutions(task_of(config))
     return needs

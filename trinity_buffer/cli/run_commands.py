@@ -29,23 +29,34 @@ from trinity_buffer.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from trinity_buffer.cli.run_config import RunConfig
 
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help="hf: a small model of transformers, which learns a game in a conversation; by"
+        " default our own transformer."
+    ),
+]
+AlgorithmOption = Annotated[
+    str | None,
+    typer.Option(help="Registered name, see `trinity-buffer algorithms`; by default the task's."),
+]
+TaskOption = Annotated[
+    str | None, typer.Option(help="sort, or guess; by default the one of the algorithm.")
+]
+NameOption = Annotated[
+    str | None,
+    typer.Option(help="Name of the run and of its files under runs/; by default demo."),
+]
+
 
 def demo(
     store: Annotated[
         str | None, typer.Option("--store", help="Where; by default runs/NAME.db.")
     ] = None,
-    name: Annotated[
-        str, typer.Option(help="Name of the run and of its files under runs/.")
-    ] = "demo",
-    algorithm: Annotated[
-        str | None,
-        typer.Option(
-            help="Registered name, see `trinity-buffer algorithms`; by default the task's."
-        ),
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="sort, or guess; by default the one of the algorithm.")
-    ] = None,
+    name: NameOption = None,
+    model: ModelOption = None,
+    algorithm: AlgorithmOption = None,
+    task: TaskOption = None,
     digits: Annotated[int, typer.Option(help="sort: how many digits.")] = 3,
     explorers: Annotated[int, typer.Option(min=1, help="How many explorer processes.")] = 2,
     chaos: Annotated[
@@ -67,9 +78,14 @@ def demo(
     """
     from trinity_buffer.cli import demo as demos  # noqa: PLC0415 - keep the other commands light
 
-    settings = _demo_settings(algorithm, {"name": task, "digits": digits}, seed, config, overrides)
+    if model not in (None, "hf"):
+        raise InvalidArgumentError(f"--model {model}: there is hf; `trinity-buffer init` has yours")
+    name = name or ("demo-hf" if model else "demo")
+    paths = demos.store_path(store, name)
+    wanted = {"name": task, "digits": digits}
+    settings = _demo_settings(algorithm, paths.model if model else wanted, seed, config, overrides)
     run = demos.Demo(
-        demos.store_path(store, name),
+        paths,
         name,
         settings,
         explorers=explorers,
@@ -81,12 +97,17 @@ def demo(
 
 def _demo_settings(
     algorithm: str | None,
-    task: dict[str, Any],
+    task: dict[str, Any] | Path,
     seed: int,
     config: Path | None,
     overrides: list[str] | None,
 ) -> RunConfig:
-    """Return the recipe of algorithm and task, with what the user says in its place."""
+    """Return the recipe of algorithm and task, with what the user says in its place.
+
+    Args:
+        task: of our own transformer; or the folder of a model of transformers.
+    """
+    from trinity_buffer.cli.demo_own import own_config  # noqa: PLC0415
     from trinity_buffer.cli.demo_sources import require_parts_of_demo  # noqa: PLC0415 - torch
     from trinity_buffer.cli.run_config import (  # noqa: PLC0415
         merged,
@@ -102,8 +123,11 @@ def _demo_settings(
         raise InvalidArgumentError(
             f"--algorithm {algorithm}, and algorithm={said['algorithm']}: say one of the two"
         )
-    wanted = task | (said.get("task") or {})
-    base = config_for(said.get("algorithm"), wanted["name"], wanted["digits"]) | {"seed": seed}
+    if isinstance(task, Path):
+        base = own_config(task) | {"seed": seed}
+    else:
+        wanted = task | (said.get("task") or {})
+        base = config_for(said.get("algorithm"), wanted["name"], wanted["digits"]) | {"seed": seed}
     settings = resolved(overridden(merged(base, file), overrides or []))
     require_parts_of_demo(
         settings

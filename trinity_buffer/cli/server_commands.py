@@ -1,8 +1,9 @@
-"""Commands about inference servers: bring them new weights."""
+"""Commands about inference servers: bring them new weights, record what passes."""
 
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Annotated, Any
 
 import anyio
@@ -14,12 +15,29 @@ from trinity_buffer.cli.options import (
     StoreOption,
     chosen_experiment,
     chosen_store,
+    made_folder,
 )
 from trinity_buffer.cli.run_file import experiment_in
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.extras import extra
 
 MODES = ("wait", "keep", "abort")
 DIALECTS = ("vllm", "sglang")
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+TokenOption = Annotated[
+    str | None,
+    typer.Option(envvar="TRINITY_BUFFER_TOKEN", help="That clients bring as their API key."),
+]
+UpstreamKeyOption = Annotated[
+    str | None,
+    typer.Option(envvar="TRINITY_BUFFER_UPSTREAM_KEY", help="API key of the server behind."),
+]
+InFlightOption = Annotated[
+    int, typer.Option(min=1, help="Requests at the same time; more are told 429.")
+]
+LogprobsOption = Annotated[str, typer.Option(help="What the server behind was started with.")]
+RunsOption = Annotated[int, typer.Option(min=1, help="Rollouts of one task, in a new experiment.")]
 
 
 def sync_weights(
@@ -79,3 +97,79 @@ async def _sync(
         servers = [await stack.enter_async_context(Server(one)) for one in urls]
         if not await sync_weights(found, servers, **choices, report=tell):
             plain("no policy is published yet: nothing was pushed")
+
+
+def record(
+    upstream: Annotated[str, typer.Option(help="URL of the inference server behind.")],
+    store: StoreOption = None,
+    experiment: Annotated[
+        str, typer.Option(help="Which experiment; it is made if it is new.")
+    ] = "recorded",
+    rollouts_per_group: RunsOption = 8,
+    actor: Annotated[str, typer.Option(help="Name of this recorder.")] = "recorder",
+    host: Annotated[str, typer.Option(help="Where it listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Where it listens; 0: any.")] = 8400,
+    token: TokenOption = None,
+    upstream_key: UpstreamKeyOption = None,
+    ack: Annotated[
+        str, typer.Option(help="An answer leaves after it is durable, or before.")
+    ] = "after",
+    logprobs_mode: LogprobsOption = "raw_logprobs",
+    max_in_flight: InFlightOption = 1024,
+) -> None:
+    """Answer as an inference server does, and store every conversation that passes.
+
+    A client's base URL is http://HOST:PORT/rollouts/TASK/RUN/v1, or http://HOST:PORT/v1 with the
+    header X-Trinity-Rollout: TASK/RUN. POST /v1/rollouts/TASK/RUN/reward {"reward": 1.0} closes it.
+
+    Example: trinity-buffer record --upstream http://127.0.0.1:8000/v1 --store runs/agent.db
+    """
+    for option, said, known in (
+        ("--ack", ack, ("after", "before")),
+        ("--logprobs-mode", logprobs_mode, ("raw_logprobs", "processed_logprobs")),
+    ):
+        if said not in known:
+            raise InvalidArgumentError(f"{option} {said}: there are {', '.join(known)}")
+    if token is None and host not in LOCAL:
+        raise InvalidArgumentError(
+            f"--host {host} lets others ask: give --token, which clients bring as their API key"
+        )
+    url = chosen_store(store or "runs/recorded.db")
+    if "://" not in url:
+        made_folder(Path(url).parent)
+    settings = {"token": token, "ack": ack, "logprobs_mode": logprobs_mode}
+    anyio.run(
+        _record,
+        (url, experiment, actor, {"rollouts_per_group": rollouts_per_group}),
+        (upstream, upstream_key),
+        {**settings, "max_in_flight": max_in_flight},
+        (host, port),
+    )
+
+
+async def _record(
+    place: tuple[str, str, str, dict[str, Any]],
+    upstream: tuple[str, str | None],
+    settings: dict[str, Any],
+    listens: tuple[str, int],
+) -> None:
+    from trinity_buffer.cli.escaping import escaped  # noqa: PLC0415
+    from trinity_buffer.explorer.server import Server  # noqa: PLC0415 - an extra
+    from trinity_buffer.pipeline.store import open_store  # noqa: PLC0415
+
+    uvicorn = extra("uvicorn", "record")
+    extra("starlette.applications", "record")
+    from trinity_buffer.recorder.app import Recorder, RecorderSettings  # noqa: PLC0415
+    from trinity_buffer.recorder.recording import Recording  # noqa: PLC0415
+
+    url, name, actor, config = place
+    async with open_store(url) as store, Server(upstream[0], api_key=upstream[1]) as behind:
+        recording = await Recording.begin(store, name, actor=actor, config=config)
+        recorder = Recorder(behind, recording, RecorderSettings(**settings))
+        host, port = listens
+        server = uvicorn.Server(
+            uvicorn.Config(recorder.app(), host, port, log_level="warning", access_log=False)
+        )
+        said = f"records what {behind.root} answers into {name}: http://{host}:{port}/v1"
+        typer.echo(escaped(said))
+        await server.serve()

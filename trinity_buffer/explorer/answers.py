@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trinity_buffer.errors import InferenceServerError
+from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
 from trinity_buffer.explorer.conversation import Completion
 
 ASKED_FOR_CHAT = {"logprobs": True, "return_token_ids": True}
@@ -74,3 +74,23 @@ def require_ids(completion: Completion, url: str) -> None:
         "tokenised again. vLLM returns them from 0.10.2 on; pass require_ids=False if nothing of "
         "this shall be trained"
     )
+
+
+def require_sampled(sampling: Mapping[str, Any], mode: str) -> None:
+    """Return if the server's log-probs are those of what it samples.
+
+    Raises:
+        InvalidArgumentError: at this temperature or top-p they are not, in the log-prob ``mode``.
+    """
+    bent = {
+        key: sampling[key]
+        for key, plain in (("temperature", 1), ("top_p", 1), ("top_k", -1), ("min_p", 0))
+        if key in sampling and sampling[key] not in (plain, 0 if key == "top_k" else plain)
+    }
+    if bent and mode != "processed_logprobs":
+        said = ", ".join(f"{key}={value}" for key, value in bent.items())
+        raise InvalidArgumentError(
+            f"{said}: the log-probs of a server with --logprobs-mode {mode} are those before that, "
+            "not those of what is sampled. Sample at temperature=1 and top_p=1, or start it with "
+            "--logprobs-mode processed_logprobs and give logprobs_mode='processed_logprobs'"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError
@@ -164,20 +165,27 @@ class Conversation:
         """
         if not self.turns:
             raise InvalidArgumentError("the model said nothing yet: there is nothing to train")
-        return [self._experience(stretch, reward, info or {}) for stretch in self._stretches()]
+        return experiences_of(
+            self.turns, reward, messages=self.messages, tools=self.tools, info=info or {}
+        )
 
-    def _stretches(self) -> list[_Stretch]:
-        found: list[_Stretch] = []
-        for turn in self.turns:
-            if not found or not found[-1].goes_on(turn):
-                found.append(_Stretch(len(turn.prompt_ids), list(turn.prompt_ids)))
-            found[-1].add(turn)
-        return found
 
-    def _experience(
-        self, stretch: _Stretch, reward: float | None, info: Mapping[str, Any]
-    ) -> Experience:
-        return Experience(
+def experiences_of(
+    turns: Sequence[Completion],
+    reward: float | None,
+    *,
+    messages: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
+    info: Mapping[str, Any] = MappingProxyType({}),
+) -> list[Experience]:
+    """Return what can be trained of ``turns``; see `Conversation.experiences`."""
+    found: list[_Stretch] = []
+    for turn in turns:
+        if not found or not found[-1].goes_on(turn):
+            found.append(_Stretch(len(turn.prompt_ids), list(turn.prompt_ids)))
+        found[-1].add(turn)
+    return [
+        Experience(
             tokens=stretch.tokens,
             prompt_length=stretch.prompt_length,
             action_mask=stretch.mask,
@@ -185,9 +193,11 @@ class Conversation:
             reward=reward,
             info={**_origin(stretch), **info},
             response_text="".join(turn.text for turn in stretch.turns),
-            messages=[dict(message) for message in self.messages],
-            tools=self.tools or None,
+            messages=[dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
         )
+        for stretch in found
+    ]
 
 
 def _origin(stretch: _Stretch) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from trinity_buffer.explorer.answers import (
     chat_completion,
     generated,
     require_ids,
+    require_sampled,
     text_completion,
 )
 from trinity_buffer.explorer.conversation import Completion
@@ -64,7 +65,7 @@ class OpenAIModel:
         self._checksums: dict[str, str | None] = {}
         self._tells_weights = True
         if require_ids:
-            _require_sampled(self._sampling, logprobs_mode)
+            require_sampled(self._sampling, logprobs_mode)
 
     async def __aenter__(self) -> Self:
         return self
@@ -191,22 +192,6 @@ class OpenAIModel:
                 "SGLang's /generate takes token ids: give OpenAIModel a tokenizer="
             )
         return self._tokenizer
-
-
-def _require_sampled(sampling: Mapping[str, Any], mode: str) -> None:
-    """Return if the server's log-probs are those of what it samples."""
-    bent = {
-        key: sampling[key]
-        for key, plain in (("temperature", 1), ("top_p", 1), ("top_k", -1), ("min_p", 0))
-        if key in sampling and sampling[key] not in (plain, 0 if key == "top_k" else plain)
-    }
-    if bent and mode != "processed_logprobs":
-        said = ", ".join(f"{key}={value}" for key, value in bent.items())
-        raise InvalidArgumentError(
-            f"{said}: the log-probs of a server with --logprobs-mode {mode} are those before that, "
-            "not those of what is sampled. Sample at temperature=1 and top_p=1, or start it with "
-            "--logprobs-mode processed_logprobs and give logprobs_mode='processed_logprobs'"
-        )
 
 
 def _first(answer: Mapping[str, Any]) -> Mapping[str, Any]:

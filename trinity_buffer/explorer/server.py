@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Self
 
 from trinity_buffer.errors import InferenceServerError
@@ -58,21 +58,55 @@ class Server:
     async def _ask(
         self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str]
     ) -> Any:
-        url = f"{self.root}{path}"
-        try:
-            answer = await self._client.request(method, url, json=body, params=query or None)
-        except (self._httpx.HTTPError, OSError) as error:
-            raise InferenceServerError(
-                f"{url}: {type(error).__name__} {error}".rstrip() + "; is the server up?"
-            ) from error
+        answer = await self._sent(method, path, body, query)
         if answer.status_code == NOT_FOUND and method == "GET":
             return None
         if answer.is_error:
-            raise InferenceServerError(f"{url}: {answer.status_code} {answer.text[:300]}")
+            raise InferenceServerError(f"{answer.url}: {answer.status_code} {answer.text[:300]}")
+        return _json(answer)
+
+    async def _sent(
+        self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str]
+    ) -> Any:
+        url = f"{self.root}{path}"
         try:
-            return answer.json()
-        except ValueError as error:
-            raise InferenceServerError(f"{url}: its answer is no JSON ({error})") from error
+            return await self._client.request(method, url, json=body, params=query or None)
+        except (self._httpx.HTTPError, OSError) as error:
+            raise self._unreachable(url, error) from error
+
+    def _unreachable(self, url: str, error: Exception) -> InferenceServerError:
+        if isinstance(error, InferenceServerError):
+            return error
+        said = f"{url}: {type(error).__name__} {error}".rstrip()
+        return InferenceServerError(f"{said}; is the server up?")
+
+    async def passed(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        """Return status and answer of a POST, whatever the status is.
+
+        Raises:
+            InferenceServerError: it cannot be reached, or its answer is no JSON.
+        """
+        answer = await self._sent("POST", path, body, {})
+        return answer.status_code, _json(answer)
+
+    async def chunks(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+        """Yield the chunks of a streamed answer.
+
+        Raises:
+            InferenceServerError: it cannot be reached, or refuses.
+        """
+        url = f"{self.root}{path}"
+        try:
+            async with self._client.stream("POST", url, json=dict(body)) as answer:
+                if answer.is_error:
+                    text = (await answer.aread()).decode(errors="replace")
+                    raise InferenceServerError(f"{url}: {answer.status_code} {text[:300]}")
+                async for line in answer.aiter_lines():
+                    data = line.removeprefix("data: ")
+                    if data not in (line, "[DONE]"):
+                        yield json.loads(data)
+        except (self._httpx.HTTPError, OSError, ValueError) as error:
+            raise self._unreachable(url, error) from error
 
     async def weight_version(self) -> str | None:
         """Return the name of the weights that vLLM holds now; None: it does not tell.
@@ -95,3 +129,10 @@ class Server:
     async def close(self) -> None:
         """Let go of the connections."""
         await self._client.aclose()
+
+
+def _json(answer: Any) -> Any:
+    try:
+        return answer.json()
+    except ValueError as error:
+        raise InferenceServerError(f"{answer.url}: its answer is no JSON ({error})") from error

@@ -1,0 +1,246 @@
+"""The recorder: an unchanged client talks through it, and what passes is stored and trainable."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx2
+import openai
+import pytest
+import torch
+import uvicorn
+
+from tests.explorer.vllm_dialect import VLLM, served
+from trinity_buffer.demo.tiny_model import make_tiny_model
+from trinity_buffer.experience import Experience
+from trinity_buffer.explorer.server import Server
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.recorder.app import Recorder, RecorderSettings
+from trinity_buffer.recorder.recording import Recording
+from trinity_buffer.trainer.token_scores import token_scores
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_model(folder, width=16, layers=1, heads=2)
+    return folder
+
+
+@pytest.fixture
+def vllm(tiny: Path) -> VLLM:
+    return VLLM(tiny)
+
+
+@pytest.fixture
+def upstream(vllm: VLLM) -> Iterator[str]:
+    with served(vllm.app()) as url:
+        yield url
+
+
+@asynccontextmanager
+async def recording(store_url: str, upstream: str, **settings: Any) -> AsyncIterator[str]:
+    """Yield the URL of a recorder before ``upstream``."""
+    async with open_store(store_url) as store, Server(upstream) as behind:
+        kept = await Recording.begin(store, "agent", actor="r0", config={"rollouts_per_group": 2})
+        recorder = Recorder(behind, kept, RecorderSettings(**settings))
+        # Whoever connects before the server has begun waits in the socket's queue.
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            config = uvicorn.Config(recorder.app(), log_level="error", lifespan="on")
+            server = uvicorn.Server(config)
+            async with anyio.create_task_group() as group:
+                group.start_soon(server.serve, [listening])
+                yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+                server.should_exit = True
+
+
+async def stored(store_url: str, name: str = "agent") -> list[Experience]:
+    """Return what any other process would find."""
+    async with open_store(store_url) as store:
+        experiment = await store.experiment(name)
+        return [one async for one in experiment.read()]
+
+
+def client(url: str, **options: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, **options)
+
+
+async def reward(url: str, rollout: str, value: float | None, what: str = "reward") -> Any:
+    async with httpx2.AsyncClient() as http:
+        body = {} if value is None else {"reward": value}
+        return await http.post(f"{url}/v1/rollouts/{rollout}/{what}", json=body)
+
+
+async def test_a_conversation_is_one_experience_that_a_trainer_scores_the_same(
+    store_url: str, upstream: str, vllm: VLLM
+) -> None:
+    async with recording(store_url, upstream) as url:
+        async with client(f"{url}/rollouts/t0/1") as agent:
+            asked: Any = {"model": "tiny", "max_tokens": 3}
+            first = await agent.chat.completions.create(messages=HELLO, **asked)
+            said = {"role": "assistant", "content": first.choices[0].message.content}
+            more = [*HELLO, said, {"role": "user", "content": "more"}]
+            second = await agent.chat.completions.create(messages=more, **asked)
+        assert await stored(store_url) == []  # its reward is not known yet
+        assert len(await stored(store_url, "agent.turns")) == 2
+        closed = await reward(url, "t0/1", 0.5)
+    *_, made = await stored(store_url)
+    assert closed.json()["uids"][-1] == made.eid.uid == f"recorded/t0/1/{made.eid.step}/"
+    assert made.reward == 0.5
+    assert made.messages is not None
+    assert made.messages[-1]["content"] == second.choices[0].message.content
+    scored = token_scores(vllm.model.model, {"input_ids": made.tokens[None]}).logprob[0]
+    at = made.prompt_length
+    assert made.action_mask is not None
+    assert made.logprobs is not None
+    mask = made.action_mask
+    torch.testing.assert_close(scored[at:][mask], made.logprobs[mask], atol=1e-5, rtol=0)
+
+
+async def test_a_client_gets_what_it_has_asked_for_and_no_more(
+    store_url: str, upstream: str
+) -> None:
+    async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
+        plain = await http.post(f"{url}/v1/chat/completions", json={"messages": HELLO})
+        assert set(plain.json()["choices"][0]) == {"index", "finish_reason", "message"}
+        assert "prompt_token_ids" not in plain.json()
+        asks = {"messages": HELLO, "logprobs": True, "return_token_ids": True}
+        whole = await http.post(f"{url}/v1/chat/completions", json=asks)
+        assert {"logprobs", "token_ids"} <= set(whole.json()["choices"][0])
+        assert plain.headers["x-trinity-rollout"] != whole.headers["x-trinity-rollout"]
+
+
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "look"}}]])
+async def test_a_stream_brings_the_same_and_is_recorded(
+    store_url: str, upstream: str, vllm: VLLM, tools: list[Any]
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    vllm.calls = {"tool_calls": [call]} if tools else {}
+    asked: Any = {"model": "tiny", "messages": HELLO, "stream": True}
+    async with (
+        recording(store_url, upstream) as url,
+        client(url, default_headers={"X-Trinity-Rollout": "t/0"}) as agent,
+    ):
+        chunks = [
+            chunk
+            async for chunk in await agent.chat.completions.create(
+                **asked, **({"tools": tools} if tools else {})
+            )
+        ]
+    (turn,) = await stored(store_url, "agent.turns")
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert turn.messages is not None
+    assert text == turn.messages[-1]["content"]
+    assert chunks[-1].choices[0].finish_reason
+    assert all(chunk.choices[0].logprobs is None for chunk in chunks)
+    assert turn.logprobs is not None
+    if tools:
+        assert turn.messages[-1]["tool_calls"] == [call]
+        assert [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
+
+
+async def test_of_several_choices_each_is_a_run_and_the_chosen_one_goes_on(
+    store_url: str, upstream: str
+) -> None:
+    async with recording(store_url, upstream) as url:
+        async with client(f"{url}/rollouts/t/4") as agent:
+            asked: Any = {"model": "tiny"}
+            answer = await agent.chat.completions.create(messages=HELLO, n=3, **asked)
+            texts = [choice.message.content for choice in answer.choices]
+            chosen = {"role": "assistant", "content": texts[1]}
+            await agent.chat.completions.create(messages=[*HELLO, chosen, *HELLO], **asked)
+        for run in (4, 5, 6):
+            assert (await reward(url, f"t/{run}", run)).status_code == 200
+    turns = await stored(store_url, "agent.turns")
+    assert sorted(one.eid.run for one in turns) == [4, 5, 5, 6]
+    assert {one.eid.run: one.reward for one in await stored(store_url)} == {4: 4, 5: 5, 6: 6}
+
+
+async def test_a_recorder_that_was_killed_is_followed_by_one_that_knows(
+    store_url: str, upstream: str
+) -> None:
+    asked: Any = {"model": "tiny", "messages": HELLO}
+    for _ in range(2):
+        async with recording(store_url, upstream) as url, client(f"{url}/rollouts/t/0") as agent:
+            await agent.chat.completions.create(**asked)
+    async with recording(store_url, upstream) as url:
+        first = await reward(url, "t/0", 1.0)
+    async with recording(store_url, upstream) as url, client(f"{url}/rollouts/t/0") as agent:
+        again = await reward(url, "t/0", 1.0, "seal")
+        other = await reward(url, "t/0", 2.0)
+        with pytest.raises(openai.ConflictError, match="is closed"):
+            await agent.chat.completions.create(**asked)
+    assert len(first.json()["uids"]) == 2  # the same was asked twice: two prompts, two answers
+    assert (again.status_code, again.json()["duplicates"]) == (200, 2)
+    assert other.status_code == 409
+    assert len(await stored(store_url, "agent.turns")) == 2
+
+
+async def test_who_is_too_many_is_told_to_come_again(
+    store_url: str, upstream: str, vllm: VLLM
+) -> None:
+    asked: Any = {"model": "tiny", "messages": HELLO}
+    answers: list[Any] = []
+    async with (
+        recording(store_url, upstream, max_in_flight=1) as url,
+        httpx2.AsyncClient(timeout=60) as http,
+        anyio.create_task_group() as group,
+    ):
+        await http.post(f"{upstream}/pause")
+
+        async def ask() -> None:
+            answers.append(await http.post(f"{url}/v1/chat/completions", json=asked))
+            if len(answers) == 1:  # the one that was not let in
+                await http.post(f"{upstream}/resume")
+
+        group.start_soon(ask)
+        group.start_soon(ask)
+    assert [answer.status_code for answer in answers] == [429, 200]
+    assert answers[0].headers["retry-after"] == "1"
+    assert len(await stored(store_url, "agent.turns")) == 1
+
+
+async def test_what_cannot_be_recorded_is_not_answered(
+    store_url: str, upstream: str, vllm: VLLM
+) -> None:
+    async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
+        at = f"{url}/v1/chat/completions"
+        hot = await http.post(at, json={"messages": HELLO, "temperature": 0.3})
+        assert (hot.status_code, "processed_logprobs" in hot.text) == (400, True)
+        assert (await http.post(at, content=b"{")).status_code == 400
+        assert (await reward(url, "nobody/0", 1.0)).status_code == 400
+        vllm.forgets = {"token_ids"}
+        assert (await http.post(at, json={"messages": HELLO})).status_code == 502
+    assert await stored(store_url, "agent.turns") == []
+
+
+async def test_only_who_has_the_token_is_answered(store_url: str, upstream: str) -> None:
+    async with recording(store_url, upstream, token="secret") as url, httpx2.AsyncClient() as http:
+        at, body = f"{url}/v1/chat/completions", {"messages": HELLO}
+        assert (await http.post(at, json=body)).status_code == 401
+        assert (await reward(url, "t/0", 1.0)).status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        assert (await http.post(at, json=body, headers=headers)).status_code == 200
+
+
+async def test_an_answer_may_leave_before_it_is_durable(store_url: str, upstream: str) -> None:
+    async with recording(store_url, upstream, ack="before") as url, httpx2.AsyncClient() as http:
+        body = {"messages": HELLO}
+        assert (await http.post(f"{url}/rollouts/t/0/v1/chat/completions", json=body)).is_success
+    assert len(await stored(store_url, "agent.turns")) == 1  # it ends with what it has to write
+
+
+async def test_a_batch_is_sealed_with_what_is_stored(store_url: str, upstream: str) -> None:
+    async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
+        body = {"messages": HELLO}
+        await http.post(f"{url}/rollouts/b1/t/0/v1/chat/completions", json=body)
+        await reward(url, "b1/t/0", 1.0)
+        sealed = await http.post(f"{url}/v1/batches/b1/seal")
+    assert sealed.json() == {"expected": 1}

@@ -1,0 +1,1 @@
+"""The recorder: a proxy before an inference server that stores every conversation."""

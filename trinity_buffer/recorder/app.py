@@ -1,0 +1,263 @@
+"""The recorder as a web application: an OpenAI-compatible server before another one."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from uuid import uuid4
+
+import anyio
+from anyio.abc import TaskGroup
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from trinity_buffer.errors import (
+    ConflictError,
+    InferenceServerError,
+    InvalidArgumentError,
+    StoreError,
+    TrinityBufferError,
+)
+from trinity_buffer.explorer.answers import require_ids, require_sampled
+from trinity_buffer.explorer.server import Server
+from trinity_buffer.recorder.recording import Recording, Rollout, Said
+from trinity_buffer.recorder.upstream import (
+    CHAT,
+    DONE,
+    StreamedAnswer,
+    as_chunks,
+    asked_of_upstream,
+    completions_of,
+    event,
+    stripped,
+)
+
+HEADER = "x-trinity-rollout"
+"""Header that names the rollout of a request, where its path does not."""
+
+STATUS: dict[type[TrinityBufferError], int] = {
+    InvalidArgumentError: 400,
+    ConflictError: 409,
+    InferenceServerError: 502,
+    StoreError: 503,
+}
+"""Of an answer for an error of ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecorderSettings:
+    """How a recorder answers.
+
+    Attributes:
+        batch: of rollouts that name none.
+        token: that a request must bring as ``Authorization: Bearer``; None: anybody may ask.
+        ack: ``"after"``: an answer leaves when it is durable; ``"before"``: at once.
+        max_in_flight: requests that are answered at the same time; more are told 429.
+        logprobs_mode: what the upstream was started with.
+    """
+
+    batch: str = "recorded"
+    token: str | None = None
+    ack: Literal["after", "before"] = "after"
+    max_in_flight: int = 1024
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+
+
+class Recorder:
+    """Answers as the upstream does, and records what it answers.
+
+    Args:
+        upstream: the inference server.
+        recording: where it goes.
+        settings: everything else.
+    """
+
+    def __init__(self, upstream: Server, recording: Recording, settings: RecorderSettings) -> None:
+        self._upstream = upstream
+        self._recording = recording
+        self._settings = settings
+        self._in_flight = 0
+        self._background: TaskGroup | None = None
+        self._failed: TrinityBufferError | None = None
+
+    def app(self) -> Starlette:
+        """Return the application."""
+        post = ["POST"]
+        routes = [
+            Route("/v1/models", self._models),
+            Route("/v1/rollouts/{rollout:path}/reward", self._close, methods=post),
+            Route("/v1/rollouts/{rollout:path}/seal", self._close, methods=post),
+            Route("/v1/batches/{batch}/seal", self._seal, methods=post),
+        ]
+        for name in ("chat/completions", "completions"):
+            routes += [
+                Route(f"/v1/{name}", self._complete, methods=post),
+                Route(f"/rollouts/{{rollout:path}}/v1/{name}", self._complete, methods=post),
+            ]
+        routes.append(Route("/rollouts/{rollout:path}/v1/models", self._models))
+        return Starlette(
+            routes=routes,
+            lifespan=self._lifespan,
+            exception_handlers={TrinityBufferError: _told, json.JSONDecodeError: _no_json},
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        async with anyio.create_task_group() as group:
+            self._background = group
+            yield
+
+    async def _models(self, request: Request) -> Response:
+        if refused := self._refused(request):
+            return refused
+        return JSONResponse(await self._upstream.get("/v1/models"))
+
+    async def _close(self, request: Request) -> Response:
+        """Record what a rollout has come to, with its reward."""
+        if refused := self._refused(request):
+            return refused
+        body = json.loads(await request.body() or b"{}")
+        reward = body.get("reward")
+        if reward is not None and not isinstance(reward, int | float):
+            raise InvalidArgumentError(f"reward={reward!r}: it must be a number")
+        rollout = Rollout.of(request.path_params["rollout"], self._settings.batch)
+        receipt = await self._recording.close(rollout, None if reward is None else float(reward))
+        return JSONResponse(
+            {
+                "uids": list(receipt.uids),
+                "position": receipt.position,
+                "duplicates": receipt.duplicates,
+            }
+        )
+
+    async def _seal(self, request: Request) -> Response:
+        """Record that a batch is complete."""
+        if refused := self._refused(request):
+            return refused
+        return JSONResponse({"expected": await self._recording.seal(request.path_params["batch"])})
+
+    def _refused(self, request: Request) -> Response | None:
+        """Return the answer to who may not ask."""
+        token = self._settings.token
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if token is None or hmac.compare_digest(given.encode(), token.encode()):
+            return None
+        return _error(401, "this recorder wants its token as the API key")
+
+    async def _complete(self, request: Request) -> Response:
+        """Answer a request for a completion."""
+        if refused := self._refused(request):
+            return refused
+        if self._failed is not None:
+            raise self._failed
+        if self._in_flight >= self._settings.max_in_flight:
+            refused = _error(429, f"{self._in_flight} requests are being answered: try again")
+            refused.headers["retry-after"] = "1"
+            return refused
+        self._in_flight += 1
+        answer: Response | None = None
+        try:
+            answer = await self._answer(request)
+        finally:
+            if not isinstance(answer, StreamingResponse):
+                self._in_flight -= 1
+        return answer
+
+    async def _answer(self, request: Request) -> Response:
+        body = await request.json()
+        path = CHAT if request.url.path.endswith("/chat/completions") else "/v1/completions"
+        if not isinstance(body, dict):
+            raise InvalidArgumentError("a request must be a JSON object")
+        asked = asked_of_upstream(path, body)
+        require_sampled(asked, self._settings.logprobs_mode)
+        rollout = await self._rollout(request, body)
+        headers = {HEADER: str(rollout)}
+        if asked.get("stream"):
+            chunks = self._streamed(path, asked, body, rollout)
+            return StreamingResponse(chunks, headers=headers, media_type="text/event-stream")
+        status, answer = await self._upstream.passed(path, asked)
+        if status >= 400:
+            return JSONResponse(answer, status_code=status)
+        await self._record(path, answer, body, rollout)
+        if body.get("stream"):
+            pieces = [*as_chunks(stripped(answer, body)), DONE]
+            return Response(b"".join(pieces), headers=headers, media_type="text/event-stream")
+        return JSONResponse(stripped(answer, body), headers=headers)
+
+    async def _rollout(self, request: Request, body: Mapping[str, Any]) -> Rollout:
+        """Return the rollout that the request names, else one of its own."""
+        named = request.path_params.get("rollout") or request.headers.get(HEADER)
+        found = Rollout.of(named or uuid4().hex, self._settings.batch)
+        if not named:
+            return self._recording.fresh(found)
+        return await self._recording.continued(found, body.get("messages") or ())
+
+    async def _record(
+        self, path: str, answer: Mapping[str, Any], body: Mapping[str, Any], rollout: Rollout
+    ) -> None:
+        """Record an answer; it is durable on return, unless it may leave before that."""
+        mode = self._settings.logprobs_mode
+        made = [replace(one, logprobs_mode=mode) for one in completions_of(path, answer)]
+        if not made:
+            raise InferenceServerError(f"{self._upstream.root} answered without a choice")
+        for one in made:
+            require_ids(one, self._upstream.root)
+        messages, tools = body.get("messages") or (), body.get("tools") or ()
+        turns = [Said(messages, tools, one) for one in made]
+        if self._settings.ack == "after":
+            # Whoever hangs up now has asked for it all the same.
+            with anyio.CancelScope(shield=True):
+                await self._recording.said(rollout, turns)
+        else:
+            assert self._background is not None
+            self._background.start_soon(self._said_later, rollout, turns)
+
+    async def _said_later(self, rollout: Rollout, turns: Sequence[Said]) -> None:
+        """Record what has left already; who asks next is told if that failed."""
+        try:
+            await self._recording.said(rollout, turns)
+        except TrinityBufferError as error:
+            self._failed = error
+
+    async def _streamed(
+        self, path: str, asked: Mapping[str, Any], body: Mapping[str, Any], rollout: Rollout
+    ) -> AsyncIterator[bytes]:
+        """Yield the chunks as they come; the last of each choice when all is durable."""
+        whole, held = StreamedAnswer(), []
+        try:
+            async for chunk in self._upstream.chunks(path, asked):
+                ends = whole.take(chunk)
+                piece = event(stripped(chunk, body))
+                if ends or not chunk.get("choices"):
+                    held.append(piece)
+                else:
+                    yield piece
+            await self._record(path, whole.answer(), body, rollout)
+            for piece in held:
+                yield piece
+            yield DONE
+        except TrinityBufferError as error:
+            # The head has left already: all that is left to say is in the stream.
+            yield event({"error": {"message": str(error), "type": type(error).__name__}})
+        finally:
+            self._in_flight -= 1
+
+
+def _error(status: int, message: str, kind: str = "recorder") -> Response:
+    return JSONResponse({"error": {"message": message, "type": kind}}, status_code=status)
+
+
+async def _told(_: Request, error: Exception) -> Response:
+    """Return an error of ours as OpenAI's clients expect one."""
+    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
+    return _error(status, str(error), type(error).__name__)
+
+
+async def _no_json(_: Request, error: Exception) -> Response:
+    return _error(400, f"the request is no JSON: {error}")

@@ -1,0 +1,227 @@
+"""Turns as they come, durable at once; and what a rollout holds when its reward is known.
+
+A turn is an experience of the experiment ``NAME.turns``. When a rollout is closed, its turns become
+what `Conversation` would make of them, in the experiment ``NAME`` that strategies and trainers
+read. So a recorder that was killed finds its open rollouts again, and closing one twice is closing
+it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import anyio
+
+from trinity_buffer.errors import ConflictError, InvalidArgumentError
+from trinity_buffer.experience import Experience
+from trinity_buffer.explorer.conversation import Completion, experiences_of
+from trinity_buffer.identity import EID
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import Store
+from trinity_buffer.writer import WriteReceipt
+
+TURNS = ".turns"
+"""What the name of the experiment with the turns ends with."""
+
+MOST_OPEN = 20_000
+"""Rollouts of which the turns are kept in memory."""
+
+KEPT = ("finish_reason", "weight_version", "later_weight_version", "weight_checksum")
+
+
+class Rollout(NamedTuple):
+    """Which rollout a request belongs to."""
+
+    batch: str
+    task: str
+    run: int
+
+    @classmethod
+    def of(cls, text: str, batch: str) -> Self:
+        """Return what ``[batch/]task/run`` or ``task`` means, of ``batch`` if it names none.
+
+        Raises:
+            InvalidArgumentError: a run that is no number, or an empty part.
+        """
+        parts = text.strip("/").split("/")
+        if len(parts) == 1:
+            parts.append("0")
+        if len(parts) == 2:
+            parts.insert(0, batch)
+        if len(parts) != 3 or not all(parts) or not parts[2].isdecimal():
+            raise InvalidArgumentError(f"rollout {text!r}: write it as task/run or batch/task/run")
+        return cls(parts[0], parts[1], int(parts[2]))
+
+    def __str__(self) -> str:
+        return f"{self.batch}/{self.task}/{self.run}"
+
+
+class Said(NamedTuple):
+    """One turn: what the model was told, and what it said."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
+    completion: Completion
+
+
+@dataclass(slots=True)
+class _Open:
+    """The turns of a rollout that is not closed."""
+
+    turns: list[Said] = field(default_factory=list)
+    is_closed: bool = False
+    turn: anyio.Lock = field(default_factory=anyio.Lock)
+
+
+class Recording:
+    """Where a recorder keeps what is said.
+
+    Args:
+        experiment: of the closed rollouts.
+        turns: of the single turns.
+        actor: name of the recorder; no two that live at the same time may share it.
+    """
+
+    def __init__(self, experiment: Experiment, turns: Experiment, *, actor: str) -> None:
+        self._experiment = experiment
+        self._turns = turns
+        self._writer = experiment.writer(actor)
+        self._turn_writer = turns.writer(actor)
+        self._open: dict[Rollout, _Open] = {}
+
+    @classmethod
+    async def begin(cls, store: Store, name: str, *, actor: str, config: Mapping[str, Any]) -> Self:
+        """Return a recording into the experiment ``name``, made with ``config`` if it is new."""
+        known = await store.experiments()
+        experiment = await store.experiment(name, config=None if name in known else dict(config))
+        turns = await store.experiment(f"{name}{TURNS}", config={})
+        return cls(experiment, turns, actor=actor)
+
+    async def said(self, rollout: Rollout, turns: Sequence[Said]) -> None:
+        """Store one turn of ``rollout``; of several choices, one of each run from its run on.
+
+        On return they are durable.
+
+        Raises:
+            ConflictError: the rollout is closed.
+        """
+        rollouts = [rollout._replace(run=rollout.run + number) for number in range(len(turns))]
+        for one, turn in zip(rollouts, turns, strict=True):
+            found = await self._of(one)
+            async with found.turn:
+                if found.is_closed:
+                    raise ConflictError(
+                        f"rollout {one} is closed, its reward is known: begin another one"
+                    )
+                await self._turn_writer.write([_stored(one, len(found.turns), turn)])
+                found.turns.append(turn)
+
+    async def continued(self, rollout: Rollout, messages: Sequence[Mapping[str, Any]]) -> Rollout:
+        """Return which of the choices that began at ``rollout`` the ``messages`` go on with."""
+        answers = [m.get("content") for m in messages if m.get("role") == "assistant"]
+        run = rollout.run
+        while answers and (one := rollout._replace(run=run)) in self._open:
+            turns = self._open[one].turns
+            if turns and turns[-1].completion.text == (answers[-1] or ""):
+                return one
+            run += 1
+        return rollout
+
+    async def close(self, rollout: Rollout, reward: float | None) -> WriteReceipt:
+        """Store what can be trained of ``rollout``, with its reward; on return it is durable.
+
+        The same again does nothing.
+
+        Raises:
+            InvalidArgumentError: nobody has said anything in it.
+            ConflictingExperienceError: it was closed with another reward.
+        """
+        found = await self._of(rollout)
+        async with found.turn:
+            turns = found.turns or await self._stored_turns(rollout)
+            if not turns:
+                self._open.pop(rollout, None)
+                raise InvalidArgumentError(f"rollout {rollout}: nothing was said in it")
+            made = _closed(turns, reward)
+            for step, experience in enumerate(made):
+                experience.eid = EID(rollout.batch, rollout.task, rollout.run, step)
+            receipt = await self._writer.write(made)
+            found.is_closed, found.turns = True, []
+        return receipt
+
+    async def seal(self, batch: str) -> int:
+        """Seal a batch with what is stored of it; return how many experiences that are."""
+        stored = await self._writer.stored(batch)
+        await self._writer.seal(batch, stored)
+        return stored
+
+    def fresh(self, rollout: Rollout) -> Rollout:
+        """Return ``rollout``, of which nobody has ever heard."""
+        self._open[rollout] = _Open()
+        return rollout
+
+    async def _of(self, rollout: Rollout) -> _Open:
+        """Return the rollout, as far as it has come: by this recorder or by one before it."""
+        found = self._open.pop(rollout, None)
+        if found is None:
+            turns, is_closed = await self._stored_turns(rollout), await self._is_closed(rollout)
+            found = self._open.pop(rollout, None) or _Open(turns, is_closed)
+        self._open[rollout] = found  # the one used last is the last
+        while len(self._open) > MOST_OPEN:
+            self._open.pop(next(iter(self._open)))  # it is stored, and found again there
+        return found
+
+    async def _stored_turns(self, rollout: Rollout) -> list[Said]:
+        batch, task, run = rollout
+        stored = [one async for one in self._turns.read(batch=batch, task=task, run=run)]
+        return [_said(one) for one in sorted(stored, key=lambda one: one.eid.step)]
+
+    async def _is_closed(self, rollout: Rollout) -> bool:
+        batch, task, run = rollout
+        async for _ in self._experiment.read(batch=batch, task=task, run=run, families=("light",)):
+            return True
+        return False
+
+
+def _stored(rollout: Rollout, step: int, turn: Said) -> Experience:
+    """Return a turn as it is stored."""
+    said = turn.completion
+    info = {key: getattr(said, key) for key in (*KEPT, "logprobs_mode")}
+    return Experience(
+        eid=EID(rollout.batch, rollout.task, rollout.run, step),
+        tokens=[*said.prompt_ids, *said.token_ids],
+        prompt_length=len(said.prompt_ids),
+        logprobs=None if said.logprobs is None else list(said.logprobs),
+        info={key: value for key, value in info.items() if value is not None},
+        response_text=said.text,
+        messages=[*map(dict, turn.messages), said.message()],
+        tools=[dict(tool) for tool in turn.tools] or None,
+    )
+
+
+def _said(stored: Experience) -> Said:
+    """Return a turn that was stored."""
+    tokens, begin = stored.tokens.tolist(), stored.prompt_length
+    messages = list(stored.messages or ())
+    return Said(
+        messages[:-1],
+        stored.tools or (),
+        Completion(
+            prompt_ids=tokens[:begin],
+            token_ids=tokens[begin:],
+            logprobs=None if stored.logprobs is None else stored.logprobs.tolist(),
+            text=stored.response_text or "",
+            tool_calls=messages[-1].get("tool_calls") or () if messages else (),
+            **{key: stored.info.get(key) for key in (*KEPT, "logprobs_mode")},
+        ),
+    )
+
+
+def _closed(turns: Sequence[Said], reward: float | None) -> list[Experience]:
+    last = turns[-1]
+    messages = [*map(dict, last.messages), last.completion.message()]
+    return experiences_of(
+        [turn.completion for turn in turns], reward, messages=messages, tools=last.tools
+    )

@@ -1,0 +1,112 @@
+"""What is asked of the server behind a recorder, and what of its answers the client asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trinity_buffer.explorer.answers import (
+    ASKED_FOR_CHAT,
+    ASKED_FOR_TEXT,
+    chat_completion,
+    text_completion,
+)
+from trinity_buffer.explorer.conversation import Completion
+
+CHAT = "/v1/chat/completions"
+OURS = ("token_ids", "prompt_token_ids")
+
+
+def asked_of_upstream(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request that brings ids and log-probs, at temperature 1 unless it says another."""
+    asked = dict(ASKED_FOR_CHAT if path == CHAT else ASKED_FOR_TEXT)
+    if body.get("logprobs"):
+        asked.pop("logprobs")  # the client wants as many as it says
+    if body.get("tools") and body.get("stream"):
+        asked["stream"] = False  # a streamed tool call would lose its ids
+    return {"temperature": 1.0, "top_p": 1.0, **body, **asked}
+
+
+def completions_of(path: str, answer: Mapping[str, Any]) -> list[Completion]:
+    """Return the choices of an answer, in the order of their indexes."""
+    read = chat_completion if path == CHAT else text_completion
+    choices = sorted(answer.get("choices") or (), key=lambda one: one.get("index", 0))
+    return [read(answer, choice) for choice in choices]
+
+
+def stripped(answer: dict[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+    """Take out of an answer, or a chunk of one, what the client has not asked for."""
+    gone = [] if body.get("return_token_ids") else [*OURS]
+    gone += [] if body.get("logprobs") else ["logprobs"]
+    for part in (answer, *(answer.get("choices") or ())):
+        for key in gone:
+            part.pop(key, None)
+    return answer
+
+
+def event(chunk: Mapping[str, Any]) -> bytes:
+    """Return a chunk as a server-sent event."""
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def as_chunks(answer: Mapping[str, Any]) -> list[bytes]:
+    """Return a whole answer as a stream of a chunk for each choice and one that ends it."""
+    top = {key: value for key, value in answer.items() if key not in ("choices", "usage", "object")}
+    top["object"] = "chat.completion.chunk"
+    found = []
+    for choice in answer.get("choices") or ():
+        delta = dict(choice.get("message") or {})
+        if delta.get("tool_calls"):
+            delta["tool_calls"] = [
+                {"index": number, **call} for number, call in enumerate(delta["tool_calls"])
+            ]
+        said = {key: value for key, value in choice.items() if key != "message"}
+        found.append({**top, "choices": [{**said, "delta": delta, "finish_reason": None}]})
+        end = {"index": choice.get("index", 0), "delta": {}}
+        found.append({**top, "choices": [{**end, "finish_reason": choice.get("finish_reason")}]})
+    return [event(chunk) for chunk in found]
+
+
+class StreamedAnswer:
+    """Puts the chunks of a stream together to the answer that it is."""
+
+    def __init__(self) -> None:
+        self._top: dict[str, Any] = {}
+        self._choices: dict[int, dict[str, Any]] = {}
+
+    def take(self, chunk: Mapping[str, Any]) -> bool:
+        """Take in a chunk; return whether it ends one of the choices."""
+        if chunk.get("prompt_token_ids"):
+            self._top["prompt_token_ids"] = chunk["prompt_token_ids"]
+        ends = False
+        for part in chunk.get("choices") or ():
+            ends = self._take_choice(part) or ends
+        return ends
+
+    def _take_choice(self, part: Mapping[str, Any]) -> bool:
+        index = part.get("index", 0)
+        empty: dict[str, Any] = {"index": index, "text": "", "token_ids": [], "logprobs": None}
+        choice = self._choices.setdefault(index, empty)
+        choice["text"] += part.get("text") or (part.get("delta") or {}).get("content") or ""
+        choice["token_ids"] += part.get("token_ids") or []
+        if part.get("prompt_token_ids"):
+            choice["prompt_token_ids"] = part["prompt_token_ids"]
+        for key, values in (part.get("logprobs") or {}).items():
+            if isinstance(values, Sequence):
+                choice["logprobs"] = choice["logprobs"] or {}
+                choice["logprobs"].setdefault(key, []).extend(values)
+        if part.get("finish_reason"):
+            choice["finish_reason"] = part["finish_reason"]
+        return bool(part.get("finish_reason"))
+
+    def answer(self) -> dict[str, Any]:
+        """Return the whole answer, as it would have come without streaming."""
+        choices = [
+            {**choice, "message": {"role": "assistant", "content": choice["text"]}}
+            for _, choice in sorted(self._choices.items())
+        ]
+        return {**self._top, "choices": choices}
