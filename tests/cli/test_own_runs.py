@@ -185,7 +185,7 @@ def test_killed_and_started_again_it_ends_at_the_same_bits(own: Path) -> None:
     explore = ("explore", *at, "--actor", "e0")
     run(folder, *explore, "--batches", "6", crash_at="after-append:9")
     run(folder, *explore, "--batches", "6")
-    run(folder, "annotate", *at, crash_at="inside-annotate:2")
+    run(folder, "annotate", *at, crash_at="inside-annotate:1")
     run(folder, "annotate", *at)
     run(folder, "train", *at, crash_at="after-checkpoint:3")
     assert "resumes after step 2" in run(folder, "train", *at)

@@ -104,7 +104,9 @@ class VLLM:
         choice: dict[str, Any] = {"index": index, "finish_reason": made.finish_reason}
         if "messages" in body:
             choice["message"] = {"role": "assistant", "content": made.text, **self.calls}
-            found = {"content": [{"token": "?", "logprob": one} for one in made.logprobs or ()]}
+            found: dict[str, Any] = {
+                "content": [{"token": "?", "logprob": one} for one in made.logprobs or ()]
+            }
         else:
             choice["text"] = made.text
             found = {"token_logprobs": list(made.logprobs or ())}

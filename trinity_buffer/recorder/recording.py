@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import anyio
+from typing_extensions import override
 
 from trinity_buffer.errors import ConflictError, InvalidArgumentError
 from trinity_buffer.experience import Experience
@@ -54,6 +55,7 @@ class Rollout(NamedTuple):
             raise InvalidArgumentError(f"rollout {text!r}: write it as task/run or batch/task/run")
         return cls(parts[0], parts[1], int(parts[2]))
 
+    @override
     def __str__(self) -> str:
         return f"{self.batch}/{self.task}/{self.run}"
 
