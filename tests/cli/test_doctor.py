@@ -18,6 +18,7 @@ from tests.conftest import Resize
 from tests.contract.making import group, opened, rollout
 from tests.stories import tell
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store.database import open_database
 from trinity_buffer.store.tables import presence
 
@@ -107,6 +108,18 @@ def reading(url: str) -> Iterator[int]:
         reader.stdout.readline()
         yield reader.pid
         reader.communicate("\n")
+
+
+async def _with_an_expert(url: str) -> None:
+    async with open_store(url) as store:
+        expert = await store.experiment("expert", config={"schema": "sft"})
+        await expert.writer("expert").write([rollout("s", version=None)])
+        await store.experiment("run", config={"expert_experiment": "expert"})
+
+
+def test_what_an_expert_recorded_waits_for_no_strategy(cli: Cli, store_url: str) -> None:
+    anyio.run(_with_an_expert, store_url)
+    assert stuck(cli, store_url) == []
 
 
 async def _grown(url: str, cli: Cli) -> tuple[int, list[str], list[str]]:

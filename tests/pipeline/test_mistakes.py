@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import anyio
 import pytest
@@ -150,6 +152,13 @@ async def _a_store_in_memory(scene: Scene) -> None:
 async def _a_write_to_what_was_opened_to_read(scene: Scene) -> None:
     async with tb.open_store(scene.url, read_only=True) as store:
         await (await store.experiment("run")).writer("e0").write([rollout("c")])
+
+
+@mistake(r"this needs asyncpg: pip install 'trinity-buffer\[postgresql\]'")
+async def _an_extra_that_is_not_installed(scene: Scene) -> None:
+    with patch.dict(sys.modules, {"asyncpg": None}):
+        async with tb.open_store("postgresql://localhost/run"):
+            pass
 
 
 # -- what is lacking

@@ -70,9 +70,12 @@ async def examine(store: Store, experiment: str | None = None) -> Examination:
         state = log_state(database.path)
         if state.has_grown:
             stuck.append(Stuck("", state.told(), None, "end the process that reads"))
-    for name in await store.experiments() if experiment is None else [experiment]:
-        key = (await store.experiment(name)).key
-        look = _Look(name, key)
+    names = await store.experiments()
+    opened = [await store.experiment(name) for name in names]
+    experts = {one.config.get("expert_experiment") for one in opened}
+    asked = opened if experiment is None else [await store.experiment(experiment)]
+    for one in asked:
+        look = _Look(one.name, one.key, is_expert=one.name in experts)
         people, found = await database.read(look)
         here += people
         stuck += found
@@ -80,11 +83,12 @@ async def examine(store: Store, experiment: str | None = None) -> Examination:
 
 
 class _Look:
-    """One transaction's look at one experiment."""
+    """One transaction's look at one experiment; an expert's is read by another's trainer."""
 
-    def __init__(self, name: str, key: int) -> None:
+    def __init__(self, name: str, key: int, *, is_expert: bool) -> None:
         self._name = name
         self._key = key
+        self._is_expert = is_expert
 
     def __call__(self, tx: Transaction) -> tuple[list[Here], list[Stuck]]:
         around = Surroundings.of(tx, self._key)
@@ -93,8 +97,8 @@ class _Look:
             for row in around.here
         ]
         config = queries.config_of(tx, self._key)
-        if config is None or config[1]:
-            return here, []  # who is finished waits for nothing
+        if config is None or config[1] or self._is_expert:
+            return here, []  # what is finished waits for nothing, and an expert's for a run
         kinds = ("strategy", "trainer")
         strategies, trainers = (
             [row for row in around.consumers.values() if row.kind == kind] for kind in kinds

@@ -14,6 +14,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import create_async_engine
 from typing_extensions import override
 
+from trinity_buffer.extras import extra
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.changes import CHANNEL
 from trinity_buffer.store.transaction import Transaction
@@ -74,6 +75,7 @@ class Server:
     """
 
     def __init__(self, url: URL) -> None:
+        extra("asyncpg", "postgresql")
         # What libpq and asyncpg's own URLs call sslmode is an argument ssl of its connections.
         query = {"ssl" if k == "sslmode" else k: v for k, v in url.query.items()}
         self._engine = create_async_engine(
