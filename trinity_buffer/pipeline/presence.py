@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -16,6 +17,9 @@ from trinity_buffer.store import presence
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.presence import PresenceRow
 
+FIRST_AFTER_S = 1.0
+"""What is over before need not be known to anybody."""
+
 SEEN_EVERY_S = 10.0
 UNSEEN_S = 120.0
 """A process of another machine that was silent for so long is said to be gone."""
@@ -29,19 +33,34 @@ class Presence:
         experiment: key of the experiment.
         role: ``explorer``, ``strategy``, ``trainer`` or ``rank N``.
         name: actor, annotation set or trainer.
+        at_once: say so the first time too, however short it may be there.
 
     Attributes:
         waiting_for: what it has said that it waits for; None: it works.
     """
 
-    def __init__(self, database: Database, experiment: int, role: str, name: str) -> None:
+    def __init__(
+        self,
+        database: Database,
+        experiment: int,
+        role: str,
+        name: str,
+        *,
+        at_once: bool = False,
+    ) -> None:
         self._database = database
         self._experiment = experiment
         self.role, self.name = role, name
         self._started_at = 0
         self.waiting_for: str | None = None
         self._told: str | None = None
-        self._next = 0.0
+        self._next = time.monotonic() + (0.0 if at_once else FIRST_AFTER_S)
+
+    @property
+    def due_s(self) -> float:
+        """In how many seconds it is to be said again."""
+        never = self._database.read_only
+        return math.inf if never else max(0.0, self._next - time.monotonic())
 
     async def seen(self) -> None:
         """Say that this process is there, if that is news or was not said for a while.
@@ -61,7 +80,7 @@ class Presence:
         if self._started_at:
             with anyio.CancelScope(shield=True), suppress(StoreError):
                 await self._database.write(presence.forget, self._experiment, self._row())
-        self._started_at, self._next = 0, 0.0
+        self._started_at = 0
 
     def _row(self) -> PresenceRow:
         return PresenceRow(

@@ -83,7 +83,8 @@ class SpokenWait:
             if self._presence is not None:
                 self._presence.waiting_for = said
             self._due = time.monotonic() + REPEATED_AFTER * wait_report_s()
+        left_s = max(0.0, self._due - time.monotonic())
         if self._presence is not None:
             await self._presence.seen()
-        left_s = max(0.0, self._due - time.monotonic())
+            left_s = min(left_s, self._presence.due_s)
         await self._changes.changed(state, left_s if timeout_s is None else min(left_s, timeout_s))

@@ -45,7 +45,7 @@ class SQLWriter(BufferWriter):
         self._on_invalid = on_invalid
         self._users = 0
         self.actor = actor
-        self._presence = Presence(database, experiment, "explorer", actor)
+        self._presence = Presence(database, experiment, "explorer", actor, at_once=True)
 
     @override
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
