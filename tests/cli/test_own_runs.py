@@ -142,12 +142,20 @@ def test_a_model_that_is_not_there_is_named(own: Path, cli: Cli, tmp_path: Path)
     assert f"model {str(empty)!r}: " in ended.err
 
 
-def test_half_a_run_is_refused(tmp_path: Path, cli: Cli) -> None:
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('model = "m"', "the run names no rollout, so there is nothing to explore"),
+        ('rollout = "a:b"', "rollout='a:b' needs tasks, and a model of your own"),
+        ('model = "m"\nrollout = "a:b"', "rollout='a:b' needs tasks, and a model of your own"),
+    ],
+)
+def test_half_a_run_is_refused(tmp_path: Path, cli: Cli, line: str, said: str) -> None:
     file = tmp_path / "half.toml"
-    file.write_text('model = "m"\nstore = "half.db"\n')
+    file.write_text(f'{line}\nstore = "half.db"\n')
     ended = cli("explore", "--config", file, "--actor", "e0")
     assert ended.code == 2
-    assert "so give all three" in ended.err
+    assert said in ended.err
 
 
 @pytest.mark.parametrize("command", [("explore", "--actor", "e0"), ("train",), ("replay",)])

@@ -244,3 +244,10 @@ async def test_a_batch_is_sealed_with_what_is_stored(store_url: str, upstream: s
         await reward(url, "b1/t/0", 1.0)
         sealed = await http.post(f"{url}/v1/batches/b1/seal")
     assert sealed.json() == {"expected": 1}
+
+
+async def test_a_reward_must_be_a_number(store_url: str, upstream: str) -> None:
+    async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
+        for body in ({"reward": "good"}, ["good"]):
+            answer = await http.post(f"{url}/v1/rollouts/t/0/reward", json=body)
+            assert (answer.status_code, "must be a number" in answer.text) == (400, True)

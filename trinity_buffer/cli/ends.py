@@ -62,5 +62,5 @@ class Ends(Protocol):
 
 
 def ends_of(config: RunConfig) -> Ends:
-    """Return the ends of a run: one's own where the configuration names a rollout."""
-    return DemoEnds(config) if config.rollout is None else OwnEnds(config)
+    """Return the ends of a run: one's own where the configuration names the folder of a model."""
+    return OwnEnds(config) if isinstance(config.model, str) else DemoEnds(config)

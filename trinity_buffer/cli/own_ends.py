@@ -131,7 +131,12 @@ class OwnEnds:
         return str(found) if found.is_dir() else self.config.model
 
     def _rollout(self) -> Callable[[Any, Any], Any]:
-        name = str(self.config.rollout)
+        name = self.config.rollout
+        if name is None:
+            raise InvalidArgumentError(
+                "the run names no rollout, so there is nothing to explore: give rollout and tasks "
+                "(`trinity-buffer init FOLDER` writes an example), or use `trinity-buffer record`"
+            )
         rollout = self._named("rollout", name)
         if not inspect.iscoroutinefunction(rollout):
             raise InvalidArgumentError(

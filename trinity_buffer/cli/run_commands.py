@@ -124,7 +124,8 @@ def _demo_settings(
             f"--algorithm {algorithm}, and algorithm={said['algorithm']}: say one of the two"
         )
     if isinstance(task, Path):
-        base = own_config(task) | {"seed": seed}
+        own = own_config(task)
+        base = own | {"seed": seed, "algorithm": said.get("algorithm", own["algorithm"])}
     else:
         wanted = task | (said.get("task") or {})
         base = config_for(said.get("algorithm"), wanted["name"], wanted["digits"]) | {"seed": seed}

@@ -183,21 +183,10 @@ class RunConfig(_Section):
     @override
     def model_post_init(self, context: Any) -> None:
         """Refuse a commit that would be waited for in vain, and half a run of one's own."""
-        if isinstance(self.model, str) and not (self.rollout and self.tasks):
+        if self.rollout is not None and not (self.tasks and isinstance(self.model, str)):
             raise InvalidArgumentError(
-                f"model={self.model!r}, rollout={self.rollout!r}, tasks={self.tasks!r}: a model of "
-                "your own is explored with rollouts and tasks of your own, so give all three "
+                f"rollout={self.rollout!r} needs tasks, and a model of your own: give all three "
                 "(`trinity-buffer init FOLDER` writes an example)"
-            )
-        if self.rollout is not None and not isinstance(self.model, str):
-            raise InvalidArgumentError(
-                f'rollout={self.rollout!r} needs a model of your own: model = "FOLDER"'
-            )
-        if self.max_staleness is not None and self.commit_every_steps > max(self.max_staleness, 1):
-            raise InvalidArgumentError(
-                f"commit_every_steps={self.commit_every_steps} with max_staleness="
-                f"{self.max_staleness}: explorers would wait for a commit that waits for them; "
-                f"commit at least every {max(self.max_staleness, 1)} steps"
             )
 
 
@@ -213,7 +202,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     found = {key: value for key, value in parsed(path).items() if key not in PLACES}
     _refuse_unknown(found, RunConfig, f"configuration {path}: ")
-    if "rollout" in found:
+    if isinstance(found.get("model"), str):
         found["folder"] = str((path.parent / str(found.get("folder", ""))).resolve())
     return found
 

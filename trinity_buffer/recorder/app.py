@@ -123,7 +123,7 @@ class Recorder:
         if refused := self._refused(request):
             return refused
         body = json.loads(await request.body() or b"{}")
-        reward = body.get("reward")
+        reward = body.get("reward") if isinstance(body, dict) else body
         if reward is not None and not isinstance(reward, int | float):
             raise InvalidArgumentError(f"reward={reward!r}: it must be a number")
         rollout = Rollout.of(request.path_params["rollout"], self._settings.batch)
