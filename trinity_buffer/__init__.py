@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trinity_buffer.errors import TrinityBufferError
-    from trinity_buffer.experience import Experience, group_by
+    from trinity_buffer.experience import CustomField, Experience, group_by
     from trinity_buffer.explorer.conversation import Completion, Conversation
     from trinity_buffer.explorer.exploration import explore
     from trinity_buffer.explorer.local_model import LocalModel
@@ -37,6 +37,7 @@ __all__ = [
     "BufferWriter",
     "Completion",
     "Conversation",
+    "CustomField",
     "Experience",
     "LocalModel",
     "OpenAIModel",
@@ -69,6 +70,7 @@ _HOMES = {
     "BufferWriter": "trinity_buffer.writer",
     "Completion": "trinity_buffer.explorer.conversation",
     "Conversation": "trinity_buffer.explorer.conversation",
+    "CustomField": "trinity_buffer.experience",
     "Experience": "trinity_buffer.experience",
     "LocalModel": "trinity_buffer.explorer.local_model",
     "OpenAIModel": "trinity_buffer.explorer.openai_model",

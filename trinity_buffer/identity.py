@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -13,22 +13,53 @@ Key = int | str
 MAX_NAME = 255
 """Characters of a text in an EID."""
 
+_assign = object.__setattr__
 _MAX_INT64 = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False, unsafe_hash=True)
 class EID:
     """Address of one experience: batch, task in it, run, and step (turn) of the run.
 
     ``suffix`` tells deliberate repetitions apart: ``""`` for the first attempt, ``"a1"`` for a
     second one. It is never random: writing the same attempt twice must be writing it once.
+
+    The fields may be assigned until an experience of this name is written; then it stays.
     """
 
-    batch: Key = ""
-    task: Key = ""
-    run: int = 0
-    step: int = 0
-    suffix: str = ""
+    __slots__ = ("_written", "batch", "run", "step", "suffix", "task")
+
+    batch: Key
+    task: Key
+    run: int
+    step: int
+    suffix: str
+    _written: ClassVar[bool]  # a slot, and no field
+
+    def __init__(
+        self, batch: Key = "", task: Key = "", run: int = 0, step: int = 0, suffix: str = ""
+    ) -> None:
+        _assign(self, "_written", False)  # noqa: FBT003 - a slot and its value
+        _assign(self, "batch", batch)
+        _assign(self, "task", task)
+        _assign(self, "run", run)
+        _assign(self, "step", step)
+        _assign(self, "suffix", suffix)
+
+    @override
+    def __setattr__(self, name: str, value: object) -> None:
+        """Assign a field.
+
+        Raises:
+            AttributeError: the name is in a store, or there is no such field.
+        """
+        if self._written:
+            raise AttributeError(f"{self.uid} is written: its {name} cannot become {value!r}")
+        _assign(self, name, value)
+
+    def keep(self) -> None:
+        """Let no field be assigned any more: an experience of this name is written."""
+        _assign(self, "_written", True)  # noqa: FBT003 - likewise
 
     @property
     def uid(self) -> str:
@@ -53,6 +84,11 @@ class EID:
     def to_dict(self) -> dict[str, Any]:
         """Return the five fields."""
         return asdict(self)
+
+    @override
+    def __reduce__(self) -> tuple[type[EID], tuple[Key, Key, int, int, str]]:
+        """Copy and send the fields: a copy is not written."""
+        return EID, (self.batch, self.task, self.run, self.step, self.suffix)
 
     @override
     def __str__(self) -> str:

@@ -69,8 +69,11 @@ class AlgorithmType(ABC, metaclass=ConstantMeta):
 
     @classmethod
     def default_config(cls) -> dict[str, Any]:
-        """Return the names of the parts, as a configuration writes them."""
-        return cls.recipe.names()
+        """Return the names and arguments of the parts, as a configuration writes them.
+
+        A class that writes its own needs no ``recipe``.
+        """
+        return cls.recipe.as_config()
 
 
 @ALGORITHM_TYPE.register_module("sft")

@@ -12,7 +12,7 @@ from torch import Tensor
 from trinity_buffer.algorithm.algorithm import AlgorithmType
 from trinity_buffer.algorithm.arguments import REQUIRED, declared_arguments, made, refuse_unknown
 from trinity_buffer.algorithm.reading import needed, require_recorded
-from trinity_buffer.algorithm.recipe import PARTS
+from trinity_buffer.algorithm.recipe import PARTS, Recipe
 from trinity_buffer.algorithm.registry import (
     ADD_STRATEGY,
     ADVANTAGE_FN,
@@ -254,20 +254,21 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
     """
     refuse_unknown("build", user, ACCEPTED)
     kind = ALGORITHM_TYPE.get(algorithm) if isinstance(algorithm, str) else algorithm
+    recipe = _recipe_of(kind)
     choices = {
-        part: _choose(kind, part, user)
+        part: _choose(recipe, part, user)
         for part in PARTS
-        if part != "add_strategy" and user.get(part, getattr(kind.recipe, part)) is not None
+        if part != "add_strategy" and user.get(part, getattr(recipe, part)) is not None
     }
     mode = user.get("loss_agg_mode")
     policy = choices["policy_loss_fn"]
     if mode is not None and "loss_agg_mode" in declared_arguments(policy.cls):
         policy.args.update({"loss_agg_mode": mode} | user.get("policy_loss_fn_args", {}))
-    rollouts = user.get("rollouts_per_group", kind.recipe.rollouts_per_group)
+    rollouts = user.get("rollouts_per_group", recipe.rollouts_per_group)
     advantage = choices.get("advantage_fn")
     return Algorithm(
         type=kind,
-        strategies=_strategies(kind, user),
+        strategies=_strategies(recipe, user),
         advantage=None if advantage is None else _trainer_side(advantage),
         sample=choices["sample_strategy"].make(),
         policy_loss=policy.make(backend="trinity"),
@@ -297,17 +298,30 @@ def effective_args(algorithm: str | type[AlgorithmType], **user: Any) -> dict[st
     }
 
 
-def _choose(kind: type[AlgorithmType], part: str, user: Mapping[str, Any]) -> Choice:
+def _recipe_of(kind: type[AlgorithmType]) -> Recipe:
+    """Return the recipe of a type, or what its ``default_config`` makes of one."""
+    writes = [cls for cls in kind.__mro__ if {"recipe", "default_config"} & vars(cls).keys()]
+    if writes and "recipe" in vars(writes[0]):
+        return kind.recipe
+    if not writes or writes[0] is AlgorithmType:
+        raise InvalidArgumentError(
+            f"algorithm {kind.__name__} says neither recipe= nor default_config(): what is it?"
+        )
+    stored = [n for n in ADVANTAGE_FN.names() if not ADVANTAGE_FN.get(n).compute_in_trainer()]
+    return Recipe.of_config(kind.default_config(), strategies={*ADD_STRATEGY.names(), *stored})
+
+
+def _choose(recipe: Recipe, part: str, user: Mapping[str, Any]) -> Choice:
     """Return the choice for a part that has one name."""
-    own = getattr(kind.recipe, part)
+    own = getattr(recipe, part)
     wanted = user.get(part, own)
-    from_recipe = kind.recipe.args.get(part, {}) if wanted == own else {}
+    from_recipe = recipe.args.get(part, {}) if wanted == own else {}
     return _chosen(part, wanted, from_recipe, user.get(f"{part}_args"))
 
 
-def _strategies(kind: type[AlgorithmType], user: Mapping[str, Any]) -> tuple[Choice, ...]:
+def _strategies(chosen: Recipe, user: Mapping[str, Any]) -> tuple[Choice, ...]:
     """Return the choices for the strategies; arguments go by name if there are several."""
-    own = kind.recipe.add_strategy
+    own = chosen.add_strategy
     wanted = user.get("add_strategy", own)
     listed: Sequence[Any] = [wanted] if isinstance(wanted, str | type) else list(wanted or ())
     args = dict(user.get("add_strategy_args") or {})
@@ -317,7 +331,7 @@ def _strategies(kind: type[AlgorithmType], user: Mapping[str, Any]) -> tuple[Cho
     if len(set(names)) < len(names):
         raise InvalidArgumentError(f"add_strategy: {'+'.join(names)} names one of them twice")
     refuse_unknown("add_strategy_args", args, names)
-    recipe = kind.recipe.args.get("add_strategy", {})
+    recipe = chosen.args.get("add_strategy", {})
     return tuple(
         _chosen("add_strategy", one, recipe.get(name, {}) if name in own else {}, args.get(name))
         for name, one in zip(names, listed, strict=True)

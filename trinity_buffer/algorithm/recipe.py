@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -51,3 +51,32 @@ class Recipe:
     def names(self) -> dict[str, Any]:
         """Return the name of each part, and ``rollouts_per_group``."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "args"}
+
+    def as_config(self) -> dict[str, Any]:
+        """Return `names`, the arguments of each part, and Trinity's names of two of them.
+
+        ``repeat_times`` is ``rollouts_per_group``, and ``advantage_fn`` the last strategy where the
+        trainer computes no advantages.
+        """
+        given = {f"{part}_args": dict(args) for part, args in self.args.items()}
+        advantage = self.advantage_fn or next(reversed(self.add_strategy), None)
+        named = {"repeat_times": self.rollouts_per_group or 1, "advantage_fn": advantage}
+        return {**self.names(), **named, **given}
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], *, strategies: Collection[str]) -> Recipe:
+        """Return the recipe of a type that was written for Trinity, by its ``default_config()``.
+
+        Args:
+            config: names and arguments of the parts.
+            strategies: names of advantages that are computed before the trainer.
+        """
+        parts = {part: config[part] for part in PARTS if config.get(part) is not None}
+        if parts.get("advantage_fn") in strategies:
+            parts["add_strategy"] = (parts.pop("advantage_fn"),)
+        args = {part: config[f"{part}_args"] for part in PARTS if config.get(f"{part}_args")}
+        if "add_strategy" in parts and "advantage_fn" in args:
+            (name,) = parts["add_strategy"]
+            args["add_strategy"] = {name: args.pop("advantage_fn")}
+        repeated = config.get("rollouts_per_group", config.get("repeat_times"))
+        return cls(rollouts_per_group=repeated, args=args, **parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -55,9 +56,18 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """Return the class of ``name``; installed packages are asked the first time it is missing.
 
+        Args:
+            name: as it was registered, or the dotted path of a class.
+
         Raises:
             UnknownNameError: lists the names there are, and the one probably meant.
         """
+        if not isinstance(name, str):
+            raise UnknownNameError(
+                f"{name!r} is no name of a {self.kind} (there are: {', '.join(self.names())})"
+            )
+        if name not in self._classes and "." in name:
+            return self._imported(name)
         if name not in self._classes:
             for entry in entry_points(group=self._group, name=name):
                 self._classes[name] = entry.load()
@@ -67,6 +77,15 @@ class Registry(Generic[T]):
         raise UnknownNameError(
             f"no {self.kind} {name!r}{did_you_mean(name, names)} (there are: {', '.join(names)})"
         )
+
+    def _imported(self, path: str) -> T:
+        """Return the class at a dotted path."""
+        module, _, name = path.rpartition(".")
+        try:
+            found: T = getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise UnknownNameError(f"no {self.kind} at {path!r}: {error}") from error
+        return found
 
     def names(self) -> tuple[str, ...]:
         """Return the names that `get` knows, those of installed packages included, sorted."""

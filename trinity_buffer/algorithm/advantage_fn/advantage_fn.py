@@ -22,6 +22,7 @@ from trinity_buffer.algorithm.arguments import (
     one_of,
     refuse_unknown,
 )
+from trinity_buffer.algorithm.batches import as_mapping
 from trinity_buffer.algorithm.registry import ADVANTAGE_FN
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
@@ -197,12 +198,12 @@ class TrainerAdvantage(AdvantageFn):
         """Put ``advantages`` and ``returns`` into the batch; return it, and metrics.
 
         Args:
-            exps: the batch, changed in place.
+            exps: the batch, or verl's ``DataProto``; changed in place.
             reduce: sums a tensor over data-parallel ranks; statistics of the whole step need it
                 where every rank holds a part of the step.
             kwargs: ignored.
         """
-        columns = Columns(exps)
+        columns = Columns(as_mapping(exps))
         result = self.compute(Rows(columns, reduce))
         columns.store(result)
         return exps, result.metrics

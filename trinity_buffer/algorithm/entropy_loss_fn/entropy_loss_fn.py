@@ -40,6 +40,7 @@ class EntropyLossFn(ABC):
         loss_agg_mode: str = "token-mean",
         *,
         layout: BatchLayout | None = None,
+        **_: Any,
     ) -> tuple[Tensor, Metrics]:
         """Return ``entropy_coef`` times the aggregated entropy, and what to log.
 
@@ -49,6 +50,7 @@ class EntropyLossFn(ABC):
             expert_mask: bool, per row ``[N]`` or per token; only `MixEntropyLossFn` looks at it.
             loss_agg_mode: see `aggregate_loss`.
             layout: boundaries and denominators of the step.
+            _: other tensors of the batch, which a trainer may offer to every loss.
         """
 
     @classmethod
@@ -70,6 +72,7 @@ class DefaultEntropyLossFn(EntropyLossFn):
         loss_agg_mode: str = "token-mean",
         *,
         layout: BatchLayout | None = None,
+        **_: Any,
     ) -> tuple[Tensor, Metrics]:
         """Return the bonus and the entropy."""
         loss = aggregate_loss(entropy, action_mask, loss_agg_mode, layout=layout)
@@ -89,6 +92,7 @@ class MixEntropyLossFn(EntropyLossFn):
         loss_agg_mode: str = "token-mean",
         *,
         layout: BatchLayout | None = None,
+        **_: Any,
     ) -> tuple[Tensor, Metrics]:
         """Return the bonus and the entropy.
 
@@ -119,6 +123,7 @@ class DummyEntropyLossFn(EntropyLossFn):
         loss_agg_mode: str = "token-mean",
         *,
         layout: BatchLayout | None = None,
+        **_: Any,
     ) -> tuple[Tensor, Metrics]:
         """Return 0 and nothing to log."""
         return torch.zeros((), device=entropy.device), {}

@@ -7,14 +7,15 @@ The estimators of KL(policy || reference) from sampled tokens are those of John 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import default_arguments
+from trinity_buffer.algorithm.batches import as_mapping
 from trinity_buffer.algorithm.functional import (
     LOG_RATIO_LIMIT,
     aggregate_loss,
@@ -27,6 +28,8 @@ from trinity_buffer.algorithm.registry import KL_FN
 from trinity_buffer.errors import InvalidArgumentError
 
 Metrics = dict[str, Tensor]
+Batch = TypeVar("Batch")
+"""A mutable mapping, or a ``DataProto``."""
 
 
 class KLFn(ABC):
@@ -103,25 +106,27 @@ class KLFn(ABC):
         return loss * self.kl_coef, metrics
 
     def apply_kl_penalty_to_reward(
-        self, batch: MutableMapping[str, Any], *, layout: BatchLayout | None = None
-    ) -> tuple[MutableMapping[str, Any], Metrics]:
+        self, batch: Batch, *, layout: BatchLayout | None = None
+    ) -> tuple[Batch, Metrics]:
         """Set ``token_level_rewards`` to the scores minus ``kl_coef`` times the divergence.
 
         An adaptive coefficient then takes a step. Keys may be those of verl (``old_log_probs``,
         ``ref_log_prob``, ``response_mask``) or ours (``old_logprob``, ``ref_logprob``,
-        ``action_mask``); scores are ``token_level_scores``, ``[B, T]``, or ``[T]`` packed.
+        ``action_mask``); scores are ``token_level_scores``, ``[B, T]``, or ``[T]`` packed. A
+        ``DataProto`` is changed in place and returned.
 
         Raises:
             InvalidArgumentError: names the tensor that is missing.
         """
-        scores = _tensor(batch, "token_level_scores")
-        mask = _tensor(batch, "response_mask", "action_mask")
+        columns = as_mapping(batch)
+        scores = _tensor(columns, "token_level_scores")
+        mask = _tensor(columns, "response_mask", "action_mask")
         kl = self.calculate_kl(
-            keep(mask, _tensor(batch, "old_log_probs", "old_logprob")),
-            keep(mask, _tensor(batch, "ref_log_prob", "ref_logprob")),
+            keep(mask, _tensor(columns, "old_log_probs", "old_logprob")),
+            keep(mask, _tensor(columns, "ref_log_prob", "ref_logprob")),
         )
         kl = keep(mask, kl) * mask.to(kl.dtype)
-        batch["token_level_rewards"] = scores - self.kl_coef * kl
+        columns["token_level_rewards"] = scores - self.kl_coef * kl
         rows = row_means(kl, mask.to(kl.dtype), layout)
         current = rows.mean()
         metrics = {"kl": current.detach(), "kl_coef": torch.as_tensor(self.kl_coef)}
@@ -176,10 +181,11 @@ class DummyKLFn(KLFn):
 
     @override
     def apply_kl_penalty_to_reward(
-        self, batch: MutableMapping[str, Any], *, layout: BatchLayout | None = None
-    ) -> tuple[MutableMapping[str, Any], Metrics]:
+        self, batch: Batch, *, layout: BatchLayout | None = None
+    ) -> tuple[Batch, Metrics]:
         """Set ``token_level_rewards`` to the scores."""
-        batch["token_level_rewards"] = _tensor(batch, "token_level_scores")
+        columns = as_mapping(batch)
+        columns["token_level_rewards"] = _tensor(columns, "token_level_scores")
         return batch, {}
 
 

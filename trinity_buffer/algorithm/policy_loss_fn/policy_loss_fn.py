@@ -30,6 +30,23 @@ BACKEND_NAMES: Mapping[str, Mapping[str, str]] = {
 }
 """What each training framework calls the tensors; other names are the same everywhere."""
 
+OFFERED = frozenset({
+    "action_mask",
+    "advantages",
+    "attention_mask",
+    "expert_mask",
+    "input_ids",
+    "old_logprob",
+    "position_ids",
+    "ref_logprob",
+    "returns",
+    "rollout_logprob",
+    "teacher_logprob",
+    "token_level_rewards",
+    "values",
+})  # fmt: skip
+"""Tensors of a batch: a trainer may offer them to a loss that does not look at them."""
+
 NOT_SELECTED = frozenset({"logprob", "layout"})
 """The trainer computes the one; the other is no tensor of the batch."""
 
@@ -129,7 +146,7 @@ def _with_backend_names(call: Callable[..., LossAndMetrics]) -> Callable[..., Lo
         given = {ours.get(name, name): value for name, value in tensors.items()}
         owner = type(self).__name__
         for name in given:
-            if name not in accepted and not open_ended:
+            if name not in accepted | OFFERED and not open_ended:
                 known = ["logprob", *self.select_keys, *({"layout"} & accepted)]
                 raise TypeError(
                     f"{owner} takes no tensor {name!r}{did_you_mean(name, known)} "
@@ -140,6 +157,8 @@ def _with_backend_names(call: Callable[..., LossAndMetrics]) -> Callable[..., Lo
                 raise TypeError(
                     f"{owner} needs the tensor {theirs.get(name, name)!r}, it was not given"
                 )
+        if not open_ended:
+            given = {name: value for name, value in given.items() if name in accepted}
         return call(self, *args, **given)
 
     return translated

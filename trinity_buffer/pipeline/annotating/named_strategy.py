@@ -6,31 +6,47 @@ from collections.abc import Mapping
 from typing import Any
 
 from trinity_buffer.algorithm import ADD_STRATEGY
-from trinity_buffer.algorithm.add_strategy import AddStrategy
+from trinity_buffer.algorithm.add_strategy import AddStrategy, AdvantageAddStrategy
+from trinity_buffer.algorithm.advantage_fn import PipelineAdvantage
 from trinity_buffer.algorithm.arguments import made
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.writer import StagedWriter
 
+StrategyClass = type[AddStrategy] | type[PipelineAdvantage]
+"""A strategy, or advantages of lists of experiences, which are one."""
 
-def name_of(strategy: str | type[AddStrategy]) -> str:
+
+def name_of(strategy: str | StrategyClass) -> str:
     """Return the registered name of a strategy, or that of its class."""
     if isinstance(strategy, str):
         return strategy
-    known = {ADD_STRATEGY.get(name): name for name in ADD_STRATEGY.names()}
-    return known.get(strategy, strategy.__name__)
+    names = ADD_STRATEGY.names()
+    known = next((name for name in names if ADD_STRATEGY.get(name) is strategy), None)
+    return known or strategy.__name__
 
 
 def make_strategy(
-    strategy: str | type[AddStrategy], writer: StagedWriter, args: Mapping[str, Any]
+    strategy: str | StrategyClass, writer: StagedWriter, args: Mapping[str, Any]
 ) -> AddStrategy:
-    """Return a strategy that writes to ``writer``.
+    """Return a strategy that writes to ``writer``; advantages of a class of one's own are one.
+
+    Raises:
+        UnknownNameError: there is none of this name, or it is none.
+    """
+    return made(strategy_class(strategy), writer, **args)
+
+
+def strategy_class(strategy: str | StrategyClass) -> type[AddStrategy]:
+    """Return the class of a strategy.
 
     Raises:
         UnknownNameError: there is none of this name, or it is none.
     """
     kind: object = ADD_STRATEGY.get(strategy) if isinstance(strategy, str) else strategy
+    if isinstance(kind, type) and issubclass(kind, PipelineAdvantage):
+        return type(kind.__name__, (AdvantageAddStrategy,), {"advantage_fn": kind})
     if not (isinstance(kind, type) and issubclass(kind, AddStrategy)):
         raise UnknownNameError(
             f"{strategy!r} is not an AddStrategy; known are {', '.join(ADD_STRATEGY.names())}"
         )
-    return made(kind, writer, **args)
+    return kind

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from trinity_buffer.algorithm.add_strategy import AddStrategy, compose
+from trinity_buffer.algorithm.add_strategy import compose
 from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import (
@@ -34,7 +34,12 @@ from trinity_buffer.pipeline.annotating.grouping import (
     has_rows,
 )
 from trinity_buffer.pipeline.annotating.last_words import say_rejected, say_waiting
-from trinity_buffer.pipeline.annotating.named_strategy import make_strategy, name_of
+from trinity_buffer.pipeline.annotating.named_strategy import (
+    StrategyClass,
+    make_strategy,
+    name_of,
+    strategy_class,
+)
 from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
@@ -49,7 +54,7 @@ from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.writer import StagedWriter
 
-StrategyLike = str | type[AddStrategy] | Sequence[str | type[AddStrategy]]
+StrategyLike = str | StrategyClass | Sequence[str | StrategyClass]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,7 @@ class StrategyConsumer:
         self.strategy = (
             make_strategy(listed[0], self._staged, args or {})
             if len(listed) == 1
-            else compose(self._staged, listed, args or {})
+            else compose(self._staged, [strategy_class(one) for one in listed], args or {})
         )
         self.name = name or "+".join(names)
         self.rules = rules or GroupingRules.of(experiment.config)

@@ -65,11 +65,14 @@ class SQLWriter(BufferWriter):
         while call.rows:
             reached("before-append")
             outcome = await self._group_commit.submit(call)
+            place = outcome.place
             if not (outcome.known or outcome.sealed):
                 reached("after-append")
-                return call.receipt(outcome.place)
+                break
             call.learn(outcome)
-            place = outcome.place._replace(position=0)
+            place = place._replace(position=0)
+        for experience in call.given:
+            experience.eid.keep()
         return call.receipt(place)
 
     @override
