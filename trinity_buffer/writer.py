@@ -37,8 +37,8 @@ class WriteReceipt:
     duplicates: int
     rejected: int = 0
     uids: tuple[str, ...] = ()
-    digests: tuple[bytes, ...] = ()
-    head: str = ""
+    digests: tuple[bytes, ...] = field(default=(), compare=False)
+    head: str = field(default="", compare=False)
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -42,15 +42,14 @@ def needed(batch: Mapping[str, Any], key: str, user: Any) -> Tensor:
     """
     found = batch.get(key)
     if found is None:
-        if key in OF_ROLLOUTS:
-            raise InvalidArgumentError(
-                f"{type(user).__name__} needs the tensor {key!r}, and no row of the step recorded "
-                "log-probabilities: store them with the experiences (logprobs=), or let the "
-                "trainer compute them before the step (recompute_old_logprob=True)"
-            )
         held = ", ".join(sorted(name for name in batch if batch[name] is not None))
+        unrecorded = (
+            ": no row of the step recorded log-probabilities; store them with the experiences "
+            "(logprobs=), or let the trainer compute them before the step "
+            "(recompute_old_logprob=True)"
+        )
         raise InvalidArgumentError(
             f"{type(user).__name__} needs the tensor {key!r}, which the micro-batch lacks "
-            f"(it holds {held})"
+            f"(it holds {held}){unrecorded if key in OF_ROLLOUTS else ''}"
         )
     return cast("Tensor", found)
