@@ -32,7 +32,6 @@ BROAD_EXCEPTS = {
     f"{PACKAGE}/cli/own_ends.py": "one's own code failed: told as a sentence, with its line",
     f"{PACKAGE}/pipeline/streaming/rank_stream.py:run": "handed to whoever reads the stream",
     f"{PACKAGE}/store/sqlite_seats.py:execute": "raised again where the trip is waited for",
-    f"{PACKAGE}/pipeline/streaming/portal.py:in_portal": "raised again, bare of the portal's group",
     f"{PACKAGE}/pipeline/background.py:task_group": "raised again, bare of the task group",
     f"{PACKAGE}/pipeline/writing/group_commit.py:prepare": "handed to its caller",
     f"{PACKAGE}/pipeline/background.py:run": "raised at the end of the body",

@@ -22,6 +22,8 @@ TrinityBufferError
     ├── SchemaTooNewError               a newer store: upgrade the package
     ├── ReadOnlyStoreError
     ├── UnsafeStoreError                a file system or SQLite library that would lose data
+    ├── StoreUseError                   used after its end, or by another process or event loop
+    ├── StoreReplacedError              its file was removed or replaced under us
     ├── StoreBusyError (TimeoutError)
     ├── DamagedSegmentError             a checksum that does not hold
     ├── ArchivedSegmentError            tensors that retention has taken out of the store
@@ -133,6 +135,14 @@ class ReadOnlyStoreError(StoreError):
 
 class UnsafeStoreError(StoreError):
     """The file system or the SQLite library would lose data here."""
+
+
+class StoreUseError(StoreError):
+    """The store is closed, or was opened by another process or in another event loop."""
+
+
+class StoreReplacedError(StoreError):
+    """The database's file was removed or replaced while it was open; nothing is acknowledged."""
 
 
 class StoreBusyError(StoreError, TimeoutError):

@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from trinity_buffer.errors import StoreReplacedError
 from trinity_buffer.pipeline.store import open_store
 
 NOBODY = 65534
@@ -44,7 +45,10 @@ def open_folder() -> Iterator[Path]:
         yield folder
 
 
-def test_a_file_that_cannot_be_written_is_read_and_not_changed(open_folder: Path) -> None:
+@pytest.mark.parametrize("mode", [0o777, 0o555])
+def test_a_file_that_cannot_be_written_is_read_and_not_changed(
+    open_folder: Path, mode: int
+) -> None:
     file = open_folder / "run.db"
 
     async def create() -> None:
@@ -53,6 +57,7 @@ def test_a_file_that_cannot_be_written_is_read_and_not_changed(open_folder: Path
 
     anyio.run(create)
     file.chmod(0o444)
+    open_folder.chmod(mode)
     before = file.read_bytes()
     done = subprocess.run(
         [sys.executable, "-c", STEP_DOWN_AND_OPEN, f"sqlite:///{file}"],
@@ -66,3 +71,42 @@ def test_a_file_that_cannot_be_written_is_read_and_not_changed(open_folder: Path
     assert "cannot be written" in refused
     assert str(file) in refused
     assert file.read_bytes() == before
+
+
+def test_commits_that_cannot_be_read_where_they_lie_are_told_of(open_folder: Path) -> None:
+    file = open_folder / "run.db"
+
+    async def create() -> None:
+        async with open_store(str(file)) as store:
+            await store.experiment("sort", config={})
+            log = Path(f"{file}-wal").read_bytes()  # noqa: ASYNC240 - a test waits for nobody
+        Path(f"{file}-wal").write_bytes(log)  # noqa: ASYNC240
+
+    anyio.run(create)
+    open_folder.chmod(0o555)
+    done = subprocess.run(
+        [sys.executable, "-c", STEP_DOWN_AND_OPEN, f"sqlite:///{file}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "run.db-wal holds commits that cannot be read" in done.stderr
+    assert "copy run.db and run.db-wal" in done.stderr
+
+
+async def test_who_reads_a_file_as_it_lies_hears_that_somebody_writes(
+    open_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = open_folder / "run.db"
+    async with open_store(str(file)) as store:
+        await store.experiment("sort", config={})
+    with monkeypatch.context() as patched:  # root may write everywhere
+        patched.setattr(os, "access", lambda _path, mode: mode != os.W_OK)
+        still = open_store(str(file), read_only=True)
+        reader = await still.__aenter__()
+    assert await reader.experiments() == ["sort"]
+    async with open_store(str(file)) as store:
+        await store.experiment("other", config={})
+        with pytest.raises(StoreReplacedError, match="somebody writes to the store"):
+            await reader.experiments()
+    await still.__aexit__(None, None, None)

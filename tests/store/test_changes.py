@@ -22,6 +22,8 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import changes as module
 from trinity_buffer.store import file_watch, log, sqlite
 from trinity_buffer.store.changes import SQLiteChanges
+from trinity_buffer.store.owner import Owner
+from trinity_buffer.store.store_files import StoreFiles
 from trinity_buffer.store.transaction import Transaction
 
 LONG_S = 60.0
@@ -55,7 +57,7 @@ async def test_a_write_wakes_all_who_wait_and_nobody_polls(
 ) -> None:
     monkeypatch.setattr(module, "FIRST_POLL_S", LONG_S)
     monkeypatch.setattr(module, "SLOWEST_WATCHED_POLL_S", LONG_S)
-    changes = SQLiteChanges(path)
+    changes = SQLiteChanges(path, Owner("a.db"), StoreFiles(path, with_log=False))
     state = await changes.state()
     with anyio.fail_after(LONG_S / 2):
         async with anyio.create_task_group() as group:
@@ -97,7 +99,7 @@ async def test_no_commit_is_missed(
 ) -> None:
     if not watched:
         monkeypatch.setattr(file_watch, "watch", lambda _: None)
-    changes = SQLiteChanges(path)
+    changes = SQLiteChanges(path, Owner("a.db"), StoreFiles(path, with_log=False))
     with anyio.fail_after(LONG_S):
         for size in (1, 100_000, 3_000_000):
             state = await changes.state()
@@ -117,7 +119,7 @@ async def test_a_wait_ends_in_time_and_can_be_cancelled(
 ) -> None:
     if not watched:
         monkeypatch.setattr(file_watch, "watch", lambda _: None)
-    changes = SQLiteChanges(path)
+    changes = SQLiteChanges(path, Owner("a.db"), StoreFiles(path, with_log=False))
     state = await changes.state()
     began = time.monotonic()
     await changes.changed(state, timeout_s=0.05)
@@ -142,7 +144,7 @@ async def test_who_waits_for_nothing_hears_nothing(
         heard += 1
         os.read(descriptor, 4_096)
 
-    changes = SQLiteChanges(path)
+    changes = SQLiteChanges(path, Owner("a.db"), StoreFiles(path, with_log=False))
     await changes.changed(await changes.state(), timeout_s=0.01)
     monkeypatch.setattr(file_watch, "drain", count)
     for _ in range(10):
@@ -153,7 +155,7 @@ async def test_who_waits_for_nothing_hears_nothing(
 
 
 async def test_an_idle_wait_costs_next_to_nothing(path: Path, other: Any) -> None:
-    changes = SQLiteChanges(path)
+    changes = SQLiteChanges(path, Owner("a.db"), StoreFiles(path, with_log=False))
     state = await changes.state()
     used, began = time.process_time(), time.monotonic()
     await changes.changed(state, timeout_s=1.5)

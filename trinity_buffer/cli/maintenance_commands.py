@@ -167,7 +167,13 @@ def rebuild(
         console().print(f"{found.events} events folded; mended: {mended}", markup=False)
 
 
-def migrate(store: StoreOption = None, as_json: JsonOption = False) -> None:
+def migrate(
+    store: StoreOption = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="For the end of every process that has it open.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Bring a store that an older version wrote up to date.
 
     Example: trinity-buffer migrate --store runs/demo.db
@@ -176,7 +182,7 @@ def migrate(store: StoreOption = None, as_json: JsonOption = False) -> None:
 
     url = chosen_store(store)
 
-    before, after = run(partial(migrate_store, url))
+    before, after = run(partial(migrate_store, url, wait=wait))
     if as_json:
         print_json({"store": url, "before": before, "after": after})
     elif before == after:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +18,14 @@ from typing_extensions import override
 
 from trinity_buffer.errors import StoreError
 from trinity_buffer.store import file_watch
+from trinity_buffer.store.foreign_errors import foreign_errors
+from trinity_buffer.store.owner import Owner
 from trinity_buffer.store.sqlite import uri_of
+from trinity_buffer.store.store_files import StoreFiles
 
 CHANNEL = "trinity_buffer"
+APPLICATION = f"trinity-buffer {os.getpid()}@{socket.gethostname()}"[:63]
+"""What the server's list of connections says of ours."""
 FIRST_POLL_S = 0.001
 SLOWEST_POLL_S = 0.008
 CLOSE_TIMEOUT_S = 5.0
@@ -32,9 +38,13 @@ class Changes(ABC):
 
     The pattern: take `state`, read, and if there was nothing, ``await changed(state)``: a commit
     between the two returns at once. The wait may return early; callers read again.
+
+    Args:
+        owner: who may ask; at the end nobody, who waits included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
         self._own = 0
         self._event = anyio.Event()
 
@@ -66,10 +76,11 @@ class SQLiteChanges(Changes):
     the clock. A log cannot be replaced by another file while this connection is open.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
+    def __init__(self, path: Path, owner: Owner, files: StoreFiles, *, still: bool = False) -> None:
+        super().__init__(owner)
+        self._files = files
         self._connection: Any = dbapi2.connect(
-            f"{uri_of(path)}?mode=ro",
+            uri_of(path, still=still),
             uri=True,
             isolation_level=None,
             check_same_thread=False,
@@ -79,7 +90,10 @@ class SQLiteChanges(Changes):
         self._num_waiting = 0
 
     def _version(self) -> int:
-        return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+        self._owner.require()
+        self._files.check()  # of a file that is gone no news would ever come
+        with foreign_errors(self._log.name):
+            return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
 
     @override
     async def state(self) -> tuple[int, int]:
@@ -129,6 +143,9 @@ class SQLiteChanges(Changes):
     @override
     async def close(self) -> None:
         """Close the polling connection."""
+        if self._owner.forked:
+            return
+        self.notify()  # whoever waits hears that it is closed
         if self._watch is not None:
             os.close(self._watch)
         self._connection.close()
@@ -137,8 +154,8 @@ class SQLiteChanges(Changes):
 class PostgresChanges(Changes):
     """Listens on one channel, over a connection of its own, opened by the first who waits."""
 
-    def __init__(self, url: URL) -> None:
-        super().__init__()
+    def __init__(self, url: URL, owner: Owner) -> None:
+        super().__init__(owner)
         self._url = url
         self._others = 0
         self._connection: Any = None
@@ -152,7 +169,9 @@ class PostgresChanges(Changes):
             if self._connection is None or self._connection.is_closed():
                 self._gone = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
                 try:
-                    self._connection = await asyncpg.connect(_dsn(self._url))
+                    self._connection = await asyncpg.connect(
+                        _dsn(self._url), server_settings={"application_name": APPLICATION}
+                    )
                     # Whoever waits must not wait for news over a connection that is gone.
                     self._connection.add_termination_listener(self._heard)
                     await self._connection.add_listener(CHANNEL, self._heard)
@@ -186,7 +205,8 @@ class PostgresChanges(Changes):
     @override
     async def close(self) -> None:
         """Close the listening connection; a server that is gone is no error any more."""
-        if self._connection is None:
+        self.notify()
+        if self._connection is None or self._owner.forked:
             return
         with anyio.CancelScope(shield=True):
             try:

@@ -19,6 +19,7 @@ from typing import Any
 from pysqlite3 import dbapi2
 
 from trinity_buffer.sizes import sizes
+from trinity_buffer.store.sqlite import uri_of
 from trinity_buffer.store.write_ahead_log import log_state
 
 PAUSE_S = 0.25
@@ -62,7 +63,9 @@ class Checkpointer:
             self._thread.join()
 
     def _run(self) -> None:
-        connection = dbapi2.connect(str(self._path), isolation_level=None)
+        # Opened only if it is there: an empty file in its place would be another database.
+        name = uri_of(self._path, writes=True)
+        connection = dbapi2.connect(name, uri=True, isolation_level=None)
         try:
             # Asked before each wait too: `close` may come just before its news is cleared.
             while not self._closing.is_set():

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 import anyio
 import anyio.to_thread
 from pysqlite3 import dbapi2
-from sqlalchemy import make_url, text
+from sqlalchemy import make_url
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.util import await_only, greenlet_spawn
@@ -26,8 +26,10 @@ from trinity_buffer.store import schema, sqlite
 from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
 from trinity_buffer.store.checkpoint import Checkpointer
 from trinity_buffer.store.foreign_errors import foreign_errors
+from trinity_buffer.store.owner import Owner
 from trinity_buffer.store.postgres import Server
 from trinity_buffer.store.sqlite_seats import Seats, SQLiteTransaction
+from trinity_buffer.store.store_files import StoreFiles
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 
 P = ParamSpec("P")
@@ -97,7 +99,11 @@ class Database:
         self._computing = anyio.CapacityLimiter(COMPUTED_AT_ONCE)
         self._checkpointer = None if read_only else self._new_checkpointer()
         self._connections: Seats | Server
-        self.changes: Changes
+        self._changes: Changes
+        self._owner: Owner
+        self._any_revision = False
+        self._still = False
+        self._schema = -1
 
     def _new_checkpointer(self) -> Checkpointer | None:
         return Checkpointer(self.path) if self.dialect == "sqlite" else None
@@ -106,6 +112,37 @@ class Database:
     def path(self) -> Path:
         """The file of a SQLite store."""
         return Path(self.url.database or "")
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that a SQLite store lies in; None for a server."""
+        return self.path.absolute().parent if self.dialect == "sqlite" else None
+
+    @property
+    def changes(self) -> Changes:
+        """News of commits.
+
+        Raises:
+            StoreUseError: as `require_usable`.
+        """
+        self._owner.require()
+        return self._changes
+
+    def require_usable(self) -> None:
+        """Do nothing in the event loop that opened the database, while it is open.
+
+        Raises:
+            StoreUseError: it is closed, or this is another process or event loop.
+        """
+        self._owner.require()
+
+    def require_open(self) -> None:
+        """Do nothing while the database is open, in whatever thread of the process.
+
+        Raises:
+            StoreUseError: it is closed, or this is a forked child.
+        """
+        self._owner.require_open()
 
     def require_writable(self) -> None:
         """Do nothing, unless the store is open read-only.
@@ -144,6 +181,7 @@ class Database:
         return done
 
     async def _run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
+        self._owner.require()
         with foreign_errors(self.name):
             return await self._connections.run(f, writes=writes)
 
@@ -161,6 +199,7 @@ class Database:
         return await self._in_session(work, writes=False)
 
     async def _in_session(self, work: Callable[[Session], T], *, writes: bool) -> T:
+        self._owner.require()
         if isinstance(self._connections, Server):
             return await greenlet_spawn(work, _ServerSession(self))
         session = _SeatSession(self)
@@ -172,13 +211,23 @@ class Database:
 
     async def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(...)``, computed in a thread."""
+        self._owner.require()
         return await anyio.to_thread.run_sync(partial(f, *args, **kwargs), limiter=self._computing)
 
     def _noticed(self) -> None:
         """Tell whoever waits in this process that something was committed."""
-        self.changes.notify()
+        self._changes.notify()
         if self._checkpointer is not None:
             self._checkpointer.notify()
+
+    def _require_schema(self, tx: Transaction) -> None:
+        """Do nothing if the schema is the one of this version: somebody may have migrated it."""
+        if self._any_revision:
+            return
+        ((found,),) = tx.rows("PRAGMA schema_version", ())  # counts changes
+        if found != self._schema:
+            schema.inspect(tx, self.name)
+            self._schema = found
 
     async def open(
         self, stack: AsyncExitStack, *, any_revision: bool = False, create: bool = True
@@ -189,27 +238,47 @@ class Database:
             create: False where a store that is not there is an error.
             any_revision: take the schema as it is and create nothing; for migrations.
         """
-        on_file = self.dialect == "sqlite"
-        if on_file:
-            self.version = sqlite.require_safe_library()
-            if not sqlite.check_path(self.path, read_only=self.read_only) and not create:
-                raise sqlite.nothing_at(self.path)
-        self._connections = Seats(self._connect) if on_file else Server(self.url)
-        stack.push_async_callback(self._close)
-        with foreign_errors(self.name):
-            if on_file and not self.read_only and not any_revision:
-                await anyio.to_thread.run_sync(sqlite.prepare_file, self.path)
-            self.changes = SQLiteChanges(self.path) if on_file else PostgresChanges(self.url)
-        stack.push_async_callback(self.changes.close)
-        if not on_file:
-            self.version = await self.read(_server_version)
+        self._owner = Owner(self.name)
+        self._any_revision = any_revision
+        if self.dialect == "sqlite":
+            prepare = not self.read_only and not any_revision
+            await self._open_file(stack, prepare=prepare, create=create)
+        else:
+            await self._open_server(stack)
+        stack.callback(self._owner.close)
         if not any_revision and not await self.read(schema.inspect, self.name):
             if self.read_only or not create:
                 raise UnknownStoreError(f"{self.name} is empty: there is no store to read")
             await self.write(schema.create, self.name)
         return self
 
+    async def _open_file(self, stack: AsyncExitStack, *, prepare: bool, create: bool) -> None:
+        self.version = sqlite.require_safe_library()
+        if not sqlite.check_path(self.path, read_only=self.read_only) and not create:
+            raise sqlite.nothing_at(self.path)
+        self._still = self.read_only and sqlite.is_still(self.path)
+        files = StoreFiles(self.path, with_log=not self.read_only or self._still)
+        self._connections = Seats(self._connect, files, self._require_schema)
+        stack.push_async_callback(self._close)
+        with foreign_errors(self.name):
+            if prepare:
+                await anyio.to_thread.run_sync(sqlite.prepare_file, self.path)
+            self._changes = SQLiteChanges(self.path, self._owner, files, still=self._still)
+        stack.push_async_callback(self._changes.close)
+        await self.read(_first_look)
+        files.note()
+
+    async def _open_server(self, stack: AsyncExitStack) -> None:
+        self._connections = server = Server(self.url)
+        stack.push_async_callback(self._close)
+        self._changes = PostgresChanges(self.url, self._owner)
+        stack.push_async_callback(self._changes.close)
+        with foreign_errors(self.name):
+            self.version = await server.require_suitable(self.name)
+
     async def _close(self) -> None:
+        if self._owner.forked:  # the threads are the parent's, and the files are its to close
+            return
         with anyio.CancelScope(shield=True):
             if self._checkpointer is not None:
                 await anyio.to_thread.run_sync(self._checkpointer.close)
@@ -217,7 +286,7 @@ class Database:
 
     def _connect(self) -> Any:
         """Open one connection to a SQLite file."""
-        name = f"{sqlite.uri_of(self.path)}?mode={'ro' if self.read_only else 'rw'}"
+        name = sqlite.uri_of(self.path, writes=not self.read_only, still=self._still)
         with foreign_errors(self.name):
             driver = dbapi2.connect(name, uri=True, isolation_level=None, cached_statements=256)
             for statement in sqlite.pragmas(durability=self.durability, read_only=self.read_only):
@@ -225,8 +294,9 @@ class Database:
         return driver
 
 
-def _server_version(tx: Transaction) -> str:
-    return str(tx.execute(text("SHOW server_version")).scalar_one())
+def _first_look(tx: Transaction) -> None:
+    """Read something: only then does SQLite open the log."""
+    tx.rows("SELECT count(*) FROM sqlite_master", ())
 
 
 class _SeatSession:

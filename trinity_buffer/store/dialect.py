@@ -20,6 +20,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
+from trinity_buffer.errors import SchemaTooNewError
+from trinity_buffer.store.tables import SCHEMA_REVISION
 from trinity_buffer.store.transaction import Transaction
 
 
@@ -60,9 +62,21 @@ def lock_experiment(tx: Transaction, experiment: int) -> None:
     A position given out under the lock is committed before the next one is given out, so a reader
     that has seen a position has seen every lower one. On SQLite, ``BEGIN IMMEDIATE`` has done it
     already.
+
+    Raises:
+        SchemaTooNewError: the store was migrated since it was opened here. On SQLite every
+            transaction looks for itself.
     """
     if tx.dialect.name == "postgresql":
-        tx.execute(
-            text("SELECT pg_advisory_xact_lock(:space, :experiment)"),
-            {"space": 7, "experiment": experiment},
-        )
+        revision = tx.execute(_LOCK, {"space": 7, "experiment": experiment}).one()[1]
+        if revision != SCHEMA_REVISION:
+            raise SchemaTooNewError(
+                f"the store was migrated to schema {revision} while it was open here (this is "
+                f"{SCHEMA_REVISION}): upgrade with `pip install --upgrade trinity-buffer`"
+            )
+
+
+_LOCK = text(
+    "SELECT pg_advisory_xact_lock(:space, :experiment), "
+    "(SELECT max(version_num) FROM alembic_version)"
+)

@@ -12,9 +12,16 @@ from trinity_buffer.errors import (
     StoreBusyError,
     StoreError,
     UnknownStoreError,
+    UnsafeStoreError,
 )
 from trinity_buffer.store import sqlite
 from trinity_buffer.store.transaction import TakenKeyError
+
+POOLED = (
+    "is behind a pooler (PgBouncer) that lends a server connection for one transaction: prepared "
+    "statements and news of changes do not survive that. Connect to PostgreSQL itself, or set "
+    "pool_mode = session"
+)
 
 
 class foreign_errors:  # noqa: N801 - read as a statement: `with foreign_errors(name)`
@@ -38,16 +45,37 @@ def _translate(error: Exception, name: str) -> Exception:
     if isinstance(error, (IntegrityError, dbapi2.IntegrityError)):
         return TakenKeyError(f"{name}: {cause}")
     lowered = cause.lower()
-    if "database is locked" in lowered or "database is busy" in lowered:
-        return StoreBusyError(
-            f"{name}: another process held the database for over "
-            f"{sqlite.BUSY_TIMEOUT_MS // 1000} s; "
-            "`trinity-buffer stats` shows what is at work"
-        )
-    if "readonly database" in lowered or "read-only transaction" in lowered:
-        return ReadOnlyStoreError(f"{name} cannot be written: {cause}")
-    if "not a database" in lowered or "file is encrypted" in lowered:
-        return UnknownStoreError(f"{name} is not a Trinity Buffer store, nor a SQLite database")
-    if "no space left" in lowered or ("full" in lowered and "disk" in lowered):
-        return StoreError(f"{name}: the disk is full; nothing of this transaction was written")
+    for words, kind, what in _MEANINGS:
+        if any(word in lowered for word in words):
+            return kind(what.format(name=name, cause=cause, busy_s=sqlite.BUSY_TIMEOUT_MS // 1000))
     return StoreError(f"{name}: {cause}")
+
+
+_MEANINGS: tuple[tuple[tuple[str, ...], type[StoreError], str], ...] = (
+    (
+        ("database is locked", "database is busy"),
+        StoreBusyError,
+        "{name}: another process held the database for over {busy_s} s; "
+        "`trinity-buffer stats` shows what is at work",
+    ),
+    (
+        ("readonly database", "read-only transaction"),
+        ReadOnlyStoreError,
+        "{name} cannot be written: {cause}",
+    ),
+    (
+        ("not a database", "file is encrypted"),
+        UnknownStoreError,
+        "{name} is not a Trinity Buffer store, nor a SQLite database",
+    ),
+    (
+        ("prepared statement", "statement pooling mode"),
+        UnsafeStoreError,
+        "{name} " + POOLED + " ({cause})",
+    ),
+    (
+        ("no space left", "disk is full", "disk full"),
+        StoreError,
+        "{name}: the disk is full; nothing of this transaction was written",
+    ),
+)

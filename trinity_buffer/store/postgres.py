@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import anyio
 from sqlalchemy import Connection, Table, insert, text
@@ -14,9 +15,11 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import create_async_engine
 from typing_extensions import override
 
+from trinity_buffer.errors import UnsafeStoreError
 from trinity_buffer.extras import extra
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store.changes import CHANNEL
+from trinity_buffer.store.changes import APPLICATION, CHANNEL
+from trinity_buffer.store.foreign_errors import POOLED
 from trinity_buffer.store.transaction import Transaction
 
 T = TypeVar("T")
@@ -78,8 +81,14 @@ class Server:
         extra("asyncpg", "postgresql")
         # What libpq and asyncpg's own URLs call sslmode is an argument ssl of its connections.
         query = {"ssl" if k == "sslmode" else k: v for k, v in url.query.items()}
+        # The lock of an experiment needs it: a transaction that waited for the lock must see what
+        # its holder committed, whatever the database's default is.
         self._engine = create_async_engine(
-            url.set(query=query), pool_size=KEPT_CONNECTIONS, max_overflow=MORE_CONNECTIONS
+            url.set(query=query),
+            pool_size=KEPT_CONNECTIONS,
+            max_overflow=MORE_CONNECTIONS,
+            isolation_level="READ COMMITTED",
+            connect_args={"server_settings": {"application_name": APPLICATION}},
         )
 
     async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
@@ -96,9 +105,51 @@ class Server:
                 done = await connection.run_sync(transact)
         return done
 
+    async def require_suitable(self, name: str) -> str:
+        """Return the server's version.
+
+        Raises:
+            UnsafeStoreError: the database does not store UTF-8, or a pooler hands out a server
+                connection for a transaction only.
+        """
+        async with self._engine.connect() as one, self._engine.connect() as other:
+            about: Any = (await one.exec_driver_sql(_ABOUT)).one()
+            version, encoding = str(about[0]), str(about[1])
+            if encoding != "UTF8":
+                raise UnsafeStoreError(
+                    f"{name} stores texts as {encoding}, which has no room for most of them: make "
+                    "a database with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0"
+                )
+            mark = uuid4().hex
+            await one.exec_driver_sql(_SET_MARK, (mark,))
+            await one.commit()
+            # A pooler of transactions gives the other connection, which keeps it until the end of
+            # its transaction, the server's session of the first one; or the first gets a new one.
+            seen = (await other.exec_driver_sql(_GET_MARK)).scalar()
+            again = (await one.exec_driver_sql(_GET_MARK)).scalar()
+        if seen == mark or again != mark:
+            raise UnsafeStoreError(f"{name} {POOLED}")
+        return version
+
     async def close(self) -> None:
         """Close every connection."""
         await self._engine.dispose()
 
 
 _READING = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+_ABOUT = "SELECT current_setting('server_version'), current_setting('server_encoding')"
+_SET_MARK = "SELECT set_config('trinity_buffer.session', $1, false)"
+_GET_MARK = "SELECT current_setting('trinity_buffer.session', true)"
+
+
+def others(tx: Transaction) -> list[str]:
+    """Return who else has this database open: processes of ours, and of versions without a name."""
+    rows = tx.rows(_OTHERS, ())
+    return sorted({str(row[0]) or "a process of an older version" for row in rows} - {APPLICATION})
+
+
+_OTHERS = (
+    "SELECT application_name FROM pg_stat_activity WHERE datname = current_database() "
+    "AND backend_type = 'client backend' AND pid <> pg_backend_pid() "
+    "AND (application_name = '' OR application_name LIKE 'trinity-buffer%')"
+)

@@ -16,6 +16,7 @@ from trinity_buffer.errors import StoreError
 from trinity_buffer.events import PlacedFact
 from trinity_buffer.store import projections, sqlite, tables
 from trinity_buffer.store.sqlite_seats import SQLiteTransaction
+from trinity_buffer.store.store_files import StoreFiles
 from trinity_buffer.store.transaction import Transaction
 
 P = ParamSpec("P")
@@ -110,7 +111,8 @@ def open_scratch(
     """
     sqlite.require_safe_library()
     with TemporaryDirectory(prefix="trinity-buffer-") as folder:
-        tx = SQLiteTransaction(_connected(Path(folder) / "scratch.db", live))
+        path = Path(folder) / "scratch.db"
+        tx = SQLiteTransaction(_connected(path, live), StoreFiles(path, with_log=False))
         with closing(tx):
             tx.run(lambda tx: _create(tx, () if indexed else _NEEDLESS), writes=True)
             yield Scratch(tx, experiment, sees_live=live is not None)
@@ -133,5 +135,5 @@ def _connected(path: Path, live: Path | None) -> Any:
     for statement in _PRAGMAS:
         driver.execute(statement)
     if live is not None:
-        driver.execute("ATTACH ? AS live", (f"{sqlite.uri_of(live)}?mode=ro",))
+        driver.execute("ATTACH ? AS live", (sqlite.uri_of(live),))
     return driver

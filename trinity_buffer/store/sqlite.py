@@ -118,9 +118,51 @@ def nothing_at(path: Path) -> UnknownStoreError:
     return UnknownStoreError(f"{path}: there is no store to read{there}")
 
 
-def uri_of(path: Path) -> str:
-    """Return the URI of a file, to which SQLite's parameters may be added."""
-    return f"file:{quote(str(path.resolve()))}"
+def uri_of(path: Path, *, writes: bool = False, still: bool = False) -> str:
+    """Return the URI of a file that is there; ``still``: see `is_still`."""
+    mode = "rw" if writes else "ro"
+    return f"file:{quote(str(path.resolve()))}?mode={mode}{'&immutable=1' if still else ''}"
+
+
+def is_still(path: Path) -> bool:
+    """Return whether a file is to be read as it lies: nobody writes, and nobody here could.
+
+    SQLite reads a database with a write-ahead log through shared memory beside it, which a folder
+    that cannot be written has no place for.
+
+    Raises:
+        ReadOnlyStoreError: its log holds commits that cannot be read without shared memory.
+    """
+    whole = path.resolve()
+    if os.access(whole.parent, os.W_OK):
+        return False
+    log = whole.with_name(f"{whole.name}-wal")
+    if not log.exists() or log.stat().st_size == 0:
+        return True
+    if log.with_name(f"{whole.name}-shm").exists():
+        return False
+    raise ReadOnlyStoreError(
+        f"{path}: its log {log.name} holds commits that cannot be read in {whole.parent}, which "
+        f"cannot be written: copy {whole.name} and {log.name} to a folder of your own"
+    )
+
+
+def in_use(path: Path) -> bool:
+    """Return whether another connection has the database open."""
+    connection = dbapi2.connect(uri_of(path, writes=True), uri=True, timeout=0)
+    try:
+        connection.isolation_level = None
+        # Everybody who has read from a database with a log keeps a shared lock on it.
+        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+        connection.execute("BEGIN EXCLUSIVE")
+        connection.execute("ROLLBACK")
+    except dbapi2.OperationalError as error:
+        if "locked" not in str(error):
+            raise
+        return True
+    finally:
+        connection.close()
+    return False
 
 
 def pragmas(*, durability: str, read_only: bool) -> list[str]:

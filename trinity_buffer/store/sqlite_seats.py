@@ -21,6 +21,7 @@ from sqlalchemy.pool import StaticPool
 from typing_extensions import override
 
 from trinity_buffer.sizes import sizes
+from trinity_buffer.store.store_files import StoreFiles
 from trinity_buffer.store.transaction import Transaction
 
 T = TypeVar("T")
@@ -34,9 +35,13 @@ class SQLiteTransaction(Transaction):
 
     Args:
         driver: the connection. No transaction may be open.
+        files: what the connection has open.
+        check: what each transaction begins with.
     """
 
-    def __init__(self, driver: Any) -> None:
+    def __init__(
+        self, driver: Any, files: StoreFiles, check: Callable[[Transaction], None] | None = None
+    ) -> None:
         engine = create_engine(
             "sqlite://",
             module=dbapi2,
@@ -46,6 +51,8 @@ class SQLiteTransaction(Transaction):
         )
         super().__init__(engine.connect())
         self._driver = driver
+        self._files = files
+        self._check = check
 
     @override
     def rows(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -74,8 +81,11 @@ class SQLiteTransaction(Transaction):
         # writers take the lock at once.
         try:
             self._driver.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+            if self._check is not None:
+                self._check(self)
             done = f(self)
             self._driver.execute("COMMIT")
+            self._files.check()  # what was read, too, may tell somebody that he is safe
         except BaseException:
             if self._driver.in_transaction:  # a full disk may have rolled back already
                 self._driver.execute("ROLLBACK")
@@ -104,15 +114,15 @@ class _Desk:
     aiosqlite never looks at what its ``connector`` returns: it calls methods of it, in its thread.
     """
 
-    def __init__(self, connector: Callable[[], Any]) -> None:
-        self._connector = connector
+    def __init__(self, connect: Callable[[], SQLiteTransaction]) -> None:
+        self._connect = connect
         self._tx: SQLiteTransaction | None = None  # connected on the first trip
         self._answer: tuple[bool, Any] = (True, None)
 
     def execute(self, work: Callable[[SQLiteTransaction], Any], _: Any) -> _Desk:
         try:
             if self._tx is None:
-                self._tx = SQLiteTransaction(self._connector())
+                self._tx = self._connect()
             self._answer = (True, work(self._tx))
         except BaseException as error:  # noqa: BLE001 - raised again by `_Seat.trip`; set on a future, a StopIteration would never arrive
             self._answer = (False, error)
@@ -130,11 +140,11 @@ class _Desk:
 class _Seat:
     """One connection and its thread, which does not keep the interpreter from ending."""
 
-    def __init__(self, connector: Callable[[], Any]) -> None:
+    def __init__(self, connect: Callable[[], SQLiteTransaction]) -> None:
         made: list[aiosqlite.Connection] = []
 
         def make() -> None:
-            desk: Any = _Desk(connector)
+            desk: Any = _Desk(connect)
             made.append(aiosqlite.Connection(lambda: desk, iter_chunk_size=64))
 
         # A thread inherits being a daemon from the one that makes it.
@@ -165,10 +175,19 @@ class Seats:
 
     Args:
         connector: returns a new connection, in autocommit.
+        files: what the connections have open; looked at after each transaction.
+        check: what each transaction begins with.
     """
 
-    def __init__(self, connector: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        connector: Callable[[], Any],
+        files: StoreFiles,
+        check: Callable[[Transaction], None],
+    ) -> None:
         self._connector = connector
+        self._files = files
+        self._check = check
         self._free = anyio.Semaphore(SEATS, fast_acquire=True)
         self._write_lock = anyio.Lock(fast_acquire=True)
         self._idle: list[_Seat] = []
@@ -198,9 +217,13 @@ class Seats:
         return done
 
     async def _opened(self) -> _Seat:
-        seat = _Seat(self._connector)
+        seat = _Seat(self._connected)
         await seat.open()
         return seat
+
+    def _connected(self) -> SQLiteTransaction:
+        self._files.check()  # what is there now may be another database
+        return SQLiteTransaction(self._connector(), self._files, self._check)
 
     async def close(self) -> None:
         """Close every connection."""

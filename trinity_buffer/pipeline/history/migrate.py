@@ -2,22 +2,53 @@
 
 from __future__ import annotations
 
-from trinity_buffer.store import migrations
+import anyio
+import anyio.to_thread
+
+from trinity_buffer.errors import StoreBusyError
+from trinity_buffer.store import migrations, sqlite
 from trinity_buffer.store.database import StoreURL, open_for_migration
+from trinity_buffer.store.postgres import others
 from trinity_buffer.store.tables import SCHEMA_REVISION
 
+LOOK_AGAIN_S = 1.0
+"""Between two looks at who has a store open: nobody says when he leaves."""
 
-async def migrate(url: StoreURL) -> tuple[str, str]:
+
+async def migrate(url: StoreURL, *, wait: bool = False) -> tuple[str, str]:
     """Bring the store at ``url`` up to date; return its revision before and after.
 
     All of it happens in one transaction: an interrupted migration has not happened.
 
+    Args:
+        wait: for the end of every process that has the store open.
+
     Raises:
         UnknownStoreError: nothing there, or a database that is not ours.
         SchemaTooNewError: written by a newer version.
+        StoreBusyError: a process has the store open, and ``wait`` is False.
     """
     async with open_for_migration(url) as database:
         before = await database.read(migrations.current, database.name)
-        if before != SCHEMA_REVISION:
-            await database.write(migrations.upgrade)
-        return before, SCHEMA_REVISION
+    if before == SCHEMA_REVISION:
+        return before, before
+    while who := await _users(url):
+        if not wait:
+            raise StoreBusyError(
+                f"{url} is open in {', '.join(who)}: end every process of the run, or migrate with "
+                "--wait"
+            )
+        await anyio.sleep(LOOK_AGAIN_S)
+    async with open_for_migration(url) as database:
+        await database.write(migrations.upgrade)
+    return before, SCHEMA_REVISION
+
+
+async def _users(url: StoreURL) -> list[str]:
+    """Return who else has the store open, as far as can be told."""
+    async with open_for_migration(url) as database:
+        if database.dialect == "postgresql":
+            return await database.read(others)
+        path = database.path
+    used = await anyio.to_thread.run_sync(sqlite.in_use, path)
+    return ["another process"] if used else []

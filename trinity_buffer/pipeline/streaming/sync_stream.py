@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from anyio.from_thread import BlockingPortal
 from typing_extensions import Unpack
@@ -17,6 +17,8 @@ from trinity_buffer.pipeline.streaming.stream_keywords import StreamKeywords, ta
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.train_stream import Resume, TrainStep, TrainStream
 from trinity_buffer.store.database import StoreURL
+
+T = TypeVar("T")
 
 
 class SyncTrainStream:
@@ -34,7 +36,17 @@ class SyncTrainStream:
     def __iter__(self) -> Iterator[TrainStep]:
         return self
 
+    def _call(self, f: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Return ``await f(*args)`` of the stream's event loop.
+
+        Raises:
+            StoreUseError: the stream is closed, or this is a forked child.
+        """
+        self._stream.experiment.database.require_open()
+        return self._portal.call(f, *args)
+
     def __next__(self) -> TrainStep:
+        self._stream.experiment.database.require_open()
         step = self._stream.wait_for_step()
         if step is None:
             raise StopIteration
@@ -55,7 +67,7 @@ class SyncTrainStream:
         skipped: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         """Record that every step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`."""
-        self._portal.call(
+        self._call(
             partial(self._stream.commit, step, checkpoint, policy, environment, metrics, skipped)
         )
 
@@ -71,16 +83,16 @@ class SyncTrainStream:
 
     def columns(self) -> frozenset[str] | None:
         """Return what the first stored experience has, None where there is none yet."""
-        return self._portal.call(self._stream.experiment.columns)
+        return self._call(self._stream.experiment.columns)
 
     def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
-        return self._portal.call(self._stream.uids, step, rows)
+        return self._call(self._stream.uids, step, rows)
 
     def finish(self, reason: str) -> None:
         """Record that the experiment is finished: explorers and strategies that follow it end."""
         experiment, actor = self._stream.experiment, self._stream.options.consumer
-        self._portal.call(partial(experiment.finish, reason, actor=actor))
+        self._call(partial(experiment.finish, reason, actor=actor))
 
 
 @asynccontextmanager

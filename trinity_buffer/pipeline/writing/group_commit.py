@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import anyio
 
 from trinity_buffer.crash_points import reached
-from trinity_buffer.errors import StoreError
+from trinity_buffer.errors import StoreBusyError, StoreError
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.sizes import sizes
@@ -140,6 +140,7 @@ class GroupCommit:
 
         A call that is cancelled before its turn is forgotten; later, it is written or not.
         """
+        self._database.require_usable()  # the committer is a task of that event loop
         entry = _Entry(call)
         self._waiting.append(entry)
         if self._committer is None:
@@ -190,6 +191,11 @@ class GroupCommit:
             if group.rows > sizes().rows_per_trip:
                 await self._database.compute(group.prepare)
             await self._write(group)
+        except StoreBusyError as error:  # whoever waits has waited as long as anybody should
+            for entry in (*entries, *self._waiting):
+                entry.error = error
+                entry.answered.set()
+            self._waiting.clear()
         except Exception:  # noqa: BLE001 - whoever it belongs to is told, below
             # Something is stored already, or cannot be stored: find out what, call by call. A call
             # that was committed after all, over a connection that broke, is found as stored.

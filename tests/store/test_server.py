@@ -1,0 +1,62 @@
+"""What a server must be, and what it may be set to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anyio
+import pytest
+
+from tests.contract.making import group, opened
+from tests.postgres import PostgresServer
+from trinity_buffer.errors import UnsafeStoreError
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verifying.verify import verify
+
+
+@pytest.fixture
+def own(postgres_server: PostgresServer) -> Iterator[str]:
+    """Name of a database whose settings may be changed."""
+    postgres_server.create_database("own")
+    yield "own"
+    postgres_server.drop_database("own")
+
+
+@pytest.mark.parametrize("level", ["serializable", "repeatable read", "read uncommitted"])
+async def test_a_database_may_have_any_isolation_level_by_default(
+    postgres_server: PostgresServer, own: str, level: str
+) -> None:
+    for what in (f"DATABASE {own}", "ROLE postgres"):
+        postgres_server.execute(f"ALTER {what} SET default_transaction_isolation = '{level}'")
+    url = postgres_server.url(own)
+    try:
+        async with (
+            opened(url, rollouts_per_group=4) as one,
+            opened(url) as two,
+            anyio.create_task_group() as tasks,
+        ):
+            for task in range(12):
+                actor = (one, two)[task % 2].writer(f"e{task}")
+                tasks.start_soon(actor.write, group(task=task))
+            for experiment in (one, two):
+                tasks.start_soon(run_strategy, experiment, "grpo")
+        async with opened(url) as one:
+            await run_strategy(one, "grpo")
+            report = await verify(one)
+            assert report.problems == ()
+    finally:
+        postgres_server.execute("ALTER ROLE postgres RESET default_transaction_isolation")
+
+
+async def test_a_database_that_cannot_store_every_text_is_refused(
+    postgres_server: PostgresServer,
+) -> None:
+    how = "ENCODING 'LATIN1' TEMPLATE template0 LC_COLLATE 'C' LC_CTYPE 'C'"
+    postgres_server.execute(f"CREATE DATABASE latin {how}")
+    try:
+        with pytest.raises(UnsafeStoreError, match=r"as LATIN1.*ENCODING 'UTF8'"):
+            await open_store(postgres_server.url("latin")).__aenter__()
+        assert "event" not in postgres_server.execute(r"\dt", database="latin")
+    finally:
+        postgres_server.drop_database("latin")
