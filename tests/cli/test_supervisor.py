@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -65,6 +67,35 @@ def test_a_supervised_process_says_whether_a_restart_would_mend_its_error(
     assert exit_code_of(error) == alone
     monkeypatch.setenv(ENDS_WITH_PARENT, "1")
     assert exit_code_of(error) == supervised
+
+
+WORKS = "import time; print('starts', flush=True); print('a step', flush=True); time.sleep(60)"
+STARTS = "import time; print('starts', flush=True); time.sleep(60)"
+
+
+def test_chaos_lets_its_victim_do_something_first(tmp_path: Path) -> None:
+    commands = {name: [sys.executable, "-c", code] for name, code in (("w", WORKS), ("s", STARTS))}
+    supervisor = Supervisor(commands, tmp_path, chaos_every_s=0.0)
+    supervisor.start()
+    try:
+        while supervisor.kills < 3:
+            assert supervisor.tend() is None
+        works, starts = supervisor.children
+        assert (works.kills, starts.kills) == (supervisor.kills, 0)
+    finally:
+        supervisor.stop(0.0)
+
+
+def test_a_child_whose_parent_died_while_it_imported_ends(tmp_path: Path) -> None:
+    gone = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "trinity_buffer", "stats", "--store", str(tmp_path / "a.db")],
+        env={**os.environ, ENDS_WITH_PARENT: gone.stdout.strip()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_trainer_that_trained_nothing_has_failed(

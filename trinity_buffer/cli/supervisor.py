@@ -36,7 +36,7 @@ LAST_BYTES = 4_096
 """So much of a log is read for its last line."""
 
 ENDS_WITH_PARENT = "TRINITY_BUFFER_ENDS_WITH_PARENT"
-"""Environment variable: end as with Ctrl-C when the process that started this one is gone."""
+"""Environment variable, a process id: end as with Ctrl-C when that process, the parent, is gone."""
 
 GIVEN_UP = 3
 """Exit code of a supervised process whose error a restart would not mend; nobody else sees it."""
@@ -70,9 +70,17 @@ def exit_code_of(error: TrinityBufferError) -> int:
 
 
 def end_with_parent() -> None:
-    """If the environment says so, be interrupted when the parent dies (Linux only)."""
-    if os.environ.get(ENDS_WITH_PARENT) and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+    """If the environment says so, be interrupted when the parent dies (Linux only).
+
+    Raises:
+        SystemExit: it has died already, while this process was importing.
+    """
+    parent = os.environ.get(ENDS_WITH_PARENT)
+    if not parent or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+    if os.getppid() != int(parent):  # the signal is for what happens from now on
+        raise SystemExit(128 + signal.SIGINT)
 
 
 @dataclass(slots=True)
@@ -94,8 +102,16 @@ class Child:
 
     @property
     def at_work(self) -> bool:
-        """Whether it has come further than its imports: it has said something since its start."""
-        return self.alive and self.log.stat().st_size > self._said_before
+        """Whether it has done something since its start: it says so, after its first line.
+
+        An annotator says no more than that it is there.
+        """
+        if not self.alive:
+            return False
+        with self.log.open("rb") as handle:
+            handle.seek(self._said_before)
+            lines = handle.read().count(b"\n")
+        return lines > (0 if "annotate" in self.command else 1)
 
     def last_line(self) -> str:
         """Return what it said last."""
@@ -140,7 +156,7 @@ class Supervisor:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
-            ENDS_WITH_PARENT: "1",
+            ENDS_WITH_PARENT: str(os.getpid()),
         }
         with child.log.open("ab") as log:
             child._said_before = log.tell()  # noqa: SLF001 - its own
@@ -171,8 +187,8 @@ class Supervisor:
         again.
         """
         if self.chaos_every_s is not None and time.monotonic() >= self._next_kill:
-            # Who is still starting has nothing to lose, and on a machine that takes longer to start
-            # a process than the time between two kills nobody would ever come to work.
+            # On a machine that takes longer to start a process, or for its first step, than the
+            # time between two kills nobody would ever get on.
             victims = [child for child in self.children if child.at_work]
             if victims:
                 victim = self._random.choice(victims)

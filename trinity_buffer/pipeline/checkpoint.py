@@ -20,21 +20,17 @@ MANIFESTS_FILE = "manifests.json"
 def make_durable(checkpoint: Path) -> str:
     """Write a checkpoint (a file or a folder) through to the disk and return its digest.
 
-    The digest is sha256 over the sorted (relative path, size, sha256) of its files.
+    The digest is sha256 over the sorted (relative path, size, sha256) of its files, those that
+    symbolic links lead to included: what is loaded through a link is part of the checkpoint.
 
     Raises:
-        CheckpointError: there is nothing at this path, it is empty, or it goes meanwhile.
+        CheckpointError: there is nothing at this path, it is empty, it goes meanwhile, or it has a
+            link that leads nowhere or in a circle, or what is neither file nor folder.
     """
     with _staying(checkpoint):
-        for file in _files(checkpoint):
-            _fsync(file)
-        folders = (
-            {checkpoint.parent, *(p for p in checkpoint.rglob("*") if p.is_dir())}
-            if checkpoint.is_dir()
-            else set()
-        )
-        for folder in (*folders, checkpoint if checkpoint.is_dir() else checkpoint.parent):
-            _fsync(folder)
+        files, folders = _content(checkpoint)
+        for path in (*files, *folders, checkpoint.parent):
+            _fsync(path)
     return digest_of(checkpoint)
 
 
@@ -46,9 +42,10 @@ def digest_of(checkpoint: Path) -> str:
     """
     total = hashlib.sha256()
     with _staying(checkpoint):
-        for file in _files(checkpoint):
+        for file in _content(checkpoint)[0]:
             name = file.name if file == checkpoint else file.relative_to(checkpoint).as_posix()
-            total.update(f"{name}\0{file.stat().st_size}\0{_sha256(file)}\n".encode())
+            said = f"\0{file.stat().st_size}\0{_sha256(file)}\n".encode()
+            total.update(os.fsencode(name) + said)  # a name may be no text at all
     return total.hexdigest()
 
 
@@ -140,18 +137,58 @@ def read_head(folder: Path) -> bytes:
         return b""
 
 
-def _files(checkpoint: Path) -> list[Path]:
-    files = (
-        sorted(p for p in checkpoint.rglob("*") if p.is_file())
-        if checkpoint.is_dir()
-        else [checkpoint]
-    )
-    if not files or not all(file.is_file() for file in files):
+def _content(checkpoint: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files of a checkpoint, sorted, and its folders."""
+    files: list[Path] = []
+    folders: list[Path] = []
+    if not checkpoint.is_dir():
+        files.append(checkpoint)
+    else:
+        for folder, names, found in os.walk(checkpoint, followlinks=True, onerror=_raised):
+            folders.append(Path(folder))
+            files += [Path(folder, name) for name in found]
+            for name in names:
+                _refuse_circle(Path(folder, name))
+    for file in files:
+        if not file.is_file() and (file.is_symlink() or file.exists()):
+            what = "leads nowhere" if file.is_symlink() else "is no file"
+            raise CheckpointError(
+                f"checkpoint {checkpoint} is broken, {file} {what}: write it before commit(), or "
+                "resume from an older step"
+            )
+    if not files or not checkpoint.exists():
         raise CheckpointError(
             f"checkpoint {checkpoint} is missing or empty: write it before commit(), or resume "
             "from an older step"
         )
-    return files
+    return sorted(files), folders
+
+
+def _raised(error: OSError) -> None:
+    raise error
+
+
+def _refuse_circle(folder: Path) -> None:
+    """Do nothing unless ``folder`` is a link to one that it lies in."""
+    if folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve()):
+        raise CheckpointError(f"checkpoint: the link {folder} leads back to where it lies")
+
+
+def found_again(path: str, digest: str | None, beside: Path | None) -> Path:
+    """Return where a recorded file is: at its path, or moved together with the store.
+
+    A run's folder may be moved as a whole. Then what lay beside the store, or below, still does.
+
+    Args:
+        digest: of what was recorded. Without one, what is found elsewhere might be anything.
+        beside: folder of the store; None: it is on a server.
+    """
+    recorded = Path(path)
+    if beside is None or digest is None or recorded.exists():
+        return recorded
+    parts = recorded.parts[1:]
+    moved = (beside.joinpath(*parts[start:]) for start in range(len(parts)))
+    return next((one for one in moved if one.exists()), recorded)
 
 
 def _sha256(file: Path) -> str:

@@ -10,7 +10,7 @@ import anyio.to_thread
 
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.events import StepsCommitted
-from trinity_buffer.pipeline.checkpoint import require_digest
+from trinity_buffer.pipeline.checkpoint import found_again, require_digest
 from trinity_buffer.pipeline.events import fact_at
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.stream_options import Resume
@@ -29,7 +29,7 @@ async def last_commit(experiment: Experiment, committed: Sequence[StepRow], chai
         CheckpointError: the checkpoint is missing or is not the one that was committed.
     """
     last = committed[-1]
-    path = Path(last.checkpoint) if last.checkpoint is not None else None
+    path = None if last.checkpoint is None else _path_of(last, experiment.database.folder)
     if path is not None and last.checkpoint_digest is not None:
         await anyio.to_thread.run_sync(require_digest, path, last.checkpoint_digest)
     skipped = await _skipped_in_a_row(experiment, committed)
@@ -63,10 +63,11 @@ async def require_checkpoint_of(
     """
     found = await database.read(trainer_queries.steps, experiment, trainer.name)
     live = [row for row in found[: trainer.committed_step] if row.checkpoint is not None]
+    paths = {row.step: _path_of(row, database.folder) for row in live}
     wanted = next((row for row in live if row.step == step), None)
-    if step == 0 or (wanted is not None and _is_there(wanted)):
-        if wanted is not None and wanted.checkpoint and wanted.checkpoint_digest:
-            check = partial(require_digest, Path(wanted.checkpoint), wanted.checkpoint_digest)
+    if step == 0 or (wanted is not None and paths[step].exists()):
+        if wanted is not None and wanted.checkpoint_digest:
+            check = partial(require_digest, paths[step], wanted.checkpoint_digest)
             await anyio.to_thread.run_sync(check)
         return
     lacks = "has no checkpoint committed at that step"
@@ -74,12 +75,12 @@ async def require_checkpoint_of(
         lacks = (
             f"committed {wanted.checkpoint}, which is gone (`train --keep-checkpoints` keeps it)"
         )
-    there = [str(row.step) for row in live if _is_there(row)]
+    there = [str(number) for number, path in paths.items() if path.exists()]
     raise CheckpointError(
         f"resume_from={step}: trainer {trainer.name!r} {lacks}; the last committed step is "
         f"{trainer.committed_step}, there are checkpoints of {', '.join(there[-10:]) or 'none'}"
     )
 
 
-def _is_there(row: StepRow) -> bool:
-    return row.checkpoint is not None and Path(row.checkpoint).exists()
+def _path_of(row: StepRow, folder: Path | None) -> Path:
+    return found_again(row.checkpoint or "", row.checkpoint_digest, folder)
