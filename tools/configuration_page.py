@@ -35,7 +35,8 @@ What a file for `--config` (TOML or YAML) may hold, and `--set KEY=VALUE` change
 `optimizer.learning_rate` is `learning_rate` in `[optimizer]`. The resolved configuration is the
 first event of the experiment (`trinity-buffer stats --config`); a later change is an event too.
 
-An experiment that you make in Python may hold other keys beside these. `run_strategy` reads
+An experiment that you make in Python has the same keys, and `schema`; another one is refused with
+the one that was probably meant. What is your own goes under `extra`. `run_strategy` reads
 `rollouts_per_group`, `deadline_s` and `incomplete` there, a train stream `groups_per_step`,
 `tokens_per_microbatch`, `layout` and `lease_ttl_s`; a keyword that you give wins. Keys that are in
 neither place have the default of that function. The demo's recipes change some of the

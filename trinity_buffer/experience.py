@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.errors import ArchivedSegmentError, InvalidArgumentError, InvalidExperienceError
+from trinity_buffer.errors import (
+    ArchivedSegmentError,
+    DamagedSegmentError,
+    InvalidArgumentError,
+    InvalidExperienceError,
+)
 from trinity_buffer.identity import EID, Key, order_of
 
 __all__ = [
@@ -33,14 +38,8 @@ Messages: TypeAlias = "list[dict[str, Any]]"
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "light": (
-        "action_mask",
-        "token_level_reward",
-        "advantages",
-        "returns",
-        "info",
-        "metrics",
-        "truncate_status",
-        "custom_fields",
+        *("action_mask", "token_level_reward", "advantages", "returns", "info", "metrics"),
+        *("truncate_status", "custom_fields"),
     ),
     "tokens": ("tokens", "logprobs", "teacher_logprobs", "chosen", "rejected"),
     "text": (
@@ -81,8 +80,9 @@ class Experience:
     every response token is trained.
 
     One that was read from a store may hold only some `FAMILIES` of fields; another one raises
-    AttributeError, or ArchivedSegmentError if ``compact`` took it away for good (``archived`` says
-    why). ``prompt_length``, `length` and `response_length` are always known.
+    AttributeError, ArchivedSegmentError if ``compact`` took it away for good (``archived`` says
+    why), or DamagedSegmentError if its bytes are broken (``damaged`` says why). ``prompt_length``,
+    `length` and `response_length` are always known.
 
     Args:
         eid: address; a mapping of its five fields is accepted.
@@ -119,8 +119,9 @@ class Experience:
     prompt_length: int
     reward: float | None
     experience_type: ExperienceType
-    address: int | None
+    address: int | None = None
     archived: str | None = None
+    damaged: str | None = None
     tokens: Tensor
     logprobs: Tensor | None
     token_level_reward: Tensor | None
@@ -172,12 +173,12 @@ class Experience:
         custom_fields: Sequence[CustomField] | None = None,
     ) -> None:
         self.eid = eid if isinstance(eid, EID) else EID(**(eid or {}))
-        self.address = None
         tensor = self._tensor
         self.tokens = tensor("tokens", tokens, torch.int32)
         self.prompt_length, self.truncate_status = prompt_length, truncate_status
         self.logprobs = tensor("logprobs", logprobs, torch.float32)
-        self.reward = _python_number(reward)
+        given: Any = reward
+        self.reward = given.item() if isinstance(given, (Tensor, np.generic)) else given
         self.token_level_reward = tensor("token_level_reward", token_level_reward, torch.float32)
         self.advantages = tensor("advantages", advantages, torch.float32)
         self.returns = tensor("returns", returns, torch.float32)
@@ -218,10 +219,8 @@ class Experience:
         """Length of the action mask, R; for ``dpo`` that of the longer response."""
         known = self.__dict__
         pair = known["experience_type"] == "dpo"
-        fields = [
-            known.get(name) for name in (("chosen", "rejected") if pair else ("action_mask",))
-        ]
-        sizes = [field.numel() for field in fields if field is not None]
+        names = ("chosen", "rejected") if pair else ("action_mask",)
+        sizes = [field.numel() for field in map(known.get, names) if field is not None]
         return max(sizes) if sizes else int(known.get("_response_length", 0))
 
     @property
@@ -262,6 +261,8 @@ class Experience:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.archived is not None:
             raise ArchivedSegmentError(f"{name} of {self.eid}: {self.archived}")
+        if self.damaged is not None:
+            raise DamagedSegmentError(f"{name} of {self.eid}: {self.damaged}")
         loaded = tuple(f for f, fields in FAMILIES.items() if fields[0] in self.__dict__)
         raise AttributeError(
             f"{name} of {self.__dict__.get('eid')} was not loaded: the reader declares "
@@ -307,6 +308,11 @@ class Experience:
         }
 
     def _settle_type(self) -> None:
+        if self.tokens.ndim != 1:
+            raise InvalidExperienceError(
+                f"experience {self.eid.uid}: tokens has the shape {list(self.tokens.shape)}: make "
+                "an Experience of each row, it must have one dimension"
+            )
         if self.action_mask is not None:
             self.experience_type = "multi_turn"
         elif self.chosen is not None and self.rejected is not None:
@@ -374,9 +380,8 @@ def split_dpo_experience(experience: Experience) -> tuple[Experience, Experience
 
 
 def _half(pair: Experience, mark: str, response: Tensor, messages: Messages | None) -> Experience:
-    eid = pair.eid
     return Experience(
-        eid=EID(eid.batch, eid.task, eid.run, eid.step, eid.suffix + mark),
+        eid=replace(pair.eid, suffix=pair.eid.suffix + mark),
         tokens=torch.cat([pair.tokens, response]),
         prompt_length=len(pair.tokens),
         reward=pair.reward,
@@ -385,11 +390,6 @@ def _half(pair: Experience, mark: str, response: Tensor, messages: Messages | No
         prompt_text=pair.prompt_text,
         messages=messages,
     )
-
-
-def _python_number(value: Any) -> Any:
-    """Return a 0-d tensor or NumPy scalar as a Python number, anything else as it is."""
-    return value.item() if isinstance(value, (Tensor, np.generic)) else value
 
 
 def _deep_copied(value: Any, memo: dict[int, Any]) -> Any:

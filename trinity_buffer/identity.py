@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from typing_extensions import override
+
+from trinity_buffer.errors import InvalidArgumentError
 
 Key = int | str
 """A batch or task id. ``7`` and ``"7"`` are one key; the type is kept."""
@@ -109,11 +112,45 @@ def problem_of_key(key: object) -> str | None:
     return problem_of_name(key)
 
 
-def problem_of_name(name: str) -> str | None:
-    """Return why a text cannot be part of an EID, as the end of a sentence; None if it can."""
-    if len(name) > MAX_NAME:
-        return f"has {len(name)} characters, the longest is {MAX_NAME}"
-    # Neither database can store them, and nobody can type them.
-    if "\x00" in name or (not name.isascii() and any("\ud800" <= c <= "\udfff" for c in name)):
-        return f"is {name!r}: NUL and surrogates are no text"
+def problem_of_name(name: object) -> str | None:
+    """Return why ``name`` cannot be a name or part of an EID, as the end of a sentence, or None.
+
+    Names go into lists of one uid per line and onto terminals: no control character, line break or
+    change of writing direction may be in one.
+    """
+    if isinstance(name, str) and name.isprintable() and len(name) <= MAX_NAME:
+        return None
+    problem = problem_of_text(name)
+    if problem is not None or not isinstance(name, str):
+        return problem
+    found = _CONTROLS.search(name)
+    return None if found is None else f"is {name!r}: control characters have no place in a name"
+
+
+def problem_of_text(text: object) -> str | None:
+    """Return why ``text`` cannot be a short text in a database, as the end of a sentence, or None.
+
+    Neither database stores NUL or surrogates.
+    """
+    if not isinstance(text, str):
+        return f"is a {type(text).__name__}, it must be str"
+    if len(text) > MAX_NAME:
+        return f"has {len(text)} characters, the longest is {MAX_NAME}"
+    if not text.isprintable() and _UNSTORABLE.search(text):
+        return f"is {text!r}: NUL and surrogates are no text"
     return None
+
+
+def require_name(what: str, name: object) -> None:
+    """Do nothing if ``name`` can name something; the error begins with ``what``.
+
+    Raises:
+        InvalidArgumentError: it cannot.
+    """
+    problem = "is empty" if name == "" else problem_of_name(name)
+    if problem is not None:
+        raise InvalidArgumentError(f"{what} {problem}")
+
+
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")

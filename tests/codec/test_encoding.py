@@ -284,7 +284,7 @@ def test_the_digest_does_not_depend_on_address_metrics_and_the_order_of_keys() -
 def test_the_digest_does_not_depend_on_what_is_written_beside_it() -> None:
     alone = content_digest_of(sample())
     others = [
-        Experience(tokens=torch.zeros(2, 2)),
+        Experience(tokens=[1, 2], routed_experts=torch.zeros(2, 2)),
         sample(7, logprobs=None),
         sample(action_mask=[1, 1]),
     ]

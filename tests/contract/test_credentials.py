@@ -27,7 +27,7 @@ async def test_what_is_stored_and_said_of_a_store_holds_no_password(
 ) -> None:
     url = with_password(postgres_url)
     with caplog.at_level(logging.DEBUG):
-        async with opened(url, note="config") as experiment:
+        async with opened(url, extra="config") as experiment:
             await experiment.writer("e0").write(group())
             said = [experiment.database.name, repr(experiment), repr(experiment.database)]
         async with open_store(url, read_only=True) as store:

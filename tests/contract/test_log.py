@@ -39,7 +39,7 @@ async def notes(experiment: Experiment, writer: int, numbers: Sequence[int]) -> 
 
 
 async def test_positions_have_no_gaps_and_events_say_who_and_what(store_url: str) -> None:
-    async with opened(store_url, colour="red") as experiment:
+    async with opened(store_url, extra="red") as experiment:
         await experiment.writer("e0").write(group())
         await experiment.finish("enough", actor="me")
         events = [event async for event in experiment.events()]
@@ -48,7 +48,7 @@ async def test_positions_have_no_gaps_and_events_say_who_and_what(store_url: str
         (2, "ExperiencesRecorded", "e0"),
         (3, "ExperimentFinished", "me"),
     ]
-    assert events[0].body == {"config": {"schema": "experience", "colour": "red"}}
+    assert events[0].body == {"config": {"schema": "experience", "extra": "red"}}
     assert events[2].body == {"reason": "enough"}
     assert events[0].recorded_at <= events[1].recorded_at <= events[2].recorded_at
 
@@ -234,23 +234,25 @@ async def test_positions_and_kinds_are_checked_by_the_database(store_url: str) -
 
 async def test_opening_with_another_configuration_is_recorded_once(store_url: str) -> None:
     async with open_store(store_url) as store:
-        first = await store.experiment("run", config={"a": 1, "b": [1, 2], "c": None})
-        await store.experiment("run", config={"a": 1, "b": (1, 2)})
+        first = await store.experiment(
+            "run", config={"seed": 1, "extra": [1, 2], "deadline_s": None}
+        )
+        await store.experiment("run", config={"seed": 1, "extra": (1, 2)})
         await store.experiment("run")
         assert await kinds(first) == ["ExperimentCreated"]
-        again = await store.experiment("run", config={"a": 2, "d": {"x": 1.5}}, actor="me")
+        again = await store.experiment("run", config={"seed": 2, "loss": {"x": 1.5}}, actor="me")
         (changed,) = [e async for e in again.events(kinds=["ConfigurationChanged"])]
     assert changed.actor == "me"
-    assert changed.body["changes"] == {"a": [1, 2], "d": [None, {"x": 1.5}]}
-    expected = {"schema": "experience", "a": 2, "b": [1, 2], "c": None, "d": {"x": 1.5}}
-    assert changed.body["config"] == again.config == expected
+    assert changed.body["changes"] == {"seed": [1, 2], "loss": [None, {"x": 1.5}]}
+    own = {"seed": 2, "extra": [1, 2], "deadline_s": None, "loss": {"x": 1.5}}
+    assert changed.body["config"] == again.config == {"schema": "experience", **own}
 
 
 async def test_two_who_create_one_experiment_open_the_same(store_url: str) -> None:
     async with open_store(store_url) as one, open_store(store_url) as two:
         async with anyio.create_task_group() as tasks:
             for store in (one, two) * 4:
-                tasks.start_soon(lambda s=store: s.experiment("run", config={"a": 1}))  # type: ignore[misc]
+                tasks.start_soon(lambda s=store: s.experiment("run", config={"seed": 1}))  # type: ignore[misc]
         found = await one.experiment("run")
         assert await kinds(found) == ["ExperimentCreated"]
         assert len(await rows(one.database, tables.experiment)) == 1
@@ -292,7 +294,7 @@ async def test_the_newest_policy_is_the_one_published_last(store_url: str) -> No
     async with opened(store_url) as experiment:
         assert await experiment.newest_policy() is None
         await experiment.publish_policy(3, "three", digest="abc")
-        await experiment.publish_policy(2, "two again")
+        await experiment.publish_policy(3, "three again")
         found = await experiment.newest_policy()
         assert found is not None
-        assert (found.version, found.uri, found.digest, found.position) == (2, "two again", "", 3)
+        assert (found.version, found.uri, found.digest, found.position) == (3, "three again", "", 3)

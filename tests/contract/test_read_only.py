@@ -18,7 +18,7 @@ async def test_a_read_only_store_refuses_to_write(store_url: str) -> None:
         await experiment.writer("e0").plan("planned", [0], 1)
     before = await contents(store_url)
     async with open_store(store_url, read_only=True) as store:
-        experiment = await store.experiment("run", config={"other": 1})
+        experiment = await store.experiment("run", config={"seed": 1})
         writer = experiment.writer("e0")
         for call in (
             lambda: writer.write(group()),

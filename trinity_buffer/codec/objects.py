@@ -154,6 +154,11 @@ class ObjectPacker:
             return _plain_array(value, place)
         tensor = value if isinstance(value, RawTensor) else self._from_tensor(value)
         if tensor is not None:
+            if len(tensor.shape) > MAX_DIMENSIONS:
+                raise InvalidArgumentError(
+                    f"{_name(place)} is a tensor of {len(tensor.shape)} dimensions, the most are "
+                    f"{MAX_DIMENSIONS}"
+                )
             return msgpack.ExtType(
                 _TENSOR, _packed([tensor.dtype, list(tensor.shape), tensor.data])
             )

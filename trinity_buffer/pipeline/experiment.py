@@ -7,14 +7,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trinity_buffer.errors import ArchivedSegmentError, DamagedSegmentError
-from trinity_buffer.events import ExperimentFinished, PolicyPublished
+from trinity_buffer.errors import ArchivedSegmentError, ConflictError, InvalidArgumentError
+from trinity_buffer.events import (
+    ExperimentFinished,
+    PolicyPublished,
+    TrainerRewound,
+    kinds_of,
+)
+from trinity_buffer.identity import problem_of_name
 from trinity_buffer.pipeline.background import settle_imports
+from trinity_buffer.pipeline.checkpoint import found_again
 from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, trainer_queries
 from trinity_buffer.store.database import Database
+from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import NewEvent, StoredEvent
 from trinity_buffer.store.transaction import Transaction
 
@@ -32,6 +40,10 @@ IDENTITY_KEYS = frozenset({"schema"})
 
 SCHEMA_NAMES = ("experience", "sft", "cpt", "dpo")
 """What `validation.SCHEMAS` knows; here too, because readers do without torch."""
+
+
+MAX_URI = 4096
+"""Characters of the address of a policy: what a path may have on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +168,9 @@ class Experiment:
     ) -> AsyncIterator[Experience]:
         """Yield the stored experiences that match every given keyword, oldest first, decoded.
 
+        One that cannot be read comes too, with what the log knows of it: a warning is logged, its
+        ``damaged`` says why, and its other attributes raise DamagedSegmentError.
+
         Args:
             families: the column families to load; an attribute of another one raises and says which
                 to name.
@@ -183,18 +198,43 @@ class Experiment:
         """Record that the weights of policy ``version`` are at ``uri``; explorers load them.
 
         Args:
-            version: their number.
+            version: their number, 0 or more. It may be below the newest one only after a trainer
+                was rewound.
             uri: path, or the address of a server.
             digest: of the file, as `checkpoint.digest_of` computes it: an explorer refuses another
                 file in its place; "": anything there is loaded.
+
+        Raises:
+            InvalidArgumentError: a version, address or digest that is none.
+            ConflictError: a newer version is published.
         """
+        _check_policy(version, uri, digest)
         event = new_event(PolicyPublished(number=version, uri=uri, digest=digest))
-        await self.database.write(self._append, event, actor)
+
+        def publish(tx: Transaction) -> None:
+            lock_experiment(tx, self.key)
+            newest = queries.newest_policy(tx, self.key)
+            if newest is not None and version < newest[0] and not self._rewound(tx, newest[3]):
+                raise ConflictError(
+                    f"experiment {self.name!r}: policy {newest[0]} is published (position "
+                    f"{newest[3]}), so {version} is not news; to go back, rewind the trainer with "
+                    "resume_from="
+                )
+            self._append(tx, event, actor)
+
+        await self.database.write(publish)
+
+    def _rewound(self, tx: Transaction, after: int) -> bool:
+        """Return whether a trainer went back to an older step after position ``after``."""
+        kinds = kinds_of(TrainerRewound)
+        return bool(log.read_after(tx, self.key, after, limit=1, kinds=kinds))
 
     async def columns(self) -> frozenset[str] | None:
-        """Return which fields the first stored experience has; None where none can be read."""
-        with suppress(ArchivedSegmentError, DamagedSegmentError):
+        """Return which fields the first readable experience has; None where none can be read."""
+        with suppress(ArchivedSegmentError):
             async for experience in self.read():
+                if experience.damaged is not None:
+                    continue
                 fields = experience.__dict__.items()
                 return frozenset(name for name, value in fields if value is not None)
         return None
@@ -202,7 +242,11 @@ class Experiment:
     async def newest_policy(self) -> PublishedPolicy | None:
         """Return the policy that was published last, or None."""
         found = await self.database.read(queries.newest_policy, self.key)
-        return None if found is None else PublishedPolicy(*found)
+        if found is None:
+            return None
+        version, uri, digest, position = found
+        path = found_again(uri, digest or None, self.database.folder)
+        return PublishedPolicy(version, str(path) if digest else uri, digest, position)
 
     async def committed_step(self, trainer: str = "trainer") -> int:
         """Return the last committed step of the live line of ``trainer``; 0: there is none."""
@@ -212,10 +256,24 @@ class Experiment:
     async def last_checkpoint(self, trainer: str = "trainer") -> str | None:
         """Return the checkpoint of the last committed step that has one, on the live line."""
         found = await self.database.read(trainer_queries.last_checkpoint, self.key, trainer)
-        return None if found is None else found.checkpoint
+        if found is None or found.checkpoint is None:
+            return None
+        return str(found_again(found.checkpoint, found.checkpoint_digest, self.database.folder))
 
     def train_stream(self, **options: Any) -> AbstractAsyncContextManager[TrainStream]:
         """Open the stream of gradient steps, an async context manager; see `StreamOptions`."""
         from trinity_buffer.pipeline.streaming.open_stream import open_async_train_stream  # noqa: PLC0415 - torch
 
         return open_async_train_stream(self, **options)
+
+
+def _check_policy(version: object, uri: object, digest: object) -> None:
+    if type(version) is not int or not 0 <= version < 1 << 63:
+        raise InvalidArgumentError(f"policy version {version!r:.40}: it must be an int, 0 or more")
+    if not isinstance(uri, str) or not 0 < len(uri) <= MAX_URI or not uri.isprintable():
+        raise InvalidArgumentError(
+            f"policy {version}: uri={uri!r:.80} is none, give a path or the address of a server"
+        )
+    problem = problem_of_name(digest)
+    if problem is not None:
+        raise InvalidArgumentError(f"policy {version}: digest {problem}")

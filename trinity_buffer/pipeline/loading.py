@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from trinity_buffer.codec import decode_segment
-from trinity_buffer.errors import CodecError, DamagedSegmentError
+from trinity_buffer.errors import CodecError, CodecVersionError, DamagedSegmentError
 from trinity_buffer.events import ExperiencesRecorded, WithSegment
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.archive_file import SegmentParts
@@ -20,6 +21,8 @@ from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.transaction import ReadSession
+
+_logger = logging.getLogger(__name__)
 
 
 def unreadable_among(
@@ -124,15 +127,53 @@ async def load_experiences(
     """Return the experiences of ``rows``, in their order, with the columns of ``families``.
 
     Each carries its log address as ``address``. What a caller changes in its tensors never reaches
-    the store. Of rows whose tensors cannot be had any more, ``archived`` says why.
+    the store. Of rows whose tensors cannot be had any more, ``archived`` says why; ``damaged``, of
+    rows of which no experience can be made.
+
+    Raises:
+        CodecVersionError: bytes of a newer version.
     """
 
-    def load(s: ReadSession) -> list[Experience]:
-        found = read_segments(s, (row.segment for row in rows), families)
-        events = cache.events(s, {position_of(row.address) for row in rows})
-        return s.compute(_decoded, rows, events, found, families)
+    def load(s: ReadSession, some: Sequence[ExperienceRow]) -> list[Experience]:
+        try:
+            return _load(s, cache, some, families)
+        except CodecVersionError:
+            raise
+        except (CodecError, DamagedSegmentError) as error:
+            if len(some) == 1:
+                return [_damaged_experience(some[0], error)]
+        middle = len(some) // 2  # the few that are damaged are found in a few steps
+        return load(s, some[:middle]) + load(s, some[middle:])
 
-    return await database.read_session(load)
+    return await database.read_session(lambda s: load(s, rows))
+
+
+def _load(
+    s: ReadSession, cache: EventCache, rows: Sequence[ExperienceRow], families: Sequence[str]
+) -> list[Experience]:
+    found = read_segments(s, (row.segment for row in rows), families)
+    events = cache.events(s, {position_of(row.address) for row in rows})
+    return s.compute(_decoded, rows, events, found, families)
+
+
+def _damaged_experience(row: ExperienceRow, error: Exception) -> Experience:
+    """Return what the projection knows of a row of which no experience can be made."""
+    _logger.warning("experience %s cannot be read: %s", row.eid, error)
+    return Experience.from_state(
+        {
+            "eid": row.eid,
+            "prompt_length": row.prompt_length,
+            "reward": row.reward,
+            "experience_type": "single_turn",
+            "address": row.address,
+            "archived": None,
+            "damaged": str(error),
+            "_length": row.length,
+            "_response_length": row.length - row.prompt_length,
+            "_policy_version": row.policy_version,
+            "_finish_reason": row.finish_reason,
+        }
+    )
 
 
 def _decoded(
@@ -155,6 +196,8 @@ def _decoded(
         event = events[position]
         assert isinstance(event, ExperiencesRecorded)  # where the rows are of
         absence = found.absent.get(some[0].segment)
+        if absence is None and any(f in event.families and f not in buffers for f in families):
+            raise DamagedSegmentError(f"segment {some[0].segment.hex()} is missing: run `verify`")
         held = [f for f in families if absence is None or f not in event.families]
         decoded_rows = decode_experiences(buffers, vars(event.columns), slots, loaded=held)
         for row, experience in zip(some, decoded_rows, strict=True):

@@ -8,6 +8,8 @@ from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.events import ConfigurationChanged, ExperimentCreated
+from trinity_buffer.identity import require_name
+from trinity_buffer.pipeline.config_keys import require_known
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import IDENTITY_KEYS, SCHEMA_NAMES, Experiment
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
@@ -53,17 +55,19 @@ class Store:
         """Open the experiment ``name``; with a ``config``, create it or record what changed.
 
         Args:
-            config: what the run is configured with, JSON values only. It is the experiment's first
-                event; where it differs later, a ``ConfigurationChanged`` event says which keys.
-                None: the experiment must exist.
+            config: what the run is configured with, JSON values only; what is your own goes under
+                ``extra``. It is the experiment's first event; where it differs later, a
+                ``ConfigurationChanged`` event says which keys. None: the experiment must exist.
             schema: what its experiences must have: ``experience`` (of a new experiment, the
                 default), ``sft``, ``dpo`` or ``cpt``. It cannot change.
 
         Raises:
             UnknownExperimentError: there is none, and no ``config`` to create it with (or the store
                 is read-only).
-            InvalidArgumentError: a key of identity (the schema) would change.
+            InvalidArgumentError: a key of identity (the schema) would change, a key that nothing
+                reads, or a name that cannot be one.
         """
+        require_name("an experiment's name", name)
         key, found, names = await self.database.read(_find, name)
         if key is not None and found is not None and (config is None or self.database.read_only):
             return Experiment(self.database, self._group_commit, key, name, found[0])
@@ -82,8 +86,6 @@ class Store:
     async def _create_or_change(
         self, name: str, wanted: dict[str, Any], actor: str
     ) -> tuple[int, dict[str, Any]]:
-        if not name or len(name) > 255:
-            raise InvalidArgumentError(f"experiment {name!r}: a name has 1 to 255 characters")
         fresh = {"schema": SCHEMA_NAMES[0], **wanted}
         if fresh["schema"] not in SCHEMA_NAMES:
             raise InvalidArgumentError(
@@ -115,6 +117,7 @@ def _create_or_change(
     key = log.create_experiment(tx, name)
     lock_experiment(tx, key)
     found = queries.config_of(tx, key)
+    require_known(name, wanted, () if found is None else found[0])
     if found is None:
         log.append(tx, key, [created], actor=actor, now_us=now_us())
         return key, fresh

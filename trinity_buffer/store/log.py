@@ -11,6 +11,7 @@ from sqlalchemy import bindparam, false, func, or_, select
 
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import Fact, PlacedFact, kind_of
+from trinity_buffer.identity import require_name
 from trinity_buffer.store import heads, projections
 from trinity_buffer.store.dialect import (
     among,
@@ -78,7 +79,13 @@ def append(
 def append_of_actors(
     tx: Transaction, experiment_id: int, said: Sequence[tuple[str, NewEvent]], *, now_us: int
 ) -> list[Place]:
-    """Append events, each of an actor of its own, as `append` does; return their places."""
+    """Append events, each of an actor of its own, as `append` does; return their places.
+
+    Raises:
+        InvalidArgumentError: an actor whose name is none.
+    """
+    for actor in {actor for actor, _ in said}:
+        require_name("an actor's name", actor)
     lock_experiment(tx, experiment_id)
     last = end(tx, experiment_id)
     places, facts, rows = [], [], []

@@ -270,6 +270,21 @@ def experience_rows(
     return [experience_row(row) for row in tx.execute(query).all()]
 
 
+def rows_of_events(
+    tx: Transaction, experiment: int, positions: Sequence[int]
+) -> dict[int, list[ExperienceRow]]:
+    """Return position -> the experiences that the event there recorded, of those that did."""
+    found: dict[int, list[ExperienceRow]] = {}
+    for position in positions:
+        inside = experience.c.address.between(
+            first_address(position), first_address(position + 1) - 1
+        )
+        query = select(*EXPERIENCE_COLUMNS).where(experience.c.experiment == experiment, inside)
+        rows = tx.execute(query.order_by(experience.c.address)).all()
+        found[position] = [experience_row(row) for row in rows]
+    return found
+
+
 def decided_groups(
     tx: Transaction,
     experiment: int,

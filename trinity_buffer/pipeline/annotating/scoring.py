@@ -34,7 +34,8 @@ async def assign_rewards(
     What was recorded stays as it is. Scoring again under the same name replaces its rewards.
 
     Args:
-        reward: the new reward function; None leaves an experience without a reward in this scoring.
+        reward: the new reward function; None leaves an experience without a reward in this scoring,
+            as one does that cannot be read.
         families: column families that it reads.
 
     Raises:
@@ -54,7 +55,7 @@ async def assign_rewards(
             return scored
         after = rows[-1].address
         experiences = await load_experiences(experiment.database, cache, rows, families)
-        found = [(e, reward(e)) for e in experiences]
+        found = [(e, reward(e)) for e in experiences if e.damaged is None]
         rewards = {
             cast("int", e.address): _checked(e, name, value)
             for e, value in found

@@ -16,10 +16,8 @@ from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import (
     ArchivedSegmentError,
-    CodecError,
     ConflictingStrategyError,
     CursorConflictError,
-    DamagedSegmentError,
     UnknownNameError,
 )
 from trinity_buffer.events import ConsumerRegistered
@@ -294,18 +292,23 @@ class StrategyConsumer:
         """Return the experiences that can be read; others are ``deleted`` or ``damaged``."""
         if not rows:
             return []
+        bad: dict[int | None, str] = {}
         try:
-            return await self._load_experiences(rows)
-        except (ArchivedSegmentError, CodecError, DamagedSegmentError):
+            found = await self._load_experiences(rows)
+            bad = {e.address: "damaged" for e in found if e.damaged is not None}
+            if not bad:
+                return found
+        except ArchivedSegmentError:
             keys = (row.segment for row in rows)
             reasons = await self.experiment.database.read_session(
                 lambda s: unreadable_among(s, keys, self._families)
             )
             if not reasons:
                 raise
-        gone = {row.address for row in rows if row.segment in reasons}
-        for reason in sorted(set(reasons.values())):
-            verdicts.reject([row for row in rows if reasons.get(row.segment) == reason], reason)
+            bad = {row.address: reasons[row.segment] for row in rows if row.segment in reasons}
+        for reason in sorted(set(bad.values())):
+            verdicts.reject([row for row in rows if bad.get(row.address) == reason], reason)
+        gone = set(bad)
         if self.rules.incomplete == "reject":
             broken = {row.eid.tid for row in rows if row.address in gone}
             short = [row for row in rows if row.eid.tid in broken and row.address not in gone]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import assert_never
 
 import anyio.to_thread
 
+from trinity_buffer.errors import CodecError, CodecVersionError
 from trinity_buffer.events import BatchPlanned, BatchSealed, ExperiencesRecorded, kinds_of
 from trinity_buffer.pipeline.annotating.grouping import (
     Grouping,
@@ -23,6 +25,8 @@ from trinity_buffer.store.address import position_of
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, rows_recorded_by
 from trinity_buffer.store.transaction import Transaction
+
+_logger = logging.getLogger(__name__)
 
 Reads = ExperiencesRecorded | BatchPlanned | BatchSealed
 
@@ -118,27 +122,22 @@ class UnitReader:
             return False
         seen = page[-1].position if len(page) == limit else head
         name = self._experiment.name
-        facts = await anyio.to_thread.run_sync(
-            lambda: [decoded(name, stored).fact for stored in page]
-        )
-        news = list(zip(page, facts, strict=True))
+        facts = await anyio.to_thread.run_sync(lambda: [_fact_of(name, one) for one in page])
+        news = [(one, fact) for one, fact in zip(page, facts, strict=True) if fact is not None]
         recorded = {
             stored.position: fact for stored, fact in news if isinstance(fact, ExperiencesRecorded)
         }
         self._cache.keep(recorded)
-        rows = [
-            (row, stored.recorded_at)
-            for stored in page
-            if stored.position in recorded
-            for row in rows_recorded_by(stored.position, recorded[stored.position])
-        ]
+        unreadable = [one.position for one, fact in zip(page, facts, strict=True) if fact is None]
+        known = await database.read(queries.rows_of_events, key, unreadable) if unreadable else {}
+        known |= {at: rows_recorded_by(at, fact) for at, fact in recorded.items()}
+        rows = [(row, one.recorded_at) for one in page for row in known.get(one.position, ())]
         sealed = {str(fact.batch) for fact in facts if isinstance(fact, BatchSealed)}
         new = await self._learn(self._grouping.unknown(row for row, _ in rows), sealed)
         self._grouping.know_settled(new)
         for row, at_us in rows:
             self._grouping.record(row, at_us)
         for stored, fact in news:
-            assert isinstance(fact, Reads)
             self._take_in_batch(stored, fact)
         self.seen = seen
         return bool(page)
@@ -188,3 +187,25 @@ class UnitReader:
         for group, run in refused:
             self._grouping.know_run(group, run)
         return new & set(self._grouping.batches)
+
+
+def _fact_of(experiment: str, stored: StoredEvent) -> Reads | None:
+    """Return what an event says; None of one that recorded experiences and cannot be read.
+
+    Their rows are in the projection, and nobody can make experiences of them: the strategy rejects
+    them one by one.
+
+    Raises:
+        CodecError: another one that cannot be read, or one of a newer version.
+    """
+    try:
+        fact = decoded(experiment, stored).fact
+    except CodecVersionError:
+        raise
+    except CodecError as error:
+        if stored.kind not in kinds_of(ExperiencesRecorded):
+            raise
+        _logger.warning("its experiences are rejected as damaged: %s", error)
+        return None
+    assert isinstance(fact, Reads)
+    return fact

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter, sub
 from typing import Any
 
@@ -17,25 +18,34 @@ from torch import Tensor
 
 from trinity_buffer.codec import DTYPES, Column
 from trinity_buffer.experience import Experience
-from trinity_buffer.identity import EID, problem_of_key, problem_of_name
+from trinity_buffer.identity import EID, problem_of_key, problem_of_name, problem_of_text
 from trinity_buffer.pipeline.writing.validation import (
     FLOATS,
     INTEGERS,
+    LISTS,
     MASKS,
     MAX_BYTES,
     MAX_INT32,
     MAX_INT64,
+    NOBODY,
     PER_TOKEN,
     SCHEMAS,
+    TEXTS,
+    is_custom_field,
 )
 
 _INT, _TEXT, _DICT, _NONE = (frozenset({kind}) for kind in (int, str, dict, type(None)))
+_LIST = frozenset({list})
 _OF_EID = attrgetter("batch", "task", "run", "step", "suffix")
-_OF_TENSOR = attrgetter("dtype", "ndim", "layout")
+_OF_TENSOR = attrgetter("dtype", "ndim", "layout", "is_meta")
 _FIELDS = attrgetter(
     *("eid", "experience_type", "tokens", "prompt_length", "action_mask", "reward"),
-    *("info", "metrics", "truncate_status", "routed_experts", "multi_modal_inputs", *PER_TOKEN),
+    *("info", "metrics", "routed_experts", "multi_modal_inputs", "custom_fields"),
+    *("chosen", "rejected", *PER_TOKEN, *TEXTS, *LISTS),
 )
+_TEXTS = len(PER_TOKEN)
+_LISTS = _TEXTS + len(TEXTS)
+"""Where these columns begin, behind those that are one by one."""
 
 
 def forms_pass(experiences: Sequence[Experience], schema: str) -> bool:
@@ -47,13 +57,16 @@ def forms_pass(experiences: Sequence[Experience], schema: str) -> bool:
     rules = SCHEMAS.get(schema)
     if rules is None or not experiences:
         return False
-    eids, kinds, tokens, prompts, masks, rewards, infos, metrics, truncated, *others = zip(
+    eids, kinds, tokens, prompts, masks, rewards, infos, metrics, experts, *others = zip(
         *map(_FIELDS, experiences), strict=True
     )
-    experts, modal, *per_token = others
+    modal, custom, chosen, rejected, *others = others
+    per_token, texts, lists = others[:_TEXTS], others[_TEXTS:_LISTS], others[_LISTS:]
     if "dpo" in kinds or not set(kinds).issubset(rules.kinds):
         return False
-    if not _are(_NONE, experts) or not _are(_NONE, modal) or not _are(_INT, prompts):
+    if not all(_are(_NONE, rare) for rare in (experts, modal, chosen, rejected)):
+        return False
+    if not _are(_INT, prompts):
         return False
     sizes = _sizes(tokens, INTEGERS)
     if sizes is None or min(prompts) < 1 or not all(map(int.__lt__, prompts, sizes)):
@@ -65,7 +78,11 @@ def forms_pass(experiences: Sequence[Experience], schema: str) -> bool:
         and all(_sizes_where_given(column, FLOATS, responses) for column in per_token)
         and all(map(_reward_passes, rewards))
         and _are(_DICT, metrics)
-        and _infos_pass(infos, truncated)
+        and all(_are(_TEXT | _NONE, column) for column in texts)
+        and all(_are(_LIST | _NONE, column) for column in lists)
+        and _are(_LIST, custom)
+        and all(map(is_custom_field, chain.from_iterable(custom)))
+        and _infos_pass(infos, texts[-1])
     )
 
 
@@ -92,8 +109,8 @@ def _sizes(tensors: Sequence[Any], dtypes: Collection[torch.dtype]) -> list[int]
     """Return the sizes of dense vectors of ``dtypes``, or None if one is something else."""
     if not _are({Tensor}, tensors):
         return None
-    for dtype, ndim, layout in set(map(_OF_TENSOR, tensors)):
-        if dtype not in dtypes or ndim != 1 or layout != torch.strided:
+    for dtype, ndim, layout, is_meta in set(map(_OF_TENSOR, tensors)):
+        if dtype not in dtypes or ndim != 1 or layout != torch.strided or is_meta:
             return None
     return [tensor.numel() for tensor in tensors]
 
@@ -124,6 +141,7 @@ def _addresses_pass(eids: Sequence[Any]) -> bool:
         and _no_problem(problem_of_key, keys | set(tasks))
         and _no_problem(problem_of_name, names)
         and not any("/" in name for name in keys | names if type(name) is str)
+        and ("" not in keys or NOBODY not in eids)
     )
 
 
@@ -146,7 +164,7 @@ def _infos_pass(infos: Sequence[Any], truncated: Sequence[Any]) -> bool:
         return False
     return all(
         version is None or abs(version) <= MAX_INT64 for version in set(versions)
-    ) and _no_problem(problem_of_name, set(reasons) - {None})
+    ) and _no_problem(problem_of_text, set(reasons) - {None})
 
 
 def _none_is_negative(column: Column) -> bool:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trinity_buffer.codec import ObjectPacker
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
-from trinity_buffer.experience import Experience, ExperienceType
-from trinity_buffer.identity import problem_of_key, problem_of_name
-from trinity_buffer.pipeline.tensor_columns import DTYPE_NAMES
+from trinity_buffer.experience import CustomField, Experience, ExperienceType
+from trinity_buffer.identity import EID, problem_of_key, problem_of_name, problem_of_text
+from trinity_buffer.pipeline.tensor_columns import DTYPE_NAMES, raw_tensor
 
 MAX_BYTES = 64 << 20
-"""Of the tensors and texts of one experience: more would not fit one part of a segment."""
+"""Of all that one experience holds: more would not fit one part of a segment."""
 
 MAX_INT32, MAX_INT64 = (1 << 31) - 1, (1 << 63) - 1
 INTEGERS = frozenset(
@@ -27,6 +28,20 @@ INTEGERS = frozenset(
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 MASKS = FLOATS | INTEGERS | {torch.bool}
 PER_TOKEN = ("logprobs", "token_level_reward", "teacher_logprobs", "advantages", "returns")
+TEXTS = ("response_text", "prompt_text", "truncate_status")
+LISTS = ("messages", "tools", "chosen_messages", "rejected_messages")
+NOBODY = EID()
+"""The address of an experience that was given none."""
+
+_TENSORS = ("tokens", "action_mask", *PER_TOKEN, "chosen", "rejected", "routed_experts")
+_FORMS: dict[str, type] = {
+    **dict.fromkeys(TEXTS, str),
+    **dict.fromkeys(LISTS, list),
+    **dict.fromkeys(("info", "metrics", "multi_modal_inputs"), dict),
+    "custom_fields": list,
+}
+_ALWAYS = frozenset({"info", "metrics", "custom_fields"})
+"""Of these, what has none holds an empty one, never None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +83,98 @@ def validate(
     rules = SCHEMAS.get(schema)
     if rules is None:
         raise InvalidArgumentError(f"schema={schema!r}: accepted are {', '.join(SCHEMAS)}")
-    _check_eid(experience)
+    check_address(experience)
     _check_kind(experience, schema, rules)
     for field in rules.tokens:
         _check_tokens(experience, field)
     response = None if experience.experience_type == "dpo" else _check_response(experience)
     _check_per_token(experience, response)
-    _check_reward(experience)
     _check_experts(experience)
+    size = check_storable(experience)
+    if size > max_bytes:
+        raise _refuse(
+            experience, "all that it holds", f"has {size} bytes, the limit is {max_bytes}"
+        )
+
+
+def check_storable(experience: Experience) -> int:
+    """Check that what is stored of ``experience`` can be read back; return its bytes.
+
+    Raises:
+        InvalidExperienceError: a reader could not make an experience of it.
+    """
+    if type(experience.prompt_length) is not int:
+        raise _refuse(experience, "prompt_length", f"is {experience.prompt_length!r}, no int")
+    _check_reward(experience)
+    size = sum(_stored_bytes(experience, field) for field in _TENSORS)
+    for field, form in _FORMS.items():
+        value = getattr(experience, field)
+        if not isinstance(value, form) and (value is not None or field in _ALWAYS):
+            raise _refuse(
+                experience, field, f"is a {type(value).__name__}, it must be a {form.__name__}"
+            )
     _check_info(experience)
-    _check_size(experience, max_bytes)
+    for custom in experience.custom_fields:
+        if not is_custom_field(custom):
+            raise _refuse(experience, "custom_fields", f"has {custom!r:.80}, it is no CustomField")
+    return size + _modal_bytes(experience) + _object_bytes(experience)
+
+
+def is_custom_field(value: object) -> bool:
+    """Return whether ``value`` is a `CustomField` that can be stored."""
+    if not isinstance(value, CustomField):
+        return False
+    names = {type(value.source_field), type(value.destination_field)}
+    return names == {str} and value.data_type in DTYPE_NAMES
+
+
+def _stored_bytes(experience: Experience, field: str) -> int:
+    tensor = getattr(experience, field)
+    if tensor is None and field != "tokens":
+        return 0
+    if not isinstance(tensor, Tensor):
+        raise _refuse(experience, field, f"is a {type(tensor).__name__}, it must be a tensor")
+    _check_dense(experience, field, tensor)
+    return int(tensor.nbytes)
+
+
+def _check_dense(experience: Experience, field: str, tensor: Tensor) -> None:
+    """Check that ``tensor`` has bytes, of a dtype that can be stored."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
+        raise _refuse(
+            experience,
+            field,
+            f"is {tensor.dtype}, {tensor.layout} on {tensor.device}: make it a dense tensor of one "
+            f"of {', '.join(DTYPE_NAMES.values())}",
+        )
+
+
+def _modal_bytes(experience: Experience) -> int:
+    size = 0
+    inputs: dict[Any, Any] = experience.multi_modal_inputs or {}
+    for name, value in inputs.items():
+        field = f"multi_modal_inputs[{name!r}]"
+        if type(name) is not str or not isinstance(value, Tensor):
+            raise _refuse(experience, field, "must be a tensor under a text")
+        _check_dense(experience, field, value)
+        size += value.nbytes
+    return size
+
+
+def _object_bytes(experience: Experience) -> int:
+    packer = ObjectPacker(raw_tensor)
+    size = 0
+    for field in (*TEXTS, *LISTS, "info", "metrics"):
+        value = getattr(experience, field)
+        if not value:
+            continue
+        try:
+            size += len(packer.pack(value, field))
+        except InvalidArgumentError as error:
+            refused = InvalidExperienceError(f"experience {experience.eid.uid}: {error}")
+            refused.field = field
+            raise refused from error
+    return size
 
 
 def _refuse(experience: Experience, field: str, what: str) -> InvalidExperienceError:
@@ -86,27 +183,28 @@ def _refuse(experience: Experience, field: str, what: str) -> InvalidExperienceE
     return error
 
 
-def _check_eid(experience: Experience) -> None:
+def check_address(experience: Experience) -> None:
+    """Check that the log can name ``experience``.
+
+    Raises:
+        InvalidExperienceError: it cannot.
+    """
     eid = experience.eid
+    if eid == NOBODY:
+        raise _refuse(experience, "eid", "was never given: say batch, task, run and step")
     for field, number in (("eid.run", eid.run), ("eid.step", eid.step)):
         if type(number) is not int or not 0 <= number <= MAX_INT32:
             raise _refuse(experience, field, f"is {number!r}, it must be an int, 0 or more")
-    for field, key in (("eid.batch", eid.batch), ("eid.task", eid.task)):
-        problem = problem_of_key(key)
+    for field, problem in (
+        ("eid.batch", problem_of_key(eid.batch)),
+        ("eid.task", problem_of_key(eid.task)),
+        ("eid.suffix", problem_of_name(eid.suffix)),
+    ):
         if problem is not None:
             raise _refuse(experience, field, problem)
-    _check_name(experience, "eid.suffix", eid.suffix)
     for field, part in (("eid.batch", eid.batch), ("eid.suffix", eid.suffix)):
         if isinstance(part, str) and "/" in part:
             raise _refuse(experience, field, f"is {part!r}: it must not contain '/'")
-
-
-def _check_name(experience: Experience, field: str, name: object) -> None:
-    if type(name) is not str:
-        raise _refuse(experience, field, f"is a {type(name).__name__}, it must be str")
-    problem = problem_of_name(name)
-    if problem is not None:
-        raise _refuse(experience, field, problem)
 
 
 def _check_kind(experience: Experience, schema: str, rules: Schema) -> None:
@@ -149,6 +247,7 @@ def _check_vector(
         raise _refuse(experience, field, f"has the shape {list(value.shape)}, it must be dense 1-D")
     if value.dtype not in dtypes:
         raise _refuse(experience, field, f"is {value.dtype}, it must hold {what}")
+    _check_dense(experience, field, value)
 
 
 def _all_finite(tensor: Tensor) -> bool:
@@ -228,35 +327,13 @@ def _check_experts(experience: Experience) -> None:
                 f"has the shape {list(routed.shape)}, its first dimension must be {size - 1} or "
                 f"{size}: one row per token",
             )
-    inputs: dict[Any, Any] = experience.multi_modal_inputs or {}
-    for name, value in inputs.items():
-        if type(name) is not str or not isinstance(value, Tensor) or value.dtype not in DTYPE_NAMES:
-            raise _refuse(
-                experience, f"multi_modal_inputs[{name!r}]", "must be a tensor under a text"
-            )
 
 
 def _check_info(experience: Experience) -> None:
-    for field in ("info", "metrics"):
-        if not isinstance(getattr(experience, field), dict):
-            raise _refuse(experience, field, "must be a dict")
     version = experience.info.get("model_version")
     if version is not None and (type(version) is not int or abs(version) > MAX_INT64):
         raise _refuse(experience, "info['model_version']", f"is {version!r:.40}, it must be an int")
     reason = experience.info.get("finish_reason") or experience.truncate_status
-    if reason is not None:
-        _check_name(experience, "info['finish_reason']", reason)
-
-
-def _check_size(experience: Experience, max_bytes: int) -> None:
-    size = 0
-    for value in (*experience.__dict__.values(), *(experience.multi_modal_inputs or {}).values()):
-        kind = type(value)
-        if kind is Tensor:
-            size += value.nbytes
-        elif kind is str:
-            size += len(value)
-    if size > max_bytes:
-        raise _refuse(
-            experience, "its tensors and texts", f"are {size} bytes, the limit is {max_bytes}"
-        )
+    problem = None if reason is None else problem_of_text(reason)
+    if problem is not None:
+        raise _refuse(experience, "info['finish_reason']", problem)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
+import torch
+
 from trinity_buffer.errors import (
     ConflictingExperienceError,
     InvalidArgumentError,
@@ -19,7 +21,7 @@ from trinity_buffer.pipeline.encoding import EncodedWrite, content_digest_of, en
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.writing.column_checks import forms_pass, numbers_pass
 from trinity_buffer.pipeline.writing.group_commit import Outcome, PreparedWrite
-from trinity_buffer.pipeline.writing.validation import validate
+from trinity_buffer.pipeline.writing.validation import check_address, check_storable, validate
 from trinity_buffer.rejections import invalid
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.log import NewEvent, Place
@@ -170,13 +172,14 @@ class WriteCall:
     def _check(self) -> dict[EID, str]:
         """Return what is invalid, and why it will be refused."""
         found: dict[EID, str] = {}
-        for experience in self.given:
+        for row, experience in enumerate(self.given):
             try:
                 validate(experience, self._schema)
             except InvalidExperienceError as error:
                 if self._on_invalid == "raise":
                     raise
                 found[experience.eid] = invalid(error.field)
+                self.given[row] = _storable(experience, str(error))
         return found
 
     def _refusal(self, eid: EID) -> str | None:
@@ -220,6 +223,27 @@ def _encode(experiences: Sequence[Experience]) -> list[_Part]:
 
 def _digests_of(parts: Sequence[_Part]) -> list[bytes]:
     return [digest for part in parts for digest in part.encoded.meta["digest"]]
+
+
+def _storable(experience: Experience, problem: str) -> Experience:
+    """Return what can be recorded of an invalid experience: all of it, else its address and why.
+
+    Raises:
+        InvalidExperienceError: its address is what is wrong.
+    """
+    check_address(experience)
+    try:
+        check_storable(experience)
+    except InvalidExperienceError:
+        empty = torch.zeros(0, dtype=torch.int32)
+        return Experience(
+            eid=experience.eid,
+            tokens=empty,
+            action_mask=empty.bool(),
+            prompt_length=0,
+            info={"invalid": problem},
+        )
+    return experience
 
 
 def _distinct(experiences: Sequence[Experience]) -> list[Experience]:

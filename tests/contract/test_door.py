@@ -1,0 +1,303 @@
+"""What is accepted can be read back; what cannot is refused with its name, and stops nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from sqlalchemy import select, update
+
+from tests.contract.making import group, kinds, opened, rollout, rows
+from tests.pipeline.planting import unguarded
+from trinity_buffer.errors import (
+    ConflictError,
+    DamagedSegmentError,
+    InvalidArgumentError,
+    InvalidExperienceError,
+)
+from trinity_buffer.events import ConfigurationChanged, ExperienceColumns, ExperiencesRecorded
+from trinity_buffer.experience import EID, CustomField, Experience
+from trinity_buffer.identity import problem_of_name
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.encoding import encode_experiences
+from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.store import log, segments, tables
+from trinity_buffer.store.transaction import Transaction
+
+NAMELESS = [
+    "a\nb",
+    "a\x00b",
+    "\ud800",
+    "a\x1b[2Jb",
+    "a\x85b",
+    "a\u2028b",
+    "\u202eab",
+    "",
+    "n" * 256,
+]
+"""What cannot be the name of anything."""
+
+
+def changed(**fields: Any) -> Experience:
+    made = rollout(run=4)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+UNREADABLE: dict[str, Callable[[], Experience]] = {
+    "messages is a tuple": lambda: changed(messages=({"role": "user"},)),
+    "tools is a str": lambda: changed(tools="x"),
+    "chosen_messages is a int": lambda: changed(chosen_messages=5),
+    "rejected_messages is a dict": lambda: changed(rejected_messages={}),
+    "response_text is a int": lambda: changed(response_text=5),
+    "prompt_text is a bytes": lambda: changed(prompt_text=b"x"),
+    "metrics is a list": lambda: changed(metrics=[1.0]),
+    "custom_fields has .'a', 'b'": lambda: changed(custom_fields=[("a", "b", torch.int32)]),
+    "it is no CustomField": lambda: changed(
+        custom_fields=[CustomField("a", 5, torch.int32)]  # type: ignore[arg-type]
+    ),
+    "size is": lambda: changed(info={"image": b"x" * (65 << 20)}),
+    "info.*object": lambda: changed(info={"a": object()}),
+    "tokens is .* meta": lambda: changed(tokens=torch.zeros(8, dtype=torch.int32, device="meta")),
+    "logprobs is .* meta": lambda: changed(logprobs=torch.zeros(5, device="meta")),
+    "routed_experts is .* meta": lambda: changed(
+        routed_experts=torch.zeros(8, 1, 1, dtype=torch.uint8, device="meta")
+    ),
+    "multi_modal_inputs.*sparse": lambda: changed(
+        multi_modal_inputs={"pixels": torch.eye(3).to_sparse()}
+    ),
+    "eid was never given": lambda: changed(eid=EID()),
+    "eid.task is 'a.nb': control": lambda: changed(eid=EID("b", "a\nb")),
+    "eid.batch is .*: control": lambda: changed(eid=EID("a\x1b]52;c;eA==\x07", "t")),
+    "eid.suffix is .*: control": lambda: changed(eid=EID("b", "t", suffix="\x9b")),
+}
+
+
+@pytest.mark.parametrize("problem", UNREADABLE)
+async def test_what_cannot_be_read_back_is_refused_with_its_name(
+    sqlite_url: str, problem: str
+) -> None:
+    async with opened(sqlite_url) as experiment:
+        with pytest.raises(InvalidExperienceError, match=problem):
+            await experiment.writer("e0").write([*group(), UNREADABLE[problem]()])
+        assert await kinds(experiment) == ["ExperimentCreated"]
+
+
+@pytest.mark.parametrize("problem", [one for one in UNREADABLE if not one.startswith("eid")])
+async def test_quarantine_keeps_what_can_be_read_back(sqlite_url: str, problem: str) -> None:
+    bad = UNREADABLE[problem]()
+    bad.eid = EID("b", 0, 4)
+    async with opened(sqlite_url) as experiment:
+        writer = experiment.writer("e0", on_invalid="quarantine")
+        receipt = await writer.write([*group(), bad])
+        assert (receipt.written, receipt.rejected) == (5, 1)
+        assert (await writer.write([*group(), bad])).duplicates == 5
+        found = [one async for one in experiment.read(include_refused=True)]
+    assert [one.damaged for one in found] == [None] * 5
+    assert found[-1].eid == bad.eid
+    if problem != "size is":
+        assert bad.eid.uid in found[-1].info["invalid"]
+
+
+async def test_an_address_that_cannot_be_named_is_refused_in_quarantine_too(
+    sqlite_url: str,
+) -> None:
+    async with opened(sqlite_url) as experiment:
+        with pytest.raises(InvalidExperienceError, match="eid was never given"):
+            await experiment.writer("e0", on_invalid="quarantine").write([changed(eid=EID())])
+
+
+def test_rows_of_a_batch_are_refused_where_they_become_one_experience() -> None:
+    with pytest.raises(InvalidExperienceError, match=r"b/t/0/0/: tokens has the shape \[1, 3\]"):
+        Experience(eid=EID("b", "t"), tokens=[[1, 2, 3]], prompt_length=1)
+
+
+@pytest.mark.parametrize("name", NAMELESS)
+async def test_no_name_holds_what_a_line_or_a_terminal_or_a_database_cannot(
+    store_url: str, name: str
+) -> None:
+    async with open_store(store_url) as store:
+        with pytest.raises(InvalidArgumentError, match="an experiment's name"):
+            await store.experiment(name, config={})
+        assert await store.experiments() == []
+        experiment = await store.experiment("run", config={})
+        with pytest.raises(InvalidArgumentError, match="an actor's name"):
+            await experiment.writer(name).write(group())
+        with pytest.raises(InvalidArgumentError, match="an actor's name"):
+            await experiment.writer(name).plan("b", [1], 4)
+        with pytest.raises(InvalidArgumentError, match="an actor's name"):
+            await experiment.finish("enough", actor=name)
+        with pytest.raises(InvalidArgumentError):
+            await experiment.writer("e0").plan("b", [name] if name else [], 4)
+        assert await kinds(experiment) == ["ExperimentCreated"]
+
+
+async def test_a_bad_actor_takes_no_other_call_with_it(store_url: str) -> None:
+    async with opened(store_url) as experiment, anyio.create_task_group() as tasks:
+        tasks.start_soon(experiment.writer("e0").write, group(task=1))
+        with pytest.raises(InvalidArgumentError, match="an actor's name"):
+            await experiment.writer("e\n1").write(group(task=2))
+
+
+@pytest.mark.parametrize("name", ["ünï", "任务 7", "a b", "👩‍🚀", "مهمة", "a/b"])
+def test_names_of_all_languages_are_names(name: str) -> None:
+    assert problem_of_name(name) is None
+
+
+@pytest.mark.parametrize("version", [-1, 1.5, True, "3", None, 1 << 63])
+async def test_a_policy_version_is_a_number_of_steps(store_url: str, version: Any) -> None:
+    async with opened(store_url) as experiment:
+        with pytest.raises(InvalidArgumentError, match="policy version"):
+            await experiment.publish_policy(version, "weights")
+        assert await experiment.newest_policy() is None
+
+
+@pytest.mark.parametrize("uri", ["", "a\x00b", "a\nb", 5, None, "u" * 5000])
+async def test_a_policy_lies_somewhere(store_url: str, uri: Any) -> None:
+    async with opened(store_url) as experiment:
+        with pytest.raises(InvalidArgumentError, match="policy 1: uri"):
+            await experiment.publish_policy(1, uri)
+
+
+async def test_an_older_policy_is_no_news_unless_the_trainer_went_back(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        await experiment.writer("e0").write([*group(task=1), *group(task=2)])
+        await run_strategy(experiment, "grpo")
+        weights = tmp_path / "weights"
+        weights.write_text("weights")
+        async with experiment.train_stream(strategy="grpo") as stream:
+            async for step in stream:
+                await stream.commit(step, checkpoint=weights)
+                await experiment.publish_policy(step.step, "weights")
+        with pytest.raises(ConflictError, match=r"policy 2 is published .*resume_from="):
+            await experiment.publish_policy(1, "weights")
+        async with experiment.train_stream(strategy="grpo", resume_from=1):
+            await experiment.publish_policy(1, "weights")
+        found = await experiment.newest_policy()
+    assert found is not None
+    assert found.version == 1
+
+
+async def test_a_key_that_nothing_reads_is_refused_with_the_one_that_was_meant(
+    store_url: str,
+) -> None:
+    async with open_store(store_url) as store:
+        with pytest.raises(InvalidArgumentError, match="did you mean 'rollouts_per_group'"):
+            await store.experiment("run", config={"rollout_per_group": 4})
+        with pytest.raises(InvalidArgumentError, match="under 'extra'"):
+            await store.experiment("run", config={"zzz": 4})
+        assert await store.experiments() == []
+        own = {"rollout_per_group": 4}
+        experiment = await store.experiment("run", config={"extra": own})
+        assert experiment.config["extra"] == own
+
+
+async def test_a_stored_configuration_with_other_keys_still_opens(store_url: str) -> None:
+    old = {"schema": "experience", "colour": "red"}
+    event = new_event(ConfigurationChanged(changes={"colour": [None, "red"]}, config=old))
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("run", config={"seed": 1})
+        await store.database.write(
+            log.append, experiment.key, [event], actor="old", now_us=now_us()
+        )
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("run")
+        assert experiment.config["colour"] == "red"
+        again = await store.experiment("run", config={**experiment.config, "seed": 2})
+        assert (again.config["colour"], again.config["seed"]) == ("red", 2)
+
+
+def test_every_key_of_a_run_is_known_to_the_door() -> None:
+    from trinity_buffer.cli.run_config import RunConfig  # noqa: PLC0415
+    from trinity_buffer.pipeline.config_keys import CONFIG_KEYS  # noqa: PLC0415
+
+    assert set(RunConfig.model_fields) | {"schema", "extra"} == CONFIG_KEYS
+
+
+async def record(experiment: Experiment, experiences: list[Experience]) -> None:
+    """Record ``experiences`` past the door, as older versions did."""
+    encoded, key = encode_experiences(experiences), segments.new_key()
+    families = {family: len(blob) for family, blob in encoded.families.items()}
+    fact = ExperiencesRecorded(
+        segment=key, families=families, columns=ExperienceColumns(**encoded.meta), refused={}
+    )
+
+    def append(tx: Transaction) -> None:
+        segments.write(tx, segments.rows_of(key, encoded.families))
+        log.append(tx, experiment.key, [new_event(fact)], actor="old", now_us=now_us())
+
+    await experiment.database.write(append)
+
+
+async def decided(experiment: Experiment) -> list[tuple[str, str | None]]:
+    """Return uid -> why it was rejected by the set ``grpo``, of each that is decided."""
+    await run_strategy(experiment, "grpo", rollouts_per_group=4)
+    found = await experiment.database.read(
+        lambda tx: tx.execute(select(tables.rejection.c.address, tables.rejection.c.reason)).all()
+    )
+    reasons = {int(row[0]): str(row[1]) for row in found}
+    return [(one.eid.uid, reasons.get(one.address or 0)) async for one in experiment.read()]
+
+
+async def test_a_row_that_is_no_experience_is_damaged_and_stops_nobody(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    some = group("old")
+    some[1].metrics = [1.0]  # type: ignore[assignment]
+    async with opened(store_url) as experiment:
+        await record(experiment, some)
+        await experiment.writer("e0").write(group("new"))
+        found = [one async for one in experiment.read()]
+        assert [one.eid for one in found] == [one.eid for one in (*some, *group("new"))]
+        assert [one.damaged is None for one in found] == [True, False, *[True] * 6]
+        assert (found[1].reward, found[1].length) == (some[1].reward, 8)
+        with pytest.raises(DamagedSegmentError, match="old/0/1/0/: metrics"):
+            found[1].tokens  # noqa: B018
+        assert "old/0/1/0/ cannot be read" in caplog.text
+        assert [reason for _, reason in await decided(experiment)] == [
+            None,
+            "damaged",
+            *[None] * 6,
+        ]
+
+
+@pytest.mark.parametrize("body", [b"\xc1", b"", b"\x80"])
+async def test_a_damaged_event_takes_only_its_own_rows_with_it(store_url: str, body: bytes) -> None:
+    async with opened(store_url) as experiment:
+        await experiment.writer("e0").write(group("old"))
+        await experiment.writer("e0").write(group("new"))
+    where = tables.event.c.position == 2
+    await unguarded(
+        store_url, lambda tx: tx.execute(update(tables.event).where(where).values(body=body))
+    )
+    async with opened(store_url) as experiment:
+        assert [reason for _, reason in await decided(experiment)] == [
+            *["damaged"] * 4,
+            *[None] * 4,
+        ]
+        report = await verify(experiment)
+        assert any("position 2" in str(problem) for problem in report.problems)
+
+
+async def test_a_segment_that_is_gone_takes_only_its_own_rows_with_it(store_url: str) -> None:
+    async with opened(store_url) as experiment:
+        await experiment.writer("e0").write(group("old"))
+        first = (await rows(experiment.database, tables.experience))[0]["segment"]
+        await experiment.writer("e0").write(group("new"))
+    where = tables.segment.c.key == first
+    await unguarded(store_url, lambda tx: tx.execute(tables.segment.delete().where(where)))
+    async with opened(store_url) as experiment:
+        assert [reason for _, reason in await decided(experiment)] == [
+            *["damaged"] * 4,
+            *[None] * 4,
+        ]
