@@ -92,9 +92,7 @@ def validate(
     _check_experts(experience)
     size = check_storable(experience)
     if size > max_bytes:
-        raise _refuse(
-            experience, "all that it holds", f"has {size} bytes, the limit is {max_bytes}"
-        )
+        raise _refuse(experience, "size", f"is {size} bytes, the limit is {max_bytes}")
 
 
 def check_storable(experience: Experience) -> int:
