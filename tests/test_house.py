@@ -41,6 +41,7 @@ BROAD_EXCEPTS = {
 }
 LAZY_IMPORTS = {
     f"{PACKAGE}/inspect/table.py:pyarrow": "pyarrow is an extra",
+    f"{PACKAGE}/inspect/table.py:parquet_writer": "pyarrow is an extra",
     f"{PACKAGE}/pipeline/archive_file.py:_parquet": "pyarrow is an extra",
     f"{PACKAGE}/store/postgres.py:_copy": "asyncpg is an extra that users of SQLite do not have",
     "benchmarks/learning_report.py:_plot": "matplotlib is an extra, and slow to import",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trinity_buffer.explorer.local_model import LocalModel
     from trinity_buffer.explorer.openai_model import OpenAIModel
     from trinity_buffer.identity import EID
+    from trinity_buffer.inspect.table import to_arrow
     from trinity_buffer.metrics import gather_metrics
     from trinity_buffer.pipeline.annotating.scoring import assign_rewards
     from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer, run_strategy
@@ -57,11 +58,13 @@ __all__ = [
     "open_store",
     "open_train_stream",
     "run_strategy",
+    "to_arrow",
     "token_scores",
     "verify",
 ]
 
 _HOMES = {
+    "to_arrow": "trinity_buffer.inspect.table",
     "verify": "trinity_buffer.pipeline.verifying.verify",
     "compact": "trinity_buffer.pipeline.history.compaction",
     "assign_rewards": "trinity_buffer.pipeline.annotating.scoring",

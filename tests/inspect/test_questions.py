@@ -16,7 +16,6 @@ from pysqlite3 import dbapi2
 from tests.stories import Story, tell
 from trinity_buffer import inspect
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-from trinity_buffer.inspect import rejected, steps, tokens, why
 from trinity_buffer.inspect.groups import ordered
 from trinity_buffer.inspect.source import Source, as_of
 from trinity_buffer.pipeline.store import open_store
@@ -47,7 +46,7 @@ def sql(story: Story, query: str) -> list[tuple[Any, ...]]:
 
 
 async def test_steps_are_the_rows_of_their_deliveries(story: Story) -> None:
-    found = await asked(story, steps.steps)
+    found = await asked(story, inspect.steps)
     plain = sql(
         story,
         "SELECT d.step, count(*), sum(e.length), avg(e.reward), avg(d.step - 1 - e.policy_version)"
@@ -56,11 +55,11 @@ async def test_steps_are_the_rows_of_their_deliveries(story: Story) -> None:
     )
     assert [(s.step, s.rows, s.tokens, s.reward, s.staleness) for s in found] == plain
     assert [s.state for s in found] == ["committed", "committed", "leased"]
-    assert [s.step for s in await asked(story, lambda s: steps.steps(s, after=1, limit=1))] == [2]
+    assert [s.step for s in await asked(story, lambda s: inspect.steps(s, after=1, limit=1))] == [2]
 
 
 async def test_blame_names_every_row_of_a_step_in_order(story: Story) -> None:
-    found = await asked(story, lambda source: steps.blame(source, 2))
+    found = await asked(story, lambda source: inspect.blame(source, 2))
     plain = sql(
         story,
         "SELECT e.batch || '/' || e.task || '/' || e.run || '/' || e.step || '/' || e.suffix,"
@@ -74,15 +73,15 @@ async def test_blame_names_every_row_of_a_step_in_order(story: Story) -> None:
     assert found.digest == story.manifests[1].hex()
     assert found.proven is True
     with pytest.raises(UnknownNameError, match="never handed step 9"):
-        await asked(story, lambda source: steps.blame(source, 9))
+        await asked(story, lambda source: inspect.blame(source, 9))
     with pytest.raises(UnknownNameError, match="there: trainer"):
-        await asked(story, lambda source: steps.blame(source, 1, trainer="nobody"))
+        await asked(story, lambda source: inspect.blame(source, 1, trainer="nobody"))
 
 
 async def test_the_advantage_of_a_row_is_what_its_tokens_have(story: Story) -> None:
-    found = await asked(story, lambda source: steps.blame(source, 1))
+    found = await asked(story, lambda source: inspect.blame(source, 1))
     for row in found.rows:
-        table = await asked(story, partial(tokens.tokens, uid=row.uid))
+        table = await asked(story, partial(inspect.tokens, uid=row.uid))
         trained = table.columns["advantage"][table.mask]
         assert trained.tolist() == pytest.approx([row.advantage] * row.trained_tokens)
         assert len(table.ids) == row.length
@@ -101,7 +100,7 @@ async def test_the_advantage_of_a_row_is_what_its_tokens_have(story: Story) -> N
 async def test_why_names_the_event_that_decided(
     story: Story, uid: str, verdict: str, told: str
 ) -> None:
-    found = await asked(story, lambda source: why.why(source, uid))
+    found = await asked(story, lambda source: inspect.why(source, uid))
     assert verdict in found.verdict
     assert told in " | ".join(reason.what for reason in found.reasons)
     assert found.trained is ("trained in" in verdict)
@@ -113,28 +112,28 @@ async def test_why_names_the_event_that_decided(
 
 async def test_why_of_what_nobody_planned_is_refused(story: Story) -> None:
     with pytest.raises(UnknownNameError, match="neither holds nor planned"):
-        await asked(story, lambda source: why.why(source, "b9/0/0/0/"))
+        await asked(story, lambda source: inspect.why(source, "b9/0/0/0/"))
 
 
 async def test_rejections_are_those_of_the_tables(story: Story) -> None:
-    found = await asked(story, rejected.rejections)
+    found = await asked(story, inspect.rejections)
     plain = sql(story, "SELECT consumer, reason, position FROM rejection")
     door = sql(
         story, f"SELECT 'door', refused, address / {SLOTS} FROM experience WHERE refused > ''"
     )
     assert sorted((r.by, r.reason, r.position) for r in found) == sorted(plain + door)
-    late = await asked(story, lambda source: rejected.rejections(source, by="door"))
+    late = await asked(story, lambda source: inspect.rejections(source, by="door"))
     assert [one.uid for one in late] == ["b0/0/0/0/a1"]
-    assert await asked(story, rejected.rejection_counts) == {
+    assert await asked(story, inspect.rejection_counts) == {
         "varied": {"zero_variance": 4},
         "door": {"late": 1},
     }
     with pytest.raises(UnknownNameError, match="door"):
-        await asked(story, lambda source: rejected.rejections(source, by="nobody"))
+        await asked(story, lambda source: inspect.rejections(source, by="nobody"))
 
 
 async def test_staleness_is_the_step_less_one_less_the_version(story: Story) -> None:
-    found = await asked(story, steps.staleness)
+    found = await asked(story, inspect.staleness)
     assert [(s.step, s.actor, s.rows, s.mean, s.greatest) for s in found] == [
         (1, "e0", 4, 0.0, 0),
         (2, "e0", 4, 1.0, 1),
@@ -143,7 +142,7 @@ async def test_staleness_is_the_step_less_one_less_the_version(story: Story) -> 
 
 
 async def test_leases_say_who_is_how_far(story: Story) -> None:
-    (found,) = await asked(story, rejected.leases)
+    (found,) = await asked(story, inspect.leases)
     assert (found.trainer, found.state, found.leased_step, found.committed_step) == (
         *("trainer", "free"),
         *sql(story, "SELECT leased_step, committed_step FROM consumer WHERE kind = 'trainer'")[0],
@@ -158,15 +157,42 @@ async def test_groups_are_ordered_by_what_is_asked(story: Story) -> None:
     assert ordered(found, "newest") == found
 
 
+async def test_sets_differ_where_their_rows_do(story: Story) -> None:
+    found = await asked(story, lambda s: inspect.compare_sets(s, "grpo", "varied"))
+    assert found.experiences == len(sql(story, "SELECT 1 FROM experience WHERE refused IS NULL"))
+    both = "SELECT 1 FROM annotation a JOIN annotation b ON a.experience = b.experience"
+    both += " WHERE a.consumer = 'grpo' AND b.consumer = 'varied'"
+    assert (found.both, found.equal, found.opposite) == (len(sql(story, both)), 12, 0)
+    assert found.states["annotated / rejected: zero_variance"] == 4
+    assert {row.uid.split("/")[1] for row in found.rows} == {"3"}  # which one of the two rejects
+    with pytest.raises(UnknownNameError, match="there: grpo, varied"):
+        await asked(story, lambda s: inspect.compare_sets(s, "grpo", "nonsense"))
+
+
+async def test_a_run_does_not_differ_from_itself(story: Story) -> None:
+    found = await asked(story, lambda s: inspect.compare_runs(s, s))
+    assert found.config == {}
+    assert found.numbers["rows"] == [12, 12]
+    assert sorted(found.steps) == [1, 2, 3]
+
+
+async def test_search_finds_every_text_once(story: Story) -> None:
+    async def question(source: Source) -> list[inspect.Match]:
+        return [one async for one in inspect.search(source, "1 AND 2")]
+
+    (found,) = await asked(story, question)
+    assert (found.uid, found.field, found.excerpt) == ("b0/1/2/0/", "response_text", "1 and 2")
+
+
 async def test_an_older_position_shows_what_was_known_then(story: Story) -> None:
     ((committed,),) = sql(story, "SELECT min(position) FROM event WHERE kind = 'StepsCommitted'")
-    before = await asked(story, steps.steps, committed - 1)
+    before = await asked(story, inspect.steps, committed - 1)
     assert {line.state for line in before} == {"leased"}
-    then = await asked(story, lambda source: why.why(source, "b0/0/1/0/"), 5)
+    then = await asked(story, lambda source: inspect.why(source, "b0/0/1/0/"), 5)
     assert then.verdict == "never trained: no strategy has run"
     assert max(reason.position or 0 for reason in then.reasons) <= 5
     with pytest.raises(InvalidArgumentError, match="goes from 1 to"):
-        await asked(story, steps.steps, 10_000)
+        await asked(story, inspect.steps, 10_000)
 
 
 async def test_a_server_answers_as_a_file_does(
@@ -174,15 +200,15 @@ async def test_a_server_answers_as_a_file_does(
 ) -> None:
     other = await tell(postgres_url, tmp_path / "run")
     for question in (
-        lambda source: why.why(source, "b0/1/2/0/"),
-        rejected.rejections,
-        steps.staleness,
-        lambda source: steps.blame(source, 2),
+        lambda source: inspect.why(source, "b0/1/2/0/"),
+        inspect.rejections,
+        inspect.staleness,
+        lambda source: inspect.blame(source, 2),
     ):
         one, two = await asked(story, question), await asked(other, question)
         assert untimed(one) == untimed(two)
     with pytest.raises(UnknownNameError, match="no trainer"):
-        await asked(other, steps.steps, 11)
+        await asked(other, inspect.steps, 11)
 
 
 def untimed(answer: Any) -> str:

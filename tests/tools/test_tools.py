@@ -89,3 +89,31 @@ def test_replay_run_gives_the_recorded_batches_to_another_loss(run: Run, story: 
     digests = [line.split()[-1] for line in lines]
     assert digests == [digest.hex()[:12] for digest in story.manifests]
     assert digest_of(story) == before
+
+
+def test_what_is_stuck_names_the_group_that_lacks_runs(run: Run, story: Story) -> None:
+    done = run("what_is_stuck.py", story.url)
+    assert "b1/0: waiting; 3 missing" in done.stdout
+    assert "step 3: 4 rows handed out, not committed" in done.stdout
+
+
+def test_worst_rollouts_begin_with_the_lowest_advantage(run: Run, story: Story) -> None:
+    lines = run("worst_rollouts.py", story.url, 2, "--rollouts", 2).stdout.splitlines()
+    assert lines[0].startswith("b0/1/0/0/  advantage -0.866")
+    assert lines[1] == "  '1 and 0'"
+
+
+def test_another_reward_and_another_strategy_stand_beside_the_first(
+    run: Run, tmp_path: Path
+) -> None:
+    own = anyio.run(tell, f"sqlite:///{tmp_path / 'store.db'}", tmp_path / "run")
+    done = run("rescore.py", own.url)
+    assert "17 rollouts scored\n16 annotated" in done.stdout
+    done = run("compare_strategies.py", own.url, "grpo", "rloo")
+    assert "16 with an advantage in both sets" in done.stdout
+
+
+def test_a_group_becomes_a_test_that_passes(run: Run, story: Story, tmp_path: Path) -> None:
+    case = tmp_path / "test_group.py"
+    assert "as it was recorded" in run("group_as_test.py", story.url, "--output", case).stdout
+    runpy.run_path(str(case))["test_grpo_gives_this_group_the_advantages_that_were_recorded"]()

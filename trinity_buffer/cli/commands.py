@@ -21,6 +21,8 @@ class Command(NamedTuple):
 _RUN = "trinity_buffer.cli.run_commands"
 _ASK = "trinity_buffer.cli.inspect_commands"
 _STEP = "trinity_buffer.cli.step_commands"
+_COMPARE = "trinity_buffer.cli.compare_commands"
+_EXPORT = "trinity_buffer.cli.export_commands"
 _MEND = "trinity_buffer.cli.maintenance_commands"
 _HISTORY = "trinity_buffer.cli.history_commands"
 
@@ -86,6 +88,21 @@ COMMANDS = {
     "staleness": Command(
         f"{_STEP}:staleness",
         "Show how old what was trained on was, in policy versions: over steps, and by actor.",
+    ),
+    "diff": Command(
+        f"{_COMPARE}:diff",
+        "Compare two annotation sets over the same rollouts, or two runs step by step.",
+    ),
+    "search": Command(
+        f"{_COMPARE}:search",
+        "Find rollouts by their text; each is printed as soon as it is found.",
+    ),
+    "top": Command(
+        f"{_COMPARE}:top", "Watch a run: who is how far, the last steps, and the last events."
+    ),
+    "export": Command(
+        f"{_EXPORT}:export",
+        "Write what is stored to a file: a row for each rollout, with its advantage and its fate.",
     ),
     "verify": Command(
         f"{_MEND}:verify",

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from trinity_buffer import inspect as questions
 from trinity_buffer.cli.asking import asked_of
 from trinity_buffer.cli.escaping import one_line, unescaped
 from trinity_buffer.cli.options import (
@@ -17,8 +18,6 @@ from trinity_buffer.cli.options import (
 )
 from trinity_buffer.cli.printing import console, print_json, shown, table, time_of
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.inspect import rejected as rejecting
-from trinity_buffer.inspect import steps as stepping
 from trinity_buffer.inspect.rejected import Lease, Rejected
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.steps import EatenRow, Staleness, StepContents, StepLine
@@ -48,7 +47,7 @@ def steps(
         store,
         experiment,
         as_of,
-        lambda source: stepping.steps(source, trainer=trainer, after=after, limit=limit),
+        lambda source: questions.steps(source, trainer=trainer, after=after, limit=limit),
     )
     if as_json:
         print_json(*found)
@@ -86,7 +85,7 @@ def blame(
     Example: trinity-buffer blame 2 --sort abs-advantage
     """
     found: StepContents = asked_of(
-        store, experiment, as_of, lambda source: stepping.blame(source, step, trainer=trainer)
+        store, experiment, as_of, lambda source: questions.blame(source, step, trainer=trainer)
     )
     rows = sorted(found.rows, key=_ORDERS[sort])[:limit]
     if as_json:
@@ -174,8 +173,8 @@ def rejected(
     """
 
     async def question(source: Source) -> tuple[list[Rejected], Any]:
-        found = await rejecting.rejections(source, by=by, reason=reason, limit=limit)
-        return found, await rejecting.rejection_counts(source)
+        found = await questions.rejections(source, by=by, reason=reason, limit=limit)
+        return found, await questions.rejection_counts(source)
 
     found, counts = asked_of(store, experiment, as_of, question)
     if as_json:
@@ -195,7 +194,7 @@ def leases(
 
     Example: trinity-buffer leases --json
     """
-    found: list[Lease] = asked_of(store, experiment, None, rejecting.leases)
+    found: list[Lease] = asked_of(store, experiment, None, questions.leases)
     if as_json:
         print_json(*found)
         return
@@ -227,7 +226,7 @@ def staleness(
         store,
         experiment,
         as_of,
-        lambda source: stepping.staleness(source, trainer=trainer, after=after, limit=limit),
+        lambda source: questions.staleness(source, trainer=trainer, after=after, limit=limit),
     )
     if as_json:
         print_json(*found)

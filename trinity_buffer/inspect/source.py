@@ -51,6 +51,12 @@ class Source:
         stored = await self.database.read(log.read_at, self.key, wanted)
         return {one.position: decoded(self.name, one) for one in stored}
 
+    async def head(self) -> int:
+        """Return the last position that counts."""
+        if self.position is not None:
+            return self.position
+        return await self.database.read(log.head, self.key)
+
     def counts(self, position: int) -> bool:
         """Return whether the event at ``position`` had been recorded."""
         return self.position is None or position <= self.position

@@ -6,8 +6,10 @@ Memory does not grow with the store: a page of experiences is one batch.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -107,6 +109,28 @@ def pyarrow() -> Any:
             "this needs pyarrow: pip install 'trinity-buffer[parquet]'"
         ) from error
     return arrow
+
+
+@contextmanager
+def parquet_writer(path: Path) -> Iterator[Callable[[Any], None]]:
+    """Yield what writes record batches into a new Parquet file.
+
+    Raises:
+        InvalidArgumentError: pyarrow is not installed.
+    """
+    pyarrow()
+    from pyarrow import parquet  # noqa: PLC0415 - an optional extra
+
+    with ExitStack() as stack:
+        writers: list[Any] = []
+
+        def write(batch: Any) -> None:
+            if not writers:
+                opened = parquet.ParquetWriter(path, batch.schema, compression="zstd")
+                writers.append(stack.enter_context(opened))
+            writers[0].write_batch(batch)
+
+        yield write
 
 
 async def record_batches(source: Source, wanted: Wanted) -> AsyncIterator[Any]:

@@ -1,0 +1,90 @@
+"""What is exported equals what a plain reader and plain SQL find."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from pyarrow import parquet
+from pysqlite3 import dbapi2
+
+import trinity_buffer as tb
+from tests.cli.calling import Cli
+from tests.cli.conftest import cli  # noqa: F401 - a fixture
+from tests.conftest import Resize
+from tests.stories import Story, tell
+from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.experience import Experience
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """A store that no test changes."""
+    folder = tmp_path_factory.mktemp("story")
+    return anyio.run(tell, f"sqlite:///{folder / 'store.db'}", folder / "run")
+
+
+def read(story: Story) -> list[Experience]:
+    async def main() -> list[Experience]:
+        async with tb.open_store(story.url, read_only=True) as store:
+            found = (await store.experiment(story.name)).read(include_refused=True)
+            return [one async for one in found]
+
+    return anyio.run(main)
+
+
+def sql(story: Story, query: str) -> list[tuple[Any, ...]]:
+    with closing(dbapi2.connect(story.url.removeprefix("sqlite:///"))) as connection:
+        return list(connection.execute(query).fetchall())
+
+
+def test_a_table_holds_what_a_reader_reads(story: Story, resize: Resize) -> None:
+    resize(experiences_per_page=5)
+    rows = tb.to_arrow(story.url, "sort", set="grpo").to_pylist()
+    plain = read(story)
+    assert [row["uid"] for row in rows] == [one.eid.uid for one in plain]
+    for row, one in zip(rows, plain, strict=True):
+        assert one.logprobs is not None
+        assert row["tokens"] == one.tokens.tolist()
+        assert row["logprobs"] == one.logprobs.tolist()
+        assert (row["reward"], row["response_text"]) == (one.reward, one.response_text)
+        assert (row["info.model_version"], json.loads(row["info"])) == (0, one.info)
+
+
+def test_a_row_says_what_became_of_it(story: Story) -> None:
+    rows = tb.to_arrow(story.url, set="varied").to_pylist()
+    states = sql(story, "SELECT count(*) FROM annotation WHERE consumer = 'varied'")
+    assert [(sum(row["state"] == "annotated" for row in rows),)] == states
+    assert {row["reason"] for row in rows if row["state"] == "rejected"} == {"zero_variance"}
+    (late,) = (row for row in rows if row["state"] == "refused")
+    assert late["reason"] == "late"
+    trained = tb.to_arrow(story.url, set="grpo").to_pylist()
+    steps = sql(story, "SELECT step, count(*) FROM delivery GROUP BY step")
+    counted = {step: sum(row["trained_step"] == step for row in trained) for step, _ in steps}
+    assert sorted(counted.items()) == steps
+
+
+def test_a_step_alone_has_the_rows_that_it_was_trained_on(story: Story) -> None:
+    rows = tb.to_arrow(story.url, step=2).to_pylist()
+    assert [row["uid"] for row in rows] == [f"b0/1/{run}/0/" for run in range(4)]
+    assert {row["state"] for row in rows} == {"committed"}
+    with pytest.raises(UnknownNameError, match="never handed step 9"):
+        tb.to_arrow(story.url, step=9)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_a_file_holds_the_table(cli: Cli, story: Story, tmp_path: Path, ending: str) -> None:  # noqa: F811
+    file = tmp_path / "new" / f"run.{ending}"
+    (told,) = cli("export", "-o", file, "--store", story.url, "--json").json
+    assert told["rows"] == 18
+    rows = tb.to_arrow(story.url).to_pylist()
+    if ending == "parquet":
+        assert parquet.read_table(file).to_pylist() == rows
+    else:
+        assert [json.loads(line) for line in file.read_text().splitlines()] == rows
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    assert cli("export", "-o", tmp_path / "run.xls", "--store", story.url).code == 2

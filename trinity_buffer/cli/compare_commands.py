@@ -1,0 +1,216 @@
+"""Commands that read much: what differs, where a text stands, and a screen of a live run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import anyio
+import typer
+from rich.console import Group
+from rich.live import Live
+
+from trinity_buffer import inspect as questions
+from trinity_buffer.cli.asking import asked_of, run
+from trinity_buffer.cli.escaping import one_line
+from trinity_buffer.cli.options import (
+    AsOfOption,
+    ExperimentOption,
+    JsonOption,
+    StoreOption,
+    chosen_experiment,
+    chosen_store,
+)
+from trinity_buffer.cli.printing import console, print_json, progress, shown, table, time_of
+from trinity_buffer.inspect.compare import (
+    RunDifference,
+    SetDifference,
+    compare_runs,
+    compare_sets,
+)
+from trinity_buffer.inspect.events import event_lines, position_before
+from trinity_buffer.inspect.search import search as found_in
+from trinity_buffer.inspect.source import Source, now
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store import queries
+
+FRAME_S = 0.5
+"""A screen is drawn at most so often, however much is written."""
+
+
+def diff(
+    first: Annotated[str, typer.Argument(help="An annotation set, or an experiment.")],
+    second: Annotated[str, typer.Argument(help="Another one.")],
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    other_store: Annotated[
+        str | None, typer.Option("--other-store", help="Where SECOND is, if it is an experiment.")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Show so many rows that differ.", min=1)] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two annotation sets over the same rollouts, or two runs step by step.
+
+    Example: trinity-buffer diff grpo grpo
+    """
+    url = chosen_store(store)
+    if run(lambda: _are_experiments(url, other_store or url, first, second)):
+        runs: RunDifference = run(lambda: _runs(url, first, other_store or url, second))
+        if as_json:
+            print_json(runs)
+        else:
+            _print_runs(runs)
+        return
+
+    async def question(source: Source) -> SetDifference:
+        with progress() as report:
+            return await compare_sets(source, first, second, limit=limit, progress=report)
+
+    sets: SetDifference = asked_of(store, experiment, None, question)
+    if as_json:
+        print_json({**_plain(sets), "mean": sets.mean})
+    else:
+        _print_sets(sets)
+
+
+async def _are_experiments(url: str, other: str, first: str, second: str) -> bool:
+    async with open_store(url, read_only=True) as one, open_store(other, read_only=True) as two:
+        return first in await one.experiments() and second in await two.experiments()
+
+
+async def _runs(url: str, first: str, other: str, second: str) -> RunDifference:
+    async with open_store(url, read_only=True) as one, open_store(other, read_only=True) as two:
+        return await compare_runs(
+            now(await one.experiment(first)), now(await two.experiment(second))
+        )
+
+
+def _plain(found: SetDifference) -> dict[str, Any]:
+    names = ("first", "second", "experiences", "both", "equal", "opposite", "greatest", "rows")
+    return {name: getattr(found, name) for name in names} | {"states": dict(found.states)}
+
+
+def _print_sets(found: SetDifference) -> None:
+    out = console()
+    told = [(states, count) for states, count in found.states.most_common()]
+    out.print(table(f"{found.first} / {found.second}", ["states", "experiences"], told))
+    out.print(
+        f"{found.both} have an advantage in both: {found.equal} the same, {found.opposite} of "
+        f"opposite sign, mean difference {shown(found.mean)}, greatest {shown(found.greatest)}",
+        markup=False,
+    )
+    rows = [(r.uid, r.first, r.second, r.first_advantage, r.second_advantage) for r in found.rows]
+    columns = ["uid", found.first, found.second, "advantage", "advantage "]
+    out.print(table("what differs most", columns, rows))
+
+
+def _print_runs(found: RunDifference) -> None:
+    out = console()
+    sides = [found.first, found.second]
+    rows = [(name, *values) for name, values in found.config.items()]
+    out.print(table("configuration", ["key", *sides], rows))
+    numbers = [(name, *values) for name, values in found.numbers.items()]
+    out.print(table("in numbers", ["", *sides], numbers))
+    steps = [
+        (step, name, *values) for step, some in found.steps.items() for name, values in some.items()
+    ]
+    out.print(table("steps of both", ["step", "", *sides], steps[-200:]))
+
+
+def search(
+    text: Annotated[str, typer.Argument(help="What to look for in prompts and responses.")],
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Upper and lower case are different.")
+    ] = False,
+    limit: Annotated[int, typer.Option(help="End after so many.", min=1)] = 20,
+    as_of: AsOfOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find rollouts by their text; each is printed as soon as it is found.
+
+    Example: trinity-buffer search "3 1 2" --limit 5
+    """
+
+    async def question(source: Source) -> int:
+        count = 0
+        with progress() as report:
+            async for one in found_in(source, text, exact=exact, progress=report):
+                count += 1
+                if as_json:
+                    print_json(one)
+                else:
+                    console().print(
+                        one_line(f"{one.uid}  {one.field}: {one.excerpt}"), markup=False
+                    )
+                if count == limit:
+                    break
+        return count
+
+    count = asked_of(store, experiment, as_of, question)
+    if not count and not as_json:
+        console().print(one_line(f"no text holds {text!r}"), markup=False)
+
+
+def top(
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one screen, and end.")] = False,
+) -> None:
+    """Watch a run: who is how far, the last steps, and the last events.
+
+    Example: trinity-buffer top --once
+    """
+
+    async def main() -> None:
+        url = chosen_store(store)
+        name = await chosen_experiment(url, experiment)
+        async with open_store(url, read_only=True) as opened:
+            found = await opened.experiment(name)
+            if once:
+                console().print(await _screen(found))
+                return
+            await _watch(found)
+
+    run(main)
+
+
+async def _watch(experiment: Experiment) -> None:
+    """Draw the screen again whenever something was written, until the experiment is finished."""
+    changes = experiment.database.changes
+    with Live(console=console(), screen=False, auto_refresh=False) as live:
+        while True:
+            state = await changes.state()
+            live.update(await _screen(experiment), refresh=True)
+            if await experiment.is_finished():
+                return
+            await changes.changed(state)
+            await anyio.sleep(FRAME_S)  # what comes meanwhile is on the next screen
+
+
+async def _screen(experiment: Experiment) -> Group:
+    source = now(experiment)
+    consumers = await source.read(queries.consumers, source.key)
+    parts: list[Any] = []
+    leases = await questions.leases(source)
+    parts.append(
+        table(
+            one_line(experiment.name),
+            ["trainer", "lease", "handed out", "committed"],
+            [(one.trainer, one.state, one.leased_step, one.committed_step) for one in leases],
+        )
+    )
+    strategies = [row for row in consumers.values() if row.kind == "strategy"]
+    sets = [(row.name, row.cursor, row.calls) for row in strategies]
+    parts.append(table("strategies", ["set", "seen up to", "groups"], sets))
+    for one in leases[:1]:
+        lines = await questions.steps(source, trainer=one.trainer, limit=5)
+        rows = [(x.step, x.state, x.rows, x.reward, x.staleness, x.seconds) for x in lines]
+        columns = ["step", "state", "rows", "reward", "staleness", "seconds"]
+        parts.append(table("last steps", columns, rows))
+    after = await position_before(experiment, 8)
+    events = [line async for line in event_lines(experiment, after=after)]
+    told = [(e.position, time_of(e.recorded_at), e.kind, e.actor, e.summary[:60]) for e in events]
+    parts.append(table("last events", ["position", "time", "kind", "actor", "what"], told))
+    return Group(*parts)

@@ -1,0 +1,88 @@
+"""Commands that take what is stored out, as files that other tools read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trinity_buffer.cli.asking import asked_of
+from trinity_buffer.cli.options import (
+    AsOfOption,
+    ExperimentOption,
+    JsonOption,
+    StoreOption,
+    TrainerOption,
+    made_folder,
+)
+from trinity_buffer.cli.printing import console, print_json, size_of
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.inspect.source import Source
+from trinity_buffer.inspect.table import Wanted, parquet_writer, record_batches
+
+FORMATS = (".parquet", ".jsonl")
+
+
+def export(
+    output: Annotated[Path, typer.Option("--output", "-o", help="FILE.parquet or FILE.jsonl.")],
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    annotation_set: Annotated[
+        str | None, typer.Option("--set", help="Whose advantages. Default: the first set there is.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Only what this gradient step was trained on.", min=1)
+    ] = None,
+    trainer: TrainerOption = None,
+    as_of: AsOfOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write what is stored to a file: a row for each rollout, with its advantage and its fate.
+
+    Parquet is read by pandas, DuckDB and Hugging Face datasets; JSONL by everything.
+
+    Example: trinity-buffer export -o runs/demo.parquet
+    """
+    if output.suffix not in FORMATS:
+        raise InvalidArgumentError(f"--output {output}: end the name in {' or '.join(FORMATS)}")
+    made_folder(output.parent)
+    wanted = Wanted(annotation_set, step, trainer)
+
+    async def question(source: Source) -> int:
+        count = 0
+        with _written(output) as write:
+            async for batch in record_batches(source, wanted):
+                write(batch)
+                count += batch.num_rows
+        return count
+
+    count = asked_of(store, experiment, as_of, question)
+    size = output.stat().st_size
+    if as_json:
+        print_json({"path": str(output), "rows": count, "bytes": size})
+    else:
+        console().print(f"{count} rows, {size_of(size)}: {output}", markup=False)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[Callable[[Any], None]]:
+    """Yield what writes a batch; the file has its name once it is whole."""
+    partial = path.with_name(f"{path.name}.writing")
+    try:
+        if path.suffix == ".parquet":
+            with parquet_writer(partial) as write:
+                yield write
+        else:
+            with partial.open("w", encoding="utf-8") as file:
+                yield lambda batch: file.writelines(map(_line, batch.to_pylist()))
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"

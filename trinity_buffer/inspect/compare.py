@@ -1,0 +1,232 @@
+"""What differs: two annotation sets over the same rollouts, or two runs."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.inspect.blobs import events_with_segments
+from trinity_buffer.inspect.fates import Fate, fates
+from trinity_buffer.inspect.source import Source
+from trinity_buffer.inspect.steps import StepLine, steps
+from trinity_buffer.inspect.tensors import mean_of
+from trinity_buffer.pipeline.history.refold import Progress, no_progress
+from trinity_buffer.sizes import sizes
+from trinity_buffer.store import queries, reads
+from trinity_buffer.store.address import position_of, slot_of
+from trinity_buffer.store.rows import ExperienceRow
+from trinity_buffer.store.transaction import Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class Differing:
+    """One experience that two sets treat differently; advantages are means over its tokens."""
+
+    uid: str
+    first: str
+    second: str
+    first_advantage: float | None
+    second_advantage: float | None
+
+    @property
+    def by(self) -> float:
+        """How far the advantages lie apart; infinite where only one set has any."""
+        if self.first_advantage is None or self.second_advantage is None:
+            return 0.0 if self.first_advantage == self.second_advantage else float("inf")
+        return abs(self.first_advantage - self.second_advantage)
+
+
+@dataclass(slots=True)
+class SetDifference:
+    """Two annotation sets side by side.
+
+    Attributes:
+        states: "state in the first / state in the second" -> how many experiences.
+        both: with an advantage in both sets; ``equal`` of them have the same one.
+        opposite: with advantages of opposite sign.
+        greatest, mean: of the difference, over ``both``.
+        rows: those that differ most.
+    """
+
+    first: str
+    second: str
+    experiences: int = 0
+    states: Counter[str] = field(default_factory=Counter)
+    both: int = 0
+    equal: int = 0
+    opposite: int = 0
+    greatest: float = 0.0
+    total: float = 0.0
+    rows: list[Differing] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float | None:
+        """Mean difference of the advantages; None where no experience has two."""
+        return self.total / self.both if self.both else None
+
+
+@dataclass(frozen=True, slots=True)
+class RunDifference:
+    """Two runs side by side.
+
+    Attributes:
+        config: key -> [value in the first, value in the second], where they differ.
+        numbers: what is counted of both -> [first, second].
+        steps: gradient steps that both have -> metric -> [first, second].
+    """
+
+    first: str
+    second: str
+    config: Mapping[str, Sequence[Any]]
+    numbers: Mapping[str, Sequence[Any]]
+    steps: Mapping[int, Mapping[str, Sequence[Any]]]
+
+
+async def pages(source: Source) -> AsyncIterator[list[ExperienceRow]]:
+    """Yield all experiences that were not refused, a page at a time, in order of the log."""
+    after, limit = -1, sizes().experiences_per_page
+    while rows := await source.read(
+        reads.experiences, source.key, reads.Filter(), after=after, limit=limit
+    ):
+        yield rows
+        after = rows[-1].address
+
+
+async def compare_sets(
+    source: Source, first: str, second: str, *, limit: int = 20, progress: Progress = no_progress
+) -> SetDifference:
+    """Return how two annotation sets differ over the same rollouts.
+
+    Args:
+        first, second: names of the sets.
+        limit: how many of the rows that differ most are kept.
+        progress: called with the position that was reached, and the last one.
+
+    Raises:
+        UnknownNameError: no such annotation set.
+        DamagedSegmentError: a checksum does not hold.
+    """
+    consumers = await source.read(queries.consumers, source.key)
+    names = [name for name, row in consumers.items() if row.kind == "strategy"]
+    for name in (first, second):
+        if name not in names:
+            known = ", ".join(names) or "none"
+            raise UnknownNameError(f"no annotation set {name!r} (there: {known})")
+    found = SetDifference(first, second)
+    head = await source.head()
+    async for rows in pages(source):
+        compared = await _compared(source, rows, first, second)
+        for one in compared:
+            _count(found, one)
+        found.rows = heapq.nlargest(
+            limit, [*found.rows, *(one for one in compared if one.by)], key=lambda one: one.by
+        )
+        progress("diff", position_of(rows[-1].address), head)
+    return found
+
+
+def _count(found: SetDifference, one: Differing) -> None:
+    found.experiences += 1
+    found.states[f"{one.first} / {one.second}"] += 1
+    a, b = one.first_advantage, one.second_advantage
+    if a is None or b is None:
+        return
+    found.both += 1
+    found.equal += a == b
+    found.opposite += a * b < 0
+    found.total += abs(a - b)
+    found.greatest = max(found.greatest, abs(a - b))
+
+
+async def _compared(
+    source: Source, rows: Sequence[ExperienceRow], first: str, second: str
+) -> list[Differing]:
+    def look(tx: Transaction) -> dict[int, list[Fate]]:
+        return fates(tx, source.key, rows)
+
+    decided = await source.read(look)
+    wanted = [f for some in decided.values() for f in some if f.annotation_set in (first, second)]
+    noted = [position_of(f.annotations[0].address) for f in wanted if f.annotations]
+    events = await events_with_segments(source, noted, ["annotation"])
+
+    def advantage(fate: Fate) -> float | None:
+        if not fate.annotations:
+            return None
+        note = fate.annotations[0].address
+        segment = events[position_of(note)].families.get("annotation")
+        return None if segment is None else mean_of(segment, "advantages", slot_of(note))
+
+    found = []
+    for row in rows:
+        own = {fate.annotation_set: fate for fate in decided[row.address]}
+        a, b = own[first], own[second]
+        found.append(Differing(row.eid.uid, _state(a), _state(b), advantage(a), advantage(b)))
+    return found
+
+
+def _state(fate: Fate) -> str:
+    return fate.state if fate.reason is None else f"{fate.state}: {fate.reason}"
+
+
+async def compare_runs(first: Source, second: Source, *, limit: int = 1000) -> RunDifference:
+    """Return how two runs differ: configuration, counts, and the steps that both have.
+
+    Args:
+        first, second: the experiments; they may be of different stores.
+        limit: at most so many of the last steps of each.
+    """
+    configs = [await one.read(queries.config_of, one.key) for one in (first, second)]
+    a, b = ({} if config is None else _flat(config[0]) for config in configs)
+    config = {k: [a.get(k), b.get(k)] for k in sorted({*a, *b}) if a.get(k) != b.get(k)}
+    lines = [await _steps(one, limit) for one in (first, second)]
+    numbers = [_numbers(some) for some in lines]
+    both = [{line.step: line for line in some} for some in lines]
+    shared = sorted(both[0].keys() & both[1].keys())
+    return RunDifference(
+        first.name,
+        second.name,
+        config,
+        {name: [one[name] for one in numbers] for name in numbers[0]},
+        {step: _side_by_side(both[0][step], both[1][step]) for step in shared},
+    )
+
+
+async def _steps(source: Source, limit: int) -> list[StepLine]:
+    consumers = await source.read(queries.consumers, source.key)
+    trained = any(row.kind == "trainer" for row in consumers.values())
+    return await steps(source, limit=limit) if trained else []
+
+
+def _numbers(lines: Sequence[StepLine]) -> dict[str, Any]:
+    def mean(of: Callable[[StepLine], float | None]) -> float | None:
+        known = [value for value in map(of, lines) if value is not None]
+        return sum(known) / len(known) if known else None
+
+    return {
+        "steps": len(lines),
+        "committed": sum(line.state == "committed" for line in lines),
+        "rows": sum(line.rows for line in lines),
+        "tokens": sum(line.tokens for line in lines),
+        "reward": mean(lambda line: line.reward),
+        "staleness": mean(lambda line: line.staleness),
+        "seconds": mean(lambda line: line.seconds),
+    }
+
+
+def _side_by_side(a: StepLine, b: StepLine) -> dict[str, list[Any]]:
+    names = ("rows", "tokens", "reward", "staleness")
+    found = {name: [getattr(a, name), getattr(b, name)] for name in names}
+    shared = sorted(a.metrics.keys() & b.metrics.keys())
+    return found | {name: [a.metrics[name], b.metrics[name]] for name in shared}
+
+
+def _flat(config: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        inner = isinstance(value, Mapping)
+        found |= _flat(value, f"{at}{key}.") if inner else {f"{at}{key}": value}
+    return found

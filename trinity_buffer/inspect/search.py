@@ -1,0 +1,84 @@
+"""Texts of rollouts that hold what is looked for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_buffer.codec import Segment
+from trinity_buffer.inspect.blobs import events_with_segments
+from trinity_buffer.inspect.compare import pages
+from trinity_buffer.inspect.source import Source
+from trinity_buffer.pipeline.history.refold import Progress, no_progress
+from trinity_buffer.store.address import position_of, slot_of
+
+AROUND = 40
+"""So many characters stand before and after what was found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A text that holds what was looked for.
+
+    Attributes:
+        field: of the experience, such as ``response_text`` or ``messages[2].content``.
+        excerpt: the first place, with what stands around it.
+    """
+
+    uid: str
+    field: str
+    excerpt: str
+    reward: float | None
+    policy_version: int | None
+
+
+async def search(
+    source: Source, text: str, *, exact: bool = False, progress: Progress = no_progress
+) -> AsyncIterator[Match]:
+    """Yield each text of a rollout that holds ``text``, in order of the log, as soon as found.
+
+    Reads the texts of all rollouts, a page at a time; stop when there is enough.
+
+    Args:
+        source: the experiment.
+        text: what to look for.
+        exact: upper and lower case are different.
+        progress: called with the position that was reached, and the last one.
+
+    Raises:
+        DamagedSegmentError: a checksum does not hold.
+    """
+    head = await source.head()
+    async for rows in pages(source):
+        positions = [position_of(row.address) for row in rows]
+        events = await events_with_segments(source, positions, ["text"])
+        for row in rows:
+            segments = events[position_of(row.address)].families.values()
+            for field, value in _fields(segments, slot_of(row.address)):
+                excerpt = _excerpt(value, text, exact=exact)
+                if excerpt is not None:
+                    yield Match(row.eid.uid, field, excerpt, row.reward, row.policy_version)
+        progress("search", positions[-1], head)
+
+
+def _excerpt(value: str, text: str, *, exact: bool) -> str | None:
+    at = value.find(text) if exact else value.casefold().find(text.casefold())
+    return None if at < 0 else value[max(0, at - AROUND) : at + len(text) + AROUND]
+
+
+def _fields(segments: Iterable[Segment], slot: int) -> Iterator[tuple[str, str]]:
+    for segment in segments:
+        for name, values in segment.objects.items():
+            yield from _texts(name, values[slot])
+
+
+def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _texts(f"{name}.{key}", inner)
+    elif isinstance(value, list | tuple):
+        for at, inner in enumerate(value):
+            yield from _texts(f"{name}[{at}]", inner)
