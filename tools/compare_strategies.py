@@ -1,6 +1,6 @@
 """What would another strategy have said of the same rollouts? Annotates again and compares.
 
-python tools/compare_strategies.py runs/demo.db grpo rloo
+python tools/compare_strategies.py runs/demo.db grpo opmd
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ async def what_is_stuck(url: str, newest: int) -> None:
 
             for lease in await leases(now(experiment)):
                 print(f"  trainer {lease.trainer}: lease {lease.state}, owner {lease.owner}")
-                for step in await steps(now(experiment), trainer=lease.trainer):
-                    if step.state == "leased":
-                        print(f"  step {step.step}: {step.rows} rows handed out, not committed")
+                last = await steps(now(experiment), trainer=lease.trainer)
+                for step in (one for one in last if one.state == "leased"):
+                    print(f"  step {step.step}: {step.rows} rows handed out, not committed")
 
 
 if __name__ == "__main__":

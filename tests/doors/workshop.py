@@ -52,6 +52,7 @@ def small_run(folder: Path) -> None:
             f"explore {at} --config run.toml --actor e0 --batches 10 --acknowledge runs/demo.acks",
             f"annotate {at}",
             f"train {at} --follow",
+            f"reannotate {at} --strategy grpo --set epsilon=1e-4 --name grpo-4",
         ):
             code, said = call(f"trinity-buffer {command}")
             assert code == 0, said

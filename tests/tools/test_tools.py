@@ -109,7 +109,7 @@ def test_another_reward_and_another_strategy_stand_beside_the_first(
     own = anyio.run(tell, f"sqlite:///{tmp_path / 'store.db'}", tmp_path / "run")
     done = run("rescore.py", own.url)
     assert "17 rollouts scored\n16 annotated" in done.stdout
-    done = run("compare_strategies.py", own.url, "grpo", "rloo")
+    done = run("compare_strategies.py", own.url, "grpo", "opmd")
     assert "16 with an advantage in both sets" in done.stdout
 
 

@@ -104,6 +104,10 @@ COMMANDS = {
         f"{_EXPORT}:export",
         "Write what is stored to a file: a row for each rollout, with its advantage and its fate.",
     ),
+    "report": Command(
+        "trinity_buffer.cli.report_command:report",
+        "Write a page about a run: one file that opens offline, without scripts.",
+    ),
     "verify": Command(
         f"{_MEND}:verify",
         "Check every promise: the log, its segments and projections, and the proof from outside.",

@@ -51,7 +51,7 @@ def diff(
 ) -> None:
     """Compare two annotation sets over the same rollouts, or two runs step by step.
 
-    Example: trinity-buffer diff grpo grpo
+    Example: trinity-buffer diff grpo grpo-4
     """
     url = chosen_store(store)
     if run(lambda: _are_experiments(url, other_store or url, first, second)):

@@ -12,6 +12,7 @@ from trinity_buffer.inspect.compare import pages
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
 from trinity_buffer.store.address import position_of, slot_of
+from trinity_buffer.store.rows import ExperienceRow
 
 AROUND = 40
 """So many characters stand before and after what was found."""
@@ -55,11 +56,18 @@ async def search(
         events = await events_with_segments(source, positions, ["text"])
         for row in rows:
             segments = events[position_of(row.address)].families.values()
-            for field, value in _fields(segments, slot_of(row.address)):
-                excerpt = _excerpt(value, text, exact=exact)
-                if excerpt is not None:
-                    yield Match(row.eid.uid, field, excerpt, row.reward, row.policy_version)
+            for one in _matches(row, segments, text, exact=exact):
+                yield one
         progress("search", positions[-1], head)
+
+
+def _matches(
+    row: ExperienceRow, segments: Iterable[Segment], text: str, *, exact: bool
+) -> Iterator[Match]:
+    for field, value in _fields(segments, slot_of(row.address)):
+        excerpt = _excerpt(value, text, exact=exact)
+        if excerpt is not None:
+            yield Match(row.eid.uid, field, excerpt, row.reward, row.policy_version)
 
 
 def _excerpt(value: str, text: str, *, exact: bool) -> str | None:

@@ -1,0 +1,1 @@
+"""Pages about a store: made on the server, without scripts; whatever a rollout says stays text."""

@@ -1,0 +1,136 @@
+"""A run as one HTML file that opens offline: no script, no picture and no font from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from trinity_buffer.errors import DamagedSegmentError, UnknownNameError
+from trinity_buffer.inspect import (
+    StepLine,
+    blame,
+    event_lines,
+    overview,
+    position_before,
+    rejection_counts,
+    show,
+    staleness,
+    steps,
+)
+from trinity_buffer.inspect.doctor import examine
+from trinity_buffer.inspect.source import Source, now
+from trinity_buffer.inspect.steps import EatenRow
+from trinity_buffer.pipeline.store import Store
+from trinity_buffer.web.charts import Lines, histogram, lines
+
+STEPS = 1000
+ROWS = 6
+EVENTS = 30
+TEXT = 600
+"""So many characters of a response are shown."""
+
+
+async def report(store: Store, experiment: str) -> str:
+    """Return a page about ``experiment``: counts, what is stuck, trends, its last step, events.
+
+    Raises:
+        UnknownExperimentError: there is none of this name.
+    """
+    found = await store.experiment(experiment)
+    source = now(found)
+    (counted,) = (await overview(store, experiment)).experiments
+    some = await steps(source, limit=STEPS) if counted.trainers else []
+    after = await position_before(found, EVENTS)
+    page = {
+        "name": experiment,
+        "url": store.url,
+        "counted": counted,
+        "stuck": (await examine(store, experiment)).stuck,
+        "charts": _charts(some),
+        "rejected": await rejection_counts(source),
+        "actors": await _actors(source) if some else [],
+        "step": await _last_step(source, some),
+        "events": [line async for line in event_lines(found, after=after)],
+    }
+    return _environment().get_template("report.html").render(page)
+
+
+def _environment() -> Environment:
+    made = Environment(
+        loader=PackageLoader("trinity_buffer.web"), autoescape=True, undefined=StrictUndefined
+    )
+    made.filters |= {"number": number, "time": time_of}
+    return made
+
+
+def number(value: Any) -> str:
+    """Return a number as people read it."""
+    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def time_of(seconds: float | None) -> str:
+    """Return a time since 1970 as people read it, in UTC."""
+    if seconds is None:
+        return "–"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _charts(some: Sequence[StepLine]) -> list[Lines]:
+    own: dict[str, list[float | None]] = {
+        "reward": [line.reward for line in some],
+        "staleness": [line.staleness for line in some],
+        "tokens": [float(line.tokens) for line in some],
+        "seconds to the commit": [line.seconds for line in some],
+    }
+    names = sorted({name for line in some for name in line.metrics})
+    recorded = {name: [_number(line.metrics.get(name)) for line in some] for name in names}
+    made = [
+        lines(name, [(line.step, value) for line, value in zip(some, values, strict=True)])
+        for name, values in {**own, **recorded}.items()
+    ]
+    return [one for one in made if one is not None]
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+async def _actors(source: Source) -> list[tuple[str, int, float, int]]:
+    """Return (actor, rows, mean, greatest staleness) over the last steps."""
+    found: dict[str, tuple[int, float, int]] = {}
+    for one in await staleness(source):
+        rows, total, greatest = found.get(one.actor, (0, 0.0, 0))
+        total += one.mean * one.rows
+        found[one.actor] = (rows + one.rows, total, max(greatest, one.greatest))
+    return [(a, rows, total / rows, most) for a, (rows, total, most) in sorted(found.items())]
+
+
+async def _last_step(source: Source, some: Sequence[StepLine]) -> Mapping[str, Any] | None:
+    """Return the last committed step: rewards as a histogram, and the rows that weighed most."""
+    committed = [line for line in some if line.state == "committed"]
+    if not committed:
+        return None
+    try:
+        found = await blame(source, committed[-1].step, trainer=committed[-1].trainer)
+    except DamagedSegmentError:
+        return None
+    own = [row for row in found.rows if not row.experiment and row.uid]
+    heaviest = sorted(own, key=lambda row: -abs(row.advantage or 0.0))[:ROWS]
+    return {
+        "line": found.line,
+        "proven": found.proven,
+        "bars": histogram([row.reward for row in own if row.reward is not None]),
+        "rows": [(row, await _text(source, row)) for row in heaviest],
+    }
+
+
+async def _text(source: Source, row: EatenRow) -> str:
+    try:
+        objects = (await show(source, row.uid)).objects
+    except (UnknownNameError, DamagedSegmentError) as error:
+        return str(error)
+    text = str(objects.get("response_text") or "")
+    return text if len(text) <= TEXT else f"{text[:TEXT]} … {len(text)} characters"
