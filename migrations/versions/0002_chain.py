@@ -5,6 +5,7 @@ Written out, not made from `store.tables`: that module goes on, this revision st
 
 from __future__ import annotations
 
+import json
 import struct
 import time
 from hashlib import sha256
@@ -139,19 +140,26 @@ _COMMITS = sa.text(
 )
 _BODY = sa.text("SELECT body FROM event WHERE experiment = :experiment AND position = :position")
 _CHAIN = sa.text(
-    "UPDATE step SET chain = :chain "
+    "UPDATE step SET chain = :chain, rows_by_rank = :rows "
     "WHERE experiment = :experiment AND consumer = :consumer AND step = :step"
 )
 
 
+_ROWS = "rows_by_rank"
+
+
 def _fill_chains_of_steps() -> None:
-    """Write beside the last step of each commit what its event says of the chain of manifests."""
+    """Write beside the last step of each commit what its event says of it.
+
+    Rows by rank no event of 0001 says; one of a log that was at 0002 and was taken back may.
+    """
     bind = op.get_bind()
     for experiment, consumer, step, position in bind.execute(_COMMITS).all():
         of = {"experiment": experiment, "position": position}
         body: Any = msgpack.unpackb(bind.execute(_BODY, of).scalar_one(), strict_map_key=False)
         values = {"experiment": experiment, "consumer": consumer, "step": step}
-        bind.execute(_CHAIN, values | {"chain": body["chain"]})
+        rows = json.dumps(list(by[-1]), separators=(",", ":")) if (by := body.get(_ROWS)) else None
+        bind.execute(_CHAIN, values | {"chain": body["chain"], "rows": rows})
 
 
 FUNCTIONS = (

@@ -298,3 +298,24 @@ async def test_the_newest_policy_is_the_one_published_last(store_url: str) -> No
         found = await experiment.newest_policy()
         assert found is not None
         assert (found.version, found.uri, found.digest, found.position) == (3, "three again", "", 3)
+
+
+@pytest.mark.parametrize("name", ["experiment", "event", "segment"])
+async def test_postgresql_refuses_to_truncate_the_truth(postgres_url: str, name: str) -> None:
+    async with opened(postgres_url) as experiment:
+        truncate = partial(Transaction.execute, statement=text(f"TRUNCATE {name}"))
+        with pytest.raises(StoreError, match=f"{name}: TRUNCATE is forbidden"):
+            await experiment.database.write(truncate)
+
+
+async def test_an_event_without_a_head_is_refused_with_the_version_to_install(
+    store_url: str,
+) -> None:
+    """As a process writes them that opened the store before it was migrated."""
+    old = text(
+        "INSERT INTO event (experiment, position, kind, actor, recorded_at, body) "
+        "VALUES (1, 2, 'PolicyPublished', 'old', 0, '')"
+    )
+    async with opened(store_url) as experiment:
+        with pytest.raises(StoreError, match="pip install --upgrade trinity-buffer"):
+            await experiment.database.write(partial(Transaction.execute, statement=old))

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from pysqlite3 import dbapi2
-from sqlalchemy import Connection, MetaData, insert
+from sqlalchemy import Connection, MetaData, insert, update
 
 from tests.migration.kept import kept
-from tests.stories import rollout
+from tests.pipeline.planting import unguarded
+from tests.stories import rollout, tell
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.pipeline.history.rebuild import diff_projections
@@ -20,7 +21,7 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import migrations
 from trinity_buffer.store.database import open_for_migration
-from trinity_buffer.store.tables import SCHEMA_REVISION
+from trinity_buffer.store.tables import SCHEMA_REVISION, event
 from trinity_buffer.store.transaction import Transaction
 
 
@@ -98,4 +99,32 @@ async def test_a_kept_store_is_migrated_holds_and_goes_on(
         stream = experiment.train_stream(strategy="grpo", groups_per_step=1, consumer="another")
         async with stream as steps:
             assert [len(step.manifest.experiences) async for step in steps] == [4] * 5
+        assert (await verify(experiment)).problems == ()
+
+
+async def test_what_was_recorded_before_there_were_heads_is_proven_too(tmp_path: Path) -> None:
+    url = f"sqlite:///{laid_down('0001', tmp_path)}"
+    await migrate(url)
+    old = update(event).where(event.c.position == 3).values(actor="somebody else")
+    await unguarded(url, lambda tx: tx.execute(old), chained=False)
+    async with open_store(url, read_only=True) as store:
+        report = await verify(await store.experiment("sort"))
+        events = [e async for e in (await store.experiment("sort")).events()]
+    assert events[-1].kind == "ChainStarted"
+    told = [problem for problem in report.problems if problem.check == "chain"]
+    assert {problem.where for problem in told} == {f"position {events[-1].position}"}
+    assert "as the head of all before it, which has" in told[-1].what
+
+
+async def test_a_store_that_was_taken_back_and_migrated_again_holds(
+    store_url: str, tmp_path: Path
+) -> None:
+    await tell(store_url, tmp_path / "run")
+    async with open_for_migration(store_url) as database:
+        await database.write(migrations.downgrade, "0001")
+    for _ in range(2):
+        await migrate(store_url)
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("sort")
+        await experiment.writer("e0").write([rollout("c", 0, 0, 1.0)])
         assert (await verify(experiment)).problems == ()

@@ -1,0 +1,107 @@
+"""One bit of a store is flipped: it is named, or nothing that is stored is another."""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pysqlite3 import dbapi2
+
+from tests.stories import Story
+from trinity_buffer.errors import TrinityBufferError
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verifying.verify import verify
+
+PER_TEST = 10
+
+
+def everything(path: Path) -> dict[str, list[Any]]:
+    """Return all rows of all tables, and the schema."""
+    with closing(dbapi2.connect(str(path))) as connection:
+        connection.text_factory = bytes
+        names = [row[0].decode() for row in connection.execute(TABLES)]
+        found = {name: connection.execute(f'SELECT * FROM "{name}"').fetchall() for name in names}
+        schema = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_master")
+        found["schema"] = schema.fetchall()
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [(b"ok",)]
+    return {name: sorted(rows, key=repr) for name, rows in found.items()}
+
+
+TABLES = "SELECT name FROM sqlite_master WHERE type = 'table'"
+
+
+async def is_named(story: Story) -> bool:
+    """Return whether a full look says that something is wrong. No foreign error may escape."""
+    try:
+        async with open_store(story.url, read_only=True) as store:
+            report = await verify(await store.experiment(story.name))
+    except TrinityBufferError:
+        return True
+    return not report.ok
+
+
+def file_of(story: Story) -> Path:
+    return Path(story.url.removeprefix("sqlite:///"))
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size
+
+
+def copy_flipped(original: Path, path: Path, place: int, bit: int) -> None:
+    flipped = bytearray(original.read_bytes())
+    flipped[place] ^= 1 << bit
+    path.write_bytes(flipped)
+
+
+async def flip(story: Story, folder: Path, numbers: range) -> None:
+    original, path = file_of(story), folder / "flipped.db"
+    sound, size = everything(original), size_of(original)
+    for number in numbers:
+        draw = random.Random(number)
+        place, bit = draw.randrange(size), draw.randrange(8)
+        copy_flipped(original, path, place, bit)
+        if not await is_named(replace(story, url=f"sqlite:///{path}")):
+            assert everything(path) == sound, f"flip {number}: byte {place}, bit {bit}"
+
+
+@pytest.mark.parametrize("first", range(0, 100, PER_TEST))
+async def test_a_flipped_bit_is_named_or_changes_nothing(
+    sqlite_story: Story, tmp_path: Path, first: int
+) -> None:
+    await flip(sqlite_story, tmp_path, range(first, first + PER_TEST))
+
+
+@pytest.mark.long
+async def test_two_thousand_flipped_bits_are_named_or_change_nothing(
+    sqlite_story: Story, tmp_path: Path
+) -> None:
+    await flip(sqlite_story, tmp_path, range(1000, 3000))
+
+
+async def test_a_flipped_bit_in_a_unique_index_is_named(
+    sqlite_story: Story, tmp_path: Path
+) -> None:
+    """Else writing twice would be writing twice: the index would not find what is stored."""
+    for number, place in enumerate(places_of_index(sqlite_story)[:3]):
+        path = tmp_path / f"{number}.db"
+        copy_flipped(file_of(sqlite_story), path, place, 0)
+        assert await is_named(replace(sqlite_story, url=f"sqlite:///{path}"))
+
+
+def places_of_index(story: Story) -> list[int]:
+    """Return where the entries of the unique index of experiences lie in the file."""
+    path = story.url.removeprefix("sqlite:///")
+    with closing(dbapi2.connect(path)) as connection:
+        (root,) = connection.execute(
+            "SELECT rootpage FROM sqlite_master WHERE name = 'uq_experience_eid'"
+        ).fetchone()
+        (size,) = connection.execute("PRAGMA page_size").fetchone()
+    page = Path(path).read_bytes()[(root - 1) * size : root * size]
+    found = [at for at in range(len(page) - 2) if page[at : at + 2] == b"b0"]
+    assert found
+    return [(root - 1) * size + at for at in found]

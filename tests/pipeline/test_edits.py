@@ -1,0 +1,102 @@
+"""The table of edits in ``docs/reliability.md``: which look at a store names which edit of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from tests.pipeline.edits import EDITS
+from tests.pipeline.planting import chain_anew
+from tests.stories import Story
+from trinity_buffer.errors import TrinityBufferError
+from trinity_buffer.pipeline.history.rebuild import rebuild
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.store.database import open_for_migration
+from trinity_buffer.store.guards import guards
+from trinity_buffer.store.transaction import Transaction
+
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+LOOKS = ("`verify`", "`--acknowledged`", "`--checkpoint`", "`--head`")
+ROW = re.compile(r"^\| ([^|]+?) \| (yes|–) \| (yes|–) \| (yes|–) \| (yes|–) \|$", re.MULTILINE)
+FAST = set(list(EDITS)[3::12])
+
+
+def told() -> dict[str, dict[str, bool]]:
+    """Return edit -> look -> whether the page says that it names it."""
+    found = ROW.findall(PAGE.read_text())
+    return {name: {k: v == "yes" for k, v in zip(LOOKS, row, strict=True)} for name, *row in found}
+
+
+def test_the_page_lists_the_edits_that_are_tried() -> None:
+    assert list(told()) == list(EDITS)
+    assert len(EDITS) >= 60
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.long) for n in EDITS]
+)
+async def test_an_edit_is_named_by_the_looks_that_the_page_says(
+    sqlite_story: Story, name: str
+) -> None:
+    assert await looked_at(sqlite_story, name) == told()[name]
+
+
+async def looked_at(story: Story, name: str) -> dict[str, bool]:
+    """Return look -> whether it names the edit."""
+    head = (await report_of(story, {})).head
+    await edited(story.url, name)
+    evidence: dict[str, dict[str, Any]] = {
+        "`--acknowledged`": {"acknowledged": story.acknowledged},
+        "`--checkpoint`": {"checkpoint": story.checkpoint},
+        "`--head`": {"head": head},
+    }
+    found = {"`verify`": bool(await findings(story, {}, quick=False))}
+    without = await findings(story, {}, quick=True)
+    for look, given in evidence.items():
+        found[look] = bool(await findings(story, given, quick=True) - without)
+    return found
+
+
+async def findings(story: Story, evidence: dict[str, Any], *, quick: bool) -> set[str]:
+    try:
+        found = await report_of(story, evidence, quick=quick)
+    except TrinityBufferError as error:
+        return {str(error)}
+    return {*found.lost_items, *found.duplicated_items, *map(str, found.problems)}
+
+
+async def report_of(story: Story, evidence: dict[str, Any], **options: Any) -> VerifyReport:
+    async with open_store(story.url, read_only=True) as store:
+        (name,) = await store.experiments()
+        return await verify(await store.experiment(name), **evidence, **options)
+
+
+async def edited(url: str, name: str) -> None:
+    """Edit the store, and redo what an editor can: checksums, heads, projections, triggers."""
+    structural = name.startswith(("trigger", "index"))
+
+    def edit(tx: Transaction) -> None:
+        for guard in () if structural else guards("sqlite"):
+            tx.execute(text(f"DROP TRIGGER {guard.name}"))
+        EDITS[name](tx)
+        chain_anew(tx)
+        for guard in () if structural else guards("sqlite"):
+            tx.rows(guard.statements("sqlite")[0], ())
+
+    async with open_for_migration(url) as database:
+        if structural:
+            await database.write(lambda tx: EDITS[name](tx))
+        else:
+            await database.write(edit)
+    if name.endswith(": a row is gone"):
+        return
+    try:
+        async with open_store(url) as store:
+            await rebuild(store.database, 1)
+    except TrinityBufferError:
+        pass  # it cannot be folded, which verify says too
