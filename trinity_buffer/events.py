@@ -442,12 +442,27 @@ class SegmentsArchived:
     Attributes:
         segments: their keys.
         uri: the file that holds them; None where they were deleted.
+        digest: sha256 of that file.
     """
 
     version: ClassVar[int] = 1
 
     segments: Sequence[bytes]
     uri: str | None
+    digest: str | None = optional(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentsRestored:
+    """Segments that had left the store are in it again.
+
+    Attributes:
+        segments: their keys.
+    """
+
+    version: ClassVar[int] = 1
+
+    segments: Sequence[bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -503,6 +518,7 @@ Recorded = (
     | PolicyPublished
     | TrainerRewound
     | SegmentsArchived
+    | SegmentsRestored
     | ChainStarted
     | ExperimentFinished
 )

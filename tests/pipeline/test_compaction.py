@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
+import anyio
+import pyarrow
 import pyarrow.parquet
 import pytest
+from sqlalchemy import update
 
+from tests.contract.making import rows
+from tests.pipeline.planting import events_of, unguarded
 from tests.pipeline.watching import Killed
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.experience import EID, Experience
@@ -14,9 +21,12 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history import compaction
 from trinity_buffer.pipeline.history.compaction import compact
+from trinity_buffer.pipeline.history.restoring import restore
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.sizes import resized
 from trinity_buffer.store import segments
+from trinity_buffer.store.tables import segment
 
 
 def _group(task: int) -> list[Experience]:
@@ -56,7 +66,11 @@ async def test_only_what_was_committed_before_the_horizon_leaves(
         assert report.segments == 2
         rows = pyarrow.parquet.read_table(report.files[0]).to_pylist()
         assert len({row["segment"] for row in rows}) == 2
-        assert sum(len(row["data"]) for row in rows) == report.bytes
+        assert [row["uid"] for row in rows] == ["b/0/0/0/", "b/0/1/0/", "b/1/0/0/", "b/1/1/0/"]
+        assert [row["reward"] for row in rows] == [0.0, 1.0] * 2
+        assert [row["tokens"] for row in rows] == [[1, 2, 3]] * 4
+        assert [row["action_mask"] for row in rows] == [[True, True]] * 4
+        assert rows[0]["logprobs"] == pytest.approx([-0.1, -0.2])
         assert [e.eid.task async for e in experiment.read(task=2)] == [2, 2]
         assert (await verify(experiment)).problems == ()
         again = await compact(experiment, keep_steps=1, archive=tmp_path / "archive")
@@ -107,3 +121,148 @@ async def test_what_a_crash_left_half_done_is_finished_by_the_next(
     assert sorted(key for body in named for key in body["segments"]) == sorted(
         {row["segment"] for file in files for row in file.to_pylist()}
     )
+
+
+async def _mixed(url: str) -> tuple[int, int]:
+    """Train a step of one group and two of an expert's; return (run, expert) segments gone.
+
+    The two experiments have the same events at the same positions, so that a row of the one has
+    the address of a row of the other.
+    """
+    mixed = {"sample_strategy": "mix", "expert_experiment": "expert", "expert_data_ratio": 2 / 3}
+    async with open_store(url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": 2})
+        expert = await store.experiment("expert", config={"schema": "sft"})
+        for task in range(4):
+            await experiment.writer("e0").write(_group(task))
+            solved = [
+                Experience(eid=EID("s", task, run), tokens=[1, 2, 3], prompt_length=1)
+                for run in range(2)
+            ]
+            await expert.writer("e0").write(solved)
+        await run_strategy(experiment, "grpo")
+        stream = experiment.train_stream(strategy="grpo", groups_per_step=3, **mixed)
+        async with stream as opened:
+            await opened.commit(await anext(opened))
+        gone = [
+            (await compact(one, keep_steps=0, archive=None, delete=True)).segments
+            for one in (experiment, expert)
+        ]
+        kept = [one.eid.task async for one in experiment.read() if one.archived is None]
+        assert kept == [1, 1, 2, 2, 3, 3]
+    return gone[0], gone[1]
+
+
+async def test_a_row_of_an_expert_is_no_delivery_of_the_row_with_its_address(
+    store_url: str,
+) -> None:
+    assert (await _mixed(store_url))[0] == 1
+
+
+async def test_what_another_experiment_mixes_in_leaves_once_that_has_committed_it(
+    store_url: str,
+) -> None:
+    assert (await _mixed(store_url))[1] == 2
+
+
+async def test_what_was_archived_comes_back_byte_for_byte(store_url: str, tmp_path: Path) -> None:
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("x", config={})
+        await _trained(experiment, steps=4)
+        before = await rows(store.database, segment)
+        archive = tmp_path / "archive"
+        gone = await compact(experiment, keep_steps=0, archive=archive)
+        assert len(await rows(store.database, segment)) < len(before)
+
+        archive.rename(tmp_path / "elsewhere")
+        with pytest.raises(InvalidArgumentError, match="that file is not there"):
+            await restore(experiment)
+        back = await restore(experiment, folder=tmp_path / "elsewhere")
+        assert (back.segments, back.bytes) == (gone.segments, gone.bytes)
+        assert await rows(store.database, segment) == before
+        assert (await verify(experiment)).problems == ()
+        assert (await restore(experiment)).segments == 0
+        assert (await compact(experiment, keep_steps=0, archive=archive)).segments == 4
+        assert (await verify(experiment)).problems == ()
+
+
+def take_away(file: Path) -> None:
+    file.unlink()
+
+
+def flip_a_bit(file: Path) -> None:
+    whole = bytearray(file.read_bytes())
+    whole[100] ^= 1
+    file.write_bytes(whole)
+
+
+async def test_verify_finds_an_archive_that_is_changed_or_gone(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("x", config={})
+        await _trained(experiment, steps=4)
+        (name,) = (await compact(experiment, keep_steps=0, archive=tmp_path)).files
+        flip_a_bit(Path(name))
+        (changed,) = (await verify(experiment)).problems
+        assert (changed.check, changed.where) == ("archives", name)
+        assert "its sha256 is" in changed.what
+        take_away(Path(name))
+        for quick in (False, True):
+            (gone,) = (await verify(experiment, quick=quick)).problems
+            assert "there is no such file" in gone.what
+
+
+async def test_an_archive_of_an_older_version_is_read(store_url: str, tmp_path: Path) -> None:
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("x", config={})
+        await _trained(experiment, steps=4)
+        before = await rows(store.database, segment)
+        (name,) = (await compact(experiment, keep_steps=0, archive=tmp_path)).files
+        parts = [
+            {"segment": row["key"], **{k: row[k] for k in ("family", "part", "checksum", "data")}}
+            for row in before
+        ]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(parts), name)
+        assert [one.tokens.tolist() async for one in experiment.read()] == [[1, 2, 3]] * 8
+
+
+async def test_damaged_segments_stay_and_are_counted(sqlite_url: str, tmp_path: Path) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("x", config={})
+        await _trained(experiment, steps=4)
+    key = (await events_of(sqlite_url, "ExperiencesRecorded"))[0].body["segment"]
+    damage = update(segment).where(segment.c.key == key).values(checksum=0)
+    await unguarded(sqlite_url, lambda tx: tx.execute(damage))
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("x")
+        report = await compact(experiment, keep_steps=0, archive=tmp_path)
+        assert (report.segments, report.damaged) == (3, 1)
+        assert key in {row["key"] for row in await rows(store.database, segment)}
+
+
+def test_an_interrupt_ends_it_and_leaves_whole_pages(sqlite_url: str, tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    async def interrupted() -> None:
+        def interrupt(what: str, done: int, total: int) -> None:
+            seen.append(done)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        async with open_store(sqlite_url) as store:
+            experiment = await store.experiment("x", config={})
+            await _trained(experiment, steps=4)
+            await compact(experiment, keep_steps=0, archive=tmp_path, progress=interrupt)
+
+    async def finish() -> tuple[int, int]:
+        async with open_store(sqlite_url) as store:
+            experiment = await store.experiment("x")
+            assert (await verify(experiment)).problems == ()
+            gone = [e async for e in experiment.events(kinds=["SegmentsArchived"])]
+            again = await compact(experiment, keep_steps=0, archive=tmp_path)
+            return len(gone), again.segments
+
+    with resized(rows_per_file=2), pytest.raises(KeyboardInterrupt):
+        anyio.run(interrupted)
+    assert len(seen) == 1
+    assert anyio.run(finish) == (1, 3)

@@ -198,23 +198,25 @@ async def test_what_may_leave_does_not_depend_on_the_page(store_url: str, resize
         left = {row["segment"] for row in stored if int(row["task"]) >= 5}
         wanted = [key for key in dict.fromkeys(done) if key not in left]
         assert len(wanted) == 3
+        needs = await store.database.read(retention.needs_of, experiment.key, keep_steps=0)
         for limit in range(1, ROWS + 2):
-            assert await leaving(experiment, limit) == wanted, limit
-        resize(rows_per_file=4)
+            assert await leaving(experiment, needs, limit) == wanted, limit
+        resize(rows_per_file=4, segments_per_page=2)
         report = await compact(experiment, keep_steps=0, archive=None, delete=True)
         assert report.segments == len(wanted)
         assert (await verify(experiment)).problems == ()
 
 
-async def leaving(experiment: Experiment, limit: int) -> list[bytes]:
-    """Return what may leave, asked in pages of ``limit`` rows."""
+async def leaving(
+    experiment: Experiment, needs: Sequence[retention.Need], limit: int
+) -> list[bytes]:
+    """Return what may leave, asked in pages of ``limit`` segments."""
     found: list[bytes] = []
-    after = -1
-    while page := await experiment.database.read(
-        retention.finished_segments, experiment.key, keep_steps=0, after=after, limit=limit
-    ):
-        after, keys = page
-        found += keys
+    after, read = -1, experiment.database.read
+    while held := await read(retention.held_segments, experiment.key, after=after, limit=limit):
+        done = await read(retention.finished, experiment.key, held, needs)
+        found += [one.segment for one in done]
+        after = held[-1].last
     return found
 
 

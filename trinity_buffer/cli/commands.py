@@ -136,6 +136,9 @@ COMMANDS = {
         f"{_HISTORY}:compact",
         "Archive, or delete, the tensors of what was committed long ago; events and lineage stay.",
     ),
+    "restore": Command(
+        f"{_HISTORY}:restore", "Bring back what was archived; the files stay where they are."
+    ),
 }
 """Name -> command, in the order of the help."""
 

@@ -19,10 +19,12 @@ from trinity_buffer.cli.options import (
     chosen_experiment,
     chosen_store,
 )
-from trinity_buffer.cli.printing import console, print_json
+from trinity_buffer.cli.printing import console, print_json, progress
 from trinity_buffer.cli.run_file import experiment_in
 from trinity_buffer.pipeline.history.compaction import CompactionReport
 from trinity_buffer.pipeline.history.compaction import compact as compact_experiment
+from trinity_buffer.pipeline.history.restoring import RestoreReport
+from trinity_buffer.pipeline.history.restoring import restore as restore_experiment
 from trinity_buffer.pipeline.store import open_store
 
 
@@ -130,11 +132,15 @@ def compact(
     async def main() -> CompactionReport:
         url = chosen_store(store)
         chosen = await chosen_experiment(url, experiment)
-        async with open_store(url) as opened:
-            found = await opened.experiment(chosen)
-            return await compact_experiment(
-                found, keep_steps=keep_steps, archive=archive, delete=delete
-            )
+        with progress() as report:
+            async with open_store(url) as opened:
+                return await compact_experiment(
+                    await opened.experiment(chosen),
+                    keep_steps=keep_steps,
+                    archive=archive,
+                    delete=delete,
+                    progress=report,
+                )
 
     report: CompactionReport = run(main)
     if as_json:
@@ -143,3 +149,35 @@ def compact(
         where = f" to {len(report.files)} files" if report.files else ""
         megabytes = report.bytes / 1e6
         console().print(f"{report.segments} segments ({megabytes:.1f} MB) left the store{where}")
+        if report.damaged:
+            console().print(f"{report.damaged} are damaged and stayed: `verify` names them")
+
+
+def restore(
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    folder: Annotated[
+        Path | None, typer.Option("--from", help="Where the files are now, if they were moved.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring back what was archived; the files stay where they are.
+
+    Example: trinity-buffer restore --from /mnt/archive
+    """
+
+    async def main() -> RestoreReport:
+        url = chosen_store(store)
+        chosen = await chosen_experiment(url, experiment)
+        with progress() as report:
+            async with open_store(url) as opened:
+                return await restore_experiment(
+                    await opened.experiment(chosen), folder=folder, progress=report
+                )
+
+    report: RestoreReport = run(main)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        megabytes = report.bytes / 1e6
+        console().print(f"{report.segments} segments ({megabytes:.1f} MB) are in the store again")

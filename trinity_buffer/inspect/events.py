@@ -27,6 +27,7 @@ from trinity_buffer.events import (
     RanksAssembled,
     RewardsAssigned,
     SegmentsArchived,
+    SegmentsRestored,
     StepDealt,
     StepPartDone,
     StepsCommitted,
@@ -124,6 +125,8 @@ def _summary(fact: Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one case per 
         case SegmentsArchived():
             where = fact.uri or "nowhere: deleted for good"
             return f"{len(fact.segments)} segments to {where}"
+        case SegmentsRestored():
+            return f"{len(fact.segments)} segments"
         case PolicyPublished():
             return f"version {fact.number}: {fact.uri}"
         case ChainStarted():

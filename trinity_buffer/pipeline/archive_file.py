@@ -1,19 +1,39 @@
-"""Segments that have left the database, in Parquet files: a row for each part."""
+"""Parquet files of what has left the database: a row for each experience, see `archive_columns`.
+
+Files of older versions have a row for each part of a segment; they are read as ever.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 from trinity_buffer.errors import InvalidArgumentError, StoreError
+from trinity_buffer.experience import FAMILIES
+from trinity_buffer.pipeline.archive_columns import (
+    CHECKSUM,
+    Written,
+    columns_for,
+    kinds_of,
+    segments_in,
+    table_of,
+)
 from trinity_buffer.sizes import sizes
 
 SegmentParts: TypeAlias = dict[tuple[bytes, str], list[tuple[int, int, bytes]]]
 """(key, family) -> its parts as (part, checksum, data), as they lie in the database."""
+
+
+class ArchiveFile(NamedTuple):
+    """A file, and its sha256."""
+
+    path: str
+    digest: str
 
 
 def require_pyarrow() -> None:
@@ -30,32 +50,39 @@ def require_pyarrow() -> None:
         ) from error
 
 
-def write_archive(folder: Path, experiment: str, stored: SegmentParts) -> str:
-    """Write one file, durably and under a name that its content gives it; return its path."""
+def write_archive(folder: Path, experiment: str, segments: Sequence[Written]) -> ArchiveFile:
+    """Write one file, durably and under a name that its content gives it.
+
+    Raises:
+        InvalidArgumentError: there can be no such folder.
+    """
     pyarrow, parquet = _parquet()
-    rows = [
-        {"experiment": experiment, "segment": key, "family": family, "part": part}
-        | {"checksum": checksum, "data": data}
-        for (key, family), parts in sorted(stored.items())
-        for part, checksum, data in parts
-    ]
-    name = hashlib.blake2b(b"".join(sorted({key for key, _ in stored})), digest_size=8).hexdigest()
+    keys = sorted(one.fact.segment for one in segments)
+    name = hashlib.blake2b(b"".join(keys), digest_size=8).hexdigest()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidArgumentError(f"archive folder {folder}: {error.strerror}") from error
     path = (folder / f"{quote(experiment, safe='')}-{name}.parquet").absolute()
     temporary = path.with_suffix(".writing")
-    table = pyarrow.Table.from_pylist(rows)
-    group = sizes().parts_per_row_group
+    table = table_of(pyarrow, experiment, segments)
+    per_row = max(table.nbytes // table.num_rows, 1)
+    group = max(sizes().bytes_per_row_group // per_row, 1)
     parquet.write_table(table, temporary, compression="zstd", row_group_size=group)
     with temporary.open("rb") as handle:
         os.fsync(handle.fileno())
+    digest = digest_of(temporary)
     temporary.rename(path)
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
-    return str(path)
+    return ArchiveFile(str(path), digest)
+
+
+def digest_of(path: Path) -> str:
+    """Return the sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_archive(path: str, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
@@ -73,24 +100,58 @@ def read_archive(path: str, keys: Sequence[bytes], families: Sequence[str]) -> S
             "reading that needs pyarrow: pip install 'trinity-buffer[parquet]'"
         ) from error
     try:
-        of_keys = ("segment", "in", list(keys))
-        of_families = ("family", "in", list(families))
-        held = parquet.read_table(path, columns=["segment"], filters=[of_keys])["segment"]
-        filters = [of_keys, of_families]
-        rows = parquet.read_table(path, filters=filters).to_pylist() if families else []
-    except (OSError, pyarrow.ArrowException) as error:
+        schema = parquet.read_schema(path)
+        read = _parts if "part" in schema.names else _columns
+        held, found = read(parquet, path, keys, families)
+    except (OSError, KeyError, ValueError, pyarrow.ArrowException) as error:
         raise StoreError(
             f"that file cannot be read ({error}): put a sound copy in its place"
         ) from error
-    if missing := set(keys).difference(held.to_pylist()):
+    if missing := set(keys).difference(held):
         raise StoreError(
             f"that file does not hold {min(missing).hex()}: put the one that was written there back"
         )
+    return found
+
+
+def _columns(
+    parquet: Any, path: str, keys: Sequence[bytes], families: Sequence[str]
+) -> tuple[set[bytes], SegmentParts]:
+    """Return which of ``keys`` a file holds, and their parts."""
+    schema = parquet.read_schema(path)
+    families = [family for family in families if family in FAMILIES]
+    columns = columns_for(schema, families)
+    rows = parquet.read_table(path, columns=columns, filters=[("segment", "in", list(keys))])
+    kinds, found = kinds_of(schema), SegmentParts()
+    held = set()
+    for key, of_segment in _slices(rows):
+        held.add(key)
+        for family, blob in segments_in(of_segment, kinds, families):
+            recorded = of_segment[CHECKSUM + family][0].as_py()
+            found[key, family] = [(0, recorded, blob)]
+    return held, found
+
+
+def _slices(rows: Any) -> Iterator[tuple[bytes, Any]]:
+    """Yield (key, rows) of the segments in a table."""
+    start = 0
+    for key, some in groupby(rows["segment"].to_pylist()):
+        count = len(list(some))
+        yield key, rows.slice(start, count)
+        start += count
+
+
+def _parts(
+    parquet: Any, path: str, keys: Sequence[bytes], families: Sequence[str]
+) -> tuple[set[bytes], SegmentParts]:
+    """Do as `_columns`, of a file of parts."""
+    of_keys, of_families = ("segment", "in", list(keys)), ("family", "in", list(families))
+    held = parquet.read_table(path, columns=["segment"], filters=[of_keys])["segment"]
     found: SegmentParts = {}
-    for row in rows:
+    for row in parquet.read_table(path, filters=[of_keys, of_families]).to_pylist():
         part = (row["part"], row["checksum"], row["data"])
         found.setdefault((row["segment"], row["family"]), []).append(part)
-    return found
+    return set(held.to_pylist()), found
 
 
 def _parquet() -> tuple[Any, Any]:

@@ -35,6 +35,7 @@ from trinity_buffer.events import (
     RanksAssembled,
     RewardsAssigned,
     SegmentsArchived,
+    SegmentsRestored,
     StepDealt,
     StepPartDone,
     StepsCommitted,
@@ -76,7 +77,6 @@ _GROWS: Mapping[str, str] = {
     annotation.name: "address",
     rejection.name: "position",
     delivery.name: "step",
-    archived.name: "position",
 }
 
 _CONTRADICTIONS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
@@ -121,6 +121,7 @@ class Expectation:
         self._batches: dict[str, dict[str, Any]] = {}
         self._consumers: dict[str, _Consumer] = {}
         self._rewards: dict[tuple[str, int], float] = {}
+        self._archived: dict[bytes, tuple[int, str | None]] = {}
         self._planned = 0
 
     def take(self, events: Iterable[PlacedFact]) -> None:
@@ -189,8 +190,10 @@ class Expectation:
             case RewardsAssigned():
                 self._scored(fact)
             case SegmentsArchived():
-                new: list[Row] = [(self.experiment, key, at, fact.uri) for key in fact.segments]
-                self._add(archived, new, at)
+                self._archived |= dict.fromkeys(fact.segments, (at, fact.uri))
+            case SegmentsRestored():
+                for key in fact.segments:
+                    del self._archived[key]
             case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded():
                 pass  # in no projection
             case ChainStarted() | UnknownEvent():
@@ -294,18 +297,19 @@ class Expectation:
         """Return the rows of the tables whose rows later events change, all but `waiting`."""
         single = [self._configuration] if self._configuration is not None else []
         consumers = self._consumers.values()
+        steps = [row for one in consumers for row in one.steps.values()]
         kept: dict[Table, Iterable[Mapping[str, Any]]] = {
             configuration: [{**row, "config": _text_of(row["config"])} for row in single],
             batch: self._batches.values(),
             consumer: [{**c.row, "config": _text_of(c.row["config"])} for c in consumers],
-            step: [
-                {**row, "rows_by_rank": _text_of(row["rows_by_rank"])}
-                for one in consumers
-                for row in one.steps.values()
-            ],
+            step: [{**row, "rows_by_rank": _text_of(row["rows_by_rank"])} for row in steps],
             assigned_reward: [
                 {"scoring": scoring, "address": address, "reward": reward}
                 for (scoring, address), reward in self._rewards.items()
+            ],
+            archived: [
+                {"segment": key, "position": position, "uri": uri}
+                for key, (position, uri) in self._archived.items()
             ],
         }
         return {table.name: [self._row(table, row) for row in rows] for table, rows in kept.items()}
@@ -335,7 +339,7 @@ class Expectation:
 def changing_rows(tx: Transaction, experiment: int) -> dict[str, list[Row]]:
     """Return the live rows that `Expectation.holds_for_changing` compares."""
     found = {}
-    for table in (configuration, batch, consumer, step, assigned_reward, waiting):
+    for table in (configuration, batch, consumer, step, assigned_reward, archived, waiting):
         query = select(*_raw(table)).where(table.c.experiment == experiment)
         found[table.name] = [tuple(row) for row in tx.execute(query).all()]
     return found

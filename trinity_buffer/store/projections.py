@@ -34,6 +34,7 @@ from trinity_buffer.events import (
     RanksAssembled,
     RewardsAssigned,
     SegmentsArchived,
+    SegmentsRestored,
     StepDealt,
     StepPartDone,
     StepsCommitted,
@@ -101,6 +102,8 @@ def fold(tx: Transaction, experiment: int, placed: PlacedFact) -> None:  # noqa:
             _scored(tx, experiment, fact)
         case SegmentsArchived():
             _archived(tx, experiment, at, fact)
+        case SegmentsRestored():
+            _restored(tx, experiment, fact)
         case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded():
             pass  # what ranks say to each other they read in the log itself
         case ChainStarted():
@@ -346,3 +349,8 @@ def _archived(tx: Transaction, experiment: int, position: int, fact: SegmentsArc
         for key in fact.segments
     ]
     tx.execute(insert(archived), rows)
+
+
+def _restored(tx: Transaction, experiment: int, fact: SegmentsRestored) -> None:
+    mine = (archived.c.experiment == experiment, archived.c.segment.in_(fact.segments))
+    tx.execute(delete(archived).where(*mine))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from sqlalchemy import and_, select
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from sqlalchemy import CTE, Select, and_, exists, func, literal, select
+
+from trinity_buffer.store.address import MAX_ROWS_PER_EVENT
 from trinity_buffer.store.tables import (
     annotation,
     archived,
@@ -12,80 +17,185 @@ from trinity_buffer.store.tables import (
     experience,
     rejection,
 )
+from trinity_buffer.store.tables import experiment as experiments
+from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
 
+EXPERTS_SET = "recorded"
+"""The set of an expert's experiment that other experiments mix in."""
 
-def finished_segments(
-    tx: Transaction, experiment: int, *, keep_steps: int, after: int, limit: int
-) -> tuple[int, list[bytes]] | None:
-    """Return (where to go on, keys) of segments all of whose experiences are done with.
 
-    Looks at up to ``limit`` rows behind address ``after``, at more where one segment has more.
-    None: there are no more. Without any trainer nothing is done with.
+class Held(NamedTuple):
+    """A segment of experiences that is still in the database.
+
+    Attributes:
+        ordinal: which one it is of all that are looked at, archived ones included: 1, 2, ...
+        first, last: addresses of its rows.
     """
-    gone = select(archived.c.segment).where(archived.c.experiment == experiment)
+
+    ordinal: int
+    segment: bytes
+    first: int
+    last: int
+
+
+class Need(NamedTuple):
+    """A trainer that reads the experiences of an experiment.
+
+    Attributes:
+        reader: the trainer.
+        annotation_set: what it reads.
+        horizon: the last step whose data may leave.
+    """
+
+    reader: Reader
+    annotation_set: str
+    horizon: int
+
+
+def held_segments(tx: Transaction, experiment: int, *, after: int, limit: int) -> list[Held]:
+    """Return the next segments behind address ``after`` that have not been archived.
+
+    Steps from event to event: what it costs depends on how many writes there were, and not on how
+    many experiences.
+    """
+    heads = _heads(experiment, after)
+    inside = (
+        experience.c.experiment == experiment,
+        experience.c.address >= heads.c.address,
+        experience.c.address < _next_event(heads),
+    )
+    segment = (
+        select(experience.c.segment)
+        .where(experience.c.experiment == experiment, experience.c.address == heads.c.address)
+        .correlate(heads)
+        .scalar_subquery()
+    )
+    last = select(func.max(experience.c.address)).where(*inside).scalar_subquery()
+    # A count and not an EXISTS, of which PostgreSQL makes a join: the heads must stay in order.
+    gone = (
+        select(func.count())
+        .where(archived.c.experiment == experiment, archived.c.segment == segment)
+        .scalar_subquery()
+    )
     query = (
-        select(experience.c.segment, experience.c.address, experience.c.refused)
-        .where(experience.c.experiment == experiment, experience.c.address > after)
-        .where(experience.c.segment.not_in(gone))
-        .order_by(experience.c.address)
+        select(heads.c.ordinal, segment, heads.c.address, last)
+        .where(heads.c.address.is_not(None), gone == 0)
         .limit(limit)
     )
     rows = tx.execute(query).all()
-    if not rows:
-        return None
-    members: dict[bytes, set[int]] = {}
-    for row in rows:
-        members.setdefault(bytes(row.segment), set())
-        if row.refused is None:
-            members[bytes(row.segment)].add(int(row.address))
-    whole = list(members)
-    if len(rows) == limit:
-        if len(whole) == 1:
-            return finished_segments(
-                tx, experiment, keep_steps=keep_steps, after=after, limit=2 * limit
-            )
-        whole.pop()  # its other rows are on the next page
-    last = max(int(row.address) for row in rows if bytes(row.segment) in set(whole))
-    done = _done(tx, experiment, keep_steps, after, last)
-    return last, [key for key in whole if done is not None and members[key] <= done]
+    return sorted(Held(int(n), bytes(key), int(a), int(z)) for n, key, a, z in rows)
 
 
-def _done(
-    tx: Transaction, experiment: int, keep_steps: int, after: int, last: int
-) -> set[int] | None:
-    """Return those in (after, last] that every trainer has done with; None: no trainer."""
-    query = select(consumer.c.name, consumer.c.config, consumer.c.committed_step).where(
-        consumer.c.experiment == experiment, consumer.c.kind == "trainer"
+def archives(tx: Transaction, experiment: int) -> dict[str, list[bytes]]:
+    """Return file -> segments that are in it and not in the database, in the order of the log."""
+    query = select(archived.c.uri, archived.c.segment).where(
+        archived.c.experiment == experiment, archived.c.uri.is_not(None)
     )
-    done: set[int] | None = None
-    for name, config, committed in tx.execute(query).all():
-        mine = _done_by(
-            tx, experiment, name, config["strategy"], committed - keep_steps, (after, last)
+    found: dict[str, list[bytes]] = {}
+    for uri, segment in tx.execute(query.order_by(archived.c.position, archived.c.segment)):
+        found.setdefault(uri, []).append(bytes(segment))
+    return found
+
+
+def _next_event(heads: CTE) -> Any:
+    return (heads.c.address // MAX_ROWS_PER_EVENT + 1) * MAX_ROWS_PER_EVENT
+
+
+def _heads(experiment: int, after: int) -> CTE:
+    """Return the first address of each event with experiences behind ``after``, in order."""
+    mine = experience.c.experiment == experiment
+    first = select(
+        func.min(experience.c.address).label("address"), literal(1).label("ordinal")
+    ).where(mine, experience.c.address > after)
+    heads = first.cte("heads", recursive=True)
+    following = (
+        select(func.min(experience.c.address))
+        .where(mine, experience.c.address >= _next_event(heads))
+        .scalar_subquery()
+    )
+    more = select(following, heads.c.ordinal + 1).where(heads.c.address.is_not(None))
+    return heads.union_all(more)
+
+
+def needs_of(tx: Transaction, experiment: int, *, keep_steps: int) -> list[Need]:
+    """Return who reads the experiences of an experiment: its trainers, and those that mix it in."""
+    read = experiments.alias("read")  # apart from that of the trainer
+    name = select(read.c.name).where(read.c.id == experiment).scalar_subquery()
+    mixes = exists().where(
+        delivery.c.experiment == consumer.c.experiment,
+        delivery.c.consumer == consumer.c.name,
+        delivery.c.source == name,
+    )
+    own = consumer.c.experiment == experiment
+    query = (
+        select(
+            consumer.c.experiment,
+            experiments.c.name,
+            consumer.c.name.label("trainer"),
+            consumer.c.config,
+            consumer.c.committed_step,
+            name,
         )
-        done = mine if done is None else done & mine
-    return done
+        .join(experiments, experiments.c.id == consumer.c.experiment)
+        .where(consumer.c.kind == "trainer", own | mixes)
+    )
+    found = []
+    for where, of, trainer, config, committed, source in tx.execute(query).all():
+        mine = int(where) == experiment
+        reader = Reader(
+            int(where), trainer, "" if mine else source, trainer if mine else f"{of}/{trainer}"
+        )
+        annotation_set = config["strategy"] if mine else EXPERTS_SET
+        found.append(Need(reader, annotation_set, int(committed) - keep_steps))
+    return found
 
 
-def _done_by(
-    tx: Transaction, experiment: int, trainer: str, name: str, horizon: int, span: tuple[int, int]
-) -> set[int]:
-    after, last = span
+def finished(
+    tx: Transaction, experiment: int, held: Sequence[Held], needs: Sequence[Need]
+) -> list[Held]:
+    """Return those of ``held``, which follow each other, that everybody has done with.
+
+    Without any trainer nothing is done with.
+    """
+    after, last = held[0].first - 1, held[-1].last
+    query = select(experience.c.address).where(
+        experience.c.experiment == experiment,
+        experience.c.address > after,
+        experience.c.address <= last,
+        experience.c.refused.is_(None),
+    )
+    needed = {int(address) for address in tx.execute(query).scalars()}
+    done: set[int] = set()
+    for number, need in enumerate(needs):
+        mine = _done_by(tx, experiment, need, after, last)
+        done = mine if number == 0 else done & mine
+    left = sorted(needed - done)
+    return [one for one in held if not _any_between(left, one)] if needs else []
+
+
+def _any_between(left: Sequence[int], one: Held) -> bool:
+    place = bisect_left(left, one.first)
+    return place < len(left) and left[place] <= one.last
+
+
+def _done_by(tx: Transaction, experiment: int, need: Need, after: int, last: int) -> set[int]:
+    """Return the addresses in (after, last] that a trainer has done with."""
+    reader = need.reader
     of_set = (
         annotation.c.experiment == experiment,
-        annotation.c.consumer == name,
+        annotation.c.consumer == need.annotation_set,
         annotation.c.experience > after,
         annotation.c.experience <= last,
     )
     held = and_(
-        delivery.c.experiment == annotation.c.experiment,
-        delivery.c.consumer == trainer,
+        *reader.held(),
         delivery.c.address == annotation.c.address,
-        delivery.c.step <= horizon,
+        delivery.c.step <= need.horizon,
     )
     left_out = and_(
-        rejection.c.experiment == annotation.c.experiment,
-        rejection.c.consumer == trainer,
+        rejection.c.experiment == experiment,
+        rejection.c.consumer == reader.rejecting,
         rejection.c.address == annotation.c.address,
     )
     pending = (
@@ -94,13 +204,15 @@ def _done_by(
         .outerjoin(rejection, left_out)
         .where(*of_set, delivery.c.address.is_(None), rejection.c.address.is_(None))
     )
-    annotated = set(tx.execute(select(annotation.c.experience).where(*of_set)).scalars())
-    waiting = set(tx.execute(pending).scalars())
     decided = select(rejection.c.address).where(
         rejection.c.experiment == experiment,
-        rejection.c.consumer == name,
+        rejection.c.consumer == need.annotation_set,
         rejection.c.address > after,
         rejection.c.address <= last,
     )
-    rejected = set(tx.execute(decided).scalars())
-    return {int(address) for address in (annotated - waiting) | rejected}
+    annotated = _addresses(tx, select(annotation.c.experience).where(*of_set))
+    return (annotated - _addresses(tx, pending)) | _addresses(tx, decided)
+
+
+def _addresses(tx: Transaction, query: Select[Any]) -> set[int]:
+    return {int(address) for address in tx.execute(query).scalars()}

@@ -1,29 +1,39 @@
 """Retention: the tensors of what was trained long ago leave the database, on request only.
 
 Events, manifests and lineage stay; only segments go, to a Parquet file or for good. A segment goes
-when every trainer of the experiment has committed, before its horizon, all that it holds.
+when every trainer that reads it has committed, before its horizon, all that it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
 
+from trinity_buffer import codec
 from trinity_buffer.crash_points import reached
-from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.events import SegmentsArchived
-from trinity_buffer.pipeline.archive_file import require_pyarrow, write_archive
+from trinity_buffer.errors import CodecError, DamagedSegmentError, InvalidArgumentError
+from trinity_buffer.events import ExperiencesRecorded, SegmentsArchived
+from trinity_buffer.experience import FAMILIES
+from trinity_buffer.pipeline.archive_columns import Written
+from trinity_buffer.pipeline.archive_file import (
+    ArchiveFile,
+    SegmentParts,
+    require_pyarrow,
+    write_archive,
+)
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.history.refold import Progress, no_progress
+from trinity_buffer.pipeline.stored_segments import joined
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, retention, segments
+from trinity_buffer.store.address import position_of
+from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.retention import Held, Need
 from trinity_buffer.store.transaction import Transaction
-
-FAMILIES = ("light", "tokens", "text", "heavy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +44,13 @@ class CompactionReport:
         segments: how many segments.
         bytes: how many bytes of tensors.
         files: the Parquet files they are in now; none if they were deleted for good.
+        damaged: how many stayed because they cannot be read; `verify` names them.
     """
 
     segments: int
     bytes: int
     files: tuple[str, ...]
+    damaged: int
 
 
 async def compact(
@@ -48,6 +60,7 @@ async def compact(
     archive: Path | None,
     delete: bool = False,
     actor: str = "compact",
+    progress: Progress = no_progress,
 ) -> CompactionReport:
     """Archive, or delete, the segments of what was committed more than ``keep_steps`` steps ago.
 
@@ -58,6 +71,7 @@ async def compact(
         keep_steps: of each trainer; what its last steps were trained on stays.
         archive: folder for the Parquet files.
         delete: needed to go without an archive.
+        progress: called with what is being done, how much of it is done, and how much there is.
 
     Raises:
         InvalidArgumentError: neither ``archive`` nor ``delete``, or pyarrow is not installed.
@@ -68,28 +82,143 @@ async def compact(
         raise InvalidArgumentError(f"keep_steps={keep_steps}: it must not be negative")
     if archive is not None:
         require_pyarrow()
-    key = experiment.key
-    finished = partial(retention.finished_segments, experiment=key, keep_steps=keep_steps)
-    total, size, after, files = 0, 0, -1, list[str]()
-    while True:
-        page = await experiment.database.read(finished, after=after, limit=sizes().rows_per_file)
-        if page is None:
-            return CompactionReport(total, size, tuple(files))
-        after, keys = page
-        if not keys:
-            continue
-        stored = await experiment.database.read(segments.read, keys, FAMILIES)
-        uri = None
-        if archive is not None:
-            write = partial(write_archive, archive, experiment.name, stored)
-            uri = await anyio.to_thread.run_sync(write)
-            files.append(uri)
+    return await _Compaction(experiment, archive, actor, progress).run(keep_steps)
+
+
+class _Compaction:
+    """One run of `compact`."""
+
+    def __init__(
+        self, experiment: Experiment, archive: Path | None, actor: str, progress: Progress
+    ) -> None:
+        self._experiment = experiment
+        self._database = experiment.database
+        self._archive = archive
+        self._actor = actor
+        self._progress = progress
+        self._segments = self._bytes = self._damaged = 0
+        self._files: list[str] = []
+
+    async def run(self, keep_steps: int) -> CompactionReport:
+        """Look at one page of segments after the other."""
+        key, read = self._experiment.key, self._database.read
+        needs = await read(retention.needs_of, key, keep_steps=keep_steps)
+        head = await read(log.head, key)
+        after = -1
+        while held := await read(
+            retention.held_segments, key, after=after, limit=sizes().segments_per_page
+        ):
+            for some in _together(held):
+                await self._look_at(some, needs)
+                self._progress("compact", position_of(some[-1].last), head)
+            after = held[-1].last
+        self._progress("compact", head, head)
+        return CompactionReport(self._segments, self._bytes, tuple(self._files), self._damaged)
+
+    async def _look_at(self, held: Sequence[Held], needs: Sequence[Need]) -> None:
+        """Let those of ``held`` go that nobody needs any more."""
+        key = self._experiment.key
+        done = await self._database.read(retention.finished, key, held, needs)
+        if not done:
+            return
+        places = [position_of(one.first) for one in done]
+        stored = await self._database.read(log.read_at, key, places)
+        facts = await anyio.to_thread.run_sync(_facts, stored)
+        self._damaged += len(done) - len(facts)
+        for some in _by_size(facts):
+            if self._archive is None:
+                await self._forget([fact for _, fact in some], None)
+            else:
+                await self._archive_some(self._archive, some)
+
+    async def _archive_some(
+        self, folder: Path, facts: Sequence[tuple[int, ExperiencesRecorded]]
+    ) -> None:
+        keys = [fact.segment for _, fact in facts]
+        parts = await self._database.read(segments.read, keys, tuple(FAMILIES))
+        name = self._experiment.name
+
+        def write() -> tuple[list[ExperiencesRecorded], ArchiveFile | None]:
+            sound = _sound(facts, parts)
+            made = write_archive(folder, name, sound) if sound else None
+            return [one.fact for one in sound], made
+
+        sound, made = await anyio.to_thread.run_sync(write)
+        self._damaged += len(facts) - len(sound)
+        if made is not None:
+            self._files.append(made.path)
+            await self._forget(sound, made)
+
+    async def _forget(self, facts: Sequence[ExperiencesRecorded], made: ArchiveFile | None) -> None:
+        keys = [fact.segment for fact in facts]
+        path, digest = made or (None, None)
+        event = new_event(SegmentsArchived(segments=keys, uri=path, digest=digest))
         reached("before-compact")
-        event = new_event(SegmentsArchived(segments=list(keys), uri=uri))
-        await experiment.database.write(_forget, experiment.key, keys, event, actor)
+        await self._database.write(_forget, self._experiment.key, keys, event, self._actor)
         reached("after-compact")
-        total += len(keys)
-        size += sum(len(data) for parts in stored.values() for _, _, data in parts)
+        self._segments += len(keys)
+        self._bytes += sum(sum(fact.families.values()) for fact in facts)
+
+
+def _together(held: Sequence[Held]) -> Iterator[list[Held]]:
+    """Yield stretches of segments between which none is archived, of so many rows at most."""
+    some: list[Held] = []
+    rows = 0
+    for one in held:
+        follows = some and one.ordinal == some[-1].ordinal + 1
+        rows += one.last - one.first + 1
+        if some and (not follows or rows > sizes().rows_per_file):
+            yield some
+            some, rows = [], one.last - one.first + 1
+        some.append(one)
+    if some:
+        yield some
+
+
+def _facts(stored: Sequence[StoredEvent]) -> list[tuple[int, ExperiencesRecorded]]:
+    """Return (position, fact) of events, without those that cannot be read."""
+    found = []
+    for event in stored:
+        try:
+            fact = codec.decode_fact(event.kind, event.body)
+        except CodecError:
+            continue
+        if isinstance(fact, ExperiencesRecorded):
+            found.append((event.position, fact))
+    return found
+
+
+def _by_size(
+    facts: Sequence[tuple[int, ExperiencesRecorded]],
+) -> Iterator[list[tuple[int, ExperiencesRecorded]]]:
+    some: list[tuple[int, ExperiencesRecorded]] = []
+    size = 0
+    for position, fact in facts:
+        size += sum(fact.families.values())
+        if some and size > sizes().bytes_per_file:
+            yield some
+            some, size = [], sum(fact.families.values())
+        some.append((position, fact))
+    if some:
+        yield some
+
+
+def _sound(facts: Sequence[tuple[int, ExperiencesRecorded]], parts: SegmentParts) -> list[Written]:
+    """Return segments as they are written to an archive, without those that are damaged."""
+    by_key: dict[bytes, SegmentParts] = {}
+    for (key, family), some in parts.items():
+        by_key.setdefault(key, {})[key, family] = some
+    found = []
+    for position, fact in facts:
+        try:
+            families = joined(by_key.get(fact.segment, {})).get(fact.segment, {})
+            one = Written(position, fact, families)
+            rows = {segment.rows for segment in one.segments.values()}
+        except (DamagedSegmentError, CodecError):
+            continue
+        if {name: len(blob) for name, blob in families.items()} == fact.families:
+            found += [one] if rows <= {fact.rows} else []
+    return found
 
 
 def _forget(

@@ -28,12 +28,10 @@ class CrossAudit:
 
     Attributes:
         named: keys of all segments that events name.
-        archives: file -> keys of the segments that went there.
     """
 
     def __init__(self) -> None:
         self.named: set[bytes] = set()
-        self.archives: dict[str, list[bytes]] = {}
         self._sealed: set[str] = set()
         self._trained: dict[str, str] = {}  # trainer -> its annotation set
         self._annotated: dict[str, dict[int, Integers]] = {}  # set -> position -> experiences
@@ -109,8 +107,6 @@ class CrossAudit:
 
     def _archived(self, position: int, fact: SegmentsArchived) -> Iterator[Problem]:
         """Nothing goes that the set of a trainer has not decided."""
-        if fact.uri is not None:
-            self.archives.setdefault(fact.uri, []).extend(fact.segments)
         gone = [self._members[key] for key in fact.segments if key in self._members]
         if not gone:
             return

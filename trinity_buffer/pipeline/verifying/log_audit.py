@@ -32,6 +32,7 @@ from trinity_buffer.events import (
     RanksAssembled,
     RewardsAssigned,
     SegmentsArchived,
+    SegmentsRestored,
     StepDealt,
     StepPartDone,
     StepsCommitted,
@@ -111,7 +112,8 @@ class LogAudit:
         problems: what was wrong so far.
         uids: of all recorded experiences.
         trainers: what was leased and committed, by consumer.
-        archived: segments that may have left the database.
+        archived: segments that may have left the database -> where to; None: for good.
+        files: archive -> position of the event that names it, and the sha256 that it says.
     """
 
     def __init__(self, chain: EventChain, *, quick: bool = False, contents: bool = False) -> None:
@@ -125,7 +127,8 @@ class LogAudit:
         self.problems: list[Problem] = []
         self.uids = Names()
         self.trainers: dict[str, TrainerAudit] = {}
-        self.archived: set[bytes] = set()
+        self.archived: dict[bytes, str | None] = {}
+        self.files: dict[str, tuple[int, str | None]] = {}
         self._counts: Counter[str] = Counter()
         self._strategies: dict[str, _Strategy] = {}
         self._recorded: list[Integers] = []
@@ -200,7 +203,12 @@ class LogAudit:
             case RewardsAssigned():
                 self._scored(fact)
             case SegmentsArchived():
-                self.archived.update(fact.segments)
+                self.archived |= dict.fromkeys(fact.segments, fact.uri)
+                if fact.uri is not None:
+                    self.files[fact.uri] = (position, fact.digest)
+            case SegmentsRestored():
+                for key in fact.segments:
+                    del self.archived[key]
             case ExperimentCreated() | ConfigurationChanged() | ExperimentFinished():
                 pass  # one row of one table, which the expectation compares
             case RankJoined() | StepPartDone() | StreamEnded():

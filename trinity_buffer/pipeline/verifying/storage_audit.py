@@ -1,14 +1,8 @@
-"""What lies around the log: triggers, indexes and pages, archives, segments that nobody names."""
+"""What lies around the log: triggers, indexes and pages, segments that nobody names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import anyio.to_thread
-
-from trinity_buffer.errors import StoreError
 from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded, WithSegment, kinds_of
-from trinity_buffer.pipeline.archive_file import read_archive
 from trinity_buffer.pipeline.history.refold import readable_events
 from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit
 from trinity_buffer.pipeline.verifying.findings import Problem
@@ -27,16 +21,7 @@ async def look(database: Database, cross: CrossAudit, *, quick: bool) -> list[Pr
     found = [Problem("database", database.name, what) for what in wrong]
     if quick:
         return found
-    found += await anyio.to_thread.run_sync(lambda: list(_archives(cross)))
     return found + await _orphans(database, cross)
-
-
-def _archives(cross: CrossAudit) -> Iterator[Problem]:
-    for uri, keys in cross.archives.items():
-        try:
-            read_archive(uri, keys, ())
-        except StoreError as error:
-            yield Problem("archives", uri, str(error).partition(":")[0])
 
 
 async def _orphans(database: Database, cross: CrossAudit) -> list[Problem]:

@@ -26,6 +26,7 @@ from trinity_buffer.pipeline.history.refold import (
     readable_events,
 )
 from trinity_buffer.pipeline.verifying import outside, storage_audit
+from trinity_buffer.pipeline.verifying.archive_audit import check_archives
 from trinity_buffer.pipeline.verifying.findings import Problem, VerifyReport
 from trinity_buffer.pipeline.verifying.log_audit import LogAudit
 from trinity_buffer.pipeline.verifying.outside import Evidence
@@ -130,6 +131,7 @@ class _Verification:
         self._problems += self._audit.problems
         await self._compare_projections()
         self._add_up()
+        await self._look_at_archives()
         await self._tell_of_segments()
         found = storage_audit.look(self._database, self._audit.cross, quick=self._quick)
         self._problems += await found
@@ -263,8 +265,13 @@ class _Verification:
             )
             for event in readable_events(later):
                 if isinstance(event.fact, SegmentsArchived):
-                    archived.update(event.fact.segments)
+                    archived |= dict.fromkeys(event.fact.segments, event.fact.uri)
         self._problems += [problem for key, problem in self._in_segments if key not in archived]
+
+    async def _look_at_archives(self) -> None:
+        files, archived = self._audit.files, dict(self._audit.archived)
+        check = partial(check_archives, files, archived, quick=self._quick)
+        self._problems += await anyio.to_thread.run_sync(lambda: list(check()))
 
     async def report(self, consumer: str | None, begin: float) -> VerifyReport:
         """Return everything that was found, with the proof from outside."""
