@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 from collections.abc import Callable, Coroutine
@@ -196,7 +197,7 @@ async def _no_rewards(scene: Scene) -> None:
     await annotate(scene, name="bare", rollouts_per_group=2)
 
 
-@mistake(r"PPOPolicyLossFn needs the tensor 'old_logprob', and no row .*recompute_old_logprob=True")
+@mistake(r"PPOPolicyLossFn needs the tensor 'old_logprob'.*no row .*recompute_old_logprob=True")
 async def _no_log_probabilities(scene: Scene) -> None:
     some = group("bare")
     for one in some:
@@ -260,7 +261,48 @@ async def _a_rank_that_there_is_not(scene: Scene) -> None:
     await first_step(scene, rank=2, world_size=2, groups_per_step=2)
 
 
+# -- how it is used
+
+
+@mistake(r"is closed: use it inside its `with` block")
+async def _a_store_that_is_closed(scene: Scene) -> None:
+    async with opened(scene.url) as experiment:
+        pass
+    await experiment.writer("e0").write([rollout("c")])
+
+
+@mistake(r"was opened in another event loop: open it in each loop that uses it")
+async def _another_event_loop(scene: Scene) -> None:
+    await anyio.to_thread.run_sync(asyncio.run, scene.experiment.is_finished())
+
+
+@mistake(r"was opened by process \d+ and forked into 1: open it anew in the child")
+async def _a_fork_after_the_store_was_opened(scene: Scene) -> None:
+    with patch("os.getpid", return_value=1):  # as a child would see it
+        await scene.experiment.is_finished()
+
+
+def _without_asyncio(url: str) -> None:
+    tb.open_store(url).__aenter__().send(None)
+
+
+@mistake(r"needs an event loop of asyncio, and none runs here \(trio is not supported\)")
+async def _trio(scene: Scene) -> None:
+    await anyio.to_thread.run_sync(_without_asyncio, scene.url)
+
+
 # -- what was written
+
+
+@mistake(r"no configuration key 'rollout_per_group'; did you mean 'rollouts_per_group'\?")
+async def _a_key_of_the_configuration_that_nobody_reads(scene: Scene) -> None:
+    async with opened(scene.url, rollout_per_group=4):
+        pass
+
+
+@mistake(r"tokens has the shape \[1, 3\]: make an Experience of each row")
+async def _a_batch_of_tokens(scene: Scene) -> None:
+    tb.Experience(eid=tb.EID("c", 0, 0), tokens=[[1, 2, 3]], prompt_length=1)
 
 
 @mistake(r"experience b/0/0/0/: reward is nan")
