@@ -62,7 +62,7 @@ LAZY_IMPORTS = {
     f"{PACKAGE}/cli/maintenance_commands.py:algorithms": "torch, which checks and repairs do not",
     f"{PACKAGE}/cli/run_file.py:_yaml": "YAML, in which few configurations are written",
     f"{PACKAGE}/pipeline/experiment.py:writer": "torch, which readers do not need",
-    f"{PACKAGE}/pipeline/experiment.py:read": "torch, which who only counts does not need",
+    f"{PACKAGE}/pipeline/experiment.py:_decoded": "torch, which who only counts does not need",
     f"{PACKAGE}/pipeline/experiment.py:train_stream": "torch, which readers do not need",
     f"{PACKAGE}/store/changes.py:_listen": "asyncpg is an extra that users of SQLite do not have",
 }

@@ -7,8 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trinity_buffer.errors import ArchivedSegmentError, ConflictError, InvalidArgumentError
+from trinity_buffer.errors import (
+    ArchivedSegmentError,
+    ConflictError,
+    InvalidArgumentError,
+    UnknownNameError,
+)
 from trinity_buffer.events import (
+    BatchLeased,
     ExperimentFinished,
     PolicyPublished,
     TrainerRewound,
@@ -17,7 +23,7 @@ from trinity_buffer.events import (
 from trinity_buffer.identity import problem_of_name
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.checkpoint import found_again
-from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
+from trinity_buffer.pipeline.events import Event, decoded, fact_at, new_event, now_us
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, trainer_queries
@@ -165,6 +171,10 @@ class Experiment:
         reward_max: float | None = None,
         families: Sequence[str] = ("light", "tokens", "text", "heavy"),
         include_refused: bool = False,
+        annotation_set: str | None = None,
+        state: reads.State | None = None,
+        trained_in: int | None = None,
+        trainer: str = "trainer",
     ) -> AsyncIterator[Experience]:
         """Yield the stored experiences that match every given keyword, oldest first, decoded.
 
@@ -175,12 +185,30 @@ class Experiment:
             families: the column families to load; an attribute of another one raises and says which
                 to name.
             include_refused: also what was recorded as late or invalid.
+            annotation_set: whose ``state`` it is; alone, what it has annotated.
+            state: ``unseen``, ``waiting``, ``annotated`` or ``rejected`` in ``annotation_set``.
+            trained_in: only what ``trainer`` was handed in this gradient step; the rows of an
+                expert's experiment are read there.
+
+        Raises:
+            InvalidArgumentError: a ``state`` without a set.
+            UnknownNameError: no such annotation set, or no such step of ``trainer``.
         """
+        if annotation_set is not None or state is not None:
+            state = await self._checked_state(annotation_set, state)
+        addresses = None if trained_in is None else await self._rows_of_step(trainer, trained_in)
+        wanted = reads.Filter(
+            *(batch, task, run, policy_version, reward_min, reward_max, include_refused),
+            *(annotation_set, state, addresses),
+        )
+        async for experience in self._decoded(wanted, families):
+            yield experience
+
+    async def _decoded(
+        self, wanted: reads.Filter, families: Sequence[str]
+    ) -> AsyncIterator[Experience]:
         from trinity_buffer.pipeline.loading import EventCache, load_experiences  # noqa: PLC0415 - torch
 
-        wanted = reads.Filter(
-            batch, task, run, policy_version, reward_min, reward_max, include_refused
-        )
         cache, after = EventCache(self.key, self.name), -1
         while True:
             rows = await self.database.read(
@@ -191,6 +219,33 @@ class Experiment:
             for experience in await load_experiences(self.database, cache, rows, families):
                 yield experience
             after = rows[-1].address
+
+    async def _checked_state(self, name: str | None, state: reads.State | None) -> reads.State:
+        """Return the state that is read."""
+        if name is None:
+            raise InvalidArgumentError(f"state={state!r} of which set? say annotation_set=")
+        consumers = await self.database.read(queries.consumers, self.key)
+        names = [one.name for one in consumers.values() if one.kind == "strategy"]
+        if name not in names:
+            known = ", ".join(names) or "none"
+            raise UnknownNameError(f"no annotation set {name!r} (there: {known})")
+        return state or "annotated"
+
+    async def _rows_of_step(self, trainer: str, step: int) -> tuple[int, ...]:
+        """Return the addresses of this experiment's rows in a step's manifest."""
+
+        def look(tx: Transaction) -> list[StoredEvent]:
+            found = trainer_queries.steps(tx, self.key, trainer, after=step - 1, limit=1)
+            here = [row.leased_at for row in found if row.step == step]
+            return log.read_at(tx, self.key, here)
+
+        stored = await self.database.read(look)
+        if not stored:
+            raise UnknownNameError(f"trainer {trainer!r} was never handed step {step}")
+        leased = fact_at(self.name, stored[0], BatchLeased)
+        sources = leased.source or [0] * len(leased.experiences)
+        pairs = zip(leased.experiences, sources, strict=True)
+        return tuple(sorted({address for address, source in pairs if source == 0}))
 
     async def publish_policy(
         self, version: int, uri: str, *, digest: str = "", actor: str = "user"

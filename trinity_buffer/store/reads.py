@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, exists, select
 
 from trinity_buffer.identity import Key
+from trinity_buffer.store.address import MAX_ROWS_PER_EVENT
 from trinity_buffer.store.dialect import among
 from trinity_buffer.store.rows import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
-from trinity_buffer.store.tables import assigned_reward, experience
+from trinity_buffer.store.tables import (
+    annotation,
+    assigned_reward,
+    consumer,
+    experience,
+    rejection,
+    waiting,
+)
 from trinity_buffer.store.transaction import Transaction
+
+State = Literal["unseen", "waiting", "annotated", "rejected"]
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """What an experience must be; None: anything."""
+    """What an experience must be; None: anything. ``state`` is that in ``annotation_set``."""
 
     batch: Key | None = None
     task: Key | None = None
@@ -25,6 +36,9 @@ class Filter:
     reward_min: float | None = None
     reward_max: float | None = None
     include_refused: bool = False
+    annotation_set: str | None = None
+    state: State | None = None
+    addresses: tuple[int, ...] | None = None
 
 
 def experiences(
@@ -46,10 +60,34 @@ def experiences(
         query = query.where(experience.c.reward >= wanted.reward_min)
     if wanted.reward_max is not None:
         query = query.where(experience.c.reward <= wanted.reward_max)
+    if wanted.addresses is not None:
+        query = query.where(among(tx, experience.c.address, wanted.addresses))
+    if wanted.state is not None:
+        query = query.where(_is(wanted.state, wanted.annotation_set or ""))
     if not wanted.include_refused:
         query = query.where(experience.c.refused.is_(None))
     rows = tx.execute(query.order_by(experience.c.address).limit(limit))
     return [experience_row(row) for row in rows.all()]
+
+
+def _is(state: State, name: str) -> ColumnElement[bool]:
+    """Return the condition that an experience is in ``state`` for the annotation set ``name``."""
+    if state == "unseen":
+        cursor = select(consumer.c.cursor).where(
+            consumer.c.experiment == experience.c.experiment, consumer.c.name == name
+        )
+        return experience.c.address >= (cursor.scalar_subquery() + 1) * MAX_ROWS_PER_EVENT
+    place: ColumnElement[Any]
+    if state == "annotated":
+        table, place = annotation, annotation.c.experience
+    else:
+        table = waiting if state == "waiting" else rejection
+        place = table.c.address
+    return exists().where(
+        table.c.experiment == experience.c.experiment,
+        table.c.consumer == name,
+        place == experience.c.address,
+    )
 
 
 def assigned_rewards(

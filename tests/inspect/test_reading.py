@@ -1,0 +1,41 @@
+"""Reading what is in a state of an annotation set, or what a gradient step was trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stories import rollout, tell
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import open_store
+
+
+async def uids(experiment: Experiment, **wanted: Any) -> list[str]:
+    return [one.eid.uid async for one in experiment.read(families=["light"], **wanted)]
+
+
+async def test_what_is_read_is_in_the_state_or_the_step(store_url: str, tmp_path: Path) -> None:
+    story = await tell(store_url, tmp_path / "run")
+    async with open_store(story.url) as store:
+        experiment = await store.experiment(story.name)
+        everything = await uids(experiment)
+        annotated = await uids(experiment, annotation_set="varied")
+        rejected = await uids(experiment, annotation_set="varied", state="rejected")
+        waiting = await uids(experiment, annotation_set="varied", state="waiting")
+        assert rejected == [f"b0/3/{run}/0/" for run in range(4)]
+        assert waiting == ["b1/0/1/0/"]
+        assert sorted(annotated + rejected + waiting) == sorted(everything)
+        assert await uids(experiment, annotation_set="grpo", state="unseen") == []
+        new = (await experiment.writer("e0").write([rollout("b1", 0, 2, 1.0)])).uids
+        assert await uids(experiment, annotation_set="grpo", state="unseen") == list(new)
+        assert await uids(experiment, trained_in=2) == [f"b0/1/{run}/0/" for run in range(4)]
+        assert await uids(experiment, trained_in=2, run=3) == ["b0/1/3/0/"]
+        with pytest.raises(UnknownNameError, match="never handed step 9"):
+            await uids(experiment, trained_in=9)
+        with pytest.raises(UnknownNameError, match="there: grpo, varied"):
+            await uids(experiment, annotation_set="nonsense")
+        with pytest.raises(InvalidArgumentError, match="annotation_set="):
+            await uids(experiment, state="waiting")
