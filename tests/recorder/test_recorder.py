@@ -170,8 +170,10 @@ async def test_a_recorder_that_was_killed_is_followed_by_one_that_knows(
     for _ in range(2):
         async with recording(store_url, upstream) as url, client(f"{url}/rollouts/t/0") as agent:
             await agent.chat.completions.create(**asked)
-    async with recording(store_url, upstream) as url:
+    async with recording(store_url, upstream) as url, client(f"{url}/rollouts/t/0") as agent:
         first = await reward(url, "t/0", 1.0)
+        with pytest.raises(openai.ConflictError, match="is closed"):
+            await agent.chat.completions.create(**asked)
     async with recording(store_url, upstream) as url, client(f"{url}/rollouts/t/0") as agent:
         again = await reward(url, "t/0", 1.0, "seal")
         other = await reward(url, "t/0", 2.0)

@@ -30,7 +30,8 @@ class Server:
         self._client = self._httpx.AsyncClient(
             headers=headers,
             timeout=self._httpx.Timeout(timeout_s, connect=10.0),
-            limits=self._httpx.Limits(max_connections=None),
+            # Servers close an idle connection after five seconds: not while we take it up again.
+            limits=self._httpx.Limits(max_connections=None, keepalive_expiry=2.0),
         )
 
     async def __aenter__(self) -> Self:
