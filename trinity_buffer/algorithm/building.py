@@ -255,6 +255,7 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
     refuse_unknown("build", user, ACCEPTED)
     kind = ALGORITHM_TYPE.get(algorithm) if isinstance(algorithm, str) else algorithm
     recipe = _recipe_of(kind)
+    user |= {part: _none_of(part) for part in PARTS if user.get(part, part) is None}
     choices = {
         part: _choose(recipe, part, user)
         for part in PARTS
@@ -280,6 +281,15 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
         rollouts_per_group=1 if rollouts is None else _positive("rollouts_per_group", rollouts),
         choices=choices,
     )
+
+
+def _none_of(part: str) -> str | None:
+    """Return what stands for no such part; a part that there always is, is refused."""
+    if part in ("add_strategy", "advantage_fn"):
+        return None
+    if "none" not in REGISTRY_OF[part].names():
+        raise InvalidArgumentError(f"{part}=None: every algorithm has one, name it")
+    return "none"
 
 
 def effective_args(algorithm: str | type[AlgorithmType], **user: Any) -> dict[str, Any]:

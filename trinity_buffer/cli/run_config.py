@@ -188,6 +188,18 @@ class RunConfig(_Section):
                 f"rollout={self.rollout!r} needs tasks, and a model of your own: give all three "
                 "(`trinity-buffer init FOLDER` writes an example)"
             )
+        idle = [key for key in ("tasks", "evaluate", "server") if getattr(self, key) is not None]
+        if idle and not isinstance(self.model, str):
+            raise InvalidArgumentError(
+                f"{idle[0]}={getattr(self, idle[0])!r} is read by a run of your own alone: give it "
+                "a model of your own too"
+            )
+        if self.max_staleness is not None and self.commit_every_steps > max(self.max_staleness, 1):
+            raise InvalidArgumentError(
+                f"commit_every_steps={self.commit_every_steps} with max_staleness="
+                f"{self.max_staleness}: explorers would wait for a commit that waits for them; "
+                f"commit at least every {max(self.max_staleness, 1)} steps"
+            )
 
 
 SECTIONS = frozenset({"task", "model", "optimizer", "evaluation", "exploring"})

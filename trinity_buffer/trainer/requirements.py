@@ -98,10 +98,13 @@ def _reads(algorithm: Algorithm) -> frozenset[str]:
 def _lacking_tensors(algorithm: Algorithm) -> Iterator[str]:
     """Yield what its parts read, and nothing in a run of this kind makes."""
     reads, loss = _reads(algorithm), algorithm.choices["policy_loss_fn"].name
+    sampling = algorithm.choices["sample_strategy"].name
     if "values" in reads and not algorithm.type.use_critic:
         yield "values of a critic, which algorithm=ppo trains and this one does not"
-    if "expert_mask" in reads and algorithm.choices["sample_strategy"].name != "mix":
+    if "expert_mask" in reads and sampling != "mix":
         yield f"an expert's rows for the loss {loss!r}: algorithm=mix takes them, or mix_chord"
+    if algorithm.entropy_loss.usual_rows_only and sampling != "mix":
+        yield "an expert's rows for the entropy 'mix': algorithm=mix takes them, or mix_chord"
     if "reward_baselines" in reads:
         yield (
             "reward_baselines, the rewards of greedy answers, which no stream holds: choose "

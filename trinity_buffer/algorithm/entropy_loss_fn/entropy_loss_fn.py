@@ -24,8 +24,12 @@ class EntropyLossFn(ABC):
 
     Args:
         entropy_coef: what the entropy is multiplied by.
+
+    Attributes:
+        usual_rows_only: whether it must be told which rows are an expert's.
     """
 
+    usual_rows_only: ClassVar[bool] = False
     reference_args: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, entropy_coef: float = 0.0) -> None:
@@ -82,6 +86,8 @@ class DefaultEntropyLossFn(EntropyLossFn):
 @ENTROPY_LOSS_FN.register_module("mix")
 class MixEntropyLossFn(EntropyLossFn):
     """The entropy of the usual rows: an expert's tokens are no exploration. 0 if there are none."""
+
+    usual_rows_only = True
 
     @override
     def __call__(
