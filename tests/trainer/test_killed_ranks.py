@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections import Counter
 from pathlib import Path
 
 import anyio
 import pytest
 
-from tests.crash.forking import CONTEXT, become
+from tests.crash.forking import CONTEXT
 from tests.trainer.data import recorded, rollouts
+from tests.trainer.rank_life import train
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
 from trinity_buffer.pipeline.verifying.verify import verify
 
 LIVES = ((2, 1, 2), (3, 0, 3), (1, 0, 4), (4, 3, 5), (2, None, 0))
 """Number of ranks, which of them is killed, and in which step it has begun."""
-
-
-def train(url: str, folder: str, rank: int, ranks: int, dies_in: int) -> None:
-    """Be one rank; note what was taken of each step before its part is said to be done."""
-    become(f"{folder}/log", None)
-    with open_train_stream(
-        url, experiment="run", strategy=None, groups_per_step=1, rank=rank, world_size=ranks
-    ) as stream:
-        for step in stream:
-            slots = [slot for m in step.microbatches for slot in m["sample_index"].tolist()]
-            rows = [step.manifest.experiences[slot] for slot in slots]
-            with Path(folder, "taken").open("a") as file:
-                file.write(json.dumps([step.step, rows]) + "\n")
-            if step.step == dies_in:
-                os.kill(os.getpid(), signal.SIGKILL)
-            stream.commit(step)
 
 
 def live(url: str, folder: Path, ranks: int, victim: int | None, dies_in: int) -> list[int]:
