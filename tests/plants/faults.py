@@ -176,8 +176,8 @@ FAULTS = [
     Fault(
         "one group too many waits for the trainer",
         "pipeline/writing/planning.py",
-        "backlog.undelivered >= bound",
-        "backlog.undelivered > bound",
+        "if self.max_waiting_groups is not None and backlog.undelivered >= self",
+        "if self.max_waiting_groups is not None and backlog.undelivered > self",
         "tests/contract/test_planning.py::test_admission_is_what_the_formula_says",
     ),
     Fault(

@@ -15,12 +15,14 @@ ROOT = Path(__file__).parents[2]
 PARTS = 4
 
 
-def test_the_documents_show_these_faults_and_tests_that_exist() -> None:
+def test_the_documents_show_these_faults_in_code_and_tests_that_exist() -> None:
     assert table() in (ROOT / "docs" / "faults.md").read_text()
     assert len({fault.what for fault in FAULTS}) == len(FAULTS)
     for fault in FAULTS:
         file, _, name = fault.test.partition("::")
         assert f"def {name}(" in (ROOT / file).read_text(), fault.test
+        text = (ROOT / "trinity_buffer" / fault.file).read_text()
+        assert text.count(fault.old) == 1, f"{fault.what}: the code is another now"
 
 
 @pytest.mark.long

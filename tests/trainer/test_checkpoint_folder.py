@@ -22,6 +22,7 @@ from trinity_buffer.trainer.checkpoint_folder import (
     remove_old,
     save_checkpoint,
 )
+from trinity_buffer.trainer.settings import TrainerSettings
 
 
 def state() -> TrainerState[TransformerPolicy]:
@@ -74,6 +75,15 @@ def test_what_fails_for_another_reason_says_so(
     monkeypatch.setattr(checkpoint_folder, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         save_checkpoint(tmp_path, state())
+
+
+def test_a_resumed_trainer_draws_the_random_numbers_that_it_would_have_drawn(
+    tmp_path: Path,
+) -> None:
+    folder = save_checkpoint(tmp_path, state())
+    drawn = torch.rand(3)
+    load_checkpoint(folder, TrainerSettings(tmp_path).optimizer_of, policy())
+    assert torch.equal(torch.rand(3), drawn)
 
 
 def test_a_folder_that_is_there_is_never_written_into(tmp_path: Path) -> None:

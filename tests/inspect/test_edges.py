@@ -1,0 +1,55 @@
+"""What is shown of groups and rows at an edge: two runs, several steps, copies, no tensor."""
+
+from __future__ import annotations
+
+import statistics
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from tests.contract.making import rollout
+from trinity_buffer.inspect import groups, position_before
+from trinity_buffer.inspect.fates import AnnotationRow, Fate, StepOfRow
+from trinity_buffer.inspect.tensors import row_of
+from trinity_buffer.pipeline.store import open_store
+
+
+async def test_two_runs_have_a_deviation_and_one_has_none(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        rewards = [(0, 0, 0.25), (0, 1, 1.0), (1, 0, 1.0)]
+        some = [rollout(task=task, run=run, reward=reward) for task, run, reward in rewards]
+        await experiment.writer("e0").write(some)
+        one, two = await groups(experiment)
+    assert two.deviation == statistics.stdev([0.25, 1.0])
+    assert (one.deviation, one.mean) == (None, 1.0)
+
+
+async def test_a_run_of_several_steps_is_one_run(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        writer = experiment.writer("e0")
+        await writer.plan("b", [0], 3)
+        await writer.write([rollout(run=1, step=step) for step in range(3)])
+        (group,) = await groups(experiment)
+    assert (group.rollouts, len(group.runs), group.missing) == (3, 3, 2)
+
+
+async def test_the_last_events_are_all_of_them_where_there_are_fewer(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        await experiment.writer("e0").write([rollout()])
+        after = [await position_before(experiment, count) for count in (0, 1, 2, 3)]
+    assert after == [2, 1, 0, 0]
+
+
+def test_a_fate_tells_of_every_copy_once() -> None:
+    trained = AnnotationRow(1, (StepOfRow("t", 1, committed=True, reason=None),))
+    fate = Fate("grpo", "annotated", None, (trained, trained, AnnotationRow(2, ())))
+    assert str(fate) == "trained in step 1 of t; ready"
+
+
+def test_a_row_without_a_tensor_has_no_place_in_the_column() -> None:
+    column = cast("Any", SimpleNamespace(rows=np.array([1, 3])))
+    assert [row_of(column, row) for row in range(5)] == [None, 0, None, 1, None]

@@ -1,0 +1,54 @@
+"""What happens just at an edge: a budget that is just filled, the last step, a reward of zero."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.making import rollout
+from trinity_buffer.pipeline.annotating.scoring import assign_rewards
+from trinity_buffer.pipeline.history.replay import replayed_steps
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.streaming.manifest import plan_microbatches
+
+PAIR = {"rollouts_per_group": 2}
+
+
+@pytest.mark.parametrize(("budget", "cuts"), [(9, [1, 2, 3]), (10, [2, 3]), (15, [3])])
+def test_a_micro_batch_may_just_fill_its_budget(budget: int, cuts: list[int]) -> None:
+    _, plans = plan_microbatches(
+        [5, 5, 5], [0, 1, 2], layout="padded", tokens_per_microbatch=budget, world_size=1
+    )
+    assert [plan.stop for plan in plans] == cuts
+
+
+@pytest.mark.parametrize(("most", "trained"), [(5, 0), (6, 1), (7, 2)])
+async def test_a_row_of_just_as_many_tokens_as_are_allowed_is_trained(
+    sqlite_url: str, most: int, trained: int
+) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config=PAIR)
+        await experiment.writer("e0").write([rollout(run=0, length=6), rollout(run=1, length=7)])
+        async with experiment.train_stream(strategy=None, max_tokens=most) as stream:
+            steps = [step async for step in stream]
+    assert sum(len(step.manifest.experiences) for step in steps) == trained
+
+
+async def test_a_replay_from_the_middle_has_the_chain_of_the_whole(sqlite_url: str) -> None:
+    """Up to the last step that was handed out, committed or not."""
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config=PAIR)
+        some = [rollout(task=task, run=run) for task in range(3) for run in range(2)]
+        await experiment.writer("e0").write(some)
+        async with experiment.train_stream(strategy=None, groups_per_step=1) as stream:
+            served = [step async for step in stream]
+            await stream.commit(served[1])
+        again = [step async for step in replayed_steps(experiment, first=2, last=3)]
+    assert [(step.step, step.chain) for step in again] == [(s.step, s.chain) for s in served[1:]]
+
+
+async def test_a_reward_of_zero_is_a_reward(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config=PAIR)
+        await experiment.writer("e0").write([rollout(run=run) for run in range(2)])
+        scored = await assign_rewards(experiment, "zero", lambda e: 0.0 if e.eid.run else None)
+    assert scored == 1
