@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import anyio
+import pytest
 
 from tests.crash.lives import LIFE_S, Lives, run_all
 from trinity_buffer.cli.run_config import resolved
@@ -28,8 +29,20 @@ CONFIG = {
 
 
 def test_a_kill_at_any_place_loses_nothing_and_doubles_nothing(
-    store_url: str, tmp_path: Path
+    sqlite_url: str, tmp_path: Path
 ) -> None:
+    kill_everywhere(sqlite_url, tmp_path)
+
+
+@pytest.mark.long  # another twenty seconds
+def test_a_kill_at_any_place_loses_nothing_and_doubles_nothing_on_postgresql(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    kill_everywhere(postgres_url, tmp_path)
+
+
+def kill_everywhere(store_url: str, tmp_path: Path) -> None:
+    """Let each process of a run die at each of its places, once; nothing may be lost."""
     acknowledgements, checkpoints = tmp_path / "acks", tmp_path / "checkpoints"
     acknowledgements.mkdir()
     checkpoints.mkdir()
