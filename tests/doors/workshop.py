@@ -142,6 +142,8 @@ def run_in_terminals(commands: list[str], folder: Path) -> list[str]:
         for process in running:
             process.kill()
             process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
 
 
 def start(command: str, folder: Path) -> subprocess.Popen[str]:
