@@ -82,7 +82,7 @@ def test_a_resumed_trainer_draws_the_random_numbers_that_it_would_have_drawn(
 ) -> None:
     folder = save_checkpoint(tmp_path, state())
     drawn = torch.rand(3)
-    load_checkpoint(folder, TrainerSettings(tmp_path).optimizer_of, policy())
+    load_checkpoint(folder, TrainerSettings(checkpoints=tmp_path).optimizer_of, policy())
     assert torch.equal(torch.rand(3), drawn)
 
 
