@@ -24,13 +24,13 @@ demo: setup      ## four processes train a small policy through one store
 test: setup      ## everything that a bare Linux can run, on all cores
 	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal -q $(ARGS)
 
-check: setup     ## what CI runs: format, lint, types, dead names, floors, long tests, torture, tests
+check: setup     ## what CI runs: format, lint, types, dead names, floors, planted faults, torture, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/vulture
 	$(BIN)/lint-imports
-	$(MAKE) --no-print-directory long
+	$(BIN)/python -m pytest -n logical --maxprocesses=4 -q -m long -o faulthandler_timeout=900 tests/plants
 	$(BIN)/python -m benchmarks.torture --minutes 1
 	$(BIN)/python -m benchmarks.torture --minutes 1 --store postgresql
 	$(MAKE) --no-print-directory test
