@@ -55,6 +55,7 @@ LAZY_IMPORTS = {
     f"{PACKAGE}/cli/run_commands.py:train": "torch, which the inspecting commands do not need",
     f"{PACKAGE}/cli/run_commands.py:_prepared": "pydantic and torch, likewise",
     f"{PACKAGE}/cli/server_commands.py:_record": "starlette and uvicorn are an extra",
+    f"{PACKAGE}/cli/serve_command.py:serve": "starlette is an extra",
     f"{PACKAGE}/cli/server_commands.py:_sync": "httpx and torch, likewise",
     f"{PACKAGE}/explorer/openai_model.py:_loaded": "torch, which a client does not need",
     f"{PACKAGE}/cli/init_command.py:init": "torch, which the inspecting commands do not need",

@@ -13,8 +13,8 @@ from tests.doors.workshop import call, run
 EXAMPLES = examples()
 IN_PROCESSES = {"demo"}
 """They start processes of their own."""
-WITH_SERVERS = {"record", "sync-weights"}
-"""They talk to an inference server; `tests/explorer` and `tests/recorder` have one."""
+WITH_SERVERS = {"record", "serve", "sync-weights"}
+"""They serve, or talk to a server; `tests/explorer`, `tests/recorder` and `tests/web` have one."""
 
 
 def test_every_command_shows_an_example() -> None:

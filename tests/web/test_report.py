@@ -17,7 +17,8 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.web.charts import histogram, lines
 from trinity_buffer.web.report import report
 
-HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e\"'><img src=x onerror=alert(2)>"
+NAME = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
+HOSTILE = f"{NAME}\x1b[31m\u202e"
 
 
 class Page(HTMLParser):
@@ -58,12 +59,12 @@ async def test_a_page_says_what_is_stored(store_url: str, tmp_path: Path) -> Non
 
 async def hostile_run(url: str) -> None:
     async with open_store(url) as store:
-        experiment = await store.experiment(HOSTILE, config={"rollouts_per_group": 2})
-        writer = experiment.writer(HOSTILE)
-        await writer.plan("b", [HOSTILE], 2)
+        experiment = await store.experiment(NAME, config={"rollouts_per_group": 2})
+        writer = experiment.writer(NAME)
+        await writer.plan("b", [NAME], 2)
         some = [
             Experience(
-                eid=EID("b", HOSTILE, run),
+                eid=EID("b", NAME, run),
                 tokens=torch.tensor([1, 2, 3]),
                 prompt_length=1,
                 logprobs=torch.zeros(2),
@@ -81,7 +82,7 @@ async def hostile_run(url: str) -> None:
 
 def test_what_a_rollout_says_stays_text(sqlite_url: str) -> None:
     anyio.run(hostile_run, sqlite_url)
-    source = anyio.run(page_of, sqlite_url, HOSTILE)
+    source = anyio.run(page_of, sqlite_url, NAME)
     page = Page(source)
     assert not {"script", "img", "iframe", "link"} & page.tags
     assert not [name for name in page.attributes if name.startswith("on") or name == "src"]

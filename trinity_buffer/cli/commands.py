@@ -108,6 +108,10 @@ COMMANDS = {
         "trinity_buffer.cli.report_command:report",
         "Write a page about a run: one file that opens offline, without scripts.",
     ),
+    "serve": Command(
+        "trinity_buffer.cli.serve_command:serve",
+        "Show a store in the browser: red flags, steps, groups, rollouts, events; and /metrics.",
+    ),
     "verify": Command(
         f"{_MEND}:verify",
         "Check every promise: the log, its segments and projections, and the proof from outside.",

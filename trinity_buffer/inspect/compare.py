@@ -86,9 +86,9 @@ class RunDifference:
     steps: Mapping[int, Mapping[str, Sequence[Any]]]
 
 
-async def pages(source: Source) -> AsyncIterator[list[ExperienceRow]]:
-    """Yield all experiences that were not refused, a page at a time, in order of the log."""
-    after, limit = -1, sizes().experiences_per_page
+async def pages(source: Source, after: int = -1) -> AsyncIterator[list[ExperienceRow]]:
+    """Yield the experiences that were not refused, above an address, a page at a time, in order."""
+    limit = sizes().experiences_per_page
     while rows := await source.read(
         reads.experiences, source.key, reads.Filter(), after=after, limit=limit
     ):

@@ -50,6 +50,7 @@ class GroupView:
         mean, deviation: of the rewards; the deviation is the sample's (n - 1).
         state: what became of its experiences, with how many where they differ.
         missing: planned runs that are not stored.
+        newest: address of the experience that was recorded last, as an integer.
     """
 
     batch: Key
@@ -60,6 +61,7 @@ class GroupView:
     state: str
     missing: int
     runs: tuple[RunView, ...]
+    newest: int = 0
 
 
 class _Found(NamedTuple):
@@ -82,6 +84,7 @@ async def groups(
     batch: Key | None = None,
     named: Sequence[tuple[str, str]] | None = None,
     limit: int = 20,
+    before: int | None = None,
 ) -> list[GroupView]:
     """Return the newest groups, the newest first.
 
@@ -90,6 +93,7 @@ async def groups(
         batch: only groups of this batch.
         named: these groups, as (batch, task), and no others.
         limit: at most so many.
+        before: only groups that were whole before this address: the last page's lowest ``newest``.
 
     Raises:
         UnknownNameError: no such annotation set.
@@ -102,7 +106,7 @@ async def groups(
         if named is not None:
             keys = list(named[:limit])
         elif batch is None:
-            keys = inspection.newest_groups(tx, source.key, limit)
+            keys = inspection.newest_groups(tx, source.key, limit, before)
         else:
             keys = inspection.groups_of_batch(tx, source.key, str(batch), limit)
         rows = inspection.members(tx, source.key, keys)
@@ -183,6 +187,7 @@ def _group(
         _state([run.state for run in runs], missing),
         missing,
         tuple(runs),
+        max(row.address for row in rows),
     )
 
 

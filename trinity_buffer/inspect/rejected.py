@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspect.source import Source
@@ -54,12 +55,21 @@ class Lease:
     committed_step: int
 
 
+class _Page(NamedTuple):
+    """Which rows: of one reason or any, at most so many, below an address."""
+
+    reason: str | None
+    limit: int
+    before: int | None
+
+
 async def rejections(
     source: Source,
     *,
     by: str | None = None,
     reason: str | None = None,
     limit: int = 20,
+    before: int | None = None,
 ) -> list[Rejected]:
     """Return what was rejected last, the newest first.
 
@@ -67,6 +77,7 @@ async def rejections(
         by: only by this strategy or trainer; ``door``: what was late or invalid.
         reason: only for this reason.
         limit: at most so many.
+        before: only below this address; a page of one consumer begins where the last one ended.
 
     Raises:
         UnknownNameError: no such consumer.
@@ -77,20 +88,19 @@ async def rejections(
         raise UnknownNameError(f"nobody is called {by!r} in {source.name!r} (there: {known})")
 
     names = [name for name in consumers if by in (None, name)]
-    found = await source.read(_rejected, source.key, names, reason=reason, limit=limit)
+    page = _Page(reason, limit, before)
+    found = await source.read(_rejected, source.key, names, page)
     if by in (None, DOOR):
-        found += await source.read(_refused, source.key, reason=reason, limit=limit)
+        found += await source.read(_refused, source.key, page)
     return sorted(found, key=lambda one: (-one.position, one.address))[:limit]
 
 
 def _rejected(
-    tx: Transaction, experiment: int, names: Sequence[str], *, reason: str | None, limit: int
+    tx: Transaction, experiment: int, names: Sequence[str], page: _Page
 ) -> list[Rejected]:
     kinds = {name: row.kind for name, row in queries.consumers(tx, experiment).items()}
     rows = [
-        row
-        for name in names
-        for row in questions.rejected(tx, experiment, name, reason=reason, limit=limit)
+        row for name in names for row in questions.rejected(tx, experiment, name, **page._asdict())
     ]
     noted = [row.address for row in rows if kinds[row.consumer] == "trainer"]
     sets = [name for name, kind in kinds.items() if kind == "strategy"]
@@ -111,8 +121,8 @@ def _rejected(
     ]
 
 
-def _refused(tx: Transaction, experiment: int, *, reason: str | None, limit: int) -> list[Rejected]:
-    rows = questions.refused(tx, experiment, reason=reason, limit=limit)
+def _refused(tx: Transaction, experiment: int, page: _Page) -> list[Rejected]:
+    rows = questions.refused(tx, experiment, **page._asdict())
     return [
         Rejected(
             *(DOOR, DOOR, row.refused or "", row.eid.uid),

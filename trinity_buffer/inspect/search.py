@@ -23,6 +23,7 @@ class Match:
     """A text that holds what was looked for.
 
     Attributes:
+        address: of the experience, as an integer.
         field: of the experience, such as ``response_text`` or ``messages[2].content``.
         excerpt: the first place, with what stands around it.
     """
@@ -32,10 +33,16 @@ class Match:
     excerpt: str
     reward: float | None
     policy_version: int | None
+    address: int = 0
 
 
 async def search(
-    source: Source, text: str, *, exact: bool = False, progress: Progress = no_progress
+    source: Source,
+    text: str,
+    *,
+    exact: bool = False,
+    after: int = -1,
+    progress: Progress = no_progress,
 ) -> AsyncIterator[Match]:
     """Yield each text of a rollout that holds ``text``, in order of the log, as soon as found.
 
@@ -45,13 +52,14 @@ async def search(
         source: the experiment.
         text: what to look for.
         exact: upper and lower case are different.
+        after: only in experiences above this address.
         progress: called with the position that was reached, and the last one.
 
     Raises:
         DamagedSegmentError: a checksum does not hold.
     """
     head = await source.head()
-    async for rows in pages(source):
+    async for rows in pages(source, after):
         positions = [position_of(row.address) for row in rows]
         events = await events_with_segments(source, positions, ["text"])
         for row in rows:
@@ -67,7 +75,7 @@ def _matches(
     for field, value in _fields(segments, slot_of(row.address)):
         excerpt = _excerpt(value, text, exact=exact)
         if excerpt is not None:
-            yield Match(row.eid.uid, field, excerpt, row.reward, row.policy_version)
+            yield Match(row.eid.uid, field, excerpt, row.reward, row.policy_version, row.address)
 
 
 def _excerpt(value: str, text: str, *, exact: bool) -> str | None:

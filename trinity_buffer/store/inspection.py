@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, func, select, text
+from sqlalchemy import ColumnElement, Select, exists, func, select, text
 
 from trinity_buffer.identity import EID
 from trinity_buffer.sizes import sizes
@@ -127,13 +127,18 @@ def segment_parts(tx: Transaction) -> int:
     return int(tx.execute(select(func.count()).select_from(segment)).scalar_one())
 
 
-def newest_groups(tx: Transaction, experiment: int, limit: int) -> list[tuple[str, str]]:
-    """Return (batch, task) of the groups that were recorded last, the newest first."""
+def newest_groups(
+    tx: Transaction, experiment: int, limit: int, before: int | None = None
+) -> list[tuple[str, str]]:
+    """Return (batch, task) of the groups that were recorded last, the newest first.
+
+    With ``before``, of those alone whose experiences all have a lower address.
+    """
     found: dict[tuple[str, str], None] = {}
-    before: int | None = None
+    whole: list[ColumnElement[bool]] = [] if before is None else [~_goes_on(before)]
     while len(found) < limit:
         query = select(experience.c.address, experience.c.batch, experience.c.task)
-        query = query.where(experience.c.experiment == experiment)
+        query = query.where(experience.c.experiment == experiment, *whole)
         if before is not None:
             query = query.where(experience.c.address < before)
         query = query.order_by(experience.c.address.desc()).limit(sizes().rows_per_page)
@@ -143,6 +148,17 @@ def newest_groups(tx: Transaction, experiment: int, limit: int) -> list[tuple[st
         found.update(dict.fromkeys((row.batch, row.task) for row in rows))
         before = int(rows[-1].address)
     return list(found)[:limit]
+
+
+def _goes_on(address: int) -> ColumnElement[bool]:
+    """Return the condition that the group of an experience has one at ``address`` or later."""
+    later = experience.alias()
+    return exists().where(
+        later.c.experiment == experience.c.experiment,
+        later.c.batch == experience.c.batch,
+        later.c.task == experience.c.task,
+        later.c.address >= address,
+    )
 
 
 def groups_of_batch(

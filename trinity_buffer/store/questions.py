@@ -40,27 +40,32 @@ def rejected(
     *,
     reason: str | None,
     limit: int,
+    before: int | None = None,
 ) -> list[RejectedRow]:
-    """Return what one consumer rejected, the newest first."""
+    """Return what one consumer rejected, by address from the highest, or from ``before``, down."""
     query = select(
         rejection.c.consumer, rejection.c.address, rejection.c.reason, rejection.c.position
     )
     query = query.where(rejection.c.experiment == experiment, rejection.c.consumer == name)
     if reason is not None:
         query = query.where(rejection.c.reason == reason)
+    if before is not None:
+        query = query.where(rejection.c.address < before)
     rows = tx.execute(query.order_by(rejection.c.address.desc()).limit(limit)).all()
     return [RejectedRow(row.consumer, int(row.address), row.reason, row.position) for row in rows]
 
 
 def refused(
-    tx: Transaction, experiment: int, *, reason: str | None, limit: int
+    tx: Transaction, experiment: int, *, reason: str | None, limit: int, before: int | None = None
 ) -> list[ExperienceRow]:
-    """Return the experiences that were refused at the door, the newest first."""
+    """Return the experiences refused at the door, from the newest, or ``before``, down."""
     query = select(*EXPERIENCE_COLUMNS).where(
         experience.c.experiment == experiment, experience.c.refused.is_not(None)
     )
     if reason is not None:
         query = query.where(experience.c.refused == reason)
+    if before is not None:
+        query = query.where(experience.c.address < before)
     rows = tx.execute(query.order_by(experience.c.address.desc()).limit(limit)).all()
     return [experience_row(row) for row in rows]
 

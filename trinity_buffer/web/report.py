@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trinity_buffer.errors import DamagedSegmentError, UnknownNameError
 from trinity_buffer.inspect import (
+    Staleness,
     StepLine,
     blame,
     event_lines,
@@ -25,6 +23,7 @@ from trinity_buffer.inspect.source import Source, now
 from trinity_buffer.inspect.steps import EatenRow
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.web.charts import Lines, histogram, lines
+from trinity_buffer.web.templating import cut, templates
 
 STEPS = 1000
 ROWS = 6
@@ -49,36 +48,17 @@ async def report(store: Store, experiment: str) -> str:
         "url": store.url,
         "counted": counted,
         "stuck": (await examine(store, experiment)).stuck,
-        "charts": _charts(some),
+        "charts": charts_of(some),
         "rejected": await rejection_counts(source),
-        "actors": await _actors(source) if some else [],
+        "actors": actors_of(await staleness(source)) if some else [],
         "step": await _last_step(source, some),
         "events": [line async for line in event_lines(found, after=after)],
     }
-    return _environment().get_template("report.html").render(page)
+    return templates().get_template("report.html").render(page)
 
 
-def _environment() -> Environment:
-    made = Environment(
-        loader=PackageLoader("trinity_buffer.web"), autoescape=True, undefined=StrictUndefined
-    )
-    made.filters |= {"number": number, "time": time_of}
-    return made
-
-
-def number(value: Any) -> str:
-    """Return a number as people read it."""
-    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def time_of(seconds: float | None) -> str:
-    """Return a time since 1970 as people read it, in UTC."""
-    if seconds is None:
-        return "–"
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _charts(some: Sequence[StepLine]) -> list[Lines]:
+def charts_of(some: Sequence[StepLine]) -> list[Lines]:
+    """Return a curve of everything that is known of steps."""
     own: dict[str, list[float | None]] = {
         "reward": [line.reward for line in some],
         "staleness": [line.staleness for line in some],
@@ -98,10 +78,10 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-async def _actors(source: Source) -> list[tuple[str, int, float, int]]:
-    """Return (actor, rows, mean, greatest staleness) over the last steps."""
+def actors_of(some: Sequence[Staleness]) -> list[tuple[str, int, float, int]]:
+    """Return (actor, rows, mean, greatest staleness) over steps."""
     found: dict[str, tuple[int, float, int]] = {}
-    for one in await staleness(source):
+    for one in some:
         rows, total, greatest = found.get(one.actor, (0, 0.0, 0))
         total += one.mean * one.rows
         found[one.actor] = (rows + one.rows, total, max(greatest, one.greatest))
@@ -132,5 +112,4 @@ async def _text(source: Source, row: EatenRow) -> str:
         objects = (await show(source, row.uid)).objects
     except (UnknownNameError, DamagedSegmentError) as error:
         return str(error)
-    text = str(objects.get("response_text") or "")
-    return text if len(text) <= TEXT else f"{text[:TEXT]} … {len(text)} characters"
+    return cut(objects.get("response_text") or "", TEXT)

@@ -1,0 +1,126 @@
+"""The inspector as a web application: pages about a store that is only read, and its metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from trinity_buffer.errors import (
+    InvalidArgumentError,
+    StoreError,
+    TrinityBufferError,
+    UnknownExperimentError,
+    UnknownNameError,
+)
+from trinity_buffer.inspect.events import event_lines
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.web.asked import GREATEST, Asked, whole
+from trinity_buffer.web.guard import Guard
+from trinity_buffer.web.prometheus import CONTENT_TYPE, metrics
+from trinity_buffer.web.templating import segment, templates
+from trinity_buffer.web.views import PAGES, View
+
+STATIC = Path(__file__).parent / "static"
+STATUS: dict[type[TrinityBufferError], int] = {
+    UnknownNameError: 404,
+    UnknownExperimentError: 404,
+    InvalidArgumentError: 400,
+    StoreError: 503,
+}
+"""Of an answer for an error of ours."""
+
+
+def inspector(url: str, *, token: str | None = None) -> Guard:
+    """Return the application that shows the store at ``url``, as ASGI wants it.
+
+    Args:
+        url: of the store; it is opened, read-only, when the server begins.
+        token: that who asks must bring; None: only names of this machine are answered.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with open_store(url, read_only=True) as store:
+            app.state.store = store
+            yield
+
+    own = "/{experiment:path}"
+    routes = [
+        Route("/", _experiments),
+        Route("/metrics", _metrics),
+        Mount("/-/static", StaticFiles(directory=STATIC)),
+        Route(f"{own}/events/stream", _stream),
+        *(Route(f"{own}/{path}", _page(view)) for path, view in PAGES.items()),
+    ]
+    handlers = {TrinityBufferError: _told}
+    return Guard(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers), token)
+
+
+def _page(view: View) -> Any:
+    async def answer(request: Request) -> Response:
+        name = request.path_params["experiment"]
+        part = request.path_params.get("part", "")
+        store = request.app.state.store
+        template, shown = await view(Asked(store, name, request.query_params, part))
+        return _rendered(template, {"live": None, **shown, "name": name, "here": _path(name)})
+
+    return answer
+
+
+def _rendered(template: str, shown: dict[str, Any], status: int = 200) -> Response:
+    return HTMLResponse(templates().get_template(template).render(shown), status)
+
+
+def _path(name: str) -> str:
+    return f"/{segment(name)}"
+
+
+async def _experiments(request: Request) -> Response:
+    """Return the list of experiments; where there is one, its page."""
+    store = request.app.state.store
+    names = await store.experiments()
+    if len(names) == 1:
+        return RedirectResponse(f"{_path(names[0])}/", 303)
+    listed = [(name, _path(name)) for name in names]
+    shown = {"name": None, "here": "", "live": None, "url": store.url, "experiments": listed}
+    return _rendered("experiments.html", shown)
+
+
+async def _metrics(request: Request) -> Response:
+    return Response(await metrics(request.app.state.store), media_type=CONTENT_TYPE)
+
+
+async def _stream(request: Request) -> Response:
+    """Return events as they are recorded, after a position or the last one that was received."""
+    experiment = await request.app.state.store.experiment(request.path_params["experiment"])
+    said = request.headers.get("last-event-id") or request.query_params.get("after") or "0"
+    told = _told_events(experiment, whole("after", said, GREATEST >> 20))
+    return StreamingResponse(told, media_type="text/event-stream")
+
+
+async def _told_events(experiment: Experiment, after: int) -> AsyncIterator[str]:
+    yield ": hello\n\n"
+    async with aclosing(event_lines(experiment, after=after, follow=True)) as lines:  # type: ignore[type-var]
+        async for line in lines:
+            fields = asdict(line)
+            del fields["body"]
+            yield f"id: {line.position}\ndata: {json.dumps(fields)}\n\n"
+    yield "event: end\ndata: \n\n"
+
+
+async def _told(_: Request, error: Exception) -> Response:
+    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
+    return _rendered(
+        "error.html", {"name": None, "here": "", "live": None, "error": str(error)}, status
+    )

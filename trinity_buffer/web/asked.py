@@ -1,0 +1,73 @@
+"""What a request to the inspector asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.inspect.source import Source, now
+from trinity_buffer.pipeline.store import Store
+
+GREATEST = (1 << 62) - 1
+GREATEST_STEP = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request about one experiment.
+
+    Attributes:
+        query: what stands behind the question mark.
+        part: the last part of the path where it is a value, such as the number of a step.
+    """
+
+    store: Store
+    name: str
+    query: Mapping[str, str]
+    part: str = ""
+
+    async def source(self) -> Source:
+        """Return the experiment to ask.
+
+        Raises:
+            UnknownExperimentError: there is none of this name.
+        """
+        return now(await self.store.experiment(self.name))
+
+    def text(self, key: str) -> str | None:
+        """Return a value of the query; None where it is missing or empty."""
+        return self.query.get(key) or None
+
+    def whole(self, key: str, greatest: int = GREATEST_STEP) -> int | None:
+        """Return a whole number of the query, None where it is missing.
+
+        Raises:
+            InvalidArgumentError: it is none, or too great.
+        """
+        said = self.text(key)
+        return None if said is None else whole(key, said, greatest)
+
+    def real(self, key: str) -> float | None:
+        """Return a number of the query, None where it is missing.
+
+        Raises:
+            InvalidArgumentError: it is none.
+        """
+        said = self.text(key)
+        try:
+            return None if said is None else float(said)
+        except ValueError:
+            raise InvalidArgumentError(f"{key}={said!r}: it must be a number") from None
+
+
+def whole(key: str, said: str, greatest: int = GREATEST_STEP) -> int:
+    """Return a whole number, zero or more.
+
+    Raises:
+        InvalidArgumentError: it is none, or above ``greatest``.
+    """
+    digits = said.isascii() and said.isdigit() and len(said) < 20
+    if not digits or int(said) > greatest:
+        raise InvalidArgumentError(f"{key}={said[:40]!r}: it must be a whole number")
+    return int(said)

@@ -1,0 +1,80 @@
+"""Who may ask the inspector, and what every answer of it says to a browser."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+
+COOKIE = "trinity_buffer"
+LOCAL = ("127.0.0.1", "localhost", "::1")
+HEADERS = {
+    b"content-security-policy": b"default-src 'self'; base-uri 'none'; form-action 'self'; "
+    b"frame-ancestors 'none'",
+    b"x-content-type-options": b"nosniff",
+    b"referrer-policy": b"same-origin",
+    b"cache-control": b"no-store",
+}
+
+
+class Guard:
+    """The application ``app`` behind a token; without one, for names of this machine alone.
+
+    A name from elsewhere that leads to this machine would let a foreign page read the store.
+    """
+
+    def __init__(self, app: Any, token: str | None) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request, or pass it on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *HEADERS.items()]}
+            await send(message)
+
+        answer = self._answer(Request(scope)) or self._app
+        await answer(scope, receive, with_headers)
+
+    def _answer(self, request: Any) -> Response | None:
+        if "\0" in request.url.path or "%00" in request.url.query:
+            return PlainTextResponse("no name holds a NUL", 400)
+        if self._token is None:
+            local = request.url.hostname in LOCAL
+            return None if local else PlainTextResponse("ask for 127.0.0.1, or give --token", 421)
+        asked = request.query_params.get("token")
+        if asked is not None and _same(asked, self._token):
+            return self._entry(request)
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        cookie = request.cookies.get(COOKIE, "")
+        if asked is None and (_same(given, self._token) or _same(cookie, _kept(self._token))):
+            return None
+        return PlainTextResponse(
+            "this inspector wants its token: /?token=TOKEN, or Authorization: Bearer TOKEN",
+            401,
+            {"www-authenticate": "Bearer"},
+        )
+
+    def _entry(self, request: Any) -> Response:
+        """Return the same address without the token, which a cookie stands for from now on."""
+        assert self._token is not None
+        answer = RedirectResponse(request.url.remove_query_params("token"), 303)
+        answer.set_cookie(COOKIE, _kept(self._token), httponly=True, samesite="lax")
+        return answer
+
+
+def _kept(token: str) -> str:
+    """Return what the cookie holds: it opens this inspector, and tells nobody the token."""
+    return hmac.new(token.encode(), b"trinity-buffer serve", hashlib.sha256).hexdigest()
+
+
+def _same(given: str, wanted: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode())
