@@ -18,7 +18,7 @@ from trinity_buffer.errors import (
     InvalidArgumentError,
     InvalidExperienceError,
 )
-from trinity_buffer.identity import EID, Key, order_of
+from trinity_buffer.identity import EID, FAMILIES, Key, order_of
 
 __all__ = [
     "EID",
@@ -35,20 +35,6 @@ __all__ = [
 ExperienceType = Literal["single_turn", "multi_turn", "dpo"]
 TensorLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
 Messages: TypeAlias = "list[dict[str, Any]]"
-
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "light": (
-        *("action_mask", "token_level_reward", "advantages", "returns", "info", "metrics"),
-        *("truncate_status", "custom_fields"),
-    ),
-    "tokens": ("tokens", "logprobs", "teacher_logprobs", "chosen", "rejected"),
-    "text": (
-        *("response_text", "prompt_text", "messages", "tools"),
-        *("chosen_messages", "rejected_messages"),
-    ),
-    "heavy": ("multi_modal_inputs", "routed_experts"),
-}
-"""Which fields are stored together; a reader loads only the families that it names."""
 
 _FAMILY_OF = {field: family for family, fields in FAMILIES.items() for field in fields}
 

@@ -1,4 +1,4 @@
-"""The name of an experience. Needs neither torch nor SQL: who only asks questions stays light."""
+"""The name of an experience, and the families of its fields. Needs neither torch nor SQL."""
 
 from __future__ import annotations
 
@@ -12,6 +12,20 @@ from trinity_buffer.errors import InvalidArgumentError
 
 Key = int | str
 """A batch or task id. ``7`` and ``"7"`` are one key; the type is kept."""
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "light": (
+        *("action_mask", "token_level_reward", "advantages", "returns", "info", "metrics"),
+        *("truncate_status", "custom_fields"),
+    ),
+    "tokens": ("tokens", "logprobs", "teacher_logprobs", "chosen", "rejected"),
+    "text": (
+        *("response_text", "prompt_text", "messages", "tools"),
+        *("chosen_messages", "rejected_messages"),
+    ),
+    "heavy": ("multi_modal_inputs", "routed_experts"),
+}
+"""Which fields are stored together; a reader loads only the families that it names."""
 
 MAX_NAME = 255
 """Characters of a text in an EID."""

@@ -21,7 +21,7 @@ import xxhash
 from trinity_buffer.codec import Column, ObjectPacker, Segment, decode_segment, encode_segment
 from trinity_buffer.codec.objects import unpack_object
 from trinity_buffer.events import ExperiencesRecorded
-from trinity_buffer.experience import FAMILIES
+from trinity_buffer.identity import FAMILIES
 
 Array = npt.NDArray[Any]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 from trinity_buffer.errors import InvalidArgumentError, StoreError
-from trinity_buffer.experience import FAMILIES
+from trinity_buffer.identity import FAMILIES
 from trinity_buffer.pipeline.archive_columns import (
     CHECKSUM,
     Written,
