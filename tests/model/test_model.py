@@ -29,6 +29,7 @@ from trinity_buffer.errors import (
     ConflictingSealError,
     LeaseHeldError,
     LeaseLostError,
+    UnknownNameError,
 )
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
@@ -96,6 +97,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.delivered: list[TrainStep] = []
         self.orphans: list[TrainStep] = []
         self.expired = False
+        self.annotates = False
         self.turns = 0
         self.opened = AsyncExitStack()
         self.store: Store = self.run(self.opened.enter_async_context(open_store(self.url)))
@@ -193,6 +195,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def annotate(self) -> None:
         report = self.run(run_strategy(self.experiment, "grpo", {"epsilon": 1e-6}))
+        self.annotates = True
         ready = self.model.ready()
         assert report.annotated == sum(map(len, ready))
         self.model.annotated += ready
@@ -218,6 +221,10 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def train(self) -> None:
         """Take the next step; what was handed out before a crash comes first, and as it was."""
+        if not self.annotates:
+            with pytest.raises(UnknownNameError):
+                self.open_stream()
+            return
         if self.stream is None:
             self.stream = self.open_stream()
             self.delivered = []

@@ -76,7 +76,9 @@ def values_of(critic: Critic, microbatch: MicroBatch) -> Tensor:
     found = critic.values(
         read["input_ids"], cu_seqlens=read.get("cu_seqlens"), max_seqlen=read.get("max_seqlen")
     )
-    return found if ids.numel() else found[:0]
+    if ids.numel():
+        return found
+    return found[:0] if ids.dim() == 1 else found[:0, : ids.shape[1]]
 
 
 def prepare(

@@ -166,10 +166,10 @@ def plans_of(fact: BatchLeased | StepDealt) -> tuple[MicroBatchPlan, ...]:
     """Return the micro-batches that an event recorded.
 
     Raises:
-        CodecError: there is none, or one is none.
+        CodecError: one is none.
     """
     plans = fact.microbatches
-    if not plans or any(len(plan) not in (3, 4) for plan in plans):
+    if any(len(plan) not in (3, 4) for plan in plans):
         raise CodecError(f"the manifest of step {fact.step} is damaged: its layout is none")
     return tuple(MicroBatchPlan(*plan) for plan in plans)
 
