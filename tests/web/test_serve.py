@@ -99,7 +99,7 @@ async def test_groups_are_paged_once_each(
     found: list[str] = []
     async with serving(store_url) as base, httpx2.AsyncClient(base_url=base) as client:
         path = "/sort/groups"
-        while path:
+        while path and len(found) < 20:
             page = (await client.get(path)).text
             found += re.findall(r"</a> / <bdi>(\w+)</bdi></h3>", page)
             older = re.search(r'rel="next" href="([^"]+)"', page)
