@@ -158,7 +158,6 @@ def test_a_stream_after_its_end_says_that_it_is_closed(store_url: str) -> None:
     with open_train_stream(store_url, experiment="run", strategy="grpo") as stream:
         step = next(stream)
     calls: list[Callable[[], object]] = [
-        lambda: next(stream),
         lambda: stream.commit(step),
         stream.columns,
         lambda: stream.finish("enough"),

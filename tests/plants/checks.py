@@ -249,6 +249,7 @@ async def who_is_ahead_waits(url: str, folder: Path) -> None:
 async def rejected_groups_hold_back_nobody(url: str, folder: Path) -> None:
     limits = {"max_waiting_groups": 1, "groups_per_step": 1}
     async with opened(url, strategy="varied", **limits) as experiment:
+        await run_strategy(experiment, ["reward_variance", "grpo"], name="varied")
         await write_groups(experiment, 1, equal=True)
         async with experiment.train_stream(strategy="varied") as stream:
             await run_strategy(experiment, ["reward_variance", "grpo"], name="varied")

@@ -34,6 +34,7 @@ def write_and_die(url: str, noted: str, plant: str) -> None:
 
 async def _acknowledge_first(self: GroupCommit, call: Any) -> Outcome:
     """Say that it is durable, as the commit will surely come."""
+    call.prepare()  # a receipt names contents
     _PENDING.append(asyncio.create_task(_SUBMIT(self, call)))
     return Outcome(place=Place(1, bytes(32)))
 

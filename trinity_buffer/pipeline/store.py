@@ -8,7 +8,7 @@ from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.events import ConfigurationChanged, ExperimentCreated
-from trinity_buffer.identity import require_name
+from trinity_buffer.identity import problem_of_text, require_name
 from trinity_buffer.pipeline.config_keys import require_known
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import IDENTITY_KEYS, SCHEMA_NAMES, Experiment
@@ -67,8 +67,11 @@ class Store:
             InvalidArgumentError: a key of identity (the schema) would change, a key that nothing
                 reads, or a name that cannot be one.
         """
-        require_name("an experiment's name", name)
+        if problem_of_text(name):
+            require_name("an experiment's name", name)
         key, found, names = await self.database.read(_find, name)
+        if key is None:  # stores of an older day hold any text
+            require_name("an experiment's name", name)
         if key is not None and found is not None and (config is None or self.database.read_only):
             return Experiment(self.database, self._group_commit, key, name, found[0])
         if config is None or self.database.read_only:

@@ -144,6 +144,14 @@ class Database:
         """
         self._owner.require_open()
 
+    def require_same_process(self) -> None:
+        """Do nothing in the process that opened the database, though it be closed.
+
+        Raises:
+            StoreUseError: this is a forked child.
+        """
+        self._owner.require_same_process()
+
     def require_writable(self) -> None:
         """Do nothing, unless the store is open read-only.
 

@@ -42,13 +42,21 @@ class Owner:
         Raises:
             StoreUseError: it is closed, or this is a forked child.
         """
+        self.require_same_process()
+        if self._closed:
+            raise StoreUseError(f"{self._name} is closed: use it inside its `with` block")
+
+    def require_same_process(self) -> None:
+        """Do nothing in the process that opened the database.
+
+        Raises:
+            StoreUseError: this is a forked child.
+        """
         if self.forked:
             raise StoreUseError(
                 f"{self._name} was opened by process {self._pid} and forked into {os.getpid()}: "
                 "open it anew in the child, or start the child with spawn or forkserver"
             )
-        if self._closed:
-            raise StoreUseError(f"{self._name} is closed: use it inside its `with` block")
 
     def require(self) -> None:
         """Do nothing if the caller may use the database.

@@ -46,7 +46,7 @@ class SyncTrainStream:
         return self._portal.call(f, *args)
 
     def __next__(self) -> TrainStep:
-        self._stream.experiment.database.require_open()
+        self._stream.experiment.database.require_same_process()
         step = self._stream.wait_for_step()
         if step is None:
             raise StopIteration
