@@ -32,7 +32,6 @@ check: setup     ## what CI runs: format, lint, types, dead names, floors, plant
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -m long -o faulthandler_timeout=900 tests/plants/test_plants.py
 	$(BIN)/python -m benchmarks.torture --minutes 1
-	$(BIN)/python -m benchmarks.torture --minutes 1 --store postgresql
 	$(MAKE) --no-print-directory test
 
 long: setup      ## the long tests, on all cores
