@@ -150,6 +150,19 @@ def test_a_wrong_word_changes_nothing(
     assert not list(tmp_path.glob("runs/*"))
 
 
+@pytest.mark.parametrize("url", ["sqlite_url", "postgres_url"])
+@pytest.mark.parametrize(
+    "words", [("qq=1",), ("algorithm=jsd",), ("algorithm=mix", "expert_experiment=nobody")]
+)
+def test_a_run_that_is_refused_leaves_no_store_behind(
+    cli: Cli, request: pytest.FixtureRequest, url: str, words: tuple[str, ...]
+) -> None:
+    store = request.getfixturevalue(url)
+    settings = [part for word in words for part in ("--set", word)]
+    assert cli("explore", "--store", store, "--actor", "e0", *settings).code == 2
+    assert "there is no store to read" in cli("stats", "--store", store).err
+
+
 @pytest.mark.parametrize(
     "command", [("stats",), ("annotate",), ("train", "--checkpoints", "c"), ("migrate",), ("demo",)]
 )

@@ -299,38 +299,9 @@ async def _prepared(
     """Return the experiment's name; with a configuration, create it or record what changed."""
     if config is None and not overrides:
         return await chosen_experiment(url, experiment)
-    from trinity_buffer.cli.demo_ends import require_policies  # noqa: PLC0415 - torch
-    from trinity_buffer.cli.run_algorithm import recorded, require_parts_of  # noqa: PLC0415
-    from trinity_buffer.cli.run_config import (  # noqa: PLC0415
-        merged,
-        of_experiment,
-        overridden,
-        read_file,
-        require_model,
-        resolved,
-    )
-    from trinity_buffer.pipeline.store import open_store  # noqa: PLC0415
+    from trinity_buffer.cli.preparing import prepare  # noqa: PLC0415 - torch
+    from trinity_buffer.cli.run_config import read_file  # noqa: PLC0415
 
     file = {} if config is None else read_file(config)
     named = experiment or (None if config is None else experiment_in(config))
-    async with open_store(url) as store:
-        names = await store.experiments()
-        name = named or (names[0] if len(names) == 1 else "run")
-        opened = await store.experiment(name) if name in names else None
-        before = {} if opened is None else opened.config
-        values = merged(of_experiment(before).model_dump(), file)
-        settings = resolved(overridden(values, overrides or []))
-        changed = recorded(settings)
-        # What nobody knows, or what cannot be trained, must not be what everybody reads.
-        require_policies(settings)
-        require_parts_of(
-            settings,
-            schema=before.get("schema", changed["schema"]),
-            columns=None if opened is None else await opened.columns(),
-            experiments=names,
-        )
-        if opened is not None:
-            require_model(name, {**before, **file})
-        # What is recorded beside a run's own keys stays.
-        await store.experiment(name, config={**before, **changed})
-        return name
+    return await prepare(url, named, file, overrides or [])

@@ -1,0 +1,76 @@
+"""The experiment of a run, made or changed as a configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from trinity_buffer.cli.demo_ends import require_policies
+from trinity_buffer.cli.run_algorithm import recorded, require_parts_of
+from trinity_buffer.cli.run_config import merged, of_experiment, overridden, require_model, resolved
+from trinity_buffer.errors import UnknownStoreError
+from trinity_buffer.pipeline.store import Store, open_store
+
+
+async def prepare(
+    url: str, name: str | None, file: Mapping[str, Any], overrides: Sequence[str]
+) -> str:
+    """Return the experiment's name, after it was created or what changed was recorded.
+
+    A refusal records nothing, and makes no store.
+
+    Args:
+        name: of the experiment; None: the only one there is, else ``run``.
+        file: what a configuration file says.
+        overrides: as ``optimizer.learning_rate=3e-4``.
+
+    Raises:
+        InvalidArgumentError: says which key is wrong, or what the run lacks.
+    """
+    with suppress(UnknownStoreError):
+        async with open_store(url, create=False) as store:
+            return await _record(store, name, file, overrides)
+    _settings(file, overrides)
+    async with open_store(url) as store:
+        return await _record(store, name, file, overrides)
+
+
+async def _record(
+    store: Store, name: str | None, file: Mapping[str, Any], overrides: Sequence[str]
+) -> str:
+    names = await store.experiments()
+    name = name or (names[0] if len(names) == 1 else "run")
+    if name not in names:
+        await store.experiment(name, config=_settings(file, overrides, names=names))
+        return name
+    opened = await store.experiment(name)
+    before = opened.config
+    changed = _settings(file, overrides, names, before, await opened.columns())
+    require_model(name, {**before, **file})
+    # What is recorded beside a run's own keys stays.
+    await store.experiment(name, config={**before, **changed})
+    return name
+
+
+def _settings(
+    file: Mapping[str, Any],
+    overrides: Sequence[str],
+    names: Collection[str] = (),
+    before: Mapping[str, Any] | None = None,
+    columns: Collection[str] | None = None,
+) -> dict[str, Any]:
+    """Return what the experiment shall record, if all that it needs is there."""
+    before = before or {}
+    values = merged(of_experiment(before).model_dump(), file)
+    settings = resolved(overridden(values, overrides))
+    changed = recorded(settings)
+    # What nobody knows, or what cannot be trained, must not be what everybody reads.
+    require_policies(settings)
+    require_parts_of(
+        settings,
+        schema=before.get("schema", changed["schema"]),
+        columns=columns,
+        experiments=names,
+    )
+    return changed
