@@ -60,7 +60,11 @@ def cancelled_after(request: pytest.FixtureRequest) -> Callable[[Call, float], A
 
 
 async def whole_calls(experiment: Experiment) -> dict[str, int]:
-    """Return batch -> experiences, having checked that segments and rows belong together."""
+    """Return batch -> experiences, having checked that segments and rows belong together.
+
+    In a store that was closed since: closing waits for the writes of cancelled callers, one of
+    which might otherwise commit between the two reads.
+    """
     stored = await rows(experiment.database, tables.experience)
     segments = await rows(experiment.database, tables.segment)
     assert {row["key"] for row in segments} == {row["segment"] for row in stored}
@@ -107,6 +111,7 @@ async def test_a_cancelled_write_harms_none_of_its_neighbours(
                 tasks.start_soon(neighbour)
                 tasks.start_soon(cancelled_after, call, delay_s / 2)
                 tasks.start_soon(neighbour)
+    async with opened(store_url) as experiment:
         sizes = await whole_calls(experiment)
         assert set(sizes.values()) == {4}
         assert set(written) <= set(map(int, sizes))
