@@ -13,16 +13,14 @@ import torch
 from safetensors.torch import load_file
 from typing_extensions import override
 
-from tests.trainer.data import policy, prepared, rollouts
+from tests.trainer.data import policy, prepared
 from tests.trainer.gradients import train
 from trinity_buffer.algorithm import Algorithm, build
-from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.algorithm.entropy_loss_fn import DefaultEntropyLossFn
 from trinity_buffer.algorithm.policy_loss_fn import PPOPolicyLossFn
 from trinity_buffer.algorithm.registry import ENTROPY_LOSS_FN, POLICY_LOSS_FN
 from trinity_buffer.demo.policy import TransformerPolicy
-from trinity_buffer.errors import CheckpointError, InvalidExperienceError, NonFiniteError
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.errors import CheckpointError, NonFiniteError
 from trinity_buffer.pipeline.events import Event
 from trinity_buffer.pipeline.history.replay import open_replay_stream
 from trinity_buffer.pipeline.store import open_store
@@ -222,6 +220,19 @@ def test_a_metric_that_is_not_finite_stops_nothing_and_is_left_out(
     assert_all_that_was_kept_is_finite(sqlite_url, tmp_path / "c")
 
 
+def test_an_accuracy_that_is_not_finite_is_left_out(sqlite_url: str, tmp_path: Path) -> None:
+    algorithm = build("grpo")
+    anyio.run(prepared, sqlite_url, algorithm)
+    options = stream_options(algorithm)
+    with open_train_stream(sqlite_url, experiment="run", strategy="grpo", **options) as stream:
+        settings = TrainerSettings(checkpoints=tmp_path / "c", max_steps=1)
+        trainer = Trainer(stream, policy(), algorithm, settings)
+        trainer.run(lambda _: None, measure=lambda _: {"accuracy": NAN, "problems": 3.0})
+    (committed,) = events_of(sqlite_url, "StepsCommitted")
+    assert committed.body["metrics"]["problems"] == 3.0
+    assert "accuracy" not in committed.body["metrics"]
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "models"),
     [
@@ -305,46 +316,6 @@ def test_weights_and_optimizers_that_are_not_finite_are_neither_kept_nor_publish
     assert [event.body["version"] for event in events_of(sqlite_url, "PolicyPublished")] == [1]
     assert [folder.name for folder in (tmp_path / "c").iterdir()] == ["step-00000001"]
     assert_all_that_was_kept_is_finite(sqlite_url, tmp_path / "c")
-
-
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("field", ["reward", "logprobs", "advantages", "returns"])
-async def test_what_an_explorer_says_is_finite(field: str, value: float, sqlite_url: str) -> None:
-    made = rollouts()
-    size = len(made[4].tokens) - made[4].prompt_length
-    if field == "reward":
-        made[4].reward = value
-    else:
-        setattr(made[4], field, torch.full((size,), value))
-    async with open_store(sqlite_url) as store:
-        experiment = await store.experiment("run", config={"schema": "experience"})
-        with pytest.raises(InvalidExperienceError, match=rf"{made[4].eid.uid}: {field}"):
-            await experiment.writer("test").write(made)
-
-
-class BrokenStrategy(AddStrategy):
-    """Gives one run of each task an advantage that is no number."""
-
-    @override
-    async def add(self, experiences: list[Any], step: int) -> tuple[int, dict[str, Any]]:
-        for one in experiences:
-            value = NAN if one.eid.run == 1 else 1.0
-            one.advantages = one.returns = torch.full_like(one.logprobs, value)
-        await self.writer.write(experiences)
-        return len(experiences), {"spread": NAN, "size": 3.0}
-
-
-async def test_what_a_strategy_computed_that_is_not_finite_is_rejected(store_url: str) -> None:
-    async with open_store(store_url) as store:
-        experiment = await store.experiment("run", config={"rollouts_per_group": 3})
-        await experiment.writer("test").write(rollouts())
-        report = await run_strategy(experiment, BrokenStrategy, name="broken")
-        assert (report.annotated, report.rejected) == (12, 6)
-        events = [event async for event in experiment.events()]
-    (annotated,) = (e for e in events if e.kind == "ExperiencesAnnotated")
-    assert all(found == {"size": 3.0} for found in annotated.body["metrics"])
-    (rejected,) = (e for e in events if e.kind == "ExperiencesRejected")
-    assert set(rejected.body["reasons"]) == {"invalid: advantages, returns"}
 
 
 def test_nobody_loads_weights_that_are_not_finite(tmp_path: Path) -> None:

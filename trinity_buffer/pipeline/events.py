@@ -86,10 +86,10 @@ def as_json(what: str, value: Any) -> Any:
     What is recorded is compared with what is said later, which must then be of the same types.
 
     Raises:
-        InvalidArgumentError: JSON cannot say it; ``what`` names it.
+        InvalidArgumentError: JSON cannot say it, as NaN; ``what`` names it.
     """
     try:
-        return json.loads(json.dumps(value))
+        return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(
             f"{what}: {value!r:.200} cannot be recorded, it must be made of JSON's values ({error})"
