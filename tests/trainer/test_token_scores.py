@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -26,9 +27,12 @@ from typing_extensions import override
 
 import trinity_buffer as tb
 from tests.trainer.qwen import SHAPE, qwen2, qwen3
+from trinity_buffer.algorithm.advantage_fn.entropy_clip import expected_entropy_change
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.trainer.last_hidden import OutputHead
 from trinity_buffer.trainer.policy import TokenScores
+from trinity_buffer.trainer.token_scores import CHUNK_LOGITS, entropy_changes, head_scores
 
 LENGTHS = (5, 1, 12, 3)
 
@@ -168,6 +172,37 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert float(model.model.norm.weight.grad.abs().sum()) > 0
 
 
+@FAMILY
+@pytest.mark.parametrize("layout", [padded, packed])
+def test_entropy_changes_are_those_of_all_logits(
+    make: Callable[[], nn.Module], layout: Callable[[], dict[str, Any]]
+) -> None:
+    model, batch = make().double(), layout()
+    wanted = []
+    for ids in rows():
+        logits = model(ids[None])
+        logits = (logits if isinstance(logits, Tensor) else logits.logits)[0].double()
+        wanted.append(nn.functional.pad(expected_entropy_change(logits)[:-1], (1, 0)))
+    for chunk_logits in (1, 170, 2**24):
+        found = entropy_changes(model, batch, chunk_logits=chunk_logits)
+        assert found[~batch["attention_mask"]].eq(0).all()
+        found = found[batch["attention_mask"]]
+        torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("read", [("logprob",), ("entropy",), ("logprob", "entropy")])
+def test_a_loss_may_read_one_of_both(read: tuple[str, ...]) -> None:
+    model, batch = qwen2(), padded()
+    expected_ones = TokenScores(*expected(model))
+    found = TokenScores(*flat(tb.token_scores(model, batch, chunk_logits=100), batch))
+    both = []
+    for scores in (found, expected_ones):
+        model.zero_grad()
+        sum(getattr(scores, name).square().sum() for name in read).backward()
+        both.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(both[0], both[1], rtol=1e-5, atol=1e-6)
+
+
 class _Largest(TorchDispatchMode):
     """Notes how many numbers the largest tensor has that an operation returns."""
 
@@ -189,31 +224,47 @@ def test_no_tensor_of_tokens_times_vocabulary_lives() -> None:
     assert 2**15 < largest.numbers <= 2**16 + 944  # never more than asked, but for one column
     # The weights of the head are the largest beside it: 4000 x 16 = 64,000.
 
-
-MEASURED = """
-import torch
-from pathlib import Path
-from trinity_buffer.trainer.last_hidden import OutputHead
-from trinity_buffer.trainer.token_scores import CHUNK_LOGITS, head_scores
-torch.set_num_threads(1)
-def megabytes(what):
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[what].split()[0]) / 1e3
-hidden = torch.randn(2048, 16, requires_grad=True)
-weight = torch.randn(152064, 16, requires_grad=True)
-before = megabytes("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-scores = head_scores(hidden, OutputHead(weight), torch.arange(2048), CHUNK_LOGITS)
-sum(one.sum() for one in scores).backward()
-print(round(megabytes("VmHWM") - before - (hidden.nbytes + weight.nbytes) / 1e6))
-"""
+    with _Largest() as largest:  # type: ignore[no-untyped-call]  # as above
+        entropy_changes(model, batch, chunk_logits=2**16)
+    assert 2**15 < largest.numbers <= 2**16 + 944
 
 
-@pytest.mark.long
-def test_a_vocabulary_of_152k_takes_less_than_300_mb() -> None:
-    done = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert 100 < int(done.stdout) < 300
+class _Peak(TorchDispatchMode):
+    """Counts the bytes of what lives: of tensors that operations returned under it."""
+
+    now = peak = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self._see(tensor.untyped_storage())
+        return found
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        if not hasattr(storage, "counted"):
+            storage.counted = True  # type: ignore[attr-defined]
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, storage.nbytes())
+
+    def _forget(self, size: int) -> None:
+        self.now -= size
+
+
+def test_16k_tokens_of_152k_words_take_less_than_300_mb() -> None:
+    tokens, words, width = 2**14, 152_064, 2048
+    with FakeTensorMode(), _Peak() as counted:  # type: ignore[no-untyped-call]  # as above
+        hidden = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(words, width, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.empty(tokens, dtype=torch.long)
+        begin = counted.peak = counted.now
+        scores = head_scores(hidden, OutputHead(weight), targets, CHUNK_LOGITS)
+        (scores[0].sum() + scores[1].sum()).backward()
+        gradients_of = counted.now - begin
+    assert gradients_of > 600e6  # of the weights and of what the model gave
+    assert 100e6 < counted.peak - begin - gradients_of < 300e6
 
 
 def test_an_adapter_on_the_head_is_refused_with_the_remedy() -> None:

@@ -23,7 +23,7 @@ from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE
 from trinity_buffer.trainer.last_hidden import OutputHead
 from trinity_buffer.trainer.policy import TokenScores
-from trinity_buffer.trainer.token_scores import token_logits, token_scores
+from trinity_buffer.trainer.token_scores import entropy_changes, token_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +238,9 @@ class TransformerPolicy(nn.Module):
         """
         return token_scores(self, microbatch)
 
-    def logits(self, microbatch: Mapping[str, Any]) -> Tensor:
-        """Return the logits of a micro-batch; see `forward`."""
-        return token_logits(self, microbatch)
+    def entropy_changes(self, microbatch: Mapping[str, Any]) -> Tensor:
+        """Return the expected change of entropy at every token; see `entropy_changes`."""
+        return entropy_changes(self, microbatch)
 
     def read(self, input_ids: Tensor, cache: KeyValueCache) -> Tensor:
         """Read ``[B, T]`` further tokens into ``cache`` and return the logits after the last one.

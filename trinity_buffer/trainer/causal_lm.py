@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.trainer.policy import TokenScores, all_finite
-from trinity_buffer.trainer.token_scores import token_logits, token_scores
+from trinity_buffer.trainer.token_scores import entropy_changes, token_scores
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -37,9 +37,9 @@ class CausalLM:
         """Return log-probability and entropy of every token; see `token_scores`."""
         return token_scores(self.model, microbatch)
 
-    def logits(self, microbatch: Mapping[str, Any]) -> Tensor:
-        """Return the logits of a micro-batch; see `token_logits`."""
-        return token_logits(self.model, microbatch)
+    def entropy_changes(self, microbatch: Mapping[str, Any]) -> Tensor:
+        """Return the expected change of entropy at every token; see `entropy_changes`."""
+        return entropy_changes(self.model, microbatch)
 
     def save(self, path: str | Path) -> None:
         """Write config and weights into the new folder ``path``.

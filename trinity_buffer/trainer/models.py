@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.algorithm import Algorithm
-from trinity_buffer.algorithm.advantage_fn.entropy_clip import expected_entropy_change
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
@@ -146,15 +145,16 @@ def _score(
 
 
 def _necs(policy: Policy, microbatch: MicroBatch) -> Tensor:
-    """Return the expected change of entropy at every token, from the logits before it."""
-    logits = getattr(policy, "logits", None)
-    if logits is None:
+    """Return the expected change of entropy at every token, 0 where nothing was acted."""
+    changes = getattr(policy, "entropy_changes", None)
+    if changes is None:
         raise InvalidArgumentError(
-            f"{type(policy).__name__} has no method `logits(microbatch)`, and the algorithm needs "
-            "the expected change of entropy: add it, or choose another advantage function"
+            f"{type(policy).__name__} has no method `entropy_changes(microbatch)`, and the "
+            "algorithm needs the expected change of entropy: add it (`token_scores.py` has one "
+            "for any hidden states), or choose another advantage function"
         )
-    change = expected_entropy_change(logits(microbatch))
-    return torch.roll(change, 1, -1).where(microbatch["action_mask"], 0.0)
+    found: Tensor = changes(microbatch)
+    return found.where(microbatch["action_mask"], 0.0)
 
 
 def _read_by_advantages(algorithm: Algorithm) -> frozenset[str]:

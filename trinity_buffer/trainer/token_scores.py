@@ -41,29 +41,40 @@ def token_scores(
     Raises:
         InvalidArgumentError: the logits of the model are not those of a linear output head.
     """
-    if chunk_logits < 1:
-        raise InvalidArgumentError(f"chunk_logits={chunk_logits}: it must be at least 1")
     ids = microbatch["input_ids"]
     if not ids.numel():
         one = token_scores(model, stand_in(microbatch), chunk_logits=chunk_logits)
         return TokenScores(one.logprob[:0], one.entropy[:0])
+    hidden, head, places = _predictions(model, microbatch)
+    found = head_scores(hidden, head, ids.flatten()[places].long(), chunk_logits)
+    return TokenScores(*(_placed(one, places, ids) for one in found))
+
+
+@torch.no_grad()
+def entropy_changes(
+    model: Any, microbatch: Mapping[str, Any], *, chunk_logits: int = CHUNK_LOGITS
+) -> Tensor:
+    """Return `expected_entropy_change` at every token: the column ``necs`` of Clip-V.
+
+    Aligned as `token_scores`, whose arguments it takes; it has no gradient.
+    """
+    ids = microbatch["input_ids"]
+    if not ids.numel():
+        return entropy_changes(model, stand_in(microbatch), chunk_logits=chunk_logits)[:0]
+    hidden, head, places = _predictions(model, microbatch)
+    return _placed(head_entropy_changes(hidden, head, chunk_logits), places, ids)
+
+
+def _predictions(model: Any, microbatch: Mapping[str, Any]) -> tuple[Tensor, OutputHead, Tensor]:
+    """Return the hidden state ``[T, D]`` before each predicted token, the head, their places."""
     hidden, head = last_hidden(model, microbatch)
     places = _predicted(microbatch).flatten().nonzero().squeeze(-1)
-    found = head_scores(
-        hidden.flatten(0, -2)[places - 1], head, ids.flatten()[places].long(), chunk_logits
-    )
-    return TokenScores(
-        *(x.new_zeros(ids.numel()).index_copy(0, places, x).view(ids.shape) for x in found)
-    )
+    return hidden.flatten(0, -2)[places - 1], head, places
 
 
-def token_logits(model: Any, microbatch: Mapping[str, Any]) -> Tensor:
-    """Return all logits of a micro-batch, ``[..., vocabulary]``; those at t are of token t + 1."""
-    if not microbatch["input_ids"].numel():
-        return token_logits(model, stand_in(microbatch))[:0]
-    hidden, head = last_hidden(model, microbatch)
-    logits, _ = _logits(hidden.flatten(0, -2), head, slice(None))
-    return logits.view(*hidden.shape[:-1], -1)
+def _placed(values: Tensor, places: Tensor, ids: Tensor) -> Tensor:
+    """Return the shape of ``ids`` with ``values`` at ``places``, and 0 elsewhere."""
+    return values.new_zeros(ids.numel()).index_copy(0, places, values).view(ids.shape)
 
 
 def stand_in(microbatch: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,8 +98,33 @@ def head_scores(
     hidden: Tensor, head: OutputHead, targets: Tensor, chunk_logits: int
 ) -> tuple[Tensor, Tensor]:
     """Return log-probability and entropy ``[T]`` of ``targets`` under ``hidden`` ``[T, D]``."""
-    columns = max(1, chunk_logits // max(1, len(targets)))
+    columns = _columns(hidden, chunk_logits)
     return _HeadScores.apply(hidden, head.weight, head.bias, targets, (head, columns))  # type: ignore[no-any-return,no-untyped-call]  # autograd.Function has no types
+
+
+@torch.no_grad()
+def head_entropy_changes(hidden: Tensor, head: OutputHead, chunk_logits: int) -> Tensor:
+    """Return the sum over the vocabulary of ``p^2 (H + log p)``, ``[T]``, under ``hidden``."""
+    columns = _columns(hidden, chunk_logits)
+    sums = _Sums.over(hidden, head, columns)
+    normalizer, entropy = sums.normalizer(), sums.entropy()
+    change = torch.zeros_like(entropy)
+    for part in _parts(head.weight, columns):
+        below = _logits(hidden, head, part)[0].sub_(normalizer.unsqueeze(1))
+        squares = (below * 2).exp_()
+        change += below.add_(entropy.unsqueeze(1)).mul_(squares).sum(1)
+    return change
+
+
+def _columns(hidden: Tensor, chunk_logits: int) -> int:
+    """Return how much of the vocabulary is looked at in one go.
+
+    Raises:
+        InvalidArgumentError: ``chunk_logits`` is below 1.
+    """
+    if chunk_logits < 1:
+        raise InvalidArgumentError(f"chunk_logits={chunk_logits}: it must be at least 1")
+    return max(1, chunk_logits // max(1, len(hidden)))
 
 
 class _HeadScores(torch.autograd.Function):
@@ -105,35 +141,44 @@ class _HeadScores(torch.autograd.Function):
         how: tuple[OutputHead, int],
     ) -> tuple[Tensor, Tensor]:
         head, ctx.columns = how[0]._replace(weight=weight, bias=bias), how[1]
-        sums = _Sums.of(hidden)
-        for part in _parts(weight, ctx.columns):
-            logits, _ = _logits(hidden, head, part)
-            sums = sums.add(logits, targets - part.start)
-        normalizer, entropy = sums.peak + sums.total.log(), sums.entropy()
+        sums = _Sums.over(hidden, head, ctx.columns, targets)
+        normalizer, entropy = sums.normalizer(), sums.entropy()
         ctx.scale, ctx.softcap = head.scale, head.softcap
+        ctx.set_materialize_grads(False)  # entropy is often only looked at: half the work is left
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         return sums.chosen - normalizer, entropy
 
     @staticmethod
     @once_differentiable
     @override
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         head = OutputHead(weight, bias, ctx.scale, ctx.softcap)
+        known = _Known(normalizer, entropy, *gradients)
         of_hidden = torch.zeros_like(hidden, dtype=normalizer.dtype)
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         of_bias = None if bias is None else torch.empty_like(bias)
         for part in _parts(weight, ctx.columns):
-            logits, slope = _logits(hidden, head, part)
-            found = _of_logits(logits, normalizer, entropy, targets - part.start, gradients)
-            found = (found if slope is None else found.mul_(slope)).mul_(head.scale)
+            found = _of_part(hidden, head, part, targets, known)
             if of_bias is not None:
                 of_bias[part] = found.sum(0)
             found = found.to(hidden.dtype)
-            of_hidden += found @ weight[part].to(hidden.dtype)
+            _add_product(of_hidden, found, weight[part].to(hidden.dtype))
             if of_weight is not None:
                 of_weight[part] = found.T @ hidden
         return of_hidden.to(hidden.dtype), of_weight, of_bias, None, None
+
+
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """Add ``one @ other`` to ``total``.
+
+    Products of bfloat16 are not rounded to it before they are added, where the device can do so:
+    what a hundred slices lose by that has a direction.
+    """
+    if total.dtype != one.dtype and total.is_cuda and torch.__version__ >= "2.8":
+        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
+    else:
+        total += one @ other
 
 
 def _parts(weight: Tensor, columns: int) -> Iterator[slice]:
@@ -172,10 +217,17 @@ class _Sums(NamedTuple):
     chosen: Tensor
 
     @classmethod
-    def of(cls, hidden: Tensor) -> _Sums:
+    def over(
+        cls, hidden: Tensor, head: OutputHead, columns: int, targets: Tensor | None = None
+    ) -> _Sums:
+        """Return the sums over the whole vocabulary, ``columns`` of it at a time."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         zero = hidden.new_zeros(len(hidden), dtype=dtype)
-        return cls(torch.full_like(zero, torch.finfo(dtype).min), zero, zero, zero)
+        sums = cls(torch.full_like(zero, torch.finfo(dtype).min), zero, zero, zero)
+        places = torch.zeros_like(zero, dtype=torch.long) if targets is None else targets
+        for part in _parts(head.weight, columns):
+            sums = sums.add(_logits(hidden, head, part)[0], places - part.start)
+        return sums
 
     def add(self, logits: Tensor, targets: Tensor) -> _Sums:
         """Return the sums with further logits, which are overwritten."""
@@ -189,26 +241,46 @@ class _Sums(NamedTuple):
         moment = (self.moment + self.total * moved) * moved.exp() + weights.mul_(below).sum(1)
         return _Sums(peak, total, moment, chosen)
 
+    def normalizer(self) -> Tensor:
+        return self.peak + self.total.log()
+
     def entropy(self) -> Tensor:
         return self.total.log() - self.moment / self.total
 
 
-def _of_logits(
-    logits: Tensor,
-    normalizer: Tensor,
-    entropy: Tensor,
-    targets: Tensor,
-    gradients: tuple[Tensor, ...],
+class _Known(NamedTuple):
+    """What the backward pass knows of every token, each ``[T]``; None: no such gradient."""
+
+    normalizer: Tensor
+    entropy: Tensor
+    of_logprob: Tensor | None
+    of_entropy: Tensor | None
+
+
+def _of_part(
+    hidden: Tensor, head: OutputHead, part: slice, targets: Tensor, known: _Known
 ) -> Tensor:
+    """Return the gradient with respect to ``hidden @ weight[part].T``."""
+    logits, slope = _logits(hidden, head, part)
+    found = _of_logits(logits, targets - part.start, known)
+    return (found if slope is None else found.mul_(slope)).mul_(head.scale)
+
+
+def _of_logits(logits: Tensor, targets: Tensor, known: _Known) -> Tensor:
     """Return the gradient with respect to ``logits``, which are overwritten.
 
     With p = exp(l), l = z - normalizer: d logprob / dz = 1[target] - p, dH / dz = -p (l + H).
     """
-    of_logprob, of_entropy = gradients
-    below = logits.sub_(normalizer.unsqueeze(1))
-    share = below.exp()
-    found = below.add_(entropy.unsqueeze(1)).mul_(of_entropy.unsqueeze(1))
-    found = found.add_(of_logprob.unsqueeze(1)).mul_(share).neg_()
+    below = logits.sub_(known.normalizer.unsqueeze(1))
+    of_logprob = known.of_logprob
+    if of_logprob is None:
+        of_logprob = torch.zeros_like(known.normalizer)
+    if known.of_entropy is None:
+        found = below.exp_().mul_(of_logprob.neg().unsqueeze(1))
+    else:
+        share = below.exp()
+        found = below.add_(known.entropy.unsqueeze(1)).mul_(known.of_entropy.unsqueeze(1))
+        found = found.add_(of_logprob.unsqueeze(1)).mul_(share).neg_()
     place, inside = _within(targets, logits.shape[1])
     # Not scatter_add_: that of a GPU has no fixed order, and each row has one place only.
     here = found.gather(1, place.unsqueeze(1)) + of_logprob.where(inside, 0.0).unsqueeze(1)
