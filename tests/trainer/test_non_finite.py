@@ -33,11 +33,11 @@ NAN, INF = math.nan, math.inf
 
 
 class PlantedLoss(PPOPolicyLossFn):
-    """PPO's loss with one number that is not finite, in the steps up to ``until``."""
+    """PPO's loss with a number that is not finite, in the steps up to ``until`` but ``spared``."""
 
-    def __init__(self, plant: str = "", until: int = 99, **kwargs: Any) -> None:
+    def __init__(self, plant: str = "", until: int = 99, spared: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.plant, self.until = plant, until
+        self.plant, self.until, self.spared = plant, until, spared
 
     @override
     def __call__(  # type: ignore[override]
@@ -50,7 +50,7 @@ class PlantedLoss(PPOPolicyLossFn):
         *,
         layout: Any = None,
     ) -> Any:
-        plant = self.plant if int(step[0]) <= self.until else ""
+        plant = self.plant if int(step[0]) <= self.until and int(step[0]) != self.spared else ""
         row = torch.zeros_like(action_mask)
         row[1] = action_mask[1]
         if plant == "advantages":
@@ -205,6 +205,15 @@ def test_a_step_that_is_finite_begins_the_count_anew(sqlite_url: str, tmp_path: 
         sqlite_url, planted("loss nan"), tmp_path / "c", max_steps=3, max_skipped_steps=2
     )
     assert report.skipped
+
+
+def test_skipped_steps_with_another_between_them_are_not_in_a_row(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    algorithm = planted("loss nan", spared=2)
+    anyio.run(prepared, sqlite_url, algorithm)
+    _, reports = train(sqlite_url, algorithm, tmp_path / "c", max_steps=3, max_skipped_steps=2)
+    assert [report.skipped for report in reports] == [True, False, True]
 
 
 def test_a_metric_that_is_not_finite_stops_nothing_and_is_left_out(
