@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal -q
+# Compiled modules are kept, whatever the shell says: the tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check long fmt bench torture mutants proofs outside migrate
@@ -22,20 +25,20 @@ demo: setup      ## four processes train a small policy through one store
 	$(BIN)/trinity-buffer demo $(ARGS)
 
 test: setup      ## everything that a bare Linux can run, on all cores
-	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal -q $(ARGS)
+	$(PYTEST) $(ARGS)
 
-check: setup     ## what CI runs: format, lint, types, dead names, floors, planted faults, torture, tests
+check: setup     ## what CI runs: format, lint, types, dead names, floors, all tests, a torture
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/vulture
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -m long -o faulthandler_timeout=900 tests/plants/test_plants.py
-	$(BIN)/python -m benchmarks.torture --minutes 1
 	$(MAKE) --no-print-directory test
+	$(MAKE) --no-print-directory long
+	$(BIN)/python -m benchmarks.torture --minutes 1
 
 long: setup      ## the long tests, on all cores
-	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal -q -m long -o faulthandler_timeout=900 $(ARGS)
+	$(PYTEST) --dist=load --maxschedchunk=1 -m long -o faulthandler_timeout=900 $(ARGS)
 
 fmt: setup       ## format, and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .

@@ -101,9 +101,12 @@ def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, str, ast.AST]]:
 
 
 def walk(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
-    for child in ast.iter_child_nodes(node):
-        yield function, child
-        yield from walk(child, child.name if isinstance(child, Function) else function)
+    waiting = [(function, node)]
+    while waiting:
+        function, node = waiting.pop()
+        for child in ast.iter_child_nodes(node):
+            yield function, child
+            waiting.append((child.name if isinstance(child, Function) else function, child))
 
 
 def functions() -> Iterator[tuple[str, Function]]:

@@ -69,7 +69,7 @@ async def flip(story: Story, folder: Path, numbers: range) -> None:
             assert everything(path) == sound, f"flip {number}: byte {place}, bit {bit}"
 
 
-@pytest.mark.parametrize("first", range(0, 100, PER_TEST))
+@pytest.mark.parametrize("first", range(0, 40, PER_TEST))
 async def test_a_flipped_bit_is_named_or_changes_nothing(
     sqlite_story: Story, tmp_path: Path, first: int
 ) -> None:
@@ -80,7 +80,7 @@ async def test_a_flipped_bit_is_named_or_changes_nothing(
 async def test_two_thousand_flipped_bits_are_named_or_change_nothing(
     sqlite_story: Story, tmp_path: Path
 ) -> None:
-    await flip(sqlite_story, tmp_path, range(1000, 3000))
+    await flip(sqlite_story, tmp_path, range(40, 2040))
 
 
 async def test_a_flipped_bit_in_a_unique_index_is_named(

@@ -38,6 +38,7 @@ from trinity_buffer.store.transaction import Transaction
 
 TASKS, RUNS = 7, 2
 ROWS = TASKS * RUNS
+SMALL = [2, pytest.param(3, marks=pytest.mark.long)]
 ANY_SIZES = st.fixed_dictionaries({name: st.integers(1, 5) for name in NAMES})
 
 
@@ -128,7 +129,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return anyio.run(lived, f"sqlite:///{tmp_path_factory.mktemp('usual') / 'a.db'}")
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SMALL)
 async def test_a_run_of_small_pages_comes_to_the_same(
     store_url: str, size: int, resize: Resize, usual: Mapping[str, Any]
 ) -> None:
@@ -139,7 +140,7 @@ async def test_a_run_of_small_pages_comes_to_the_same(
 
 
 @pytest.mark.long
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(sizes=ANY_SIZES)
 def test_a_run_of_any_sizes_comes_to_the_same(
     sizes: dict[str, int], usual: Mapping[str, Any]
@@ -148,7 +149,7 @@ def test_a_run_of_any_sizes_comes_to_the_same(
         assert anyio.run(lived, f"sqlite:///{folder}/a.db") == usual
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SMALL)
 async def test_a_changed_row_of_an_early_span_is_found(
     story: Story, size: int, resize: Resize
 ) -> None:

@@ -19,9 +19,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import asyncpg  # noqa: F401 - takes long to import, as torch does
+# What takes long to import, of other packages: a fork has it already.
+import alembic.command  # noqa: F401
+import asyncpg  # noqa: F401
+import hypothesis  # noqa: F401
+import pydantic  # noqa: F401
 import pytest
-import torch  # noqa: F401
+import pytest_asyncio.plugin  # noqa: F401
+import safetensors.torch  # noqa: F401
+import sqlalchemy.ext.asyncio  # noqa: F401
+import torch._dynamo  # noqa: F401
+import typer  # noqa: F401
 
 from tests.plants.faults import FAULTS, Fault
 
@@ -101,9 +109,8 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         root = Path(folder) / "copy"
         root.mkdir()
-        compiled = shutil.ignore_patterns("__pycache__")
         for name in ("trinity_buffer", "tests", "migrations"):
-            shutil.copytree(ROOT / name, root / name, ignore=compiled)
+            shutil.copytree(ROOT / name, root / name)
         for name in ("pyproject.toml", "README.md"):
             shutil.copy(ROOT / name, root)
         for fault in FAULTS[first::step]:

@@ -17,7 +17,6 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import sqlite
 
-PROCESSES = 16
 CALLS = 10
 
 
@@ -90,16 +89,17 @@ def _write(url: str, number: int) -> None:
     asyncio.run(work())
 
 
-def test_sixteen_processes_write_and_none_finds_it_locked(sqlite_url: str) -> None:
+@pytest.mark.parametrize("processes", [4, pytest.param(16, marks=pytest.mark.long)])
+def test_many_processes_write_and_none_finds_it_locked(sqlite_url: str, processes: int) -> None:
     """Whoever had ended with "database is locked" would have another exit code than 0."""
     asyncio.run(_create(sqlite_url))
-    writers = [CONTEXT.Process(target=_write, args=(sqlite_url, n)) for n in range(PROCESSES)]
+    writers = [CONTEXT.Process(target=_write, args=(sqlite_url, n)) for n in range(processes)]
     for process in writers:
         process.start()
     for process in writers:
         process.join()
-    assert [process.exitcode for process in writers] == [0] * PROCESSES
-    assert len(asyncio.run(contents(sqlite_url))["experience"]) == PROCESSES * CALLS * 2
+    assert [process.exitcode for process in writers] == [0] * processes
+    assert len(asyncio.run(contents(sqlite_url))["experience"]) == processes * CALLS * 2
     assert asyncio.run(_problems(sqlite_url)) == ()
 
 

@@ -127,7 +127,9 @@ def test_a_failed_round_leaves_its_store_and_says_how_to_run_it_again(
     store: str, file: str, open_folder: Path
 ) -> None:
     words = ("--store", store, "--seed", "7", "--first-round", "5", "--round-seconds", "0")
-    code, _, said = tortured(*words, "--without", "bit flipped", folder=open_folder)
+    left_out = sorted({kind.name for kind in KINDS} - {"kill"})  # which would take minutes
+    without = [word for kind in left_out for word in ("--without", kind)]
+    code, _, said = tortured(*words, *without, folder=open_folder)
     assert code == 1
     (left,) = open_folder.glob("trinity-torture-*/5")
     assert f"its store too: {left}" in said
@@ -141,7 +143,8 @@ def test_a_failed_round_leaves_its_store_and_says_how_to_run_it_again(
     report = json.loads(output)
     assert code == 1
     assert (report["store"].split()[0], report["seed"], report["rounds"]) == (store, 7, 1)
-    assert report["problems"] == ["round 5: bit flipped: never took effect"]
+    assert "round 5: bit flipped: never took effect" in report["problems"]
+    assert all(problem.endswith(": never took effect") for problem in report["problems"])
 
 
 def is_alive_below(process: psutil.Process, torture: int) -> bool:

@@ -1,11 +1,15 @@
-"""Tiny random models of transformers, made here: nothing is downloaded."""
+"""Tiny random models of transformers, made here: nothing is downloaded.
+
+A name of transformers is imported when it is first used, which takes three seconds: only a worker
+that runs such a test waits for it.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+import transformers
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 37,
@@ -21,14 +25,15 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def qwen2(seed: int = 0, **changes: Any) -> Qwen2ForCausalLM:
+def qwen2(seed: int = 0, **changes: Any) -> transformers.Qwen2ForCausalLM:
     """Return a model with a head of its own, unless ``tie_word_embeddings=True`` is given."""
     torch.manual_seed(seed)
-    return Qwen2ForCausalLM(Qwen2Config(**(SHAPE | {"tie_word_embeddings": False} | changes)))
+    shape = SHAPE | {"tie_word_embeddings": False} | changes
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
 
 
-def qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
+def qwen3(seed: int = 0, **changes: Any) -> transformers.Qwen3ForCausalLM:
     """Return a model whose head is its embedding."""
     torch.manual_seed(seed)
-    shape = SHAPE | {"tie_word_embeddings": True, "head_dim": 8}
-    return Qwen3ForCausalLM(Qwen3Config(**(shape | changes)))
+    shape = SHAPE | {"tie_word_embeddings": True, "head_dim": 8} | changes
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))

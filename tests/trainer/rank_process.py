@@ -13,8 +13,8 @@ from tests.trainer.gradients import gradient, train
 from trinity_buffer.algorithm import build
 from trinity_buffer.trainer.parallel import TorchProcesses
 
-TRAINED = ("grpo", "ppo")
-OF_ONE_GROUP = ("grpo", "ppo", "rloo", "reinforceplusplus", "dpo", "sft", "gspo")
+TRAINED = {"grpo", "ppo"}
+OF_ONE_GROUP = {"grpo", "ppo", "rloo", "reinforceplusplus", "dpo", "sft", "gspo"}
 
 
 def main(folder: Path, port: str, rank: str, names: str) -> None:
@@ -29,7 +29,7 @@ def main(folder: Path, port: str, rank: str, names: str) -> None:
         if name in OF_ONE_GROUP:  # rank 1 has no rows
             few = gradient(url, build(name), "few", groups=1, processes=TorchProcesses())
             torch.save(few, folder / f"{name}-few-{rank}.pt")
-    for name in TRAINED:
+    for name in [name for name in names.split(",") if name in TRAINED]:
         url = f"sqlite:///{folder}/{name}.db"
         trainer, reports = train(
             url, build(name), folder / "c", max_steps=2, consumer="run", processes=TorchProcesses()

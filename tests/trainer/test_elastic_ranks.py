@@ -86,7 +86,10 @@ async def trained_once(experiment: Experiment, found: Taken) -> bool:
     return set(trained.values()) == {1} and len(trained) == stored
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2), (2, 4), (2, 3)])
+MORE_RANKS = [pytest.param(*ranks, marks=pytest.mark.long) for ranks in [(1, 2), (2, 4), (2, 3)]]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (4, 2), *MORE_RANKS])
 async def test_what_ranks_of_an_earlier_life_left_is_trained_whole(
     store_url: str, before: int, after: int
 ) -> None:
@@ -117,8 +120,16 @@ def gradient_of(algorithm: Algorithm, models: Models, step: TrainStep) -> Tensor
     return torch.cat([w.grad.flatten() for w in models.policy.parameters() if w.grad is not None])
 
 
-@pytest.mark.parametrize("cut", [{"layout": "padded"}, {"layout": "packed"}], ids=str)
-@pytest.mark.parametrize("name", ["grpo", "dpo"])
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        ("grpo", {"layout": "packed"}),
+        ("dpo", {"layout": "padded"}),
+        pytest.param("grpo", {"layout": "padded"}, marks=pytest.mark.long),
+        pytest.param("dpo", {"layout": "packed"}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 async def test_ranks_1_2_1_4_3_have_the_gradients_of_one(
     store_url: str, name: str, cut: dict[str, Any]
 ) -> None:

@@ -23,17 +23,16 @@ CUTS: dict[str, dict[str, Any]] = {
     "padded in pieces": {"layout": "padded", "tokens_per_microbatch": 40},
     "packed in pieces": {"layout": "packed", "tokens_per_microbatch": 40},
 }
-ON_TWO_RANKS = (
-    "grpo",
-    "ppo",
-    "rloo",
-    "reinforceplusplus",
-    "dpo",
-    "sft",
-    "mix",
-    "mix_chord",
-    "gspo",
-)
+ON_TWO_RANKS = [
+    pytest.param(("grpo", "dpo"), id="some"),
+    pytest.param(
+        ("ppo", "rloo", "reinforceplusplus", "sft", "mix", "mix_chord", "gspo"),
+        marks=pytest.mark.long,  # a quarter of a minute
+        id="others",
+    ),
+]
+EXACT = ("grpo", "dpo", "sft", "mix")
+OF_EACH_KIND = ("ppo", "rloo", "reinforceplusplus", "mix_chord", "gspo", "jsd")
 
 
 def assert_one(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
@@ -41,7 +40,13 @@ def assert_one(found: torch.Tensor, expected: torch.Tensor, tolerance: float) ->
     assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in OF_EACH_KIND else pytest.param(name, marks=pytest.mark.long)
+        for name in ALGORITHM_TYPE.names()
+    ],
+)
 def test_a_step_has_one_gradient_however_it_is_cut(name: str, sqlite_url: str) -> None:
     algorithm = build(name)
     anyio.run(prepared, sqlite_url, algorithm)
@@ -52,7 +57,7 @@ def test_a_step_has_one_gradient_however_it_is_cut(name: str, sqlite_url: str) -
         assert_one(cut, whole, 1e-6)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dpo", "sft", "mix"])
+@pytest.mark.parametrize("name", EXACT)
 def test_in_float64_it_is_one_to_the_last_digits(name: str, sqlite_url: str) -> None:
     algorithm = build(name)
     anyio.run(prepared, sqlite_url, algorithm)
@@ -64,11 +69,12 @@ def test_in_float64_it_is_one_to_the_last_digits(name: str, sqlite_url: str) -> 
         assert_one(cut, whole, 1e-12)
 
 
-def test_two_ranks_have_the_gradient_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", ON_TWO_RANKS)
+def test_two_ranks_have_the_gradient_of_one(names: tuple[str, ...], tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    urls = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ON_TWO_RANKS}
+    urls = {name: f"sqlite:///{tmp_path}/{name}.db" for name in names}
     for name, url in urls.items():
         anyio.run(prepared, url, build(name))
     command = [sys.executable, "-m", "tests.trainer.rank_process", str(tmp_path), str(port)]
@@ -78,11 +84,11 @@ def test_two_ranks_have_the_gradient_of_one(tmp_path: Path) -> None:
         alone = gradient(url, build(name), "alone")
         for rank in range(2):
             assert_one(torch.load(tmp_path / f"{name}-{rank}.pt"), alone, 1e-6)
-    for name in OF_ONE_GROUP:
+    for name in OF_ONE_GROUP.intersection(names):
         alone = gradient(urls[name], build(name), "one-group", groups=1)
         for rank in range(2):
             assert_one(torch.load(tmp_path / f"{name}-few-{rank}.pt"), alone, 1e-6)
-    for name in TRAINED:
+    for name in TRAINED.intersection(names):
         _, reports = train(
             urls[name], build(name), tmp_path / "a", max_steps=2, consumer="alone-run"
         )

@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 import trinity_buffer as tb
 from tests.trainer.data import prepared
@@ -94,7 +94,7 @@ def test_what_is_published_is_what_from_pretrained_reads(sqlite_url: str, tmp_pa
     anyio.run(prepared, sqlite_url, algorithm())
     trainer = train(sqlite_url, tmp_path / "c", "trainer", 1)
     folder = tmp_path / "c" / "step-00000001" / "policy"
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for name, weight in trainer.policy.model.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name]), name
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight

@@ -32,7 +32,7 @@ from trinity_buffer.algorithm import (
 from trinity_buffer.algorithm.functional import AGGREGATION_MODES, row_sums, spread
 from trinity_buffer.errors import InvalidArgumentError
 
-DTYPES = [torch.float64, torch.float32]
+DTYPES = [torch.float64, pytest.param(torch.float32, marks=pytest.mark.long)]  # ten seconds
 
 
 def policy_loss(name: str, arguments: dict[str, Any]) -> Loss:
@@ -81,18 +81,18 @@ CASES += [
 ]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("loss", "leaf"), CASES)
 def test_padded_packed_accumulated_and_parallel_runs_have_one_gradient(
-    loss: Loss, leaf: str
+    loss: Loss, leaf: str, dtype: torch.dtype
 ) -> None:
-    for dtype in DTYPES:
-        step = make_step(dtype)
-        value, gradient = step.gradient(loss, leaf, WHOLE, packed=False)
-        for cut in [WHOLE, *CUTS.values()]:
-            for packed in (False, True):
-                other_value, other = step.gradient(loss, leaf, cut, packed=packed)
-                assert_close(other, gradient)
-                torch.testing.assert_close(other_value, value)
+    step = make_step(dtype)
+    value, gradient = step.gradient(loss, leaf, WHOLE, packed=False)
+    for cut in [WHOLE, *CUTS.values()]:
+        for packed in (False, True):
+            other_value, other = step.gradient(loss, leaf, cut, packed=packed)
+            assert_close(other, gradient)
+            torch.testing.assert_close(other_value, value)
 
 
 @pytest.mark.parametrize(
