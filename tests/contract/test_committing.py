@@ -19,7 +19,8 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.streaming.train_stream import TrainStep, TrainStream
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.pipeline.verifying.verify import verify
 
 GROUPS = 4

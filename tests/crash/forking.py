@@ -21,7 +21,7 @@ CONTEXT.set_forkserver_preload(
         "tests.torture.roles",
         # what the package imports only when it is needed
         "trinity_buffer.pipeline.writing.sql_writer",
-        "trinity_buffer.pipeline.loading",
+        "trinity_buffer.pipeline.loading.experiences",
         "trinity_buffer.pipeline.streaming.open_stream",
     ]
 )

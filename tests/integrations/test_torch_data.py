@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import trinity_buffer as tb
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.integrations.torch_data import StepDataset
-from trinity_buffer.pipeline.streaming.train_stream import TrainStep
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
 
 GROUPS, RUNS = 6, 2
 

@@ -14,13 +14,13 @@ import torch
 from tests.conftest import Resize
 from trinity_buffer.algorithm.layout import Totals
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline import stored_segments
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.loading import segments
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming import row_loader
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.streaming.collate_buffers import StepMemory
 from trinity_buffer.pipeline.streaming.manifest import LayoutName
-from trinity_buffer.pipeline.streaming.step_memory import StepMemory
 from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
 
 TASKS, RUNS = 16, 4
@@ -177,7 +177,7 @@ async def test_a_segment_is_read_once_for_all_the_steps_that_its_rows_go_to(
 
     def counted(s: Any, keys: Sequence[bytes], families: Sequence[str]) -> Any:
         read.update(keys)
-        return stored_segments.read_segments(s, keys, families)
+        return segments.read_segments(s, keys, families)
 
     monkeypatch.setattr(row_loader, "read_segments", counted)
     resize(bytes_kept=bytes_kept)

@@ -29,7 +29,7 @@ from trinity_buffer.pipeline.history.compaction import compact
 from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
 from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.sizes import resized
 from trinity_buffer.store import retention

@@ -357,7 +357,7 @@ FAULTS = [
     ),
     Fault(
         "a row of just as many tokens as are allowed is too long",
-        "pipeline/streaming/step_source.py",
+        "pipeline/streaming/step_sampler.py",
         "[size <= limit for size in group.lengths]",
         "[size < limit for size in group.lengths]",
         "tests/pipeline/test_edges.py::test_a_row_of_just_as_many_tokens_as_are_allowed_is_trained",

@@ -22,7 +22,8 @@ from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.streaming.row_loader import RowLoader
-from trinity_buffer.pipeline.streaming.train_stream import TrainStep, TrainStream
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.pipeline.writing import planning, write_call
 from trinity_buffer.store import (

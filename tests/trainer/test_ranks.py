@@ -15,7 +15,7 @@ from tests.trainer.data import recorded, rollouts
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 
 OPTIONS = {"strategy": None, "groups_per_step": 2, "world_size": 2}

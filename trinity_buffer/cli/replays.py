@@ -25,7 +25,7 @@ from trinity_buffer.events import PolicyPublished, StepsCommitted, kinds_of
 from trinity_buffer.pipeline.checkpoint import digest_of
 from trinity_buffer.pipeline.history.replay import open_replay_stream
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.environment import environment_of_run
+from trinity_buffer.pipeline.streaming.committing import environment_of_run
 from trinity_buffer.trainer.checkpoint_folder import read_step, save_checkpoint
 from trinity_buffer.trainer.trainer import StepReport
 

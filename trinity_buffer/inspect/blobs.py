@@ -11,7 +11,7 @@ from trinity_buffer.inspect.source import Source
 from trinity_buffer.pipeline.archive_file import SegmentParts
 from trinity_buffer.pipeline.events import Event, decoded
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.stored_segments import joined, read_segments
+from trinity_buffer.pipeline.loading.segments import joined, read_segments
 from trinity_buffer.store import log
 from trinity_buffer.store.transaction import ReadSession
 

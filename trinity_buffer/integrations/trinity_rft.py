@@ -25,8 +25,9 @@ from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.load_step import experiences_of
-from trinity_buffer.pipeline.streaming.train_stream import TrainStep, TrainStream
+from trinity_buffer.pipeline.streaming.row_loader import experiences_of
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.pipeline.writing.sql_writer import SQLWriter
 
 PLAIN = tuple(

@@ -21,7 +21,7 @@ from typing_extensions import override
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream
-from trinity_buffer.pipeline.streaming.train_stream import TrainStep
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
 
 
 class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped

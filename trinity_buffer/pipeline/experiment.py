@@ -207,7 +207,8 @@ class Experiment:
     async def _decoded(
         self, wanted: reads.Filter, families: Sequence[str]
     ) -> AsyncIterator[Experience]:
-        from trinity_buffer.pipeline.loading import EventCache, load_experiences  # noqa: PLC0415 - torch
+        from trinity_buffer.pipeline.loading.event_cache import EventCache  # noqa: PLC0415 - torch
+        from trinity_buffer.pipeline.loading.experiences import load_experiences  # noqa: PLC0415 - torch
 
         cache, after = EventCache(self.key, self.name), -1
         while True:

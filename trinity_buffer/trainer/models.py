@@ -12,8 +12,7 @@ from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
-from trinity_buffer.pipeline.streaming.step_tensors import Reduce
-from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+from trinity_buffer.pipeline.streaming.train_step import Reduce, TrainStep
 from trinity_buffer.trainer.policy import Critic, Policy
 from trinity_buffer.trainer.token_scores import stand_in
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
-from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.trainer.policy import Policy
 

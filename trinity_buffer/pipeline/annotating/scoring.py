@@ -15,7 +15,8 @@ from trinity_buffer.events import RewardsAssigned
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading import EventCache, load_experiences
+from trinity_buffer.pipeline.loading.event_cache import EventCache
+from trinity_buffer.pipeline.loading.experiences import load_experiences
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, reads
 from trinity_buffer.store.transaction import Transaction

@@ -42,7 +42,8 @@ from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading import EventCache, load_experiences, unreadable_among
+from trinity_buffer.pipeline.loading.event_cache import EventCache
+from trinity_buffer.pipeline.loading.experiences import load_experiences, unreadable_among
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.pipeline.spoken_wait import SpokenWait

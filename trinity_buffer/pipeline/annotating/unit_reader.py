@@ -18,7 +18,7 @@ from trinity_buffer.pipeline.annotating.grouping import (
 )
 from trinity_buffer.pipeline.events import decoded, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading import EventCache
+from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.address import position_of

@@ -27,7 +27,7 @@ from trinity_buffer.pipeline.archive_file import (
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
-from trinity_buffer.pipeline.stored_segments import joined
+from trinity_buffer.pipeline.loading.segments import joined
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, retention, segments
 from trinity_buffer.store.address import position_of

@@ -16,14 +16,15 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.events import fact_at
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading import EventCache
+from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.collate import collate_step, rows_in
-from trinity_buffer.pipeline.streaming.dealing import dealt_to, leased_step
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
-from trinity_buffer.pipeline.streaming.portal import in_portal
+from trinity_buffer.pipeline.streaming.resuming import dealt_to, leased_step
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
-from trinity_buffer.pipeline.streaming.train_stream import Resume, TrainStep
+from trinity_buffer.pipeline.streaming.stream_options import Resume
+from trinity_buffer.pipeline.streaming.sync_stream import in_portal
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store.database import Database, StoreURL
 from trinity_buffer.store.rows import ConsumerRow, StepRow

@@ -16,7 +16,7 @@ from trinity_buffer.pipeline.archive_file import read_archive
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
-from trinity_buffer.pipeline.stored_segments import joined
+from trinity_buffer.pipeline.loading.segments import joined
 from trinity_buffer.store import log, retention, segments
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.transaction import Transaction

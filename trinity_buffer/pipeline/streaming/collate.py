@@ -19,11 +19,16 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.streaming.blocks import Array, Field, field_of_values
-from trinity_buffer.pipeline.streaming.filling import Arena, copy_rows, fill_rows, scale_mask
+from trinity_buffer.pipeline.loading.blocks import Array, Field, field_of_values
+from trinity_buffer.pipeline.streaming.collate_buffers import (
+    Arena,
+    StepMemory,
+    copy_rows,
+    fill_rows,
+    scale_mask,
+)
 from trinity_buffer.pipeline.streaming.manifest import Manifest, MicroBatchPlan
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows
-from trinity_buffer.pipeline.streaming.step_memory import StepMemory
 
 T = TypeVar("T")
 

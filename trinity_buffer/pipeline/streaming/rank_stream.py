@@ -9,9 +9,8 @@ from typing import Any
 from typing_extensions import override
 
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, chain
-from trinity_buffer.pipeline.streaming.registration import has_set, wait_for_set
-from trinity_buffer.pipeline.streaming.rewinding import last_commit
-from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+from trinity_buffer.pipeline.streaming.resuming import has_set, last_commit, wait_for_set
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.store import trainer_queries
 

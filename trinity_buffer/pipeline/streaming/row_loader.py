@@ -1,4 +1,4 @@
-"""The rows of a manifest as views of their segments, without an `Experience` in between."""
+"""The rows of a manifest: as columns, views of their segments, or as `Experience`s."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import numpy as np
 from torch import Tensor
 
 from trinity_buffer.codec import Column, decode_segment
-from trinity_buffer.errors import DamagedSegmentError, UnknownExperimentError
+from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.events import WithSegment
+from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.archive_file import SegmentParts
-from trinity_buffer.pipeline.loading import EventCache, unreadable_among
-from trinity_buffer.pipeline.stored_segments import joined, read_segments
-from trinity_buffer.pipeline.streaming.blocks import Array, Block, Field, Value, blocks_of, runs
-from trinity_buffer.pipeline.streaming.log_rows import (
-    Facts,
-    facts_of,
-    no_facts,
-)
+from trinity_buffer.pipeline.encoding import decode_annotations
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.loading.blocks import Array, Block, Field, Value, blocks_of, stretches
+from trinity_buffer.pipeline.loading.event_cache import EventCache, Facts, facts_of, no_facts
+from trinity_buffer.pipeline.loading.experiences import load_experiences, unreadable_among
+from trinity_buffer.pipeline.loading.segments import joined, read_segments
 from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.tensor_columns import tensors_of
 from trinity_buffer.sizes import sizes
@@ -31,6 +30,7 @@ from trinity_buffer.store.transaction import ReadSession
 
 FAMILIES = ("light", "tokens", "heavy")
 ANNOTATION = ("annotation",)
+ALL_FAMILIES = ("light", "tokens", "text", "heavy")
 _MODAL = "multi_modal_inputs."
 
 
@@ -118,10 +118,14 @@ class _Segments:
 
 
 class RowLoader:
-    """Loads what manifests name, each segment once while it is in use."""
+    """Loads what manifests name, each segment once while it is in use.
 
-    def __init__(self, rows: EventCache) -> None:
-        self._rows = rows
+    Attributes:
+        events: of the experiment that the manifests are of.
+    """
+
+    def __init__(self, events: EventCache) -> None:
+        self.events = events
         self._segments = _Segments()
         self._others: dict[str, RowLoader] = {}
 
@@ -195,12 +199,12 @@ class RowLoader:
 
     def _keys_of(self, s: ReadSession, addresses: Sequence[int]) -> list[bytes | None]:
         """Return of each row the key of its segment; None: it has no tensors."""
-        events = self._rows.events(s, {position_of(address) for address in addresses})
+        events = self.events.events(s, {position_of(address) for address in addresses})
         return [events[position_of(address)].segment for address in addresses]
 
     def eid_of(self, s: ReadSession, address: int) -> EID:
         """Return the name of an experience of this experiment."""
-        (row,) = s.read(queries.experience_rows, self._rows.experiment, [address])
+        (row,) = s.read(queries.experience_rows, self.events.experiment, [address])
         return row.eid
 
     def uids(self, s: ReadSession, manifest: Manifest, places: Sequence[int]) -> list[str]:
@@ -227,7 +231,7 @@ class RowLoader:
         self, s: ReadSession, experiences: Sequence[int], annotated: Sequence[int]
     ) -> LoadedRows:
         """Return the columns of rows of this experiment, by their two addresses; see `load`."""
-        events = self._rows.events(s, {position_of(at) for at in (*experiences, *annotated)})
+        events = self.events.events(s, {position_of(at) for at in (*experiences, *annotated)})
         keys = {event.segment for event in events.values() if event.segment}
         missing = [key for key in keys if key not in self._segments]
         stored = read_segments(s, missing, (*FAMILIES, *ANNOTATION))
@@ -272,7 +276,7 @@ class RowLoader:
         ordered = np.array(addresses)[order]
         # Addresses of one event that follow each other are rows of its segment that do, too; those
         # of the next event are far away.
-        for a, z in runs(ordered):
+        for a, z in stretches(ordered):
             first = int(ordered[a])
             key = events[position_of(first)].segment
             slots = range(slot_of(first), slot_of(first) + z - a)
@@ -323,3 +327,50 @@ def _merged(parts: Sequence[tuple[Sequence[int], LoadedRows]], total: int) -> Lo
         facts.append(parts[part][1].facts, i, i + 1)
     modal = [parts[part][1].multi_modal[i] for part, i in order]
     return LoadedRows(facts, fields, modal, {})
+
+
+async def experiences_of(experiment: Experiment, manifest: Manifest) -> list[Experience]:
+    """Return the rows of a step in their order, each with the advantages that it trains on.
+
+    Args:
+        manifest: of the step, of a trainer of ``experiment``.
+
+    Raises:
+        InvalidArgumentError: rows of another experiment are mixed in.
+        DamagedSegmentError: an annotation cannot be read.
+    """
+    if any(manifest.source):
+        raise InvalidArgumentError(
+            f"step {manifest.step} mixes in rows of {', '.join(manifest.sources)}: read its "
+            "micro-batches"
+        )
+    database, cache = experiment.database, EventCache(experiment.key, experiment.name)
+    rows = await database.read(
+        queries.experience_rows, cache.experiment, sorted(set(manifest.experiences))
+    )
+    found = await load_experiences(database, cache, rows, ALL_FAMILIES)
+    by_address = {row.address: one for row, one in zip(rows, found, strict=True)}
+    ordered = [by_address[address] for address in manifest.experiences]
+    await database.read_session(lambda s: _annotate(s, cache, manifest.annotations, ordered))
+    return ordered
+
+
+def _annotate(
+    s: ReadSession, cache: EventCache, annotations: tuple[int, ...], ordered: list[Experience]
+) -> None:
+    """Give each experience what its annotation computed; one without tensors keeps its own."""
+    events = cache.events(s, {position_of(address) for address in annotations})
+    places: dict[bytes, list[int]] = {}
+    for place, address in enumerate(annotations):
+        key = events[position_of(address)].segment
+        if key:
+            places.setdefault(key, []).append(place)
+    blobs = joined(read_segments(s, places, ("annotation",)).all_parts())
+    for key, some in places.items():
+        if key not in blobs:
+            raise DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")
+        slots = [slot_of(annotations[place]) for place in some]
+        masks = [ordered[place].action_mask for place in some]
+        computed = decode_annotations(blobs[key]["annotation"], slots, masks)
+        for place, tensors in zip(some, computed, strict=True):
+            vars(ordered[place]).update((n, t) for n, t in tensors.items() if t is not None)

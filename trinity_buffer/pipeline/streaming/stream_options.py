@@ -1,17 +1,21 @@
-"""What a train stream is asked for, and what it hands out."""
+"""What a train stream is asked for, and where it goes on.
+
+`StreamKeywords` shows a caller the options: types for checkers, a signature too. What each means,
+and its default, is said once, in `StreamOptions`; a test holds the two together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict, TypeVar
 
 from trinity_buffer.algorithm.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.streaming.collate import MicroBatch
-from trinity_buffer.pipeline.streaming.manifest import LayoutName, Manifest
-from trinity_buffer.pipeline.streaming.step_tensors import Reduce, changed, joined, recount, scatter
+from trinity_buffer.pipeline.annotating.recorded_strategy import RECORDED
+from trinity_buffer.pipeline.streaming.manifest import LayoutName
 from trinity_buffer.pipeline.streaming.trainer_lease import TTL_S
 
 CONFIGURED = ("groups_per_step", "tokens_per_microbatch", "layout", "lease_ttl_s")
@@ -115,6 +119,11 @@ class StreamOptions:
         configured = {name: config[name] for name in CONFIGURED if name in config}
         return cls(**{**configured, **given})
 
+    @property
+    def annotation_set(self) -> str:
+        """Name of the set that is trained on."""
+        return RECORDED if self.strategy is None else self.strategy
+
     def sampling(self) -> SampleStrategy:
         """Return the strategy that plans what a step takes.
 
@@ -155,73 +164,46 @@ class Resume:
     skipped: int = 0
 
 
-@dataclass(slots=True)
-class TrainStep:
-    """What one gradient step trains on.
+F = TypeVar("F", bound=Callable[..., object])
 
-    Attributes:
-        step: 1, 2, ... of this trainer.
-        microbatches: mappings of tensors, those of this rank; accumulate their gradients, then step
-            the optimizer.
-        manifest: the rows in their order, as recorded in the log.
-        chain: link of the manifest chain after this step; keep it with the weights that went
-            through the step.
-        recorded: True if this step was leased before a restart and is served again.
-        policy_versions: of the experiences, where known.
-        skipped: True in a replay of a step whose commit says that the weights did not go through
-            it.
-        rows: how many rows of the manifest this rank was given.
-        log_head: of the event that leased the step, as hex; it proves the log up to there.
-    """
 
-    step: int
-    microbatches: list[MicroBatch]
-    manifest: Manifest
-    chain: bytes
-    recorded: bool
-    policy_versions: list[int] = field(default_factory=list)
-    skipped: bool = False
-    rows: int = 0
-    log_head: str = ""
+class StreamKeywords(TypedDict, total=False):
+    """What `StreamOptions` takes, by keyword."""
 
-    @property
-    def staleness(self) -> float | None:
-        """Mean of (step - 1 - policy version) over the rows whose version is known."""
-        lags = [self.step - 1 - version for version in self.policy_versions]
-        return sum(lags) / len(lags) if lags else None
+    strategy: Required[str | None]
+    consumer: str
+    groups_per_step: int
+    tokens_per_microbatch: int | None
+    layout: LayoutName
+    device: str
+    max_tokens: int | None
+    follow: bool
+    prefetch: int
+    lease_ttl_s: float
+    wait_for_lease: bool
+    wait_for_set: bool
+    resume_from: int | None
+    rank: int
+    world_size: int
+    sample_strategy: str
+    max_staleness: float | None
+    expert_experiment: str | None
+    expert_data_ratio: float | None
+    recompute_old_logprob: bool
+    needs: tuple[str, ...]
 
-    def compute(
-        self,
-        advantage_fn: Callable[..., tuple[MutableMapping[str, Any], Mapping[str, Any]]],
-        *,
-        reduce: Reduce | None = None,
-    ) -> dict[str, Any]:
-        """Put advantages over this rank's whole step into the micro-batches; return metrics.
 
-        The micro-batches must hold what the function reads (``values``, ``teacher_logprob``, ...).
+def takes(options: Callable[..., object]) -> Callable[[F], F]:
+    """Let the signature of a function show the keywords of ``options`` for its ``**options``."""
 
-        Args:
-            advantage_fn: a trainer-side advantage function, such as ``ADVANTAGE_FN.get("rloo")()``.
-            reduce: sums a tensor over ranks; for statistics of a step that several ranks share.
-        """
-        return self.apply(lambda batch, _: advantage_fn(batch, reduce=reduce)[1], reduce=reduce)
+    def show(function: F) -> F:
+        own = inspect.signature(function)
+        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        passed_on = [
+            p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(options).parameters.values()
+        ]
+        shown = own.replace(parameters=[*named, *passed_on])
+        function.__signature__ = shown  # type: ignore[attr-defined]  # what inspect reads
+        return function
 
-    def apply(
-        self,
-        change: Callable[[dict[str, Any], Any], Mapping[str, Any]],
-        *,
-        reduce: Reduce | None = None,
-    ) -> dict[str, Any]:
-        """Let ``change(batch, layout)`` alter the step as one batch; return the metrics it returns.
-
-        Per-token tensors that it adds or replaces are put back into the micro-batches. With another
-        action mask come other denominators.
-        """
-        batch, layout = joined(self.microbatches)
-        before = dict(batch)
-        metrics = change(batch, layout)
-        names = changed(before, batch)
-        scatter(batch, self.microbatches, names)
-        if "action_mask" in names:
-            recount(batch, self.microbatches, reduce)
-        return dict(metrics)
+    return show

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar
 
+import anyio
 from anyio.from_thread import BlockingPortal
 from typing_extensions import Unpack
 
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.portal import in_portal
-from trinity_buffer.pipeline.streaming.stream_keywords import StreamKeywords, takes
-from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
-from trinity_buffer.pipeline.streaming.train_stream import Resume, TrainStep, TrainStream
+from trinity_buffer.pipeline.streaming.stream_options import (
+    Resume,
+    StreamKeywords,
+    StreamOptions,
+    takes,
+)
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.store.database import StoreURL
 
 T = TypeVar("T")
@@ -121,3 +129,48 @@ def open_train_stream(
     """
     with in_portal(_opened(url, experiment, options)) as (portal, stream):
         yield SyncTrainStream(portal, stream)
+
+
+@contextmanager
+def in_portal(opened: AbstractAsyncContextManager[T]) -> Iterator[tuple[BlockingPortal, T]]:
+    """Open ``opened`` in an event loop of its own; close both on leaving.
+
+    Ctrl-C too closes them as usual, and comes out as it is and not in a group of the portal's. A
+    child that was forked meanwhile leaves both to its parent.
+    """
+    pid = os.getpid()
+    loop = _Loop()
+    try:
+        entered = loop.portal.wrap_async_context_manager(opened)
+        stream = entered.__enter__()
+        try:
+            yield loop.portal, stream
+        finally:
+            if os.getpid() == pid:
+                entered.__exit__(None, None, None)
+    finally:
+        if os.getpid() == pid:
+            loop.close()
+
+
+class _Loop:
+    """An event loop that runs in a thread, until it is closed.
+
+    Not `anyio.from_thread.start_blocking_portal`: what is left of that in a forked child, which has
+    no such thread, waits for the thread when it is collected.
+    """
+
+    def __init__(self) -> None:
+        self._ready: Future[BlockingPortal] = Future()
+        self._thread = Thread(target=anyio.run, args=(self._run,), daemon=True)
+        self._thread.start()
+        self.portal = self._ready.result()
+
+    async def _run(self) -> None:
+        async with BlockingPortal() as portal:
+            self._ready.set_result(portal)
+            await portal.sleep_until_stopped()
+
+    def close(self) -> None:
+        self.portal.call(self.portal.stop, True)  # noqa: FBT003 - only positional
+        self._thread.join()

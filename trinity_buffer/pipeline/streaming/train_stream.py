@@ -12,26 +12,36 @@ from typing import Any
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import StepsCommitted, TrainerRewound
+from trinity_buffer.pipeline.annotating.recorded_strategy import recorder
 from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading import EventCache
+from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step, rows_in
-from trinity_buffer.pipeline.streaming.commit_events import commit_events, finite, skips
-from trinity_buffer.pipeline.streaming.dealing import Dealer, leased_step
-from trinity_buffer.pipeline.streaming.delivered import DeliveredSteps
-from trinity_buffer.pipeline.streaming.environment import environment_of_run
-from trinity_buffer.pipeline.streaming.handover import Handover
+from trinity_buffer.pipeline.streaming.collate_buffers import StepMemory
+from trinity_buffer.pipeline.streaming.committing import (
+    DeliveredSteps,
+    commit_events,
+    environment_of_run,
+    finite,
+    skips,
+)
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.streaming.ranks import RankSession
-from trinity_buffer.pipeline.streaming.recorded_strategy import recorder
-from trinity_buffer.pipeline.streaming.registration import has_set, register, wait_for_set
-from trinity_buffer.pipeline.streaming.rewinding import last_commit, require_checkpoint_of
+from trinity_buffer.pipeline.streaming.resuming import (
+    Dealer,
+    has_set,
+    last_commit,
+    leased_step,
+    register,
+    require_checkpoint_of,
+    wait_for_set,
+)
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
-from trinity_buffer.pipeline.streaming.step_memory import StepMemory
-from trinity_buffer.pipeline.streaming.step_rows import StepRows, watch_of
-from trinity_buffer.pipeline.streaming.step_source import RECORDED, StepSource
-from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions, TrainStep
+from trinity_buffer.pipeline.streaming.step_queue import StepQueue
+from trinity_buffer.pipeline.streaming.step_sampler import StepSampler
+from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
 from trinity_buffer.pipeline.streaming.voice import StreamVoice
 from trinity_buffer.store import log, queries, trainer_queries
@@ -42,8 +52,6 @@ from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 TOGETHER_S = 0.05
 """For so long steps are made in one go, while the trainer asks for more of them: others of this
 process cannot write meanwhile."""
-
-__all__ = ["RECORDED", "Resume", "StreamOptions", "TrainStep", "TrainStream"]
 
 
 class TrainStream:
@@ -68,13 +76,9 @@ class TrainStream:
         self._database = experiment.database
         self._lease = lease
         self._memory = StepMemory()
-        rows = EventCache(experiment.key, experiment.name)
-        self._loader = RowLoader(rows)
+        self._loader = RowLoader(EventCache(experiment.key, experiment.name))
         self._expert = expert
-        watch = watch_of(experiment, options)
-        name = self.annotation_set
-        self._source = StepSource(experiment, options, name, lease, rows, expert, watch=watch)
-        self._rows = StepRows(experiment, options, name, self._loader, self._source, watch=watch)
+        self._sampler = StepSampler(experiment, options, lease, self._loader, expert)
         self._ranks = RankSession(experiment, options)
         self._committed = 0
         self._delivered = DeliveredSteps()
@@ -82,15 +86,10 @@ class TrainStream:
         self._next_step = 1
         self._chain = FIRST_LINK
         self._recorders = [e for e in (None if options.strategy else experiment, expert) if e]
-        self._voice = StreamVoice(experiment, options.consumer, self._source)
+        self._voice = StreamVoice(experiment, options.consumer, self._sampler)
         self._begun = False
         self._failure: Exception | None = None
-        self._ready = Handover(options.prefetch)
-
-    @property
-    def annotation_set(self) -> str:
-        """Name of the set that is trained on."""
-        return RECORDED if self.options.strategy is None else self.options.strategy
+        self._ready = StepQueue(options.prefetch)
 
     # -- opening
 
@@ -105,7 +104,7 @@ class TrainStream:
 
     async def _begin(self) -> None:
         """Register, rewind if asked to, find the last commit and what was handed out after it."""
-        row = await register(self.experiment, self.options.consumer, self.annotation_set)
+        row = await register(self.experiment, self.options.consumer, self.options.annotation_set)
         if self.options.resume_from is not None:
             row = await self._rewind(row, self.options.resume_from)
         self._committed = row.committed_step
@@ -121,7 +120,7 @@ class TrainStream:
         dealer = Dealer(self.experiment, self._lease, self._loader, self.options.world_size)
         self._recorded = deque(await dealer.dealt(steps[row.committed_step :]))
         self._next_step = row.leased_step + 1
-        await self._database.read(self._source.start)
+        await self._database.read(self._sampler.start)
         await self._ranks.assemble(self._lease, row.committed_step)
         self._begun = True
 
@@ -208,7 +207,7 @@ class TrainStream:
                 wait.over()
                 return made
             if self._expert not in recorders:  # there is one, and it is finished
-                self._source.require_expert()
+                self._sampler.require_expert()
             await wait.changed(state)
 
     async def _make(self, *, partial_ok: bool) -> bool:
@@ -230,13 +229,11 @@ class TrainStream:
         What it was read from is let go of on return: the next step is read into the same memory,
         and a trainer's step does not hold the bytes of the one after it.
         """
-        while (taken := self._source.take(s, self._next_step, partial_ok=partial_ok)) is not None:
-            manifest, rows = self._rows.prepare(s, self._next_step, taken)
-            if manifest is not None and rows is not None:
-                self._next_step += 1
-                self._ready.put(self._lease_step(s, manifest, rows))
-                return True
-        return False
+        taken = self._sampler.take(s, self._next_step, partial_ok=partial_ok)
+        if taken is not None:
+            self._next_step += 1
+            self._ready.put(self._lease_step(s, *taken))
+        return taken is not None
 
     def _lease_step(self, s: Session, manifest: Manifest, rows: LoadedRows) -> TrainStep:
         """Return the step of these rows, leased."""

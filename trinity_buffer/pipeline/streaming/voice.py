@@ -8,7 +8,7 @@ from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
-from trinity_buffer.pipeline.streaming.step_source import StepSource
+from trinity_buffer.pipeline.streaming.step_sampler import StepSampler
 
 _logger = logging.getLogger(__name__)
 
@@ -19,13 +19,13 @@ class StreamVoice:
     Args:
         experiment: the trainer's own.
         trainer: its name.
-        source: where its steps come from.
+        sampler: where its steps come from.
     """
 
-    def __init__(self, experiment: Experiment, trainer: str, source: StepSource) -> None:
+    def __init__(self, experiment: Experiment, trainer: str, sampler: StepSampler) -> None:
         self._database = experiment.database
         self._trainer = trainer
-        self._source = source
+        self._sampler = sampler
         self.presence = Presence(experiment.database, experiment.key, "trainer", trainer)
 
     def wait(self) -> SpokenWait:
@@ -33,7 +33,7 @@ class StreamVoice:
         return SpokenWait(self._database.changes, self._waiting_for, self.presence)
 
     async def _waiting_for(self) -> str:
-        lacking = await self._database.read(self._source.waiting_for)
+        lacking = await self._database.read(self._sampler.waiting_for)
         return f"trainer {self._trainer!r} waits for {lacking}"
 
     async def end(self, served: int) -> None:
@@ -42,9 +42,9 @@ class StreamVoice:
         Args:
             served: how many steps this process was handed.
         """
-        left = await self._database.read(self._source.left)
+        left = await self._database.read(self._sampler.left)
         if not (left or served):
-            left = await self._database.read(self._source.found)
+            left = await self._database.read(self._sampler.found)
         if left:
             steps = f"after {counted(served, 'step')}" if served else "without a step"
             _logger.warning("trainer %r ended %s: %s", self._trainer, steps, left)

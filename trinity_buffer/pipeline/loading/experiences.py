@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from trinity_buffer.codec import decode_segment
 from trinity_buffer.errors import CodecError, CodecVersionError, DamagedSegmentError
@@ -12,13 +12,10 @@ from trinity_buffer.events import ExperiencesRecorded, WithSegment
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.archive_file import SegmentParts
 from trinity_buffer.pipeline.encoding import decode_experiences
-from trinity_buffer.pipeline.events import decoded
-from trinity_buffer.pipeline.stored_segments import StoredSegments, joined, read_segments
-from trinity_buffer.sizes import sizes
-from trinity_buffer.store import log
+from trinity_buffer.pipeline.loading.event_cache import EventCache
+from trinity_buffer.pipeline.loading.segments import StoredSegments, joined, read_segments
 from trinity_buffer.store.address import position_of, slot_of
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.transaction import ReadSession
 
@@ -56,69 +53,6 @@ def _whole(key: bytes, parts: SegmentParts) -> bool:
     except (CodecError, DamagedSegmentError):
         return False
     return bool(blobs)
-
-
-class EventCache:
-    """Reads the events that rows point into, each once while it is in use.
-
-    Args:
-        experiment: key of the experiment that the rows are of.
-        name: its name, for errors.
-    """
-
-    def __init__(self, experiment: int, name: str) -> None:
-        self.experiment = experiment
-        self.name = name
-        self._known: OrderedDict[int, WithSegment] = OrderedDict()
-        self._num_rows = 0
-
-    def events(self, s: ReadSession, positions: Collection[int]) -> Mapping[int, WithSegment]:
-        """Return position -> what the event there says.
-
-        Ask for all that is used together at once: the others may be forgotten for it.
-
-        Raises:
-            CodecError: there is none, it cannot be read, or it has no rows.
-        """
-        unknown = sorted(position for position in positions if position not in self._known)
-        if unknown:
-            stored = s.read(log.read_at, self.experiment, unknown)
-            if len(stored) < len(unknown):
-                gone = sorted(set(unknown) - {event.position for event in stored})
-                raise CodecError(
-                    f"experiment {self.name!r}: the log has no event at position {gone[0]}: "
-                    "run `verify`"
-                )
-            self._add(s.compute(self._read, stored))
-        found = {}
-        for position in positions:
-            found[position] = self._known[position]
-            self._known.move_to_end(position)
-        self._shrink(len(positions))
-        return found
-
-    def keep(self, events: Mapping[int, WithSegment]) -> None:
-        """Remember events that somebody else has read."""
-        self._add({at: event for at, event in events.items() if at not in self._known})
-        self._shrink(0)
-
-    def _read(self, events: Iterable[StoredEvent]) -> dict[int, WithSegment]:
-        return {stored.position: self._with_segment(stored) for stored in events}
-
-    def _with_segment(self, stored: StoredEvent) -> WithSegment:
-        fact = decoded(self.name, stored).fact
-        if not isinstance(fact, WithSegment):
-            place = f"experiment {self.name!r}, the event at position {stored.position}"
-            raise CodecError(f"{place}: it is a {stored.kind}, which has no rows: run `verify`")
-        return fact
-
-    def _add(self, events: Mapping[int, WithSegment]) -> None:
-        self._known.update(events)
-        self._num_rows += sum(event.rows for event in events.values())
-
-    def _shrink(self, least: int) -> None:
-        while self._num_rows > sizes().rows_kept and len(self._known) > least:
-            self._num_rows -= self._known.popitem(last=False)[1].rows
 
 
 async def load_experiences(

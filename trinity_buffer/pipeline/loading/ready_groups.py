@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from trinity_buffer.events import ExperiencesAnnotated
-from trinity_buffer.pipeline.loading import EventCache
-from trinity_buffer.pipeline.streaming.blocks import runs
-from trinity_buffer.pipeline.streaming.log_rows import Facts, facts_of
+from trinity_buffer.pipeline.loading.blocks import stretches
+from trinity_buffer.pipeline.loading.event_cache import EventCache, Facts, facts_of
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import trainer_queries
 from trinity_buffer.store.address import first_address, position_of
@@ -113,7 +112,9 @@ class ReadyGroups:
             one for one in map(events.get, positions) if isinstance(one, ExperiencesAnnotated)
         ]
         experiences = [at for one in annotated for at in one.experiences]
-        recorded = self._rows.events(s, {position_of(experiences[a]) for a, _ in runs(experiences)})
+        recorded = self._rows.events(
+            s, {position_of(experiences[a]) for a, _ in stretches(experiences)}
+        )
         facts = facts_of(experiences, recorded)
         num_before = 0
         for position, event in zip(positions, annotated, strict=True):

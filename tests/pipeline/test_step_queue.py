@@ -13,9 +13,9 @@ from tests.contract.making import group, opened, rows
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming import train_stream
-from trinity_buffer.pipeline.streaming.handover import Handover
-from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+from trinity_buffer.pipeline.streaming.step_queue import StepQueue
 from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.store import tables
 
 GROUPS = 8
@@ -28,7 +28,7 @@ def numbered(number: int) -> TrainStep:
 
 @pytest.mark.parametrize("ahead", [1, 3])
 async def test_steps_arrive_in_order_and_none_is_made_beyond_the_room(ahead: int) -> None:
-    between, received = Handover(ahead), list[Any]()
+    between, received = StepQueue(ahead), list[Any]()
     most = 0
 
     def train() -> None:
@@ -48,7 +48,7 @@ async def test_steps_arrive_in_order_and_none_is_made_beyond_the_room(ahead: int
 
 
 async def test_who_waits_in_the_loop_is_woken_from_another_thread() -> None:
-    between = Handover(1)
+    between = StepQueue(1)
     received: list[Any] = []
 
     async def train() -> None:
@@ -70,7 +70,7 @@ async def test_who_waits_in_the_loop_is_woken_from_another_thread() -> None:
 
 
 async def test_a_cancelled_wait_asks_for_no_second_step() -> None:
-    between = Handover(1)
+    between = StepQueue(1)
     for _ in range(3):
         with anyio.move_on_after(0.01):
             await between.receive()
@@ -83,7 +83,7 @@ async def test_a_cancelled_wait_asks_for_no_second_step() -> None:
 
 
 async def test_the_end_stays_the_end() -> None:
-    between = Handover(2)
+    between = StepQueue(2)
     between.put(numbered(1))
     between.put(numbered(2))
     between.discard()

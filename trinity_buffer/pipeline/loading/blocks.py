@@ -51,7 +51,7 @@ class Block:
         """Return what is left of it without the rows of the step that are ``dropped``."""
         kept = np.flatnonzero(~dropped[self.rows])
         parts = []
-        for a, z in runs(kept):
+        for a, z in stretches(kept):
             first, last = int(kept[a]), int(kept[z - 1]) + 1
             ends = self.ends[first : last + 1]
             data = self.data[ends[0] : ends[-1]]
@@ -109,7 +109,7 @@ def field_of_values(values: Sequence[Array]) -> Field:
     return Field([Block(np.arange(len(values)), np.concatenate(values), ends)])
 
 
-def runs(numbers: Array | Sequence[int]) -> list[tuple[int, int]]:
+def stretches(numbers: Array | Sequence[int]) -> list[tuple[int, int]]:
     """Return (start, stop) of the stretches in which each number is one more than the last."""
     if not len(numbers):
         return []

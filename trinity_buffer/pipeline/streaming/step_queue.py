@@ -8,10 +8,10 @@ from queue import Empty, SimpleQueue
 
 import anyio
 
-from trinity_buffer.pipeline.streaming.stream_options import TrainStep
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
 
 
-class Handover:
+class StepQueue:
     """A queue of steps that asks for no more than ``ahead`` of what was received.
 
     Whoever puts or gets does so in its own thread; the event loop is woken only if somebody in it

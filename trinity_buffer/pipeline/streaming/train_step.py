@@ -1,4 +1,4 @@
-"""One gradient step as one batch: its micro-batches joined, and what was computed scattered back.
+"""What a gradient step trains on; and as one batch, what was computed over it scattered back.
 
 Advantages that compare rows, and penalties whose coefficient adapts, are of the step and not of the
 pieces into which memory forces it.
@@ -6,8 +6,8 @@ pieces into which memory forces it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.streaming.manifest import Manifest
 
 Tensors = dict[str, Any]
 
@@ -23,7 +24,79 @@ Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over data-parallel ranks."""
 
 
-def joined(microbatches: Sequence[MicroBatch]) -> tuple[Tensors, BatchLayout]:
+@dataclass(slots=True)
+class TrainStep:
+    """What one gradient step trains on.
+
+    Attributes:
+        step: 1, 2, ... of this trainer.
+        microbatches: mappings of tensors, those of this rank; accumulate their gradients, then step
+            the optimizer.
+        manifest: the rows in their order, as recorded in the log.
+        chain: link of the manifest chain after this step; keep it with the weights that went
+            through the step.
+        recorded: True if this step was leased before a restart and is served again.
+        policy_versions: of the experiences, where known.
+        skipped: True in a replay of a step whose commit says that the weights did not go through
+            it.
+        rows: how many rows of the manifest this rank was given.
+        log_head: of the event that leased the step, as hex; it proves the log up to there.
+    """
+
+    step: int
+    microbatches: list[MicroBatch]
+    manifest: Manifest
+    chain: bytes
+    recorded: bool
+    policy_versions: list[int] = field(default_factory=list)
+    skipped: bool = False
+    rows: int = 0
+    log_head: str = ""
+
+    @property
+    def staleness(self) -> float | None:
+        """Mean of (step - 1 - policy version) over the rows whose version is known."""
+        lags = [self.step - 1 - version for version in self.policy_versions]
+        return sum(lags) / len(lags) if lags else None
+
+    def compute(
+        self,
+        advantage_fn: Callable[..., tuple[MutableMapping[str, Any], Mapping[str, Any]]],
+        *,
+        reduce: Reduce | None = None,
+    ) -> dict[str, Any]:
+        """Put advantages over this rank's whole step into the micro-batches; return metrics.
+
+        The micro-batches must hold what the function reads (``values``, ``teacher_logprob``, ...).
+
+        Args:
+            advantage_fn: a trainer-side advantage function, such as ``ADVANTAGE_FN.get("rloo")()``.
+            reduce: sums a tensor over ranks; for statistics of a step that several ranks share.
+        """
+        return self.apply(lambda batch, _: advantage_fn(batch, reduce=reduce)[1], reduce=reduce)
+
+    def apply(
+        self,
+        change: Callable[[dict[str, Any], Any], Mapping[str, Any]],
+        *,
+        reduce: Reduce | None = None,
+    ) -> dict[str, Any]:
+        """Let ``change(batch, layout)`` alter the step as one batch; return the metrics it returns.
+
+        Per-token tensors that it adds or replaces are put back into the micro-batches. With another
+        action mask come other denominators.
+        """
+        batch, layout = _joined(self.microbatches)
+        before = dict(batch)
+        metrics = change(batch, layout)
+        names = _changed(before, batch)
+        _scatter(batch, self.microbatches, names)
+        if "action_mask" in names:
+            _recount(batch, self.microbatches, reduce)
+        return dict(metrics)
+
+
+def _joined(microbatches: Sequence[MicroBatch]) -> tuple[Tensors, BatchLayout]:
     """Return all micro-batches as one: padded to the widest, or packed one after another.
 
     Only tensors that every micro-batch holds are in it.
@@ -43,7 +116,7 @@ def joined(microbatches: Sequence[MicroBatch]) -> tuple[Tensors, BatchLayout]:
     return batch, replace(first.layout, cu_seqlens=batch.get("cu_seqlens"))
 
 
-def scatter(
+def _scatter(
     batch: Mapping[str, Any], microbatches: Sequence[MicroBatch], names: Sequence[str]
 ) -> None:
     """Put the tensors ``names`` of a joined batch back into the micro-batches they belong to."""
@@ -57,7 +130,7 @@ def scatter(
         start = place.stop
 
 
-def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return the names of the per-token tensors that were put into a batch, or replaced.
 
     Raises:
@@ -73,7 +146,7 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def recount(
+def _recount(
     batch: Mapping[str, Any], microbatches: Sequence[MicroBatch], reduce: Reduce | None
 ) -> None:
     """Give the micro-batches the denominators of the action mask that a joined batch has now."""

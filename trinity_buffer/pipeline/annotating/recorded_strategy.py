@@ -11,7 +11,9 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.grouping import GroupingRules
 from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.streaming.step_source import RECORDED
+
+RECORDED = "recorded"
+"""Name of the set that ``strategy=None`` reads: whole groups, nothing computed."""
 
 
 class RecordedStrategy(AddStrategy):

@@ -1,0 +1,143 @@
+"""The steps in a trainer's hands: what is said of them when they are committed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio.to_thread
+import torch
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.events import PolicyPublished, StepsCommitted
+from trinity_buffer.pipeline import checkpoint as checkpoints
+from trinity_buffer.pipeline.events import new_event
+from trinity_buffer.pipeline.streaming.manifest import Manifest
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.store.log import NewEvent
+
+
+class _Delivered(NamedTuple):
+    manifest: Manifest
+    rows: int
+
+
+class DeliveredSteps:
+    """Steps that were delivered and are not committed, without their tensors."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, _Delivered] = {}
+
+    def add(self, step: TrainStep) -> None:
+        """Note that ``step`` was delivered."""
+        self._steps[step.step] = _Delivered(step.manifest, step.rows)
+
+    def between(self, committed: int, last: int) -> list[int]:
+        """Return the steps after ``committed`` up to ``last``.
+
+        Raises:
+            InvalidArgumentError: one of them was not delivered.
+        """
+        steps = list(range(committed + 1, last + 1))
+        missing = [number for number in steps if number not in self._steps]
+        if missing:
+            raise InvalidArgumentError(
+                f"commit of step {last}: step {missing[0]} was not delivered by this stream"
+            )
+        return steps
+
+    def digests(self, steps: Sequence[int]) -> list[bytes]:
+        """Return the digests of the manifests of ``steps``."""
+        return [self._steps[step].manifest.digest for step in steps]
+
+    def rows(self, steps: Sequence[int]) -> list[int]:
+        """Return how many rows of each of ``steps`` this rank was given."""
+        return [self._steps[step].rows for step in steps]
+
+    def require_rows(self, steps: Sequence[int], by_rank: Sequence[Sequence[int]]) -> None:
+        """Return if each rank took the rows of ``steps`` that it was dealt.
+
+        Args:
+            steps: about to be committed.
+            by_rank: of each step, how many rows each rank took, by its own account.
+
+        Raises:
+            InvalidArgumentError: rows of a step were not taken, or too many.
+        """
+        for step, taken in zip(steps, by_rank, strict=True):
+            dealt = self._steps[step].manifest.rows_by_rank()
+            if taken != dealt:
+                raise InvalidArgumentError(
+                    f"commit of step {step}: its ranks took {taken} rows, they were dealt {dealt}: "
+                    "start all ranks again, they resume from the last commit"
+                )
+
+    def forget(self, steps: Sequence[int]) -> None:
+        """Forget steps that are committed."""
+        for step in steps:
+            del self._steps[step]
+
+
+NON_FINITE = "non_finite"
+"""Why the weights did not go through a step that is committed all the same."""
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that are finite: a number of an event is a number."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def skips(skipped: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+    """Return the fields of `StepsCommitted` that say which steps were skipped, and their rows."""
+    if not skipped:
+        return {}
+    return {
+        "skipped": NON_FINITE,
+        "skipped_steps": list(skipped),
+        "largest_rows": [list(uids) for uids in skipped.values()],
+    }
+
+
+async def commit_events(
+    commit: StepsCommitted, checkpoint: str | Path | None, policy: str | Path | None
+) -> list[NewEvent]:
+    """Write the files of a commit through to the disk; return the events that record it.
+
+    Args:
+        commit: without its checkpoint.
+        checkpoint: file or folder that holds the weights after its last step; None: none.
+        policy: file with the weights that explorers shall load as the version of that step.
+
+    Raises:
+        CheckpointError: no file at ``checkpoint`` or ``policy``.
+    """
+    kept: tuple[str | None, str | None] = (None, None)
+    if checkpoint is not None:
+        kept = await anyio.to_thread.run_sync(_make_durable, checkpoint)
+    path, content = kept
+    events = [new_event(replace(commit, checkpoint=path, checkpoint_digest=content))]
+    if policy is not None:
+        uri, digest = await anyio.to_thread.run_sync(_make_durable, policy)
+        published = PolicyPublished(number=commit.steps[-1], uri=uri, digest=digest)
+        events.append(new_event(published))
+    return events
+
+
+def _make_durable(path: str | Path) -> tuple[str, str]:
+    """Return the absolute path and the digest of what is there, which is on the disk then."""
+    whole = Path(path).absolute()
+    return str(whole), checkpoints.make_durable(whole)
+
+
+def environment_of_run(device: str) -> dict[str, Any]:
+    """Return torch's version, device, threads, flags and seed, as `StepsCommitted` has them."""
+    return {
+        "torch": torch.__version__,
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "seed": torch.initial_seed() % (1 << 63),
+    }

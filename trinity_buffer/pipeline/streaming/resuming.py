@@ -1,0 +1,287 @@
+"""Recorded manifests, and how one is dealt to another number of ranks.
+
+A step belongs to its rows and not to the ranks that were there when it was leased. Whoever resumes
+with another number of them deals what is not committed anew, and records it: the rows, the groups,
+their order within a group and the denominators stay, so that the gradient does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio.to_thread
+
+from trinity_buffer.algorithm.arguments import did_you_mean
+from trinity_buffer.errors import CheckpointError, ConflictingStrategyError, UnknownNameError
+from trinity_buffer.events import BatchLeased, ConsumerRegistered, StepDealt, StepsCommitted
+from trinity_buffer.pipeline.checkpoint import found_again, require_digest
+from trinity_buffer.pipeline.events import decoded, fact_at, new_event, now_us
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.presence import Presence
+from trinity_buffer.pipeline.spoken_wait import SpokenWait
+from trinity_buffer.pipeline.streaming.collate import row_lengths
+from trinity_buffer.pipeline.streaming.manifest import (
+    Manifest,
+    MicroBatchPlan,
+    plan_microbatches,
+    plans_of,
+)
+from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
+from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
+from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
+from trinity_buffer.store import log, queries, trainer_queries
+from trinity_buffer.store.database import Database
+from trinity_buffer.store.rows import ConsumerRow, StepRow
+from trinity_buffer.store.transaction import ReadSession, Session
+
+
+class LeasedStep(NamedTuple):
+    """A step as the log holds it: where it was leased, its first manifest, and how it is served.
+
+    ``log_head`` is of the event that says how.
+    """
+
+    leased_at: int
+    first: Manifest
+    manifest: Manifest
+    log_head: bytes | None
+
+
+def leased_step(s: ReadSession, experiment: Experiment, row: StepRow) -> LeasedStep:
+    """Return the manifest of a step that was handed out.
+
+    Raises:
+        CodecError: the body of its event is damaged.
+    """
+    (stored,) = s.read(log.read_at, experiment.key, [row.leased_at])
+    dealt, head = decoded(experiment.name, stored).fact, stored.head
+    if not isinstance(dealt, StepDealt):
+        first = Manifest.of(fact_at(experiment.name, stored, BatchLeased))
+        return LeasedStep(row.leased_at, first, first, head)
+    (stored,) = s.read(log.read_at, experiment.key, [dealt.leased_at])
+    first = Manifest.of(fact_at(experiment.name, stored, BatchLeased))
+    return LeasedStep(dealt.leased_at, first, first.dealt(dealt.order, plans_of(dealt)), head)
+
+
+def dealt_to(
+    world_size: int, first: Manifest, rows: LoadedRows
+) -> tuple[list[int], list[MicroBatchPlan]]:
+    """Return an order of the rows of a manifest, and micro-batches over it for so many ranks.
+
+    No micro-batch computes more than the largest one that was recorded.
+    """
+    if first.world_size == world_size:
+        return [*range(len(first.groups))], [*first.microbatches]
+    pairs = bool(rows.field("chosen").blocks)
+    padded = first.layout == "padded"
+    height = 2 if pairs else 1
+    sizes = [
+        height * (plan.stop - plan.start) * plan.width if padded else plan.width
+        for plan in first.microbatches
+    ]
+    return plan_microbatches(
+        row_lengths(first, rows) if pairs else rows.facts.lengths,
+        first.groups,
+        layout=first.layout,
+        tokens_per_microbatch=max(*sizes, 1),
+        world_size=world_size,
+        pairs=pairs,
+        by_length=False,  # rows of a group stay in their order
+    )
+
+
+class Dealer:
+    """Deals the steps that a trainer has not committed to the ranks that are there now.
+
+    Args:
+        experiment: the trainer's own.
+        lease: of the trainer.
+        loader: of its rows.
+        world_size: how many ranks there are.
+    """
+
+    def __init__(
+        self, experiment: Experiment, lease: TrainerLease, loader: RowLoader, world_size: int
+    ) -> None:
+        self._experiment = experiment
+        self._lease = lease
+        self._loader = loader
+        self._world_size = world_size
+
+    async def dealt(self, steps: Sequence[StepRow]) -> list[StepRow]:
+        """Return ``steps``, each dealt to the ranks that there are; record how, where it is new.
+
+        Raises:
+            LeaseLostError: another process took over.
+        """
+        if not steps:
+            return []
+        database, name = self._experiment.database, self._lease.consumer
+        await database.session(lambda s: self._deal(s, steps))
+        after = steps[0].step - 1
+        return await database.read(trainer_queries.steps, self._experiment.key, name, after=after)
+
+    def _deal(self, s: Session, steps: Sequence[StepRow]) -> None:
+        for row in steps:
+            found = leased_step(s, self._experiment, row)
+            if found.manifest.world_size != self._world_size:
+                rows = self._loader.load(s, found.first)
+                order, plans = s.compute(dealt_to, self._world_size, found.first, rows)
+                s.write(self._lease.append, [new_event(self._dealt(found, order, plans))])
+
+    def _dealt(
+        self, found: LeasedStep, order: list[int], plans: Sequence[MicroBatchPlan]
+    ) -> StepDealt:
+        return StepDealt(
+            consumer=self._lease.consumer,
+            token=self._lease.token,
+            step=found.first.step,
+            leased_at=found.leased_at,
+            world_size=self._world_size,
+            order=order,
+            microbatches=[[m.start, m.stop, m.width, m.rank] for m in plans],
+            digest=found.first.dealt(order, plans).digest,
+        )
+
+
+async def last_commit(experiment: Experiment, committed: Sequence[StepRow], chain: bytes) -> Resume:
+    """Return where to go on after the ``committed`` steps of the live line.
+
+    Args:
+        chain: link of the manifest chain after them.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or is not the one that was committed.
+    """
+    last = committed[-1]
+    path = None if last.checkpoint is None else _path_of(last, experiment.database.folder)
+    if path is not None and last.checkpoint_digest is not None:
+        await anyio.to_thread.run_sync(require_digest, path, last.checkpoint_digest)
+    skipped = await _skipped_in_a_row(experiment, committed)
+    return Resume(last.step, path, last.checkpoint_digest, chain, skipped)
+
+
+async def _skipped_in_a_row(experiment: Experiment, committed: Sequence[StepRow]) -> int:
+    """Return how many of the last steps changed no weight."""
+    at, skipped = None, frozenset[int]()
+    for number, row in enumerate(reversed(committed)):
+        assert row.committed_at is not None  # by what the caller chose
+        if row.committed_at != at:
+            at = row.committed_at
+            (stored,) = await experiment.database.read(log.read_at, experiment.key, [at])
+            fact = fact_at(experiment.name, stored, StepsCommitted)
+            skipped = frozenset(fact.skipped_steps)
+        if row.step not in skipped:
+            return number
+    return len(committed)
+
+
+async def require_checkpoint_of(
+    database: Database, experiment: int, trainer: ConsumerRow, step: int
+) -> None:
+    """Return if ``trainer`` can go on from ``step``: 0, or one whose checkpoint is as committed.
+
+    Asked before a rewind is recorded, which nobody could take back.
+
+    Raises:
+        CheckpointError: there is no such checkpoint; the message names those that there are.
+    """
+    found = await database.read(trainer_queries.steps, experiment, trainer.name)
+    live = [row for row in found[: trainer.committed_step] if row.checkpoint is not None]
+    paths = {row.step: _path_of(row, database.folder) for row in live}
+    wanted = next((row for row in live if row.step == step), None)
+    if step == 0 or (wanted is not None and paths[step].exists()):
+        if wanted is not None and wanted.checkpoint_digest:
+            check = partial(require_digest, paths[step], wanted.checkpoint_digest)
+            await anyio.to_thread.run_sync(check)
+        return
+    lacks = "has no checkpoint committed at that step"
+    if wanted is not None:
+        lacks = (
+            f"committed {wanted.checkpoint}, which is gone (`train --keep-checkpoints` keeps it)"
+        )
+    there = [str(number) for number, path in paths.items() if path.exists()]
+    raise CheckpointError(
+        f"resume_from={step}: trainer {trainer.name!r} {lacks}; the last committed step is "
+        f"{trainer.committed_step}, there are checkpoints of {', '.join(there[-10:]) or 'none'}"
+    )
+
+
+def _path_of(row: StepRow, folder: Path | None) -> Path:
+    return found_again(row.checkpoint or "", row.checkpoint_digest, folder)
+
+
+async def register(experiment: Experiment, consumer: str, annotation_set: str) -> ConsumerRow:
+    """Return the trainer ``consumer`` of ``annotation_set``, registered now if it was not.
+
+    Raises:
+        ConflictingStrategyError: the name is taken by something else.
+    """
+    config = {"strategy": annotation_set}
+    event = new_event(ConsumerRegistered(consumer=consumer, kind="trainer", config=config))
+    row = await experiment.database.write(
+        queries.registered, experiment.key, consumer, event, clock=now_us
+    )
+    if row.kind != "trainer" or row.config != config:
+        raise ConflictingStrategyError(
+            f"consumer {consumer!r} is a {row.kind} on {row.config.get('strategy')!r}, not a "
+            f"trainer on {annotation_set!r}: give this one a name of its own, consumer="
+        )
+    return row
+
+
+async def has_set(experiment: Experiment, options: StreamOptions) -> bool:
+    """Return whether the set of a stream is there; False if it is to be waited for.
+
+    Raises:
+        UnknownNameError: it is not, and no wait was asked for.
+    """
+    known = await _sets(experiment)
+    if options.strategy is None or options.strategy in known:
+        return True
+    if not (options.follow and options.wait_for_set):
+        raise UnknownNameError(_unknown(experiment, options.strategy, known))
+    return False
+
+
+async def wait_for_set(experiment: Experiment, options: StreamOptions) -> None:
+    """Return once somebody annotates the set of a stream; say so aloud meanwhile.
+
+    Raises:
+        UnknownNameError: the experiment is finished without it.
+    """
+    name = options.strategy or ""
+
+    async def tell() -> str:
+        lacking = _unknown(experiment, name, await _sets(experiment))
+        return f"trainer {options.consumer!r} waits: {lacking}"
+
+    changes = experiment.database.changes
+    presence = Presence(experiment.database, experiment.key, "trainer", options.consumer)
+    wait = SpokenWait(changes, tell, presence)
+    while True:
+        state = await changes.state()
+        finished = await experiment.is_finished()
+        known = await _sets(experiment)
+        if name in known:
+            return
+        if finished:
+            lacking = _unknown(experiment, name, known)
+            raise UnknownNameError(f"the experiment was finished: {lacking}")
+        await wait.changed(state)
+
+
+async def _sets(experiment: Experiment) -> list[str]:
+    consumers = await experiment.database.read(queries.consumers, experiment.key)
+    return [row.name for row in consumers.values() if row.kind == "strategy"]
+
+
+def _unknown(experiment: Experiment, name: str, known: list[str]) -> str:
+    return (
+        f"experiment {experiment.name!r} has no annotation set {name!r} (there: "
+        f"{', '.join(known) or 'none'}{did_you_mean(name, known)}); no process annotates it: run "
+        f"a strategy of this name, `trinity-buffer annotate --name {name} --follow`"
+    )
