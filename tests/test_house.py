@@ -31,14 +31,14 @@ LONG_FILES: dict[str, str] = {
 LONG_FUNCTIONS: dict[str, str] = {}
 BROAD_EXCEPTS = {
     f"{PACKAGE}/cli/own_ends.py": "one's own code failed: told as a sentence, with its line",
-    f"{PACKAGE}/pipeline/streaming/rank_stream.py:run": "handed to whoever reads the stream",
+    f"{PACKAGE}/pipeline/streaming/following_rank.py:run": "handed to whoever reads the stream",
     f"{PACKAGE}/store/sqlite_seats.py:execute": "raised again where the trip is waited for",
     f"{PACKAGE}/pipeline/background.py:task_group": "raised again, bare of the task group",
     f"{PACKAGE}/pipeline/writing/group_commit.py:prepare": "handed to its caller",
     f"{PACKAGE}/pipeline/background.py:run": "raised at the end of the body",
     f"{PACKAGE}/pipeline/writing/group_commit.py:_commit": "handed to every caller of the group",
     f"{PACKAGE}/pipeline/writing/group_commit.py:_commit_singly": "handed to its caller",
-    f"{PACKAGE}/pipeline/streaming/train_stream.py:run": "handed to whoever reads the stream",
+    f"{PACKAGE}/pipeline/streaming/leading_rank.py:run": "handed to whoever reads the stream",
 }
 LAZY_IMPORTS = {
     f"{PACKAGE}/inspect/table.py:pyarrow": "pyarrow is an extra",

@@ -22,7 +22,7 @@ CONTEXT.set_forkserver_preload(
         # what the package imports only when it is needed
         "trinity_buffer.pipeline.writing.sql_writer",
         "trinity_buffer.pipeline.loading.experiences",
-        "trinity_buffer.pipeline.streaming.open_stream",
+        "trinity_buffer.pipeline.streaming.train_stream",
     ]
 )
 

@@ -12,7 +12,7 @@ import pytest
 from tests.contract.making import group, opened, rows
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.streaming import train_stream
+from trinity_buffer.pipeline.streaming import leading_rank
 from trinity_buffer.pipeline.streaming.step_queue import StepQueue
 from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
@@ -103,11 +103,11 @@ async def leased(experiment: Experiment, number: int) -> int:
             await changes.changed(state)
 
 
-@pytest.mark.parametrize("together_s", [train_stream.TOGETHER_S, 0.0])
+@pytest.mark.parametrize("in_one_go_s", [leading_rank.IN_ONE_GO_S, 0.0])
 async def test_no_more_is_leased_than_was_asked_for_and_prefetched(
-    store_url: str, monkeypatch: pytest.MonkeyPatch, together_s: float
+    store_url: str, monkeypatch: pytest.MonkeyPatch, in_one_go_s: float
 ) -> None:
-    monkeypatch.setattr(train_stream, "TOGETHER_S", together_s)
+    monkeypatch.setattr(leading_rank, "IN_ONE_GO_S", in_one_go_s)
     async with opened(store_url, rollouts_per_group=4) as experiment:
         for task in range(GROUPS):
             await experiment.writer("e0").write(group(task=task))

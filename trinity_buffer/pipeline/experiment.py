@@ -318,7 +318,7 @@ class Experiment:
 
     def train_stream(self, **options: Any) -> AbstractAsyncContextManager[TrainStream]:
         """Open the stream of gradient steps, an async context manager; see `StreamOptions`."""
-        from trinity_buffer.pipeline.streaming.open_stream import open_async_train_stream  # noqa: PLC0415 - torch
+        from trinity_buffer.pipeline.streaming.train_stream import open_async_train_stream  # noqa: PLC0415 - torch
 
         return open_async_train_stream(self, **options)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio.to_thread
 from anyio.from_thread import BlockingPortal
+from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import StepsCommitted
@@ -19,11 +20,12 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.collate import collate_step, rows_in
+from trinity_buffer.pipeline.streaming.committing import Commit
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.streaming.resuming import dealt_to, leased_step
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.stream_options import Resume
-from trinity_buffer.pipeline.streaming.sync_stream import in_portal
+from trinity_buffer.pipeline.streaming.sync_stream import StepStream, in_portal
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store.database import Database, StoreURL
@@ -120,7 +122,7 @@ class _Replayed:
         return await self.database.read_session(lambda s: self.loader.uids(s, step.manifest, rows))
 
 
-class ReplayStream:
+class ReplayStream(StepStream):
     """Looks like a train stream to a trainer; commits go nowhere. Made by `open_replay_stream`.
 
     Attributes:
@@ -140,9 +142,7 @@ class ReplayStream:
         self._repeat_skips = repeat_skips
         self.resume = resume
 
-    def __iter__(self) -> Iterator[TrainStep]:
-        return self
-
+    @override
     def __next__(self) -> TrainStep:
         step = self._portal.call(self._receive)
         if step is None:
@@ -154,21 +154,16 @@ class ReplayStream:
         # StopAsyncIteration cannot pass through a portal.
         return await anext(self._replayed.steps, None)
 
-    def commit(
-        self,
-        step: TrainStep,
-        checkpoint: str | Path | None = None,
-        policy: str | Path | None = None,
-        environment: Mapping[str, Any] | None = None,
-        metrics: Mapping[str, float] | None = None,
-        skipped: Mapping[int, Sequence[str]] | None = None,
-    ) -> None:
+    @override
+    def _commit(self, step: TrainStep, kept: Commit) -> None:
         """Do nothing: a replay changes no store."""
 
+    @override
     def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
         return self._portal.call(self._replayed.uids, step, rows)
 
+    @override
     def finish(self, reason: str) -> None:
         """Do nothing: a replay changes no store."""
 

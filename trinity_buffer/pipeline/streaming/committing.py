@@ -1,10 +1,10 @@
-"""The steps in a trainer's hands: what is said of them when they are committed."""
+"""The steps in a trainer's hands, and what is recorded of them when they are committed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,17 @@ from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.store.log import NewEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What is recorded of trained steps beside their manifests; see `TrainStream.commit`."""
+
+    checkpoint: str | Path | None = None
+    policy: str | Path | None = None
+    environment: Mapping[str, Any] | None = None
+    metrics: Mapping[str, float] | None = None
+    skipped: Mapping[int, Sequence[str]] | None = None
 
 
 class _Delivered(NamedTuple):

@@ -28,6 +28,7 @@ class StepQueue:
         self._num_put = self._num_asked = self._num_received = 0
         self._num_waiting = 0
         self._news = anyio.Event()
+        self._failure: Exception | None = None
 
     # -- who makes them
     # --------------------------------------------------------------------------------------------
@@ -51,6 +52,10 @@ class StepQueue:
         self._steps.put(step)
         self._tell()
 
+    def fail(self, error: Exception) -> None:
+        """Say why there will be no more: whoever asks for the next step is told so."""
+        self._failure = error
+
     def end(self) -> None:
         """Say that there will be no more."""
         self._steps.put(None)
@@ -60,7 +65,11 @@ class StepQueue:
     # --------------------------------------------------------------------------------------------
 
     def get(self) -> TrainStep | None:
-        """Return the next step, or None at the end; until there is one, the thread waits."""
+        """Return the next step, or None at the end; until there is one, the thread waits.
+
+        Raises:
+            Exception: what `fail` was told.
+        """
         self._ask()
         return self._received(self._steps.get())
 
@@ -86,6 +95,8 @@ class StepQueue:
     def _received(self, step: TrainStep | None) -> TrainStep | None:
         if step is None:
             self._steps.put(None)  # for a caller that asks again
+            if self._failure is not None:
+                raise self._failure from None
         else:
             self._num_received += 1
         return step

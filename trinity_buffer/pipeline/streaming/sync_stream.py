@@ -9,13 +9,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal
-from typing_extensions import Unpack
+from typing_extensions import Unpack, override
 
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.streaming.committing import Commit
 from trinity_buffer.pipeline.streaming.stream_options import (
     Resume,
     StreamKeywords,
@@ -29,7 +30,44 @@ from trinity_buffer.store.database import StoreURL
 T = TypeVar("T")
 
 
-class SyncTrainStream:
+class StepStream(Protocol):
+    """What a trainer takes its steps from: a store that is being filled, or the replay of one.
+
+    Attributes:
+        resume: the last commit, or None at the very beginning.
+    """
+
+    resume: Resume | None
+
+    def __iter__(self) -> Iterator[TrainStep]:
+        return self
+
+    def __next__(self) -> TrainStep: ...
+
+    def commit(
+        self,
+        step: TrainStep,
+        checkpoint: str | Path | None = None,
+        policy: str | Path | None = None,
+        environment: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        skipped: Mapping[int, Sequence[str]] | None = None,
+    ) -> None:
+        """Record that every step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`."""
+        self._commit(step, Commit(checkpoint, policy, environment, metrics, skipped))
+
+    def _commit(self, step: TrainStep, kept: Commit) -> None: ...
+
+    def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
+        """Return the uids of rows of a step, by their places in its manifest."""
+        ...
+
+    def finish(self, reason: str) -> None:
+        """Record that the experiment is finished: explorers and strategies that follow it end."""
+        ...
+
+
+class SyncTrainStream(StepStream):
     """An open stream; iterate over it. Made by `open_train_stream`.
 
     Attributes:
@@ -41,9 +79,6 @@ class SyncTrainStream:
         self._stream = stream
         self.resume: Resume | None = stream.resume
 
-    def __iter__(self) -> Iterator[TrainStep]:
-        return self
-
     def _call(self, f: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Return ``await f(*args)`` of the stream's event loop.
 
@@ -53,6 +88,7 @@ class SyncTrainStream:
         self._stream.experiment.database.require_open()
         return self._portal.call(f, *args)
 
+    @override
     def __next__(self) -> TrainStep:
         self._stream.experiment.database.require_same_process()
         step = self._stream.wait_for_step()
@@ -65,19 +101,9 @@ class SyncTrainStream:
         """Groups that were left waiting when the stream ended: their runs are not all stored."""
         return self._stream.incomplete_groups
 
-    def commit(
-        self,
-        step: TrainStep,
-        checkpoint: str | Path | None = None,
-        policy: str | Path | None = None,
-        environment: Mapping[str, Any] | None = None,
-        metrics: Mapping[str, float] | None = None,
-        skipped: Mapping[int, Sequence[str]] | None = None,
-    ) -> None:
-        """Record that every step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`."""
-        self._call(
-            partial(self._stream.commit, step, checkpoint, policy, environment, metrics, skipped)
-        )
+    @override
+    def _commit(self, step: TrainStep, kept: Commit) -> None:
+        self._call(self._stream.record, step, kept)
 
     @property
     def expert_experiment(self) -> str | None:
@@ -93,10 +119,12 @@ class SyncTrainStream:
         """Return what the first stored experience has, None where there is none yet."""
         return self._call(self._stream.experiment.columns)
 
+    @override
     def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
         return self._call(self._stream.uids, step, rows)
 
+    @override
     def finish(self, reason: str) -> None:
         """Record that the experiment is finished: explorers and strategies that follow it end."""
         experiment, actor = self._stream.experiment, self._stream.options.consumer

@@ -1,4 +1,4 @@
-"""What a gradient step trains on; and as one batch, what was computed over it scattered back.
+"""What a gradient step trains on: made of a manifest and its rows, and seen as one batch.
 
 Advantages that compare rows, and penalties whose coefficient adapts, are of the step and not of the
 pieces into which memory forces it.
@@ -6,7 +6,7 @@ pieces into which memory forces it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,8 +15,15 @@ from torch import Tensor
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.streaming.collate import MicroBatch
-from trinity_buffer.pipeline.streaming.manifest import Manifest
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step, rows_in
+from trinity_buffer.pipeline.streaming.collate_buffers import StepMemory
+from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
+from trinity_buffer.pipeline.streaming.resuming import leased_step
+from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
+from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
+from trinity_buffer.store.rows import StepRow
+from trinity_buffer.store.transaction import ReadSession
 
 Tensors = dict[str, Any]
 
@@ -181,3 +188,77 @@ def _of_one_width(pieces: Sequence[Tensor]) -> list[Tensor]:
     width = max(piece.shape[1] for piece in pieces)
     pad = torch.nn.functional.pad
     return [pad(piece, (0, width - piece.shape[1])) for piece in pieces]
+
+
+class StepMaker:
+    """Makes the steps of one rank, in order: each is a link of the chain of manifests.
+
+    Args:
+        experiment: the trainer's own.
+        options: of the stream.
+        loader: of the trainer's rows.
+    """
+
+    def __init__(self, experiment: Experiment, options: StreamOptions, loader: RowLoader) -> None:
+        self._experiment = experiment
+        self._options = options
+        self._loader = loader
+        self._memory = StepMemory()
+        self._chain = FIRST_LINK
+
+    def go_on_after(self, committed: Iterable[StepRow]) -> bytes:
+        """Begin behind the ``committed`` steps; return the link of the chain after them."""
+        self._chain = FIRST_LINK
+        for done in committed:
+            self._chain = chain(self._chain, done.manifest_digest)
+        return self._chain
+
+    def collate(self, manifest: Manifest, rows: LoadedRows) -> list[MicroBatch]:
+        """Return the micro-batches of this rank."""
+        return collate_step(
+            manifest,
+            rows,
+            rank=self._options.rank,
+            world=self._options.world_size,
+            device=self._options.device,
+            memory=self._memory,
+        )
+
+    async def leased(self, row: StepRow) -> TrainStep:
+        """Return a step that was leased before, as the log has it."""
+
+        def load(s: ReadSession) -> TrainStep:
+            found = leased_step(s, self._experiment, row)
+            rows = self._loader.load(s, found.manifest)
+            microbatches = s.compute(self.collate, found.manifest, rows)
+            step = self.step(found.manifest, rows, microbatches, found.log_head)
+            return replace(step, recorded=True)
+
+        return await self._experiment.database.read_session(load)
+
+    def step(
+        self,
+        manifest: Manifest,
+        rows: LoadedRows,
+        microbatches: list[MicroBatch],
+        log_head: bytes | None,
+    ) -> TrainStep:
+        """Return the next step.
+
+        Args:
+            log_head: of the event that leased it.
+        """
+        if self._options.recompute_old_logprob:
+            for microbatch in microbatches:
+                microbatch.tensors.pop("old_logprob", None)
+        self._chain = chain(self._chain, manifest.digest)
+        return TrainStep(
+            manifest.step,
+            microbatches,
+            manifest,
+            self._chain,
+            recorded=False,
+            policy_versions=[one for one in rows.facts.policy_versions if one is not None],
+            rows=rows_in(microbatches, rows),
+            log_head="" if log_head is None else log_head.hex(),
+        )

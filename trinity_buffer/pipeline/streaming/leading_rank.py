@@ -1,0 +1,311 @@
+"""Rank 0 of a trainer: it takes rows, leases them as steps, and records what was trained."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from trinity_buffer.crash_points import reached
+from trinity_buffer.errors import LeaseLostError, StoreError
+from trinity_buffer.events import StepsCommitted, TrainerRewound
+from trinity_buffer.pipeline.annotating.recorded_strategy import recorder
+from trinity_buffer.pipeline.background import running, task_group
+from trinity_buffer.pipeline.diagnosis import counted
+from trinity_buffer.pipeline.events import new_event
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.presence import Presence
+from trinity_buffer.pipeline.spoken_wait import SpokenWait
+from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.streaming.committing import (
+    Commit,
+    DeliveredSteps,
+    commit_events,
+    environment_of_run,
+    finite,
+    skips,
+)
+from trinity_buffer.pipeline.streaming.manifest import Manifest
+from trinity_buffer.pipeline.streaming.ranks import RankSession
+from trinity_buffer.pipeline.streaming.resuming import (
+    Dealer,
+    has_set,
+    last_commit,
+    register,
+    require_checkpoint_of,
+    wait_for_set,
+)
+from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
+from trinity_buffer.pipeline.streaming.step_queue import StepQueue
+from trinity_buffer.pipeline.streaming.step_sampler import StepSampler
+from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
+from trinity_buffer.pipeline.streaming.train_step import StepMaker, TrainStep
+from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
+from trinity_buffer.store import log, queries, trainer_queries
+from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.rows import ConsumerRow, StepRow
+from trinity_buffer.store.transaction import Session, Transaction
+
+IN_ONE_GO_S = 0.05
+"""For so long steps are made in one go, while the trainer asks for more of them: others of this
+process cannot write meanwhile."""
+
+_logger = logging.getLogger(__name__)
+
+
+class LeadingRank:
+    """Makes the steps of a trainer, for the other ranks too, and commits them.
+
+    Args:
+        experiment: the trainer's own.
+        options: of the stream.
+        loader: of the trainer's rows.
+        lease: held by this process.
+        expert: the experiment of the expert's rows, if the stream mixes.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        options: StreamOptions,
+        loader: RowLoader,
+        lease: TrainerLease,
+        expert: Experiment | None = None,
+    ) -> None:
+        self._experiment = experiment
+        self._options = options
+        self._database = experiment.database
+        self._lease = lease
+        self._loader = loader
+        self._expert = expert
+        self._sampler = StepSampler(experiment, options, lease, loader, expert)
+        self._maker = StepMaker(experiment, options, loader)
+        self._ranks = RankSession(experiment, options)
+        self._recorded: deque[StepRow] = deque()
+        self._next_step = 1
+        self._recorders = [e for e in (None if options.strategy else experiment, expert) if e]
+        self._presence = Presence(experiment.database, experiment.key, "trainer", options.consumer)
+        self._begun = False
+        self.resume: Resume | None = None
+        self.committed = 0
+        self.incomplete_groups = 0
+        self.queue = StepQueue(options.prefetch)
+
+    @property
+    def lost(self) -> LeaseLostError | None:
+        """Why the lease is not held any more."""
+        return self._lease.lost
+
+    # -- opening
+
+    async def prepare(self) -> None:
+        """Begin, if the set that is trained on is there; otherwise `run` waits for it.
+
+        Raises:
+            UnknownNameError: there is no such set, and it is not waited for.
+        """
+        if await has_set(self._experiment, self._options):
+            await self._begin()
+
+    async def _begin(self) -> None:
+        """Register, rewind if asked to, find the last commit and what was handed out after it."""
+        row = await register(self._experiment, self._options.consumer, self._options.annotation_set)
+        if self._options.resume_from is not None:
+            row = await self._rewind(row, self._options.resume_from)
+        self.committed = row.committed_step
+        steps = await self._database.read(
+            trainer_queries.steps, self._experiment.key, self._options.consumer
+        )
+        chain = self._maker.go_on_after(steps[: row.committed_step])
+        if row.committed_step:
+            self.resume = await last_commit(self._experiment, steps[: row.committed_step], chain)
+        dealer = Dealer(self._experiment, self._lease, self._loader, self._options.world_size)
+        self._recorded = deque(await dealer.dealt(steps[row.committed_step :]))
+        self._next_step = row.leased_step + 1
+        await self._database.read(self._sampler.start)
+        await self._ranks.assemble(self._lease, row.committed_step)
+        self._begun = True
+
+    async def _rewind(self, row: ConsumerRow, step: int) -> ConsumerRow:
+        name, key = self._options.consumer, self._experiment.key
+        await require_checkpoint_of(self._database, key, row, step)
+        if step == row.committed_step:
+            return row
+        back = TrainerRewound(consumer=name, step=step, from_step=row.committed_step)
+        event = new_event(back)
+
+        def rewind(tx: Transaction) -> ConsumerRow | None:
+            self._lease.append(tx, [event])
+            return queries.consumer_row(tx, key, name)
+
+        rewound = await self._database.write(rewind)
+        assert rewound is not None
+        return rewound
+
+    # -- serving
+
+    async def run(self) -> None:
+        """Make and serve steps until there are no more; errors come out where it is read."""
+        try:
+            if not self._begun:
+                await wait_for_set(self._experiment, self._options)
+                await self._begin()
+            async with running(self._gather):
+                await self._feed()
+            await self._say_what_is_left(self.queue.num_put)
+            await self._ranks.end(self._next_step - 1)
+        except Exception as error:  # noqa: BLE001 - re-raised where the stream is read
+            self.queue.fail(error)
+        finally:
+            self.queue.end()
+            await self._presence.gone()
+
+    async def _gather(self) -> None:
+        """Make the groups of what is trained as it was recorded, while the stream is read."""
+        async with task_group() as tasks:
+            for experiment in list(self._recorders):
+                tasks.start_soon(self._record, experiment)
+
+    async def _record(self, experiment: Experiment) -> None:
+        report = await recorder(experiment).run(follow=self._options.follow)
+        if experiment is self._experiment:
+            self.incomplete_groups = report.waiting_groups
+        self._recorders.remove(experiment)
+        self._database.changes.notify()
+
+    async def _feed(self) -> None:
+        while self._recorded:
+            await self.queue.room()
+            self.queue.put(await self._maker.leased(self._recorded.popleft()))
+        await self.queue.room()
+        while await self._next():
+            await self.queue.room()
+
+    async def _next(self) -> bool:
+        """Make the next step, and more if they are asked for; return False if there is none."""
+        wait = SpokenWait(self._database.changes, self._waiting_for, self._presence)
+        while True:
+            await self._presence.seen()
+            state = await self._database.changes.state()
+            recorders = list(self._recorders)
+            ending = not recorders and not self._options.follow
+            made = await self._make(partial_ok=ending)
+            if not made and not ending and self._experiment not in recorders:
+                # Asked only now: it would cost each step a transaction. What came before the end
+                # is read once more.
+                ending = await self._experiment.is_finished()
+                if ending:
+                    made = await self._make(partial_ok=True)
+            if made or ending:
+                wait.over()
+                return made
+            if self._expert not in recorders:  # there is one, and it is finished
+                self._sampler.require_expert()
+            await wait.changed(state)
+
+    async def _make(self, *, partial_ok: bool) -> bool:
+        """Make steps while there is room and there are rows; return whether there was one."""
+
+        def work(s: Session) -> bool:
+            until, made = time.monotonic() + IN_ONE_GO_S, False
+            while self._make_one(s, partial_ok=partial_ok):
+                made = True
+                if not self.queue.has_room() or time.monotonic() > until:
+                    break
+            return made
+
+        return await self._database.session(work)
+
+    def _make_one(self, s: Session, *, partial_ok: bool) -> bool:
+        """Make the next step, if there are rows for it; return whether there were.
+
+        What it was read from is let go of on return: the next step is read into the same memory,
+        and a trainer's step does not hold the bytes of the one after it.
+        """
+        taken = self._sampler.take(s, self._next_step, partial_ok=partial_ok)
+        if taken is not None:
+            self._next_step += 1
+            self.queue.put(self._lease_step(s, *taken))
+        return taken is not None
+
+    def _lease_step(self, s: Session, manifest: Manifest, rows: LoadedRows) -> TrainStep:
+        """Return the step of these rows, leased."""
+        name, token = self._options.consumer, self._lease.token
+
+        def collate() -> tuple[list[MicroBatch], NewEvent]:
+            microbatches = self._maker.collate(manifest, rows)
+            return microbatches, new_event(manifest.leased_by(name, token))
+
+        def append(tx: Transaction) -> bytes:
+            self._lease.append(tx, [event])
+            reached("inside-lease")
+            return log.end(tx, self._experiment.key).head
+
+        microbatches, event = s.compute(collate)
+        reached("before-lease")
+        head = s.write(append)
+        reached("after-lease")
+        return self._maker.step(manifest, rows, microbatches, head)
+
+    # -- what it says
+
+    async def _waiting_for(self) -> str:
+        lacking = await self._database.read(self._sampler.waiting_for)
+        return f"trainer {self._options.consumer!r} waits for {lacking}"
+
+    async def _say_what_is_left(self, served: int) -> None:
+        """Say what is left, if anything, and why, at the end of a stream of ``served`` steps."""
+        left = await self._database.read(self._sampler.left)
+        if not (left or served):
+            left = await self._database.read(self._sampler.found)
+        if left:
+            steps = f"after {counted(served, 'step')}" if served else "without a step"
+            _logger.warning("trainer %r ended %s: %s", self._options.consumer, steps, left)
+
+    # -- committing
+
+    async def commit(
+        self, step: TrainStep, steps: Sequence[int], delivered: DeliveredSteps, kept: Commit
+    ) -> None:
+        """Record, in one transaction, that ``steps``, the last one ``step``, were trained.
+
+        Raises:
+            LeaseLostError: another process took over; nothing was recorded.
+            CheckpointError: no file at the checkpoint or the policy.
+        """
+        rows = await self._ranks.all_parts(steps, delivered.rows(steps), self._lease)
+        delivered.require_rows(steps, rows)
+        commit = StepsCommitted(
+            consumer=self._options.consumer,
+            token=self._lease.token,
+            steps=steps,
+            manifests=delivered.digests(steps),
+            rows_by_rank=rows,
+            chain=step.chain,
+            checkpoint=None,
+            checkpoint_digest=None,
+            metrics=finite(kept.metrics or {}),
+            environment=dict(kept.environment or environment_of_run(self._options.device)),
+            **skips(kept.skipped or {}),
+        )
+        events = await commit_events(commit, kept.checkpoint, kept.policy)
+        reached("before-commit")
+        await self._append_commit(events, step)
+        reached("after-commit")
+
+    async def _append_commit(self, events: list[NewEvent], step: TrainStep) -> None:
+        name, key = self._options.consumer, self._experiment.key
+
+        def append(tx: Transaction) -> None:
+            self._lease.append(tx, events)
+            reached("inside-commit")
+
+        try:
+            await self._database.write(append)
+        except StoreError:
+            # The connection may have been lost after the commit: read its key back, never send it
+            # again blindly.
+            row = await self._database.read(queries.consumer_row, key, name)
+            if row is None or row.committed_step < step.step or row.token != self._lease.token:
+                raise
