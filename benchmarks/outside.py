@@ -2,6 +2,7 @@
 
 python -m benchmarks.outside                 # all
 python -m benchmarks.outside trl --record    # one; append the result to docs/outside.jsonl
+python -m benchmarks.outside playwright --record   # and take the pictures of the documents anew
 
 A folder below tests/outside is one package: `requirements.lock` says what is installed beside it,
 the tests run in that environment. It is made on first use in .venv-outside and made anew when the
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -48,8 +50,13 @@ def packages() -> list[str]:
     return sorted(lock.parent.name for lock in FOLDERS.glob("*/requirements.lock"))
 
 
-def run(package: str) -> Outcome:
-    """Return what the tests with ``package`` say, in its own environment."""
+def run(package: str, pictures: Path | None = None) -> Outcome:
+    """Return what the tests with ``package`` say, in its own environment.
+
+    Args:
+        package: the name of its folder.
+        pictures: the folder where tests leave pictures, None: one of their own.
+    """
     folder = FOLDERS / package
     pinned = re.search(
         rf"^{package}==(\S+)", (folder / "requirements.lock").read_text(), re.MULTILINE
@@ -66,6 +73,7 @@ def run(package: str) -> Outcome:
         text=True,
         timeout=LIMIT_S,
         check=False,
+        env=os.environ | ({} if pictures is None else {"PICTURES": str(pictures)}),
     )
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()]
     if done.returncode:
@@ -110,7 +118,7 @@ def main() -> None:
     asked = parser.parse_args()
     failed = False
     for name in asked.package or packages():
-        outcome = run(name)
+        outcome = run(name, RESULTS.parent if asked.record else None)
         failed |= not outcome.ok
         state = "passed" if outcome.ok else "FAILED"
         print(f"{name} {outcome.version}: {state}: {outcome.said}", flush=True)
