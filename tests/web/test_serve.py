@@ -17,6 +17,8 @@ import pytest
 import uvicorn
 from pysqlite3 import dbapi2
 from starlette.testclient import TestClient
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tests.stories import rollout, tell
 from tests.web.test_report import NAME, Page, hostile_run
@@ -33,6 +35,7 @@ PAGES = {
     f"rollout?uid={UID}": "select length from experience where batch='b0' and task='1' and run=1",
     "rejected": "select count(*) from rejection where reason = 'zero_variance'",
     "staleness": "select count(*) from delivery where step = 2",
+    "diff?first=grpo&second=varied": "select count(*) from experience where refused is null",
     "search?text=1+and+1": "select run from experience where batch='b0' and task='1' and run=1",
     "events": "select max(position) from event",
 }
@@ -121,6 +124,53 @@ def test_an_overlay_marks_tokens(client: TestClient, overlay: str) -> None:
     marked = re.findall(r'<tr class="((?:up|down)[1-5])', page)
     assert bool(marked) == (overlay != "text")
     assert (overlay == "text") == ("<h3>response_text</h3>" in page)
+
+
+def test_a_bar_and_a_lane_lead_to_each_step(client: TestClient) -> None:
+    for path in ("/sort/steps", "/sort/steps/2", "/sort/staleness"):
+        blocks = re.findall(
+            r'<a href="/sort/steps/(\d+)[^>]*><rect class="shade', client.get(path).text
+        )
+        assert blocks == ["1", "2", "3"]
+    assert client.get("/sort/steps/2").text.count("current") == 1
+
+
+def test_sets_are_compared_for_longer_on_request(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_buffer.web.diff_view.FIRST_S", 0)
+    path = "/sort/diff?first=grpo&second=varied"
+    page = client.get(path).text
+    longer = re.search(r'href="([^"]+)">compare for longer', page)
+    assert longer is not None
+    whole = client.get(html.unescape(longer[1]).replace("seconds=0", "seconds=9")).text
+    assert "compare for longer" not in whole
+    assert "annotated / rejected: zero_variance" in whole
+
+
+def test_runs_are_compared(store_url: str, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        anyio.run(tell, store_url, tmp_path / name, name)
+    with TestClient(inspector(store_url), base_url=BASE) as client:
+        page = " ".join(Page(client.get("/one/diff?run=two").text).text.split())
+    assert "one and two" in page
+    assert re.search(r"rows (\d+) \1 ", page)
+
+
+async def test_tokens_have_texts_where_the_experiment_names_a_tokenizer(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    words = {f"<{at}>": at for at in range(99)}
+    Tokenizer(WordLevel(words, unk_token="<0>")).save(str(tmp_path / "tokenizer.json"))
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("named", config={"tokenizer": str(tmp_path)})
+        given = rollout("b0", 0, 0, 1.0)
+        await experiment.writer("e0").write([given])
+    with TestClient(inspector(sqlite_url), base_url=BASE) as client:
+        page = client.get("/named/rollout", params={"uid": "b0/0/0/0/"}).text
+    flow = re.search(r'<p class="flow">(.*)</p>', page)
+    assert flow is not None
+    assert Page(flow[1]).text.split() == [f"<{int(one)}>" for one in given.tokens]
 
 
 def test_whatever_a_rollout_says_stays_text(sqlite_url: str) -> None:

@@ -106,6 +106,9 @@ class RunConfig(_Section):
     model: ModelConfig | str = Field(
         ModelConfig(), description="folder of a causal language model of transformers"
     )
+    tokenizer: str | None = Field(
+        None, description="folder of a tokenizer, by which tokens are shown; null: the model's"
+    )
     rollout: str | None = Field(
         None, description="`module:function` that attempts a task; null: the demo's own tasks"
     )

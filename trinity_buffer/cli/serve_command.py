@@ -57,7 +57,9 @@ def serve(
             lifespan="on",
             timeout_graceful_shutdown=GOODBYE_S,
         )
-        typer.echo(escaped(f"shows {shown}: http://{host}:{port}/"))
-        await uvicorn.Server(config).serve()
+        listening = config.bind_socket()
+        listening.listen()  # who reads where it is may ask at once
+        typer.echo(escaped(f"shows {shown}: http://{host}:{listening.getsockname()[1]}/"))
+        await uvicorn.Server(config).serve([listening])
 
     run(main)

@@ -162,14 +162,14 @@ async def _record(
     from trinity_buffer.recorder.app import Recorder, RecorderSettings  # noqa: PLC0415
     from trinity_buffer.recorder.recording import Recording  # noqa: PLC0415
 
-    url, name, actor, config = place
+    url, name, actor, chosen = place
     async with open_store(url) as store, Server(upstream[0], api_key=upstream[1]) as behind:
-        recording = await Recording.begin(store, name, actor=actor, config=config)
+        recording = await Recording.begin(store, name, actor=actor, config=chosen)
         recorder = Recorder(behind, recording, RecorderSettings(**settings))
         host, port = listens
-        server = uvicorn.Server(
-            uvicorn.Config(recorder.app(), host, port, log_level="warning", access_log=False)
-        )
-        said = f"records what {behind.root} answers into {name}: http://{host}:{port}/v1"
-        typer.echo(escaped(said))
-        await server.serve()
+        config = uvicorn.Config(recorder.app(), host, port, log_level="warning", access_log=False)
+        listening = config.bind_socket()
+        listening.listen()  # who reads where it is may ask at once
+        at = f"http://{host}:{listening.getsockname()[1]}/v1"
+        typer.echo(escaped(f"records what {behind.root} answers into {name}: {at}"))
+        await uvicorn.Server(config).serve([listening])

@@ -110,6 +110,22 @@ async def compare_sets(
         UnknownNameError: no such annotation set.
         DamagedSegmentError: a checksum does not hold.
     """
+    found, head = SetDifference(first, second), await source.head()
+    async for so_far, position in comparing(source, first, second, limit=limit):
+        found = so_far
+        progress("diff", position, head)
+    return found
+
+
+async def comparing(
+    source: Source, first: str, second: str, *, limit: int = 20
+) -> AsyncIterator[tuple[SetDifference, int]]:
+    """Yield what was found so far and the position that was reached, page by page.
+
+    Raises:
+        UnknownNameError: no such annotation set.
+        DamagedSegmentError: a checksum does not hold.
+    """
     consumers = await source.read(queries.consumers, source.key)
     names = [name for name, row in consumers.items() if row.kind == "strategy"]
     for name in (first, second):
@@ -117,7 +133,6 @@ async def compare_sets(
             known = ", ".join(names) or "none"
             raise UnknownNameError(f"no annotation set {name!r} (there: {known})")
     found = SetDifference(first, second)
-    head = await source.head()
     async for rows in pages(source):
         compared = await _compared(source, rows, first, second)
         for one in compared:
@@ -125,8 +140,7 @@ async def compare_sets(
         found.rows = heapq.nlargest(
             limit, [*found.rows, *(one for one in compared if one.by)], key=lambda one: one.by
         )
-        progress("diff", position_of(rows[-1].address), head)
-    return found
+        yield found, position_of(rows[-1].address)
 
 
 def _count(found: SetDifference, one: Differing) -> None:

@@ -25,11 +25,11 @@ from trinity_buffer.errors import (
 from trinity_buffer.inspect.events import event_lines
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.web.asked import GREATEST, Asked, whole
+from trinity_buffer.web.asked import GREATEST, Asked, View, whole
 from trinity_buffer.web.guard import Guard
 from trinity_buffer.web.prometheus import CONTENT_TYPE, metrics
 from trinity_buffer.web.templating import segment, templates
-from trinity_buffer.web.views import PAGES, View
+from trinity_buffer.web.views import PAGES
 
 STATIC = Path(__file__).parent / "static"
 STATUS: dict[type[TrinityBufferError], int] = {

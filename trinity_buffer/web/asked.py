@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.inspect.source import Source, now
@@ -71,3 +72,8 @@ def whole(key: str, said: str, greatest: int = GREATEST_STEP) -> int:
     if not digits or int(said) > greatest:
         raise InvalidArgumentError(f"{key}={said[:40]!r}: it must be a whole number")
     return int(said)
+
+
+Page = tuple[str, dict[str, Any]]
+"""The name of a template, and what stands in it."""
+View = Callable[[Asked], Awaitable[Page]]

@@ -1,12 +1,17 @@
-"""Small charts as SVG: lines over steps, and bars of a histogram."""
+"""Small charts as SVG: lines over steps, bars of a histogram, lanes of actors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trinity_buffer.inspect.steps import Staleness
+
 WIDTH, HEIGHT = 320, 120
 LEFT, BOTTOM, TOP = 44, 18, 8
+WIDE, LANE = 960, 18
+BAR_HEIGHT = 48
+SHADES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +96,74 @@ def histogram(values: Sequence[float], bins: int = 12) -> list[Bar]:
         )
         for at, count in enumerate(counts)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A place for one gradient step in a bar or a lane.
+
+    Attributes:
+        shade: 1 to 5, how strongly it is drawn; 0: nothing is known of it.
+        current: whether the page is about this step.
+    """
+
+    x: float
+    y: float
+    width: float
+    height: float
+    step: int
+    label: str
+    shade: int
+    current: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The steps that hold rows of one actor; ``y`` is where its lane begins."""
+
+    actor: str
+    y: int
+    blocks: tuple[Block, ...]
+
+
+def step_bar(
+    points: Sequence[tuple[int, float | None]], current: int | None = None
+) -> tuple[Block, ...]:
+    """Return a block for each step, the higher its value the stronger and the taller."""
+    known = [value for _, value in points if value is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    width = min(WIDE / max(len(points), 1), 40.0)
+
+    def block(at: int, step: int, value: float | None) -> Block:
+        share = 0.0 if value is None or high == low else (value - low) / (high - low)
+        height = round(BAR_HEIGHT * (0.25 + 0.75 * share), 1)
+        label = f"step {step}" if value is None else f"step {step}: reward {value:.4g}"
+        shade = 0 if value is None else 1 + round(share * (SHADES - 1))
+        x, y = round(at * width, 2), round(BAR_HEIGHT - height, 1)
+        return Block(x, y, round(width * 0.9, 2), height, step, label, shade, step == current)
+
+    return tuple(block(at, step, value) for at, (step, value) in enumerate(points))
+
+
+def lanes(some: Sequence[Staleness]) -> tuple[Lane, ...]:
+    """Return a lane for each actor: a block where a step trained on rows of it, by their age."""
+    if not some:
+        return ()
+    first, last = min(one.step for one in some), max(one.step for one in some)
+    most = max(one.mean for one in some)
+    width = min(WIDE / (last - first + 1), 40.0)
+
+    def block(y: int, one: Staleness) -> Block:
+        shade = 1 + round((SHADES - 1) * max(one.mean, 0.0) / most) if most > 0 else 1
+        label = (
+            f"step {one.step}, {one.actor}: {one.rows} rows, mean staleness {one.mean:.3g}, "
+            f"greatest {one.greatest}"
+        )
+        x = round((one.step - first) * width, 2)
+        return Block(x, y + 2, round(width * 0.9, 2), LANE - 4, one.step, label, shade)
+
+    actors = sorted({one.actor for one in some})
+    return tuple(
+        Lane(actor, at * LANE, tuple(block(at * LANE, one) for one in some if one.actor == actor))
+        for at, actor in enumerate(actors)
+    )

@@ -4,14 +4,27 @@ const KEPT_EVENTS = 500;
 const PAUSE_MS = 2000;
 
 // j, k: the next and the previous row; g: the first one. Enter follows the link that has the focus.
+// n, p: the next and the previous page of this kind; /: search; 1, 2, ...: the pages of the bar.
+function linkOf(key) {
+  if (key === "n") return document.querySelector("[rel=next]");
+  if (key === "p") return document.querySelector("[rel=prev]");
+  if (key === "/") return document.querySelector("nav a[href$='/search']");
+  return /^[1-9]$/.test(key) ? document.querySelectorAll("nav a")[key - 1] : null;
+}
 document.addEventListener("keydown", (key) => {
-  if (key.ctrlKey || key.metaKey || key.altKey || key.target.matches("input, textarea")) return;
+  if (key.ctrlKey || key.metaKey || key.altKey) return;
+  if (key.target.matches("input, textarea, select")) return;
   const rows = [...document.querySelectorAll("[data-row]")];
   const links = rows.map((row) => row.querySelector("a")).filter(Boolean);
   const own = document.activeElement.closest("[data-row]");
   const at = links.findIndex((link) => link.closest("[data-row]") === own);
   const to = { j: Math.min(at + 1, links.length - 1), k: Math.max(at - 1, 0), g: 0 }[key.key];
   if (to !== undefined && links[to]) links[to].focus();
+  const link = to === undefined ? linkOf(key.key) : null;
+  if (link) {
+    key.preventDefault();
+    link.click();
+  }
 });
 
 function follow(url, told) {
