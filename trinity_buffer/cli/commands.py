@@ -104,6 +104,10 @@ COMMANDS = {
         f"{_EXPORT}:export",
         "Write what is stored to a file: a row for each rollout, with its advantage and its fate.",
     ),
+    "import": Command(
+        "trinity_buffer.cli.import_command:import_",
+        "Take what another package left in files into a store, ready to be annotated and trained.",
+    ),
     "report": Command(
         "trinity_buffer.cli.report_command:report",
         "Write a page about a run: one file that opens offline, without scripts.",

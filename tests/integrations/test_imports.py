@@ -1,0 +1,288 @@
+"""Each import goes into training, and what is no such file is told with its place.
+
+The files of Trinity-RFT in `dumps` are by the real package, 0.6.0 (`tests/outside/trinity-rft`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import ipc, parquet
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import trinity_buffer as tb
+from trinity_buffer.cli.main import app
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.integrations.imports import trinity
+from trinity_buffer.integrations.imports.formats import Imported, import_file
+from trinity_buffer.integrations.imports.plain_pickle import plain
+from trinity_buffer.integrations.imports.texts import Texts
+
+DUMPS = Path(__file__).with_name("dumps")
+WORDS = ["<e>", "<user>", "<assistant>", *["one", "two", "three", "four", "five"]]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} <e> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+PAIRS: dict[str, dict[str, Any]] = {
+    "texts": {"prompt": "one two", "chosen": "three", "rejected": "four five"},
+    "messages": {
+        "prompt": [{"role": "user", "content": "one two"}],
+        "chosen": [{"role": "assistant", "content": "three"}],
+        "rejected": [{"role": "assistant", "content": "four five"}],
+    },
+    "no prompt": {
+        "chosen": [
+            {"role": "user", "content": "one two"},
+            {"role": "assistant", "content": "three"},
+        ],
+        "rejected": [
+            {"role": "user", "content": "one two"},
+            {"role": "assistant", "content": "four five"},
+        ],
+    },
+}
+DEMONSTRATIONS: dict[str, dict[str, Any]] = {
+    "texts": {"prompt": "one two", "completion": "three"},
+    "messages": {"messages": PAIRS["no prompt"]["chosen"]},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    inner = Tokenizer(WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<e>"))
+    inner.pre_tokenizer = WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<e>")
+    made.chat_template = TEMPLATE
+    made.save_pretrained(folder)
+    return folder
+
+
+def imported(url: str, name: str, path: Path, tokenizer: Path | None = None) -> Imported:
+    async def main() -> Imported:
+        async with tb.open_store(url) as store:
+            return await import_file(store, "run", name, path, tokenizer=tokenizer)
+
+    return anyio.run(main)
+
+
+def rows_of(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Return ``path``, written as its name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(list(rows)), path)
+    elif path.suffix == ".arrow":
+        table = pa.Table.from_pylist(list(rows))
+        with ipc.new_stream(path, table.schema) as file:
+            file.write_table(table)
+    else:
+        lines = [json.dumps(row) for row in rows]
+        path.write_text("\n".join(lines) if path.suffix == ".jsonl" else f"[{','.join(lines)}]")
+    return path
+
+
+def words(ids: torch.Tensor) -> str:
+    return " ".join(WORDS[int(one)] for one in ids)
+
+
+async def annotated(url: str) -> list[tb.Experience]:
+    async with tb.open_store(url) as store:
+        experiment = await store.experiment("run")
+        await tb.run_strategy(experiment, "grpo")
+        return [one async for one in experiment.read()]
+
+
+def trained(url: str, strategy: str | None) -> int:
+    """Train on everything that is stored; return how many rows that were."""
+    count = 0
+    with tb.open_train_stream(
+        url, experiment="run", strategy=strategy, groups_per_step=1
+    ) as stream:
+        for step in stream:
+            assert all(batch["action_mask"].any() for batch in step.microbatches)
+            count += len(step.manifest.experiences)
+            stream.commit(step)
+    return count
+
+
+def test_a_buffer_of_trinity_is_trained_as_it_was_recorded(sqlite_url: str) -> None:
+    assert imported(sqlite_url, "trinity-rft", DUMPS / "trinity.db").written == 8
+    again = imported(sqlite_url, "trinity-rft", DUMPS / "trinity.db")
+    assert (again.written, again.duplicates, again.batches) == (0, 8, 2)
+    given = list(trinity.read(DUMPS / "trinity.db", Texts(None)))
+    found = anyio.run(annotated, sqlite_url)
+    for one, other in zip(given, found, strict=True):
+        assert one.eid == other.eid
+        assert torch.equal(one.tokens, other.tokens)
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        assert torch.equal(one.logprobs, other.logprobs)
+        assert (one.reward, one.info, one.custom_fields) == (
+            other.reward,
+            other.info,
+            other.custom_fields,
+        )
+    assert given[0].info["big"] == 2**40
+    assert trained(sqlite_url, "grpo") == 8
+
+
+def test_texts_of_trinity_are_tokenised(sqlite_url: str, tokenizer: Path) -> None:
+    assert imported(sqlite_url, "trinity-rft", DUMPS / "trinity.jsonl", tokenizer).written == 8
+    found = anyio.run(annotated, sqlite_url)
+    assert words(found[0].tokens) == "one two three four four <e>"
+    assert [one.prompt_length for one in found] == [3] * 8
+    assert trained(sqlite_url, "grpo") == 8
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "by their input"])
+def test_rollouts_of_verl_keep_their_groups(
+    sqlite_url: str, tmp_path: Path, tokenizer: Path, named: bool
+) -> None:
+    for step in (2, 10):
+        rows = [
+            {
+                "input": f"one {word}",
+                "output": "three",
+                "score": float(run),
+                "step": step,
+                "gts": "4",
+                **({"uid": f"{word}_{run}_0"} if named else {}),
+            }
+            for word in ("two", "four")
+            for run in range(2)
+        ]
+        rows_of(tmp_path / "dumps" / f"{step}.jsonl", rows)
+    assert imported(sqlite_url, "verl", tmp_path / "dumps", tokenizer).written == 8
+    found = anyio.run(annotated, sqlite_url)
+    assert [one.info["model_version"] for one in found] == [1] * 4 + [9] * 4
+    assert {one.info["gts"] for one in found} == {"4"}
+    assert [one.eid.run for one in found] == [0, 1] * 4
+    assert len({(one.eid.batch, one.eid.task) for one in found}) == 4
+    assert trained(sqlite_url, "grpo") == 8
+
+
+def episode(step: int, group: str, reward: float) -> dict[str, Any]:
+    """Return what a line of prime-rl's stream holds: a question, an answer, and another answer."""
+    nodes: list[dict[str, Any]] = [
+        {"parent": None, "message": {"role": "user", "content": "?"}, "mask": [False] * 3},
+        {"parent": 0, "message": {"role": "assistant", "content": "a"}, "mask": [False, True]},
+        {"parent": 0, "message": {"role": "assistant", "content": "b"}, "mask": [True, True]},
+    ]
+    for at, node in enumerate(nodes):
+        mask = node["mask"]
+        node["token_ids"] = [10 * at + n for n in range(len(mask))]
+        node["logprobs"] = [-0.5] * sum(mask)
+    work = {"type": "train", "step": step, "policy": {"start": step - 1, "end": step}}
+    rewards = {"right": {"score": reward, "weight": 2.0}, "absent": None}
+    trace = {"id": f"{step}-{group}-{reward}", "nodes": nodes, "rewards": rewards}
+    run = {"type": "train", "id": "r", "work": work}
+    return {"id": f"e{reward}", "group": {"id": group}, "run": run, "traces": [trace]}
+
+
+def test_episodes_of_prime_rl_are_trained(sqlite_url: str, tmp_path: Path) -> None:
+    traces = tmp_path / "monitors" / "file" / "traces"
+    given = [episode(3, group, float(n)) for group in "ab" for n in range(2)]
+    looked_at = episode(3, "c", 0.0)
+    looked_at["run"]["work"]["type"] = "eval"
+    rows_of(traces / "stream" / "0.jsonl", [*given, looked_at])
+    stream = {"index": 1, "advantages": [None, None, None, 0.25, -0.25]}
+    update = {"trace_id": "3-a-1.0", "branches": [stream]}
+    rows_of(traces / "annotations" / "orchestrator.jsonl", [update])
+    rows_of(traces / "annotations" / "orchestrator.index.jsonl", [{"offset": 0}])
+    assert imported(sqlite_url, "prime-rl", tmp_path).written == 8
+    found = {one.eid.uid: one for one in anyio.run(annotated, sqlite_url)}
+    one = found["step-3/a/1/1/"]
+    assert one.tokens.tolist() == [0, 1, 2, 20, 21]
+    assert (one.prompt_length, one.reward, one.info["model_version"]) == (3, 2.0, 2)
+    assert one.advantages is not None
+    assert one.advantages.tolist() == [0.25, -0.25]
+    other = found["step-3/b/0/0/"]
+    assert other.logprobs is not None
+    assert (other.prompt_length, other.logprobs.tolist()) == (4, [-0.5])
+    assert trained(sqlite_url, "grpo") == 8
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", "saved/data-0.arrow"])
+def test_pairs_are_trained(
+    sqlite_url: str, tmp_path: Path, tokenizer: Path, kind: str, suffix: str
+) -> None:
+    path = rows_of(tmp_path / f"pairs{suffix}", [PAIRS[kind]] * 3)
+    place = path.parent if path.suffix == ".arrow" else path
+    assert imported(sqlite_url, "preferences", place, tokenizer).written == 3
+    (first, *_) = (one for one in _read(sqlite_url))
+    assert first.chosen is not None
+    assert first.rejected is not None
+    assert (words(first.chosen), words(first.rejected)) == ("three <e>", "four five <e>")
+    whole = "one two" if kind == "texts" else "<user> one two <e> <assistant>"
+    assert words(first.tokens) == whole
+    assert trained(sqlite_url, None) == 3
+
+
+@pytest.mark.parametrize("kind", DEMONSTRATIONS)
+def test_demonstrations_are_trained(
+    sqlite_url: str, tmp_path: Path, tokenizer: Path, kind: str
+) -> None:
+    path = rows_of(tmp_path / "sft.jsonl", [DEMONSTRATIONS[kind]] * 3)
+    assert imported(sqlite_url, "sft", path, tokenizer).written == 3
+    (first, *_) = (one for one in _read(sqlite_url))
+    assert words(first.tokens[first.prompt_length :]) == "three <e>"
+    assert trained(sqlite_url, None) == 3
+
+
+def _read(url: str) -> list[tb.Experience]:
+    async def main() -> list[tb.Experience]:
+        async with tb.open_store(url, read_only=True) as store:
+            return [one async for one in (await store.experiment("run")).read()]
+
+    return anyio.run(main)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "says"),
+    [
+        ("preferences", {"chosen": "a"}, "x.jsonl:1: a pair has chosen and rejected"),
+        ("preferences", {"chosen": "ab", "rejected": "ac"}, "there is no prompt"),
+        ("sft", {"text": "a"}, "x.jsonl:1: a demonstration has messages"),
+        ("verl", {"input": "a"}, "x.jsonl:1: verl's dumps have output, score, step"),
+        ("trinity-rft", {"a": 1}, "x.jsonl:1: an experience of Trinity-RFT has an eid"),
+        ("sft", DEMONSTRATIONS["texts"], "give --tokenizer FOLDER"),
+        ("sft", [], "x.jsonl:1: a row must be a JSON object"),
+    ],
+)
+def test_what_cannot_be_imported_is_told(
+    sqlite_url: str, tmp_path: Path, name: str, row: Any, says: str
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(InvalidArgumentError, match=says):
+        imported(sqlite_url, name, path)
+
+
+def test_a_pickle_that_calls_something_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="GLOBAL is no plain data"):
+        plain(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(InvalidArgumentError, match="cannot be read"):
+        plain(b"\x80\x05}\x94")
+
+
+def test_the_command_says_what_it_took(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/run.db"
+    asked = ["import", "trinity-rft", str(DUMPS / "trinity.db"), "--store", url]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    assert "8 experiences in 2 batches" in done.output
+    told = json.loads(CliRunner().invoke(app, [*asked, "--json"]).output)
+    assert told == {"written": 0, "duplicates": 8, "batches": 2}

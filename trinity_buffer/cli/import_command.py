@@ -1,0 +1,58 @@
+"""The command that takes in what other packages left in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trinity_buffer.cli.asking import run
+from trinity_buffer.cli.escaping import escaped
+from trinity_buffer.cli.options import JsonOption, made_folder
+from trinity_buffer.cli.printing import print_json
+from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.integrations.imports.formats import FORMATS, Imported, import_file
+from trinity_buffer.pipeline.store import open_store
+
+
+def import_(
+    name: Annotated[str, typer.Argument(metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")],
+    path: Annotated[Path, typer.Argument(help="The file or the folder.")],
+    store: Annotated[
+        str, typer.Option(envvar="TRINITY_BUFFER_STORE", help="Where to: a path or URL.")
+    ] = "runs/imported.db",
+    experiment: Annotated[
+        str | None, typer.Option(help="Its name; by default the name of the file.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of a tokenizer of transformers, for texts.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take what another package left in files into a store, ready to be annotated and trained.
+
+    Example: trinity-buffer import sft demonstrations.jsonl --tokenizer Qwen/
+    """
+    if name not in FORMATS:
+        known = "; ".join(f"{key}: {one.holds}" for key, one in FORMATS.items())
+        raise UnknownNameError(f"no format {name!r} ({known})")
+    if "://" not in store:
+        made_folder(Path(store).parent)
+
+    async def main() -> Imported:
+        async with open_store(store) as opened:
+            return await import_file(
+                opened, experiment or path.stem, name, path, tokenizer=tokenizer
+            )
+
+    done: Imported = run(main)
+    if as_json:
+        print_json(done.to_dict())
+        return
+    typer.echo(
+        escaped(
+            f"{done.written} experiences in {done.batches} batches written to {store}, "
+            f"{done.duplicates} were there already"
+        )
+    )

@@ -1,0 +1,131 @@
+"""Episodes that prime-rl's file monitor wrote: ``traces/stream`` and ``traces/annotations``.
+
+Written against verifiers 0.4.0, whose `Episode.to_record` a line is. An episode is a run of its
+group, a branch of one of its traces is a step; episodes of an evaluation are passed over. What
+producers noted later is folded on, the newest winning: advantages become those of the experience.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.experience import Experience
+from trinity_buffer.identity import EID
+from trinity_buffer.integrations.imports.rows import rows
+from trinity_buffer.integrations.imports.texts import Texts
+
+Path_ = list[dict[str, Any]]
+"""The nodes of a branch, from the first message to the last."""
+
+
+def read(path: Path, texts: Texts) -> Iterator[Experience]:
+    """Yield a rollout for each branch of each trainable trace; ``path``: the run, or ``traces``.
+
+    Raises:
+        InvalidArgumentError: there is no stream of episodes, or only one that is compressed.
+    """
+    del texts  # traces hold token ids
+    traces = path / "monitors" / "file" / "traces"
+    traces = traces if traces.is_dir() else path
+    notes = _notes(traces / "annotations")
+    runs: dict[tuple[str, str], int] = {}
+    for where, episode in _lines(traces / "stream"):
+        work = (episode.get("run") or {}).get("work") or {}
+        if work.get("type") == "eval":
+            continue
+        place = (f"step-{work.get('step', 0)}", _group(where, episode))
+        runs[place] = runs.get(place, -1) + 1
+        found = _branches(episode)
+        for step, (trace, index, nodes) in enumerate(found):
+            told = notes.get(trace["id"], {})
+            eid = EID(*place, runs[place], step)
+            yield _experience(eid, trace, nodes, told, index, work.get("policy") or {})
+
+
+def _lines(stream: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the records of a stream: one file, or a folder of numbered chunks."""
+    if any(stream.glob("*.zst")):
+        raise InvalidArgumentError(f"{stream}: unpack its chunks first, with zstd -d --rm *.zst")
+    single = stream.with_suffix(".jsonl")
+    yield from rows(single if single.is_file() else stream)
+
+
+def _notes(folder: Path) -> dict[str, dict[int, list[float | None]]]:
+    """Return per trace and branch the advantages that were noted, one for each token."""
+    found: dict[str, dict[int, list[float | None]]] = {}
+    names = {one.name.partition(".")[0] for one in folder.glob("*")} if folder.is_dir() else set()
+    for name in sorted(names):
+        for _, update in _lines(folder / name):
+            told = [one for one in update.get("branches") or [] if one.get("advantages")]
+            own = {branch["index"]: branch["advantages"] for branch in told}
+            found.setdefault(update["trace_id"], {}).update(own)
+    return found
+
+
+def _group(where: str, episode: dict[str, Any]) -> str:
+    group = (episode.get("group") or {}).get("id") or episode.get("id")
+    if group is None:
+        raise InvalidArgumentError(f"{where}: an episode of prime-rl has an id")
+    return str(group)
+
+
+def _branches(episode: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int, Path_]]:
+    for trace in episode.get("traces") or []:
+        if not (trace.get("agent") or {}).get("trainable", True):
+            continue
+        nodes = trace["nodes"]
+        parents = {node.get("parent") for node in nodes}
+        leaves = [at for at in range(len(nodes)) if at not in parents]
+        for index, leaf in enumerate(leaves):
+            path: Path_ = []
+            at: int | None = leaf
+            while at is not None:
+                path.insert(0, nodes[at])
+                at = nodes[at].get("parent")
+            if any(node.get("mask") and any(node["mask"]) for node in path):
+                yield trace, index, path
+
+
+def _experience(
+    eid: EID,
+    trace: dict[str, Any],
+    nodes: Path_,
+    told: dict[int, list[float | None]],
+    index: int,
+    policy: dict[str, Any],
+) -> Experience:
+    ids = [one for node in nodes for one in node["token_ids"]]
+    mask = [one for node in nodes for one in node["mask"]]
+    start = max(mask.index(True), 1)
+    noted = told.get(index)
+    return Experience(
+        eid=eid,
+        tokens=ids,
+        prompt_length=start,
+        action_mask=mask[start:],
+        logprobs=_spread(nodes)[start:],
+        advantages=None if noted is None else [one or 0.0 for one in noted[start : len(ids)]],
+        reward=sum(one["score"] * one.get("weight", 1.0) for one in _rewards(trace)),
+        messages=[node["message"] for node in nodes],
+        info={
+            **({"model_version": policy["start"]} if "start" in policy else {}),
+            "trace": trace["id"],
+            "agent": (trace.get("agent") or {}).get("name"),
+        },
+    )
+
+
+def _spread(nodes: Path_) -> list[float]:
+    """Return a log-probability for each token: 0 for what nobody sampled."""
+    found: list[float] = []
+    for node in nodes:
+        sampled = iter(node.get("logprobs") or [])
+        found += [next(sampled, 0.0) if one else 0.0 for one in node["mask"]]
+    return found
+
+
+def _rewards(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in (trace.get("rewards") or {}).values() if one is not None]

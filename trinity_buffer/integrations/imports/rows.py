@@ -1,0 +1,69 @@
+"""The rows of a data set in a file: JSON, JSONL, Parquet, or what `save_to_disk` wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.extras import extra
+
+
+def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where each row stands, as ``file:line``, and what it holds.
+
+    Raises:
+        InvalidArgumentError: the file is not there, or a line is no JSON object.
+    """
+    if not path.exists():
+        raise InvalidArgumentError(f"{path}: there is no such file or folder")
+    if path.is_dir():
+        for file in sorted(path.rglob("*"), key=_by_number):
+            if file.suffix in READERS:
+                yield from rows(file)
+        return
+    if path.suffix not in READERS:
+        raise InvalidArgumentError(
+            f"{path}: a data set ends in {', '.join(READERS)}, or is a folder"
+        )
+    for number, row in enumerate(READERS[path.suffix](path), 1):
+        if not isinstance(row, dict):
+            raise InvalidArgumentError(f"{path}:{number}: a row must be a JSON object")
+        yield f"{path.name}:{number}", row
+
+
+def _by_number(file: Path) -> tuple[int, str]:
+    """Order ``2.jsonl`` before ``10.jsonl``."""
+    return (int(file.stem) if file.stem.isdigit() else 0, str(file))
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise InvalidArgumentError(f"{path}:{number}: no JSON ({error})") from None
+
+
+def _whole(path: Path) -> Iterator[Any]:
+    if path.name in ("dataset_info.json", "state.json", "dataset_dict.json"):
+        return  # of `save_to_disk`, beside the rows
+    found = json.loads(path.read_text(encoding="utf-8"))
+    yield from found if isinstance(found, list) else [found]
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    for batch in extra("pyarrow.parquet", "parquet").ParquetFile(path).iter_batches():
+        yield from batch.to_pylist()
+
+
+def _arrow(path: Path) -> Iterator[Any]:
+    with extra("pyarrow", "parquet").memory_map(str(path)) as file:
+        for batch in extra("pyarrow.ipc", "parquet").open_stream(file):
+            yield from batch.to_pylist()
+
+
+READERS = {".jsonl": _lines, ".json": _whole, ".parquet": _parquet, ".arrow": _arrow}

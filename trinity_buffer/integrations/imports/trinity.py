@@ -1,0 +1,140 @@
+"""What Trinity-RFT's buffers hold: its SQLite files with tokens, its JSONL files with texts.
+
+Written against Trinity-RFT 0.6.0. In SQLite an experience is a row of the table ``NAME`` and a blob
+in ``NAME_blob``: tensors as safetensors and the rest as a pickle, of which only plain data is read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from pysqlite3 import dbapi2
+from safetensors.torch import load
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.experience import CustomField, Experience
+from trinity_buffer.identity import EID
+from trinity_buffer.integrations.imports.plain_pickle import plain
+from trinity_buffer.integrations.imports.rows import rows
+from trinity_buffer.integrations.imports.texts import Texts
+
+MAGIC = b"TRXP"
+HEADER = struct.Struct("<BQQ")
+PLAIN = ("truncate_status", "info", "metrics", "response_text", "prompt_text", "messages", "tools")
+PAIRED = ("chosen_messages", "rejected_messages")
+
+
+def read(path: Path, texts: Texts) -> Iterator[Experience]:
+    """Yield what the file holds; steps of one run that only a random suffix told apart are counted.
+
+    Raises:
+        InvalidArgumentError: it is no buffer of Trinity-RFT.
+    """
+    found = _from_text(path, texts) if path.suffix in (".json", ".jsonl") else _from_sql(path)
+    seen: dict[tuple[Any, ...], int] = {}
+    for one in found:
+        place = (one.eid.batch, one.eid.task, one.eid.run, one.eid.step)
+        number = seen[place] = seen.get(place, -1) + 1
+        one.eid = EID(*place, f"a{number}" if number else "")
+        yield one
+
+
+def _from_sql(path: Path) -> Iterator[Experience]:
+    connection = dbapi2.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    try:
+        names = connection.execute("select name from sqlite_master where type = 'table'")
+        tables = {name for (name,) in names}
+        held = sorted(name for name in tables if f"{name}_blob" in tables)
+        if not held:
+            raise InvalidArgumentError(f"{path}: no table of experiences of Trinity-RFT is there")
+        for table in held:
+            yield from _from_table(connection, table.replace('"', '""'))
+    except dbapi2.DatabaseError as error:
+        raise InvalidArgumentError(f"{path}: {error}") from error
+    finally:
+        connection.close()
+
+
+def _from_table(connection: Any, table: str) -> Iterator[Experience]:
+    known = {row[1] for row in connection.execute(f'pragma table_info("{table}")')}
+    reward = "reward" if "reward" in known else "null"
+    found = connection.execute(
+        f'select id, {reward}, experience_bytes from "{table}"'  # noqa: S608 - quoted above
+        f' join "{table}_blob" using (id) order by id'
+    )
+    for number, given, blob in found:
+        for one in _from_blob(f"{table} {number}", bytes(blob)):
+            one.reward = given if reward == "reward" else one.reward
+            yield one
+
+
+def _from_blob(where: str, blob: bytes) -> Iterator[Experience]:
+    if not blob.startswith(MAGIC):
+        raise InvalidArgumentError(
+            f"{where}: a pickle of a class, as Trinity-RFT wrote before 0.6; write it anew with 0.6"
+        )
+    version, told, _ = HEADER.unpack_from(blob, len(MAGIC))
+    start = len(MAGIC) + HEADER.size
+    if version != 1:
+        raise InvalidArgumentError(f"{where}: version {version} of Trinity-RFT's format is unknown")
+    items = plain(blob[start : start + told])["items"]
+    tensors = load(blob[start + told :])
+    for index, item in enumerate(items):
+        prefix = f"{index}:"
+        own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        yield _experience(item, own)
+
+
+def _experience(item: dict[str, Any], tensors: dict[str, Any]) -> Experience:
+    inputs = {k.partition(":")[2]: tensors.pop(k) for k in list(tensors) if ":" in k}
+    custom = [
+        CustomField(
+            field["source_field"],
+            field["destination_field"],
+            getattr(torch, field["data_type"].removeprefix("torch.")),
+        )
+        for field in item["custom_fields"]
+    ]
+    return Experience(
+        eid=_eid(item["eid"]),
+        reward=item["reward"],
+        prompt_length=item["prompt_length"],
+        multi_modal_inputs=inputs or None,
+        custom_fields=custom,
+        **{name: item[name] for name in (*PLAIN, *PAIRED)},
+        **tensors,
+    )
+
+
+def _eid(said: dict[str, Any]) -> EID:
+    return EID(said["batch"], said["task"], said["run"], said["step"])
+
+
+def _from_text(path: Path, texts: Texts) -> Iterator[Experience]:
+    for where, row in rows(path):
+        if not isinstance(row.get("eid"), dict):
+            raise InvalidArgumentError(f"{where}: an experience of Trinity-RFT has an eid")
+        prompt, answer = _said(where, row)
+        before = texts.prompt(prompt)
+        yield Experience(
+            eid=_eid(row["eid"]),
+            tokens=before + texts.answer(prompt, answer),
+            prompt_length=len(before),
+            reward=row.get("reward"),
+            **{name: row.get(name) for name in PLAIN},
+        )
+
+
+def _said(where: str, row: dict[str, Any]) -> tuple[Any, Any]:
+    if row.get("messages"):
+        return row["messages"][:-1], row["messages"][-1:]
+    if row.get("prompt_text") is None or row.get("response_text") is None:
+        raise InvalidArgumentError(
+            f"{where}: neither messages nor prompt_text and response_text; pairs are imported from "
+            "Trinity's SQLite"
+        )
+    return row["prompt_text"], row["response_text"]
