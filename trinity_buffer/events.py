@@ -126,6 +126,9 @@ class ExperiencesRecorded:
         families: column family -> bytes of its segment.
         columns: ids, rewards, policy versions, lengths, finish reasons, content digests.
         refused: slot -> reason, of experiences that no strategy will see (``late``, ``invalid``).
+        scorable: that one number per row can stand for what a strategy makes of it: each has a
+            boolean action mask, and none has rewards, advantages or returns per token. Nothing:
+            only the segment tells.
     """
 
     version: ClassVar[int] = 1
@@ -134,6 +137,7 @@ class ExperiencesRecorded:
     families: Mapping[str, int]
     columns: ExperienceColumns = named("meta")  # noqa: RUF009 - says how the key is named
     refused: Mapping[int, str]
+    scorable: bool | None = optional(None)
 
     @property
     def rows(self) -> int:

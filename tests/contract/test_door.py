@@ -239,9 +239,9 @@ async def record(experiment: Experiment, experiences: list[Experience]) -> None:
     await experiment.database.write(append)
 
 
-async def decided(experiment: Experiment) -> list[tuple[str, str | None]]:
-    """Return uid -> why it was rejected by the set ``grpo``, of each that is decided."""
-    await run_strategy(experiment, "grpo", rollouts_per_group=4)
+async def decided(experiment: Experiment, strategy: str = "grpo") -> list[tuple[str, str | None]]:
+    """Return uid -> why it was rejected by a strategy, of each that is decided."""
+    await run_strategy(experiment, strategy, rollouts_per_group=4)
     found = await experiment.database.read(
         lambda tx: tx.execute(select(tables.rejection.c.address, tables.rejection.c.reason)).all()
     )
@@ -289,15 +289,32 @@ async def test_a_damaged_event_takes_only_its_own_rows_with_it(store_url: str, b
         assert any("position 2" in str(problem) for problem in report.problems)
 
 
-async def test_a_segment_that_is_gone_takes_only_its_own_rows_with_it(store_url: str) -> None:
-    async with opened(store_url) as experiment:
+async def lose_a_segment(url: str) -> None:
+    """Write two groups, of which one loses its tensors."""
+    async with opened(url) as experiment:
         await experiment.writer("e0").write(group("old"))
         first = (await rows(experiment.database, tables.experience))[0]["segment"]
         await experiment.writer("e0").write(group("new"))
     where = tables.segment.c.key == first
-    await unguarded(store_url, lambda tx: tx.execute(tables.segment.delete().where(where)))
+    await unguarded(url, lambda tx: tx.execute(tables.segment.delete().where(where)))
+
+
+async def test_a_segment_that_is_gone_takes_only_its_own_rows_with_it(store_url: str) -> None:
+    await lose_a_segment(store_url)
     async with opened(store_url) as experiment:
-        assert [reason for _, reason in await decided(experiment)] == [
+        assert [reason for _, reason in await decided(experiment, "step_wise_grpo")] == [
             *["damaged"] * 4,
             *[None] * 4,
         ]
+
+
+async def test_a_segment_that_is_gone_and_was_not_needed_for_a_score_stops_no_trainer(
+    store_url: str,
+) -> None:
+    await lose_a_segment(store_url)
+    async with opened(store_url) as experiment:
+        assert [reason for _, reason in await decided(experiment)] == [None] * 8
+        async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
+            served = [one async for step in stream for one in step.manifest.experiences]
+        reasons = {row["reason"] for row in await rows(experiment.database, tables.rejection)}
+        assert (len(served), reasons) == (4, {"damaged"})

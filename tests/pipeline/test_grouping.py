@@ -13,7 +13,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import EID, Key
-from trinity_buffer.pipeline.annotating.grouping import Group, Grouping, GroupingRules, ReadyUnit
+from trinity_buffer.pipeline.annotating.grouping import (
+    Group,
+    Grouping,
+    GroupingRules,
+    ReadyUnit,
+    Stretch,
+    place_of,
+    stretch_of_row,
+)
 from trinity_buffer.store.rows import BatchRow, ExperienceRow
 
 S = 1_000_000
@@ -21,6 +29,12 @@ _addresses = count(1)
 
 
 def row(
+    batch: Key = "b", task: Key = 0, run: int = 0, step: int = 0, refused: str | None = None
+) -> Stretch:
+    return stretch_of_row(stored(batch, task, run, step, refused))
+
+
+def stored(
     batch: Key = "b", task: Key = 0, run: int = 0, step: int = 0, refused: str | None = None
 ) -> ExperienceRow:
     eid = EID(batch, task, run, step)
@@ -62,13 +76,10 @@ def test_a_straggler_holds_back_nobody_in_other_groups() -> None:
     assert keys(it.take_ready(0)) == [[f"{batch}/1"] for batch in range(5)]
 
 
-def test_units_come_sorted_by_task_run_and_step_numbers_as_numbers() -> None:
-    it = grouping("batch")
-    it.know_batch(planned(tasks=["x", 10, 9], runs=1), sealed=False)
-    for task, run, step in (("x", 0, 0), (10, 0, 1), (9, 0, 0), (10, 0, 0)):
-        it.record(row("b", task, run, step), 0)
-    (unit,) = it.take_ready(0)
-    assert [(r.eid.task, r.eid.step) for r in unit.rows] == [(9, 0), (10, 0), (10, 1), ("x", 0)]
+def test_rows_are_sorted_by_task_run_and_step_numbers_as_numbers() -> None:
+    places = (("x", 0, 0), (10, 0, 1), (9, 0, 0), (10, 0, 0))
+    rows = sorted((stored("b", task, run, step) for task, run, step in places), key=place_of)
+    assert [(r.eid.task, r.eid.step) for r in rows] == [(9, 0), (10, 0), (10, 1), ("x", 0)]
 
 
 def test_a_number_and_its_text_are_one_group() -> None:
@@ -169,7 +180,7 @@ def test_what_comes_for_a_decided_group_is_late(unit: Literal["group", "batch"])
     late = row(task=0, run=5)
     it.record(late, 0)
     it.record(row(task=0, run=6, refused="invalid"), 0)
-    assert it.take_late() == [late]
+    assert it.take_late() == list(late.addresses)
     assert it.take_late() == []
 
 
@@ -179,7 +190,7 @@ def test_a_batch_is_decided_as_a_whole() -> None:
     other = row(task=1)
     it.record(other, 0)
     it.seal("b")
-    assert (it.take_ready(0), it.take_late()) == ([], [other])
+    assert (it.take_ready(0), it.take_late()) == ([], list(other.addresses))
 
 
 def test_refused_runs_count_as_stored_and_are_no_members() -> None:
@@ -189,7 +200,7 @@ def test_refused_runs_count_as_stored_and_are_no_members() -> None:
     kept = row(run=1)
     it.record(kept, 0)
     (unit,) = it.take_ready(0)
-    assert unit.rows == [kept]
+    assert unit.addresses == list(kept.addresses)
     assert not unit.incomplete
 
 
@@ -269,7 +280,7 @@ class GroupingMachine(RuleBasedStateMachine):
         self.begun.add(str(batch))
         self.it.record(found, self.now)
         if refused is None:
-            self.recorded.append(found.address)
+            self.recorded += found.addresses
             self.first.setdefault((str(batch), str(task)), self.now)
 
     @rule(batch=st.integers(0, 2))
@@ -282,13 +293,13 @@ class GroupingMachine(RuleBasedStateMachine):
     def take(self, seconds: int) -> None:
         self.now += seconds * S
         for unit in self.it.take_ready(self.now):
-            self.placed += [found.address for found in unit.rows]
+            self.placed += unit.addresses
             in_time = [self.has_all(one) for one in unit.groups]
             overdue = [self.is_overdue(one) for one in unit.groups]
             assert all(in_time) or any(overdue)
             assert not self.decided & {one.key for one in unit.groups}
             self.decided |= {one.key for one in unit.groups}
-        self.placed += [found.address for found in self.it.take_late()]
+        self.placed += self.it.take_late()
 
     def has_all(self, one: Group) -> bool:
         return one.key[0] in self.sealed or len(one.runs) >= self.runs.get(one.key[0], 2)
@@ -303,7 +314,7 @@ class GroupingMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_or_there_twice(self) -> None:
-        placed = [*self.placed, *(found.address for found in self.it._late)]
+        placed = [*self.placed, *self.it._late]
         assert len(placed) == len(set(placed))
         assert set(placed) <= set(self.recorded)
         assert self.it.num_waiting == len(self.recorded) - len(placed)

@@ -39,12 +39,16 @@ def variance(
     It is 0 if its root is at most ``std_floor`` times the largest absolute reward.
     A group that is no larger than ``ddof`` has variance 0.
     """
-    values = as_rewards(rewards)
-    if len(values) <= max(ddof, 0):
-        return 0.0
-    found = float(np.var(values, ddof=ddof))
-    negligible = std_floor * float(np.abs(values).max())
-    return 0.0 if found <= negligible * negligible else found
+    return float(variances(as_rewards(rewards), ddof=ddof, std_floor=std_floor))
+
+
+def variances(rewards: Rewards, *, ddof: int = 0, std_floor: float = RELATIVE_FLOOR) -> Rewards:
+    """Return the `variance` of each group of ``rewards`` ``(..., G)``, shape ``(...)``."""
+    if rewards.shape[-1] <= max(ddof, 0):
+        return np.zeros(rewards.shape[:-1])
+    found = np.var(rewards, axis=-1, ddof=ddof)
+    negligible = std_floor * np.abs(rewards).max(axis=-1)
+    return np.where(found <= negligible * negligible, 0.0, found)
 
 
 def deviation(
@@ -54,28 +58,36 @@ def deviation(
     return float(np.sqrt(variance(rewards, ddof=ddof, std_floor=std_floor)))
 
 
-def scaled(centred: Rewards, std: float, epsilon: float) -> Rewards:
-    """Return ``centred / (std + epsilon)``, zeros if ``std`` is 0.
+def scaled(centred: Rewards, std: float | Rewards, epsilon: float) -> Rewards:
+    """Return ``centred / (std + epsilon)``, zeros where ``std`` is 0.
 
     Rounding leaves differences of 1e-17 between equal rewards; with ``epsilon=0`` they would become
     scores of 1.
     """
-    return np.zeros_like(centred) if std == 0.0 else divided(centred, std + epsilon)
+    return divided(centred, np.where(np.equal(std, 0.0), 0.0, std + epsilon))
 
 
-def divided(centred: Rewards, divisor: float) -> Rewards:
-    """Return ``centred / divisor``, zeros if that is 0."""
-    return np.zeros_like(centred) if divisor == 0.0 else centred / divisor
+def divided(centred: Rewards, divisor: float | Rewards) -> Rewards:
+    """Return ``centred / divisor``, zeros where that is 0."""
+    nonzero = np.not_equal(divisor, 0.0)
+    return np.divide(centred, divisor, out=np.zeros_like(centred), where=nonzero)
 
 
 def moments(
     rewards: Sequence[float] | Rewards, *, ddof: int = 1, std_floor: float = RELATIVE_FLOOR
 ) -> tuple[float, float]:
     """Return the mean and deviation for GRPO: 0 and 1 for a group of one, as the reference does."""
-    values = as_rewards(rewards)
-    if len(values) == 1:
-        return 0.0, 1.0
-    return float(values.mean()), deviation(values, ddof=ddof, std_floor=std_floor)
+    mean, std = group_moments(as_rewards(rewards), ddof=ddof, std_floor=std_floor)
+    return float(mean), float(std)
+
+
+def group_moments(
+    rewards: Rewards, *, ddof: int = 1, std_floor: float = RELATIVE_FLOOR
+) -> tuple[Rewards, Rewards]:
+    """Return the `moments` of each group of ``rewards`` ``(..., G)``, two of shape ``(...)``."""
+    if rewards.shape[-1] == 1:
+        return np.zeros(rewards.shape[:-1]), np.ones(rewards.shape[:-1])
+    return rewards.mean(axis=-1), np.sqrt(variances(rewards, ddof=ddof, std_floor=std_floor))
 
 
 def normalized_scores(
@@ -102,10 +114,14 @@ def normalized_scores(
 
 
 def scores_around(
-    values: Rewards, mean: float, std: float, epsilon: float, single_member: SingleMember = "raw"
+    values: Rewards,
+    mean: float | Rewards,
+    std: float | Rewards,
+    epsilon: float,
+    single_member: SingleMember = "raw",
 ) -> Rewards:
     """Return `normalized_scores` where mean and deviation are known."""
-    if len(values) == 1 and single_member == "zero":
+    if values.shape[-1] == 1 and single_member == "zero":
         return np.zeros_like(values)
     return scaled(values - mean, std, epsilon)
 
@@ -118,13 +134,18 @@ def baseline(rewards: Sequence[float] | Rewards, kind: str = "mean", tau: float 
     Raises:
         InvalidArgumentError: another ``kind``.
     """
-    values = as_rewards(rewards)
-    if len(values) == 1:
-        return 0.0
+    return float(baselines(as_rewards(rewards), kind, tau))
+
+
+def baselines(rewards: Rewards, kind: str = "mean", tau: float = 1.0) -> Rewards:
+    """Return the `baseline` of each group of ``rewards`` ``(..., G)``, shape ``(...)``."""
+    size = rewards.shape[-1]
+    if size == 1:
+        return np.zeros(rewards.shape[:-1])
     check_baseline(kind, tau)
     if kind == "mean":
-        return float(values.mean())
-    return tau * float(np.logaddexp.reduce(values / tau) - np.log(len(values)))
+        return np.asarray(rewards.mean(axis=-1))
+    return np.asarray(tau * (np.logaddexp.reduce(rewards / tau, axis=-1) - np.log(size)))
 
 
 def check_baseline(kind: str, tau: float) -> None:

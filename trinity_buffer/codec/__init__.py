@@ -5,7 +5,7 @@ against what is there before anything is allocated.
 """
 
 from trinity_buffer.codec.bodies import decode_body, decode_fact, encode_body, encode_fact
-from trinity_buffer.codec.columns import Column, ObjectColumn, Segment
+from trinity_buffer.codec.columns import ANNOTATED, Column, ObjectColumn, Segment, is_scorable
 from trinity_buffer.codec.contents import Contents, digests_of_segments
 from trinity_buffer.codec.digests import content_digest
 from trinity_buffer.codec.dtypes import DTYPES
@@ -13,6 +13,7 @@ from trinity_buffer.codec.objects import ObjectPacker, RawTensor, unpack_object
 from trinity_buffer.codec.segments import SEGMENT_VERSION, decode_segment, encode_segment
 
 __all__ = [
+    "ANNOTATED",
     "DTYPES",
     "SEGMENT_VERSION",
     "Column",
@@ -29,5 +30,6 @@ __all__ = [
     "encode_body",
     "encode_fact",
     "encode_segment",
+    "is_scorable",
     "unpack_object",
 ]

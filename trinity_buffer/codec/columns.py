@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias, overload
@@ -17,6 +17,9 @@ from trinity_buffer.errors import CodecError
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Integers: TypeAlias = npt.NDArray[np.int64]
+
+ANNOTATED = ("advantages", "returns", "token_level_reward")
+"""Fields of an annotation, one number per token of the response each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,3 +150,17 @@ class Segment:
 
 def _is_flat(column: Column) -> bool:
     return column.rows is None and column.shapes.shape[1] == 1 and column.encoding == "raw"
+
+
+def is_scorable(columns: Mapping[str, Sequence[Column]]) -> bool:
+    """Return whether one number per row can stand for what a strategy makes of it.
+
+    That is so where each row has a boolean action mask, and no row has values per token that an
+    annotation would hand on.
+
+    Args:
+        columns: field -> columns of one write, at least those of the light family.
+    """
+    masks = columns.get("action_mask", ())
+    plain = [mask.rows is None and mask.dtype == "bool" for mask in masks] == [True]
+    return plain and not any(columns.get(field) for field in ANNOTATED)

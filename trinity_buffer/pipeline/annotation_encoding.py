@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trinity_buffer.codec import Column, Segment, decode_segment, encode_segment
+from trinity_buffer.codec import ANNOTATED, Column, Segment, decode_segment, encode_segment
 from trinity_buffer.errors import CodecError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.tensor_columns import (
@@ -25,11 +25,21 @@ from trinity_buffer.pipeline.tensor_columns import (
     tensors_of,
 )
 
-ANNOTATED = ("advantages", "returns", "token_level_reward")
-"""Fields of an annotation, ``[R]`` each."""
-
 _SCALED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def encode_scores(scores: npt.NDArray[np.float32] | None, rows: int) -> bytes:
+    """Return what `encode_annotations` makes of experiences whose masks are all boolean.
+
+    Args:
+        scores: by which each row's mask is multiplied, ``[rows]``; None: nothing was computed.
+        rows: how many.
+    """
+    if scores is None or not rows:
+        return encode_segment([], {}, rows)
+    column = _scaled_column("advantages", range(rows), torch.from_numpy(scores), rows)
+    return encode_segment([column], {}, rows, aliases={"returns": "advantages"})
 
 
 def encode_annotations(experiences: Sequence[Experience]) -> bytes:
@@ -123,7 +133,9 @@ def _candidates(values: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor
     if not len(values):
         return values.new_zeros(len(sizes))
     divisor = weights[index]
-    return values[index] / torch.where(divisor == 0, torch.ones_like(divisor), divisor)
+    found = values[index] / torch.where(divisor == 0, torch.ones_like(divisor), divisor)
+    found[[row for row, place in enumerate(places) if place < 0]] = 0.0
+    return found
 
 
 def _same_columns(one: Column | None, other: Column | None) -> bool:

@@ -6,6 +6,7 @@ from trinity_buffer.algorithm.add_strategy.add_strategy import (
     GroupAdvantageStrategy,
     GRPOAddStrategy,
     OPMDAddStrategy,
+    RewardStrategy,
     RewardVarianceAddStrategy,
     group_by,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "OverlongPenaltyAddStrategy",
     "RECAddStrategy",
     "REINFORCEAddStrategy",
+    "RewardStrategy",
     "RewardVarianceAddStrategy",
     "StepWiseGRPOStrategy",
     "compose",

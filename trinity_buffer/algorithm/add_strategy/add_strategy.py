@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
@@ -23,6 +25,12 @@ from trinity_buffer.algorithm.arguments import (
 )
 from trinity_buffer.algorithm.copies import left_out
 from trinity_buffer.algorithm.registry import ADD_STRATEGY
+from trinity_buffer.algorithm.reward_scores import (
+    RewardScorer,
+    ScoredGroups,
+    says_all,
+    with_statistics,
+)
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
 from trinity_buffer.rejections import invalid
@@ -34,6 +42,7 @@ __all__ = [
     "GRPOAddStrategy",
     "GroupAdvantageStrategy",
     "OPMDAddStrategy",
+    "RewardStrategy",
     "RewardVarianceAddStrategy",
     "group_by",
 ]
@@ -54,6 +63,10 @@ class AddStrategy(ABC):
             computes.
         reference_args: constructor arguments with which the class computes what the reference
             implementation does.
+
+    A class that needs nothing but rewards says so by a method ``score_groups(rewards)``, which gets
+    the rewards of ``k`` groups of one size, ``[k, G]``, and returns `ScoredGroups`: what `add`
+    would make of them. The consumer then makes no experiences.
 
     Args:
         writer: where the kept experiences go.
@@ -101,6 +114,16 @@ class AddStrategy(ABC):
     def families_for(cls, **arguments: Any) -> tuple[str, ...]:
         """Return the column families that a strategy with these constructor arguments reads."""
         return cls.families
+
+    def from_rewards(self) -> RewardScorer | None:
+        """Return what decides whole groups by their rewards, as `add` would; None: only `add` can.
+
+        A subclass of a class with ``score_groups`` that changes anything but the constructor has to
+        write its own.
+        """
+        scorer: RewardScorer | None = getattr(self, "score_groups", None)
+        needs = {"reward"} <= set(self.needs) <= {"reward", "action_mask"}
+        return scorer if needs and says_all(type(self), "score_groups") else None
 
     def reject(self, experiences: Sequence[Experience], reason: str) -> bool:
         """Tell the writer why ``experiences`` are left out; False if it is one that only takes."""
@@ -193,8 +216,53 @@ class GroupAdvantageStrategy(AddStrategy):
             await self.writer.write_async(kept)
 
 
+class RewardStrategy(GroupAdvantageStrategy):
+    """Scores the runs of each task by their rewards alone: write `score_groups`, and it is done."""
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+
+    @abstractmethod
+    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+        """Return the scores of ``k`` groups of one size, given their finite rewards ``[k, G]``.
+
+        Who is not kept is rejected, for the reason `left_out`.
+        """
+
+    @override
+    def from_rewards(self) -> RewardScorer | None:
+        """Return `score_groups` with the reason and the names of metrics that `add` gives."""
+        score = super().from_rewards()
+        if score is None or type(self).rewards_of is not RewardStrategy.rewards_of:
+            return None
+        return lambda rewards: with_statistics(
+            replace(score(rewards), reasons=[self.left_out] * len(rewards))
+        )
+
+    @override
+    def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
+        """Return the runs of each task."""
+        return group_by(exps, "task")
+
+    def rewards_of(self, exps: Sequence[Experience]) -> group_scores.Rewards:
+        """Return the rewards that enter the statistics, shape ``(G,)``."""
+        return group_scores.as_rewards([reward_of(e) for e in exps])
+
+    @override
+    def calculate_group_advantage(
+        self, group_id: str, exps: list[Experience]
+    ) -> tuple[list[Experience], dict[str, float]]:
+        """Score one group; return the members that are kept."""
+        found = self.score_groups(self.rewards_of(exps)[np.newaxis])
+        kept = [True] * len(exps) if found.kept is None else found.kept[0].tolist()
+        members = [experience for experience, stays in zip(exps, kept, strict=True) if stays]
+        if found.scores is not None:
+            for experience, score in zip(exps, found.scores[0].tolist(), strict=True):
+                annotate(experience, score)
+        return members, {name: float(values[0]) for name, values in found.metrics.items()}
+
+
 @ADD_STRATEGY.register_module("grpo")
-class GRPOAddStrategy(GroupAdvantageStrategy):
+class GRPOAddStrategy(RewardStrategy):
     """Group-relative advantages: ``(reward - mean) / (std + epsilon)`` (arXiv:2402.03300).
 
     Args:
@@ -208,7 +276,6 @@ class GRPOAddStrategy(GroupAdvantageStrategy):
             keeps all.
     """
 
-    families: ClassVar[tuple[str, ...]] = ("light",)
     left_out: ClassVar[str] = "zero_variance"
     reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "std_floor": 0.0}
 
@@ -232,32 +299,22 @@ class GRPOAddStrategy(GroupAdvantageStrategy):
         self.std_threshold = std_threshold
 
     @override
-    def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
-        """Return the runs of each task."""
-        return group_by(exps, "task")
-
-    def rewards_of(self, exps: Sequence[Experience]) -> group_scores.Rewards:
-        """Return the rewards that enter the statistics, shape ``(G,)``."""
-        return group_scores.as_rewards([reward_of(e) for e in exps])
-
-    @override
-    def calculate_group_advantage(
-        self, group_id: str, exps: list[Experience]
-    ) -> tuple[list[Experience], dict[str, float]]:
-        """Score one group; return nothing of it if its deviation is at or below the threshold."""
-        rewards = self.rewards_of(exps)
-        mean, std = group_scores.moments(rewards, ddof=self.ddof, std_floor=self.std_floor)
+    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+        """Return the scores; groups whose deviation is at or below the threshold are left out."""
+        mean, std = group_scores.group_moments(rewards, ddof=self.ddof, std_floor=self.std_floor)
+        scores = group_scores.scores_around(
+            rewards, mean[:, np.newaxis], std[:, np.newaxis], self.epsilon, self.single_member
+        )
+        kept = None
+        if self.std_threshold is not None:
+            too_alike = (std <= self.std_threshold) | (rewards.shape[1] == 1)
+            kept = np.broadcast_to(~too_alike[:, np.newaxis], rewards.shape)
         metrics = {"reward_mean": mean, "reward_std": std}
-        if self.std_threshold is not None and (len(exps) == 1 or std <= self.std_threshold):
-            return [], metrics
-        scores = group_scores.scores_around(rewards, mean, std, self.epsilon, self.single_member)
-        for experience, score in zip(exps, scores, strict=True):
-            annotate(experience, float(score))
-        return exps, metrics
+        return ScoredGroups(scores=scores, kept=kept, metrics=metrics)
 
 
 @ADD_STRATEGY.register_module("opmd")
-class OPMDAddStrategy(GroupAdvantageStrategy):
+class OPMDAddStrategy(RewardStrategy):
     """Online policy mirror descent: the reward less a baseline of its group (arXiv:2501.12599).
 
     Args:
@@ -266,7 +323,6 @@ class OPMDAddStrategy(GroupAdvantageStrategy):
         tau: temperature of the second.
     """
 
-    families: ClassVar[tuple[str, ...]] = ("light",)
     reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore"}
 
     def __init__(
@@ -278,20 +334,11 @@ class OPMDAddStrategy(GroupAdvantageStrategy):
         self.tau = tau
 
     @override
-    def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
-        """Return the runs of each task."""
-        return group_by(exps, "task")
-
-    @override
-    def calculate_group_advantage(
-        self, group_id: str, exps: list[Experience]
-    ) -> tuple[list[Experience], dict[str, float]]:
-        """Score one group with its distance from the baseline."""
-        rewards = group_scores.as_rewards([reward_of(e) for e in exps])
-        reference = group_scores.baseline(rewards, self.opmd_baseline, self.tau)
-        for experience, reward in zip(exps, rewards, strict=True):
-            annotate(experience, float(reward) - reference)
-        return exps, {"group_baseline": reference}
+    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+        """Return the distance from the baseline."""
+        reference = group_scores.baselines(rewards, self.opmd_baseline, self.tau)
+        scores = rewards - reference[:, np.newaxis]
+        return ScoredGroups(scores=scores, metrics={"group_baseline": reference})
 
 
 @ADD_STRATEGY.register_module("reward_variance")
@@ -321,6 +368,15 @@ class RewardVarianceAddStrategy(AddStrategy):
         super().__init__(writer, **kwargs)
         self.variance_threshold = variance_threshold
         self.std_floor = std_floor
+
+    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+        """Return which groups are kept, as `add` keeps them."""
+        spread = group_scores.variances(rewards, std_floor=self.std_floor)
+        kept = (spread > self.variance_threshold) & (rewards.shape[1] > 1)
+        reasons = ["filtered" if some > 0 else "zero_variance" for some in spread.tolist()]
+        metrics = {"kept_groups": kept.astype(float), "filtered_groups": (~kept).astype(float)}
+        kept = np.broadcast_to(kept[:, np.newaxis], rewards.shape)
+        return ScoredGroups(kept=kept, reasons=reasons, metrics=metrics)
 
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
 from trinity_buffer.algorithm.annotating import reward_of
+from trinity_buffer.algorithm.group_scores import Rewards
+from trinity_buffer.algorithm.reward_scores import ScoredGroups
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.writer import BufferWriter
@@ -166,6 +169,15 @@ class BestOfGroupAddStrategy(AddStrategy):
         for best in filter(None, chosen):
             await self.writer.write_async(best)
         return sum(len(best) for best in chosen), {}
+
+    def score_groups(self, rewards: Rewards) -> ScoredGroups:
+        """Return which runs are kept, as `add` keeps them."""
+        order = np.argsort(-rewards, axis=-1, kind="stable")[:, : self.num_kept]
+        kept = np.zeros(rewards.shape, np.bool_)
+        np.put_along_axis(kept, order, values=True, axis=-1)
+        return ScoredGroups(
+            kept=kept if self.min_reward is None else kept & (rewards >= self.min_reward)
+        )
 
     def _best(self, group: Sequence[Experience]) -> list[Experience]:
         """Return the runs that are kept, in their order."""

@@ -6,21 +6,21 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
-from trinity_buffer.codec import content_digest
+from trinity_buffer.codec import ANNOTATED, content_digest
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRejected
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.grouping import Group
-from trinity_buffer.pipeline.annotation_encoding import ANNOTATED, encode_annotations
+from trinity_buffer.pipeline.annotating.reward_table import RowVerdicts
+from trinity_buffer.pipeline.annotation_encoding import encode_annotations, encode_scores
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.rejections import invalid
 from trinity_buffer.store import segments
 from trinity_buffer.store.log import NewEvent
-from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.writer import StagedWriter
 
 _Kept = Mapping[str, Sequence[Experience]]
@@ -36,6 +36,18 @@ class Decision:
     annotated: int
     rejected: int
     reasons: Counter[str]
+
+
+class _Annotated(NamedTuple):
+    """Rows that are kept: address and number of the group of each, and tid of each group."""
+
+    addresses: list[int]
+    groups: list[int]
+    tids: list[str]
+
+
+def _tid(group: Group) -> str:
+    return f"{group.key[0]}/{group.key[1]}"
 
 
 @dataclass(slots=True)
@@ -56,13 +68,13 @@ class Verdicts:
     given: set[int] = field(default_factory=set)
     metrics: list[dict[str, float]] = field(default_factory=list)
 
-    def reject(self, rows: Sequence[ExperienceRow], reason: str) -> None:
-        """Leave ``rows`` out without asking the strategy."""
-        self.reasons.update({row.address: reason for row in rows})
+    def reject(self, addresses: Sequence[int], reason: str) -> None:
+        """Leave experiences out without asking the strategy."""
+        self.reasons.update(dict.fromkeys(addresses, reason))
 
     def concern(self, groups: Sequence[Group]) -> None:
         """Note that ``groups`` are decided now, whatever becomes of them."""
-        self.planned.update({f"{g.key[0]}/{g.key[1]}": g.planned for g in groups})
+        self.planned.update({_tid(group): group.planned for group in groups})
 
     def taken_from(self, staged: StagedWriter) -> dict[str, list[Experience]]:
         """Empty ``staged`` and return what was kept, by group in order of first appearance.
@@ -126,10 +138,43 @@ class Verdicts:
                 are decided once because each row can be taken once.
         """
         kept = self._leave_out_broken(kept)
-        events, rows = [], []
         experiences = [experience for group in kept.values() for experience in group]
-        if experiences:
-            key, blob = segments.new_key(), encode_annotations(experiences)
+        annotated = _Annotated(
+            [cast("int", one.address) for one in experiences],
+            [number for number, group in enumerate(kept.values()) for _ in group],
+            list(kept),
+        )
+        blob = encode_annotations(experiences) if experiences else b""
+        self.metrics = list(map(_finite, self.metrics))
+        return self._decision(annotated, blob, seen=seen, calls=calls, after=after)
+
+    def decision_by_rewards(
+        self, groups: Sequence[Group], found: RowVerdicts, *, seen: int, calls: int
+    ) -> Decision:
+        """Return what to commit of groups that were decided by their rewards. Encodes.
+
+        Args:
+            groups: in the order of their numbers in ``found``.
+            found: what becomes of their rows.
+            seen, calls: as in `decision`.
+        """
+        self.reasons |= found.reasons
+        self.metrics = found.metrics
+        numbers = {number: place for place, number in enumerate(dict.fromkeys(found.groups))}
+        annotated = _Annotated(
+            found.addresses,
+            [numbers[number] for number in found.groups],
+            [_tid(groups[number]) for number in numbers],
+        )
+        blob = encode_scores(found.scores, len(found.addresses)) if found.addresses else b""
+        return self._decision(annotated, blob, seen=seen, calls=calls, after=None)
+
+    def _decision(
+        self, kept: _Annotated, blob: bytes, *, seen: int, calls: int, after: int | None
+    ) -> Decision:
+        events, rows = [], []
+        if kept.addresses:
+            key = segments.new_key()
             rows = segments.rows_of(key, {"annotation": blob})
             annotated = ExperiencesAnnotated(
                 consumer=self.strategy,
@@ -139,13 +184,14 @@ class Verdicts:
                 segment=key,
                 families={"annotation": len(blob)},
                 digest=content_digest([blob]),
-                experiences=[cast("int", one.address) for one in experiences],
-                groups=[number for number, group in enumerate(kept.values()) for _ in group],
-                planned=[self.planned.get(tid, False) for tid in kept],
-                metrics=list(map(_finite, self.metrics)),
+                experiences=kept.addresses,
+                groups=kept.groups,
+                planned=[self.planned.get(tid, False) for tid in kept.tids],
+                metrics=self.metrics,
             )
             events.append(new_event(annotated))
-        left_out = sum(planned and tid not in kept for tid, planned in self.planned.items())
+        there = set(kept.tids)
+        left_out = sum(planned and tid not in there for tid, planned in self.planned.items())
         if self.reasons or left_out:
             addresses = sorted(self.reasons)
             rejected = ExperiencesRejected(
@@ -160,7 +206,7 @@ class Verdicts:
             )
             events.append(new_event(rejected))
         reasons = Counter(self.reasons.values())
-        return Decision(events, rows, len(experiences), len(self.reasons), reasons)
+        return Decision(events, rows, len(kept.addresses), len(self.reasons), reasons)
 
 
 def _all_finite(experiences: Sequence[Experience]) -> bool:

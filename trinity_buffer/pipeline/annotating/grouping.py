@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
 
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.identity import order_of
+from trinity_buffer.store.address import first_address
 from trinity_buffer.store.rows import BatchRow, ExperienceRow
 
 Unit = Literal["group", "batch"]
@@ -64,14 +67,54 @@ class GroupingRules:
         return cls(**{**configured, **given})
 
 
+class Stretch(NamedTuple):
+    """Neighbouring experiences of one event that belong to one group.
+
+    Attributes:
+        key: of the group.
+        addresses: of the experiences.
+        runs: of which they are.
+        refused: whether they were refused at the door: no strategy will see them.
+    """
+
+    key: GroupKey
+    addresses: range
+    runs: Sequence[int]
+    refused: bool
+
+
+def stretches_of(position: int, fact: ExperiencesRecorded) -> list[Stretch]:
+    """Return what an event recorded, group by group as far as its rows lie together."""
+    columns, refused, start = fact.columns, fact.refused, first_address(position)
+    left = [slot in refused for slot in range(len(columns))]
+    keys = zip(columns.batch, columns.task, left, strict=True)
+    found, slot = [], 0
+    for (batch, task, is_refused), some in groupby(keys):
+        end = slot + sum(1 for _ in some)
+        addresses = range(start + slot, start + end)
+        found.append(Stretch((str(batch), str(task)), addresses, columns.run[slot:end], is_refused))
+        slot = end
+    return found
+
+
+def stretch_of_row(row: ExperienceRow) -> Stretch:
+    """Return one experience, of which the projection tells."""
+    key = (str(row.eid.batch), str(row.eid.task))
+    return Stretch(key, range(row.address, row.address + 1), (row.eid.run,), bool(row.refused))
+
+
 @dataclass(slots=True)
 class Group:
-    """The runs of one task in one batch, as far as they are stored."""
+    """The runs of one task in one batch, as far as they are stored.
+
+    Attributes:
+        members: addresses of its experiences, in the order in which they were read.
+    """
 
     key: GroupKey
     planned: bool
     rollouts: int | None
-    members: list[ExperienceRow] = field(default_factory=list)
+    members: list[int] = field(default_factory=list)
     runs: set[int] = field(default_factory=set)
     first_seen_us: int | None = None
     decided: bool = False
@@ -82,9 +125,9 @@ class Group:
         return self.rollouts is not None and len(self.runs) >= self.rollouts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ReadyUnit:
-    """What one call of a strategy gets: whole groups, each sorted by (task, run, step).
+    """What one call of a strategy gets: whole groups.
 
     Attributes:
         incomplete: whether the deadline or the seal came before the planned runs.
@@ -94,12 +137,13 @@ class ReadyUnit:
     incomplete: bool
 
     @property
-    def rows(self) -> list[ExperienceRow]:
-        """All members, sorted by (task, run, step, suffix)."""
-        return sorted((row for group in self.groups for row in group.members), key=_place)
+    def addresses(self) -> list[int]:
+        """All members."""
+        return [address for group in self.groups for address in group.members]
 
 
-def _place(row: ExperienceRow) -> tuple[object, ...]:
+def place_of(row: ExperienceRow) -> tuple[object, ...]:
+    """Return where a row stands among those that a strategy sees: by task, run, step, suffix."""
     eid = row.eid
     return (order_of(eid.batch), order_of(eid.task), eid.run, eid.step, eid.suffix)
 
@@ -116,7 +160,7 @@ class _Batch:
 class Grouping:
     """Collects rows into groups and says which are ready.
 
-    The owner asks `unknown` before it feeds a page of rows, and answers with `know_batch` or
+    The owner asks `unknown` before it feeds a page, and answers with `know_batch` or
     `know_decided` what the database knows of them.
     """
 
@@ -125,7 +169,7 @@ class Grouping:
         self.rules = rules
         self._batches: dict[str, _Batch] = {}
         self._candidates: set[str] = set()
-        self._late: list[ExperienceRow] = []
+        self._late: list[int] = []
 
     @property
     def num_waiting(self) -> int:
@@ -147,10 +191,9 @@ class Grouping:
             if g.members and not g.decided
         )
 
-    def unknown(self, rows: Iterable[ExperienceRow]) -> set[GroupKey]:
-        """Return the groups of ``rows`` that are not in memory: new ones, or decided long ago."""
-        keys = {(str(row.eid.batch), str(row.eid.task)) for row in rows}
-        return {key for key in keys if not self.knows_group(key)}
+    def unknown(self, some: Iterable[Stretch]) -> set[GroupKey]:
+        """Return the groups of ``some`` that are not in memory: new ones, or decided long ago."""
+        return {key for key, *_ in some if not self.knows_group(key)}
 
     def knows_group(self, key: GroupKey) -> bool:
         """Return whether the group is in memory."""
@@ -212,17 +255,17 @@ class Grouping:
             for group in ready:
                 group.decided = True
 
-    def record(self, row: ExperienceRow, at_us: int) -> None:
-        """Take in an experience that was recorded at ``at_us``."""
-        batch = str(row.eid.batch)
-        group = self._group(batch, str(row.eid.task))
+    def record(self, some: Stretch, at_us: int) -> None:
+        """Take in experiences that were recorded at ``at_us``."""
+        batch, task = some.key
+        group = self._group(batch, task)
         if group.decided:
-            if row.refused is None:
-                self._late.append(row)
+            if not some.refused:
+                self._late.extend(some.addresses)
             return
-        group.runs.add(row.eid.run)
-        if row.refused is None:
-            group.members.append(row)
+        group.runs.update(some.runs)
+        if not some.refused:
+            group.members.extend(some.addresses)
             group.first_seen_us = (
                 at_us if group.first_seen_us is None else min(at_us, group.first_seen_us)
             )
@@ -247,7 +290,7 @@ class Grouping:
             known.groups[task] = made
         return known.groups[task]
 
-    def take_late(self) -> list[ExperienceRow]:
+    def take_late(self) -> list[int]:
         """Return, once, what came for groups that were decided before."""
         late, self._late = self._late, []
         return late

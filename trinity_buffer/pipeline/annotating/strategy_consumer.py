@@ -5,27 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
-
-import anyio
-import anyio.to_thread
 
 from trinity_buffer.algorithm.add_strategy import compose
 from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import (
-    ArchivedSegmentError,
     ConflictingStrategyError,
     CursorConflictError,
     UnknownNameError,
 )
 from trinity_buffer.events import ConsumerRegistered
-from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline import diagnosis
-from trinity_buffer.pipeline.annotating.decision import Decision, Verdicts
+from trinity_buffer.pipeline.annotating.decider import Decider, StrategySetup
+from trinity_buffer.pipeline.annotating.decision import Decision
 from trinity_buffer.pipeline.annotating.grouping import (
-    Group,
     GroupingRules,
     ReadyUnit,
     chunks,
@@ -43,13 +37,11 @@ from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading.event_cache import EventCache
-from trinity_buffer.pipeline.loading.experiences import load_experiences, unreadable_among
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, segments
-from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.writer import StagedWriter
 
@@ -115,21 +107,21 @@ class StrategyConsumer:
         self.rules = rules or GroupingRules.of(experiment.config)
         given = as_json(f"arguments of strategy {self.name!r}", dict(args or {}))
         self.config = {"strategy": names, "args": given, "grouping": asdict(self.rules)}
-        self._scoring = rewards
         if rewards is not None:
             self.config["rewards"] = rewards
-        own = dict(args or {})
-        self._unit = self.strategy.unit_for(**own)
-        self._families = ("light", *(f for f in self.strategy.families_for(**own) if f != "light"))
-        self._cache = EventCache(experiment.key, experiment.name)
-        self._reader = UnitReader(experiment, self.name, self._unit, self.rules, self._cache)
+        setup = StrategySetup(
+            self.name, self.strategy, self._staged, dict(args or {}), self.rules, rewards
+        )
+        self._unit = setup.unit
+        cache = EventCache(experiment.key, experiment.name)
+        self._reader = UnitReader(experiment, self.name, self._unit, self.rules, cache)
+        self._decider = Decider(experiment, setup, self._reader, cache)
         self._watch = RejectionWatch(
             f"strategy {self.name!r}",
             experiment.config.get("groups_per_step", 1),
             experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
         )
         self._presence = Presence(experiment.database, experiment.key, "strategy", self.name)
-        self._calls = 0
         self._annotated = 0
         self._rejected = 0
         self._reasons = Counter[str]()
@@ -204,9 +196,13 @@ class StrategyConsumer:
         units = sorted(self._reader.take_ready(), key=has_rows)
         late = self._reader.take_late()
         for some in chunks(units, sizes().experiences_per_commit):
-            await self._decide(some, [])
+            loaded, scored, events = await self._decider.split(some)
+            if loaded:
+                await self._commit(await self._decider.by_experiences(loaded, []), loaded)
+            if scored:
+                await self._commit(await self._decider.by_rewards(scored, events), scored)
         if late:
-            await self._decide([], late)
+            await self._commit(await self._decider.by_experiences([], late), [])
         return bool(read or units or late)
 
     async def _start_over(self) -> None:
@@ -217,7 +213,7 @@ class StrategyConsumer:
             queries.consumer_row, self.experiment.key, self.name
         )
         assert row is not None  # registered before
-        self._calls = row.calls
+        self._decider.calls = row.calls
         await self._reader.load(row)
 
     async def _register(self) -> None:
@@ -235,9 +231,8 @@ class StrategyConsumer:
                 "with name="
             )
 
-    async def _decide(self, units: Sequence[ReadyUnit], late: Sequence[ExperienceRow]) -> None:
-        """Run the strategy over ``units`` and commit everything it said, with the cursor."""
-        decision = await self._compute(units, late)
+    async def _commit(self, decision: Decision, units: Sequence[ReadyUnit]) -> None:
+        """Commit everything that the strategy said of ``units``, with the cursor."""
         if not decision.events:
             return
         database, key = self.experiment.database, self.experiment.key
@@ -259,96 +254,9 @@ class StrategyConsumer:
         elif decision.rejected and units:
             groups = [group for unit in units for group in unit.groups if group.members]
             if groups:
-                first = groups[0].members[0].eid
-                self._watch.rejected(len(groups), decision.reasons, lambda: first.uid)
-
-    async def _compute(self, units: Sequence[ReadyUnit], late: Sequence[ExperienceRow]) -> Decision:
-        verdicts = Verdicts(self.name)
-        verdicts.reject(late, "late")
-        for some in chunks(units, self._experiences_per_load):
-            given = [rows for unit in some if (rows := self._rows_of(unit, verdicts))]
-            readable = await self._load_readable([row for rows in given for row in rows], verdicts)
-            loaded = {experience.address: experience for experience in readable}
-            for rows in given:
-                experiences = [loaded[row.address] for row in rows if row.address in loaded]
-                if not experiences:
-                    continue
-                _, found = await self.strategy.add(experiences, self._calls)
-                self._calls += 1
-                verdicts.metrics.append({name: float(value) for name, value in found.items()})
-                verdicts.given.update(one.address or 0 for one in experiences)
-        kept = verdicts.taken_from(self._staged)
-        encode = partial(
-            verdicts.decision,
-            kept,
-            seen=self._reader.seen,
-            calls=self._calls,
-            after=None if all(map(has_rows, units)) else self._reader.cursor,
-        )
-        return await anyio.to_thread.run_sync(encode)
-
-    async def _load_readable(
-        self, rows: Sequence[ExperienceRow], verdicts: Verdicts
-    ) -> list[Experience]:
-        """Return the experiences that can be read; others are ``deleted`` or ``damaged``."""
-        if not rows:
-            return []
-        bad: dict[int | None, str] = {}
-        try:
-            found = await self._load_experiences(rows)
-            bad = {e.address: "damaged" for e in found if e.damaged is not None}
-            if not bad:
-                return found
-        except ArchivedSegmentError:
-            keys = (row.segment for row in rows)
-            reasons = await self.experiment.database.read_session(
-                lambda s: unreadable_among(s, keys, self._families)
-            )
-            if not reasons:
-                raise
-            bad = {row.address: reasons[row.segment] for row in rows if row.segment in reasons}
-        for reason in sorted(set(bad.values())):
-            verdicts.reject([row for row in rows if bad.get(row.address) == reason], reason)
-        gone = set(bad)
-        if self.rules.incomplete == "reject":
-            broken = {row.eid.tid for row in rows if row.address in gone}
-            short = [row for row in rows if row.eid.tid in broken and row.address not in gone]
-            verdicts.reject(short, "incomplete_group")
-            gone |= {row.address for row in short}
-        return await self._load_readable([r for r in rows if r.address not in gone], verdicts)
-
-    def _rows_of(self, unit: ReadyUnit, verdicts: Verdicts) -> list[ExperienceRow]:
-        """Return what the strategy sees of ``unit``; the rest is rejected."""
-        verdicts.concern(unit.groups)
-        whole, short = self._sorted_out(unit)
-        for group in short:
-            verdicts.reject(group.members, "incomplete_group")
-        return ReadyUnit(tuple(whole), incomplete=False).rows
-
-    @property
-    def _experiences_per_load(self) -> int:
-        only_light = self._families == ("light",)
-        return sizes().experiences_per_commit if only_light else sizes().experiences_per_load
-
-    async def _load_experiences(self, rows: Sequence[ExperienceRow]) -> list[Experience]:
-        database, key = self.experiment.database, self.experiment.key
-        experiences = await load_experiences(database, self._cache, rows, self._families)
-        for experience in experiences:
-            if experience.archived is not None:
-                raise ArchivedSegmentError(f"{experience.eid}: {experience.archived}")
-        if self._scoring is not None:
-            addresses = [row.address for row in rows]
-            rewards = await database.read(reads.assigned_rewards, key, self._scoring, addresses)
-            for experience in experiences:
-                experience.reward = rewards.get(experience.address or 0)
-        return experiences
-
-    def _sorted_out(self, unit: ReadyUnit) -> tuple[list[Group], list[Group]]:
-        """Return the groups that the strategy sees, and those that are rejected as incomplete."""
-        if self.rules.incomplete == "keep":
-            return list(unit.groups), []
-        short = [g for g in unit.groups if g.rollouts is not None and not g.complete]
-        return [g for g in unit.groups if g not in short], short
+                first = groups[0].members[0]
+                row = (await self._reader.rows([first]))[first]
+                self._watch.rejected(len(groups), decision.reasons, lambda: row.eid.uid)
 
 
 async def run_strategy(

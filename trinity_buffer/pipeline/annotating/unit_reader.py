@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping, Sequence
 from typing import assert_never
 
 import anyio.to_thread
@@ -14,17 +15,20 @@ from trinity_buffer.pipeline.annotating.grouping import (
     GroupingRules,
     GroupKey,
     ReadyUnit,
+    Stretch,
     Unit,
+    stretch_of_row,
+    stretches_of,
 )
 from trinity_buffer.pipeline.events import decoded, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import log, queries
+from trinity_buffer.store import log, queries, segments
 from trinity_buffer.store.address import position_of
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, rows_recorded_by
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import ReadSession, Transaction
 
 _logger = logging.getLogger(__name__)
 
@@ -70,7 +74,7 @@ class UnitReader:
         """Return, once, every unit that is ready."""
         return self._grouping.take_ready(now_us())
 
-    def take_late(self) -> list[ExperienceRow]:
+    def take_late(self) -> list[int]:
         """Return, once, what came for groups that were decided before."""
         return self._grouping.take_late()
 
@@ -83,9 +87,10 @@ class UnitReader:
             page, since = await self._experiment.database.read(self._waiting_after, after)
             if not page:
                 break
-            await self._learn(self._grouping.unknown(page), set())
-            for waiting in page:
-                self._grouping.record(waiting, since[position_of(waiting.address)])
+            some = list(map(stretch_of_row, page))
+            await self._learn(self._grouping.unknown(some), set())
+            for waiting, stretch in zip(page, some, strict=True):
+                self._grouping.record(stretch, since[position_of(waiting.address)])
             after = page[-1].address
         self._grouping.know_settled(self._grouping.batches)
 
@@ -122,7 +127,7 @@ class UnitReader:
             return False
         seen = page[-1].position if len(page) == limit else head
         name = self._experiment.name
-        facts = await anyio.to_thread.run_sync(lambda: [_fact_of(name, one) for one in page])
+        facts, found = await anyio.to_thread.run_sync(_read_page, name, page)
         news = [(one, fact) for one, fact in zip(page, facts, strict=True) if fact is not None]
         recorded = {
             stored.position: fact for stored, fact in news if isinstance(fact, ExperiencesRecorded)
@@ -130,17 +135,54 @@ class UnitReader:
         self._cache.keep(recorded)
         unreadable = [one.position for one, fact in zip(page, facts, strict=True) if fact is None]
         known = await database.read(queries.rows_of_events, key, unreadable) if unreadable else {}
-        known |= {at: rows_recorded_by(at, fact) for at, fact in recorded.items()}
-        rows = [(row, one.recorded_at) for one in page for row in known.get(one.position, ())]
+        found |= {at: list(map(stretch_of_row, rows)) for at, rows in known.items()}
+        some = [(one.recorded_at, each) for one in page for each in found.get(one.position, ())]
         sealed = {str(fact.batch) for fact in facts if isinstance(fact, BatchSealed)}
-        new = await self._learn(self._grouping.unknown(row for row, _ in rows), sealed)
+        new = await self._learn(self._grouping.unknown(each for _, each in some), sealed)
         self._grouping.know_settled(new)
-        for row, at_us in rows:
-            self._grouping.record(row, at_us)
+        for at_us, each in some:
+            self._grouping.record(each, at_us)
         for stored, fact in news:
             self._take_in_batch(stored, fact)
         self.seen = seen
         return bool(page)
+
+    async def events(self, positions: Collection[int]) -> Mapping[int, ExperiencesRecorded]:
+        """Return position -> what was recorded there, of those that tell all that scores a group.
+
+        Left out are also events whose segment has left the database; all, if one cannot be read.
+        """
+
+        def look(s: ReadSession) -> Mapping[int, ExperiencesRecorded]:
+            found = self._cache.events(s, positions)
+            facts = {
+                at: fact
+                for at, fact in found.items()
+                if isinstance(fact, ExperiencesRecorded) and fact.scorable
+            }
+            gone = s.read(segments.archived_at, [fact.segment for fact in facts.values()])
+            return {at: fact for at, fact in facts.items() if fact.segment not in gone}
+
+        try:
+            return await self._experiment.database.read_session(look)
+        except CodecVersionError:
+            raise
+        except CodecError:
+            return {}
+
+    async def rows(self, addresses: Collection[int]) -> dict[int, ExperienceRow]:
+        """Return address -> what the log knows of the experience there."""
+        held = self._cache.held({position_of(address) for address in addresses})
+        recorded = {at: fact for at, fact in held.items() if isinstance(fact, ExperiencesRecorded)}
+        rows = await anyio.to_thread.run_sync(_rows_of, recorded, set(addresses))
+        lacking = sorted(address for address in addresses if address not in rows)
+        for start in range(0, len(lacking), sizes().rows_per_page):
+            some = lacking[start : start + sizes().rows_per_page]
+            page = await self._experiment.database.read(
+                queries.experience_rows, self._experiment.key, some
+            )
+            rows |= {row.address: row for row in page}
+        return rows
 
     def _take_in_batch(self, stored: StoredEvent, fact: Reads) -> None:
         match fact:
@@ -187,6 +229,26 @@ class UnitReader:
         for group, run in refused:
             self._grouping.know_run(group, run)
         return new & set(self._grouping.batches)
+
+
+def _read_page(
+    experiment: str, page: Sequence[StoredEvent]
+) -> tuple[list[Reads | None], dict[int, list[Stretch]]]:
+    """Return what the events of a page say, and position -> what was recorded there."""
+    facts = [_fact_of(experiment, one) for one in page]
+    recorded = {
+        one.position: stretches_of(one.position, fact)
+        for one, fact in zip(page, facts, strict=True)
+        if isinstance(fact, ExperiencesRecorded)
+    }
+    return facts, recorded
+
+
+def _rows_of(
+    events: Mapping[int, ExperiencesRecorded], wanted: Collection[int]
+) -> dict[int, ExperienceRow]:
+    rows = (row for at, fact in events.items() for row in rows_recorded_by(at, fact))
+    return {row.address: row for row in rows if row.address in wanted}
 
 
 def _fact_of(experiment: str, stored: StoredEvent) -> Reads | None:

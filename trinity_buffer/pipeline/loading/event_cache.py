@@ -107,6 +107,10 @@ class EventCache:
         self._shrink(len(positions))
         return found
 
+    def held(self, positions: Collection[int]) -> dict[int, WithSegment]:
+        """Return those events at ``positions`` that are in memory."""
+        return {at: self._known[at] for at in positions if at in self._known}
+
     def keep(self, events: Mapping[int, WithSegment]) -> None:
         """Remember events that somebody else has read."""
         self._add({at: event for at, event in events.items() if at not in self._known})

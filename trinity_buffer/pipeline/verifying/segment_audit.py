@@ -8,7 +8,13 @@ from functools import partial
 
 import anyio.to_thread
 
-from trinity_buffer.codec import Segment, content_digest, decode_segment, digests_of_segments
+from trinity_buffer.codec import (
+    Segment,
+    content_digest,
+    decode_segment,
+    digests_of_segments,
+    is_scorable,
+)
 from trinity_buffer.errors import CodecError, DamagedSegmentError
 from trinity_buffer.events import (
     ExperiencesAnnotated,
@@ -116,6 +122,9 @@ def _check_digests(
     uids = list(columns.uids())
     try:
         found = digests_of_segments(vars(columns), decoded)
+        if fact.scorable and not is_scorable({k: v for s in decoded for k, v in s.columns.items()}):
+            what = "its event says that one number per row can stand for an annotation: it cannot"
+            yield Problem("segments", f"segment {fact.segment.hex()} of position {position}", what)
         for slot, what in wrong_columns(columns, decoded):
             where = f"experience {written_as(address_of(position, slot))} ({uids[slot]})"
             yield Problem("segments", where, what)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from trinity_buffer.codec import is_scorable
 from trinity_buffer.errors import (
     ConflictingExperienceError,
     InvalidArgumentError,
@@ -195,6 +196,7 @@ class WriteCall:
             families={family: len(blob) for family, blob in part.encoded.families.items()},
             columns=ExperienceColumns(**part.encoded.meta),
             refused=refused,
+            scorable=is_scorable(part.encoded.columns) or None,
         )
         return new_event(fact)
 

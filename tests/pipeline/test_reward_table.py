@@ -1,0 +1,377 @@
+"""Groups that are scored by their rewards alone: the same bits as with experiences in hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import update
+from typing_extensions import override
+
+from tests.contract.making import assert_conserved, group, opened, rollout, rows
+from tests.pipeline.planting import beside_heads, unguarded
+from trinity_buffer import codec
+from trinity_buffer.algorithm.add_strategy import (
+    ADD_STRATEGY,
+    AddStrategy,
+    BestOfGroupAddStrategy,
+    CorrectBiasAddStrategy,
+    GRPOAddStrategy,
+    OPMDAddStrategy,
+    RewardStrategy,
+    RewardVarianceAddStrategy,
+)
+from trinity_buffer.algorithm.group_scores import Rewards
+from trinity_buffer.algorithm.reward_scores import ScoredGroups
+from trinity_buffer.events import ExperienceColumns, ExperiencesAnnotated, ExperiencesRecorded
+from trinity_buffer.experience import EID, Experience, order_of
+from trinity_buffer.pipeline.annotating.decision import Decision, Verdicts
+from trinity_buffer.pipeline.annotating.grouping import Group
+from trinity_buffer.pipeline.annotating.reward_table import table_of, verdicts_of
+from trinity_buffer.pipeline.annotating.scoring import assign_rewards
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.encoding import encode_experiences
+from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.streaming.row_loader import experiences_of
+from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.store import log, segments, tables
+from trinity_buffer.store.address import SLOT_BITS, address_of
+from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.writer import StagedWriter
+
+Made = Callable[[StagedWriter], AddStrategy]
+
+STRATEGIES: dict[str, Made] = {
+    "grpo": GRPOAddStrategy,
+    "grpo without epsilon": lambda w: GRPOAddStrategy(w, 0.0, ddof=0, std_floor=0.0),
+    "grpo, zero alone": lambda w: GRPOAddStrategy(w, single_member="zero"),
+    "grpo with a threshold": lambda w: GRPOAddStrategy(w, std_threshold=0.1),
+    "opmd": OPMDAddStrategy,
+    "opmd, soft": lambda w: OPMDAddStrategy(w, "logavgexp", tau=0.7),
+    "variance": RewardVarianceAddStrategy,
+    "high variance": lambda w: RewardVarianceAddStrategy(w, 0.05),
+    "best": BestOfGroupAddStrategy,
+    "best two above zero": lambda w: BestOfGroupAddStrategy(w, 2, min_reward=0.0),
+}
+
+REWARDS = st.one_of(
+    st.sampled_from([0.0, 1.0, -0.0, 0.1, 0.30000000000000004, True, 1, 2**63 - 1, None]),
+    st.floats(-1e100, 1e100),
+    st.floats(-1, 1, width=32),
+)
+RUNS = st.tuples(REWARDS, st.lists(st.booleans(), max_size=4), st.integers(0, 2))
+GROUPS = st.lists(st.lists(RUNS, min_size=1, max_size=20), min_size=1, max_size=6)
+
+
+def made(groups: Sequence[Sequence[Any]]) -> list[Experience]:
+    """Return the experiences of ``groups`` of (reward, action mask, how it is called)."""
+    names = [
+        lambda t, r: EID("b", t, r),
+        lambda t, r: EID("b", str(t), r),
+        lambda t, r: EID("b", t, r // 2, r % 2, "a1"),
+    ]
+    return [
+        Experience(
+            eid=names[how](task, run),
+            tokens=torch.arange(len(mask) + 1, dtype=torch.int32),
+            prompt_length=1,
+            action_mask=torch.tensor(mask, dtype=torch.bool),
+            truncate_status=None if mask else "prompt_truncated",
+            reward=reward,
+        )
+        for task, runs in enumerate(groups)
+        for run, (reward, mask, how) in enumerate(runs)
+    ]
+
+
+def recorded(experiences: Sequence[Experience], sizes: Sequence[int]) -> dict[int, Any]:
+    """Return ``experiences`` as events of so many each, and give each its address."""
+    events, position, start = {}, 0, 0
+    while start < len(experiences):
+        some = experiences[start : start + sizes[position % len(sizes)]]
+        start, position = start + len(some), position + 1
+        for slot, experience in enumerate(some):
+            experience.address = address_of(position, slot)
+        columns = ExperienceColumns(**encode_experiences(some).meta)
+        events[position] = ExperiencesRecorded(
+            segment=b"k", families={}, columns=columns, refused={}
+        )
+    return events
+
+
+def by_experiences(
+    make: Made, groups: Sequence[Group], experiences: Sequence[Experience]
+) -> Decision:
+    staged, verdicts = StagedWriter(), Verdicts("some")
+    strategy, by_address = make(staged), {e.address: e for e in experiences}
+
+    async def add_all() -> None:
+        for step, one in enumerate(groups):
+            verdicts.concern([one])
+            members = sorted((by_address[address] for address in one.members), key=place)
+            _, found = await strategy.add(members, step)
+            verdicts.metrics.append({name: float(value) for name, value in found.items()})
+            verdicts.given.update(one.members)
+
+    asyncio.run(add_all())
+    return verdicts.decision(verdicts.taken_from(staged), seen=9, calls=len(groups))
+
+
+def place(e: Experience) -> tuple[Any, ...]:
+    return (order_of(e.eid.batch), order_of(e.eid.task), e.eid.run, e.eid.step, e.eid.suffix)
+
+
+def by_rewards(make: Made, groups: Sequence[Group], events: dict[int, Any]) -> Decision:
+    verdicts, score = Verdicts("some"), make(StagedWriter()).from_rewards()
+    assert score is not None
+    verdicts.concern(groups)
+    found = verdicts_of(table_of(groups, events), len(groups), score)
+    return verdicts.decision_by_rewards(groups, found, seen=9, calls=len(groups))
+
+
+def said(decision: Decision) -> list[Any]:
+    """Return all that is committed, but for the key of the segment; numbers with their signs."""
+    facts: list[Any] = [one.fact for one in decision.events]
+    plain = [replace(f, segment=b"") if isinstance(f, ExperiencesAnnotated) else f for f in facts]
+    blobs = [(row["family"], row["data"]) for row in decision.segment_rows]
+    return [repr(plain), blobs, decision.annotated, decision.rejected, decision.reasons]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@settings(max_examples=40, deadline=None)
+@given(GROUPS, st.lists(st.integers(1, 9), min_size=1, max_size=4), st.randoms())
+@example(
+    [[(1.0, [True], 0)] * 8, [(None, [True], 0)], [(2.5, [False], 1), (1e100, [], 2)]], [3], None
+)
+@example([[(-1e100, [True], 0)], [(-0.0, [False, True], 0)] * 9], [64], None)
+def test_both_roads_commit_the_same_bits(
+    name: str, groups: list[list[Any]], sizes: list[int], mixed: Any
+) -> None:
+    experiences = made(groups)
+    if mixed is not None:
+        mixed.shuffle(experiences)
+    events = recorded(experiences, sizes)
+    by_key: dict[tuple[str, str], Group] = {}
+    for e in experiences:
+        key = (str(e.eid.batch), str(e.eid.task))
+        by_key.setdefault(key, Group(key, planned=key[1] != "1", rollouts=None)).members.append(
+            e.address or 0
+        )
+    units = list(by_key.values())
+    make = STRATEGIES[name]
+    assert said(by_rewards(make, units, events)) == said(by_experiences(make, units, experiences))
+
+
+class SlowGRPO(GRPOAddStrategy):
+    """GRPO by way of experiences: it changes something."""
+
+    @override
+    def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
+        """Do what GRPO does."""
+        return super().group_experiences(exps)
+
+
+class Centred(RewardStrategy):
+    """A class of one's own, which declares itself."""
+
+    @override
+    def score_groups(self, rewards: Rewards) -> ScoredGroups:
+        """Return the distance from the largest reward."""
+        return ScoredGroups(scores=rewards - rewards.max(axis=-1, keepdims=True))
+
+
+class NeedsLogprobs(Centred):
+    """Needs what rewards do not tell, and yet writes `score_groups` anew."""
+
+    needs: ClassVar[tuple[str, ...]] = ("reward", "action_mask", "logprobs")
+
+    @override
+    def score_groups(self, rewards: Rewards) -> ScoredGroups:
+        """Return what the class above does."""
+        return super().score_groups(rewards)
+
+
+class Shaped(Centred):
+    """Looks at more than the reward to shape it."""
+
+    @override
+    def rewards_of(self, exps: Sequence[Experience]) -> Rewards:
+        """Return longer answers' rewards doubled."""
+        return super().rewards_of(exps) * 2
+
+    @override
+    def score_groups(self, rewards: Rewards) -> ScoredGroups:
+        """Return what the class above does."""
+        return super().score_groups(rewards)
+
+
+class Quiet(Centred):
+    """Changes the constructor alone."""
+
+    def __init__(self, writer: Any, **kwargs: Any) -> None:
+        super().__init__(writer, **kwargs)
+
+
+def test_a_class_is_scored_by_rewards_only_as_long_as_its_declaration_tells_all() -> None:
+    declared = {
+        name for name in ADD_STRATEGY.names() if _scorer(ADD_STRATEGY.get(name)) is not None
+    }
+    assert declared == {"grpo", "opmd", "reward_variance", "best_of_group"}
+    assert _scorer(Centred) is not None
+    assert _scorer(Quiet) is not None
+    for other in (SlowGRPO, CorrectBiasAddStrategy, NeedsLogprobs, Shaped):
+        assert _scorer(other) is None
+
+
+def _scorer(kind: type[AddStrategy]) -> object:
+    needed: dict[str, dict[str, Any]] = {"overlong_penalty": {"max_length": 8, "cache_length": 2}}
+    name = next((n for n in ADD_STRATEGY.names() if ADD_STRATEGY.get(n) is kind), "")
+    return kind(StagedWriter(), **needed.get(name, {})).from_rewards()
+
+
+async def annotated(experiment: Experiment, name: str) -> list[Any]:
+    """Return all that the set ``name`` says of each row, its tensors included."""
+    groups: dict[tuple[int, int, bool], list[int]] = {}
+    for row in await rows(experiment.database, tables.annotation):
+        if row["consumer"] == name:
+            key = (row["address"] >> SLOT_BITS, row["group_slot"], row["planned"])
+            groups.setdefault(key, []).append(row["experience"])
+    found = [(some, planned) for (_, _, planned), some in groups.items()]
+    told = [
+        metrics
+        async for event in experiment.events(kinds=("ExperiencesAnnotated",))
+        if event.actor == name
+        for metrics in event.body["metrics"]
+    ]
+    async with experiment.train_stream(
+        strategy=name, consumer=f"trainer of {name}", groups_per_step=2
+    ) as stream:
+        tensors = [
+            (one.eid.uid, one.advantages, one.returns, one.token_level_reward)
+            async for step in stream
+            for one in await experiences_of(experiment, step.manifest)
+        ]
+    rejected = [
+        (row["address"], row["reason"])
+        for row in await rows(experiment.database, tables.rejection)
+        if row["consumer"] == name
+    ]
+    return [sorted(found), sorted(map(repr, told)), sorted(map(repr, tensors)), sorted(rejected)]
+
+
+async def record(experiment: Experiment, experiences: list[Experience]) -> None:
+    """Record ``experiences`` as versions did that said nothing of scores."""
+    encoded, key = encode_experiences(experiences), segments.new_key()
+    families = {family: len(blob) for family, blob in encoded.families.items()}
+    fact = ExperiencesRecorded(
+        segment=key, families=families, columns=ExperienceColumns(**encoded.meta), refused={}
+    )
+
+    def append(tx: Transaction) -> None:
+        segments.write(tx, segments.rows_of(key, encoded.families))
+        log.append(tx, experiment.key, [new_event(fact)], actor="old", now_us=now_us())
+
+    await experiment.database.write(append)
+
+
+def plain(batch: str) -> Iterator[list[Experience]]:
+    """Yield writes of whole and of broken groups: of one row, of equal rewards, without rewards."""
+    yield group(batch, 0, rewards=[0.0, 1.0, 0.25, None]) + group(batch, 1, rewards=[0.1] * 4)
+    yield group(batch, 2, runs=2)
+    yield [rollout(batch, 2, run, reward=run / 3) for run in (3, 2)]
+    yield [*group(batch, 3, rewards=[None] * 4), rollout(batch, 4, reward=2.0)]
+
+
+@pytest.mark.parametrize("old", [False, True])
+async def test_a_store_says_the_same_whichever_road_was_taken(store_url: str, old: bool) -> None:
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        for some in plain("new"):
+            await writer.write(some)
+        for some in plain("old"):
+            await (record(experiment, some) if old else writer.write(some))
+        await writer.seal("new", 17)
+        await writer.seal("old", 17)
+        how: dict[str, Any] = {"rollouts_per_group": 4, "incomplete": "keep"}
+        fast = await run_strategy(experiment, "grpo", **how)
+        slow = await run_strategy(experiment, SlowGRPO, name="slow", **how)
+        assert fast == slow
+        assert (fast.annotated, fast.rejected, fast.waiting) == (24, 10, 0)
+        assert await annotated(experiment, "grpo") == await annotated(experiment, "slow")
+        await assert_conserved(experiment)
+        assert (await verify(experiment)).ok
+
+
+async def test_a_scoring_takes_the_place_of_recorded_rewards_on_both_roads(store_url: str) -> None:
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        await experiment.writer("e0").write(group(rewards=[None, 1.0, 0.0, 0.5]))
+        await assign_rewards(experiment, "runs", lambda e: e.eid.run / 7 if e.eid.run < 3 else None)
+        for name, strategy in (("fast", "grpo"), ("slow", SlowGRPO)):
+            await run_strategy(experiment, strategy, name=name, rewards="runs")
+        fast, slow = await annotated(experiment, "fast"), await annotated(experiment, "slow")
+        assert fast == slow
+        assert [reason for _, reason in fast[-1]] == ["invalid: reward"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"action_mask": torch.tensor([1, 2, 1, 0, 1])},
+        {"action_mask": torch.tensor([1.0, 0.5, 1.0, 0.0, 1.0])},
+        {"token_level_reward": torch.ones(5)},
+    ],
+)
+async def test_what_one_number_cannot_say_is_read(sqlite_url: str, changed: dict[str, Any]) -> None:
+    some = group()
+    vars(some[2]).update(changed)
+    async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+        await experiment.writer("e0").write(some)
+        (event,) = [e async for e in experiment.events(kinds=("ExperiencesRecorded",))]
+        assert "scorable" not in event.body
+        await run_strategy(experiment, "grpo")
+        await run_strategy(experiment, SlowGRPO, name="slow")
+        assert await annotated(experiment, "grpo") == await annotated(experiment, "slow")
+
+
+async def test_a_group_that_waited_for_its_last_run_is_scored_by_whoever_takes_over(
+    store_url: str,
+) -> None:
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        writer = experiment.writer("e0")
+        some = group(rewards=[0.0, 1.0, 0.25, 0.5])
+        await writer.write([*some[:2], *group(task=1)])
+        assert (await run_strategy(experiment, "grpo")).waiting == 2
+        await writer.write(some[2:])
+    async with opened(store_url) as experiment:
+        assert (await run_strategy(experiment, "grpo", rollouts_per_group=4)).annotated == 4
+        await run_strategy(experiment, SlowGRPO, name="slow", rollouts_per_group=4)
+        fast, slow = await annotated(experiment, "grpo"), await annotated(experiment, "slow")
+        assert fast[2:] == slow[2:]
+
+
+async def test_an_event_that_wrongly_says_that_numbers_can_stand_for_its_rows_is_named(
+    sqlite_url: str,
+) -> None:
+    some = group()
+    some[1].token_level_reward = torch.zeros(5)
+    async with opened(sqlite_url) as experiment:
+        await experiment.writer("e0").write(some)
+        (recorded,) = [e async for e in experiment.events(kinds=("ExperiencesRecorded",))]
+    assert "scorable" not in recorded.body
+    body = codec.encode_body(recorded.kind, {**recorded.body, "scorable": True})
+
+    def change(tx: Transaction) -> None:
+        mine = tables.event.c.position == recorded.position
+        tx.execute(update(tables.event).where(mine).values(body=body))
+
+    await unguarded(sqlite_url, change)
+    async with opened(sqlite_url) as experiment:
+        problems = beside_heads(await verify(experiment))
+    assert any("one number per row" in problem.what for problem in problems)

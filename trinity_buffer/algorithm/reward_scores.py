@@ -1,0 +1,64 @@
+"""What strategies make of rewards alone: many groups of one size at a time, numbers in and out.
+
+Most strategies look at nothing but rewards and give each experience one number. Such a class says
+so by writing ``score_groups``; the consumer then hands it whole pages of groups and makes no
+`Experience` at all. What `AddStrategy.add` does with experiences must come to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trinity_buffer.algorithm.group_scores import Rewards
+
+_CHANGE_NOTHING = frozenset({"__init__", "reference_args", "_abc_impl"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroups:
+    """What becomes of ``k`` groups of ``G`` experiences each.
+
+    Attributes:
+        scores: the advantage of each, ``[k, G]``; None: a filter, which computes none.
+        kept: which are kept, ``[k, G]``; None: all.
+        reasons: why the others of a group are rejected, one per group; ``()``: as ``filtered``.
+        metrics: name -> one number per group, ``[k]``.
+    """
+
+    scores: Rewards | None = None
+    kept: NDArray[np.bool_] | None = None
+    reasons: Sequence[str] = ()
+    metrics: Mapping[str, Rewards] = field(default_factory=dict)
+
+
+RewardScorer = Callable[[Rewards], ScoredGroups]
+"""From rewards ``[k, G]``, all finite, to what becomes of the groups."""
+
+
+def says_all(cls: type, method: str) -> bool:
+    """Return whether ``method`` still tells all that ``cls`` does.
+
+    It does where ``cls`` writes it, or inherits it and changes nothing but the constructor: a class
+    that changes something else may decide otherwise, unless it writes ``method`` anew.
+    """
+    for one in cls.__mro__:
+        if method in vars(one):
+            return True
+        own = (name for name in vars(one) if name not in _CHANGE_NOTHING)
+        if not all(name.startswith("__") and name.endswith("__") for name in own):
+            return False
+    return False
+
+
+def with_statistics(scored: ScoredGroups) -> ScoredGroups:
+    """Return ``scored`` with its metrics as `gather_metrics` names those of a single group."""
+    named = {}
+    for name, values in scored.metrics.items():
+        named[f"group_advantages/{name}/mean"] = values + 0.0  # a sum has no negative zero
+        named[f"group_advantages/{name}/max"] = values
+        named[f"group_advantages/{name}/min"] = values
+    return replace(scored, metrics=named)
