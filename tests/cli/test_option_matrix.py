@@ -120,6 +120,7 @@ KEYS: dict[str, dict[str, str]] = {
     "server": {"null": TRAINS, "http://127.0.0.1:1": "server"},
     "dialect": {"vllm": TRAINS, "grpc": "dialect"},
     "folder": {"null": TRAINS},
+    "tokenizer": {"null": TRAINS, "runs/nowhere": TRAINS},
     "exploring.epochs": {"1": TRAINS, "0": "epochs=0"},
     "exploring.concurrency": {"1": TRAINS, "0": "concurrency=0"},
     "exploring.timeout_s": {"null": TRAINS, "0": "timeout_s=0", "inf": "finite"},

@@ -10,6 +10,8 @@ import pytest
 
 from tests.doors.workshop import copy_of_the_repository, made_once
 
+DUMPS = Path(__file__).parents[1] / "integrations" / "dumps"
+
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -20,9 +22,10 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def site(small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Current folder of the test: a copy of the small run."""
+    """Current folder of the test: a copy of the small run, and a buffer of Trinity-RFT."""
     folder = tmp_path / "site"
     shutil.copytree(small_run, folder)
+    shutil.copy(DUMPS / "trinity.db", folder / "buffer.db")
     monkeypatch.chdir(folder)
     monkeypatch.delenv("TRINITY_BUFFER_STORE", raising=False)
     return folder

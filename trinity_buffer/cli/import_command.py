@@ -32,7 +32,7 @@ def import_(
 ) -> None:
     """Take what another package left in files into a store, ready to be annotated and trained.
 
-    Example: trinity-buffer import sft demonstrations.jsonl --tokenizer Qwen/
+    Example: trinity-buffer import trinity-rft buffer.db --store runs/run.db
     """
     if name not in FORMATS:
         known = "; ".join(f"{key}: {one.holds}" for key, one in FORMATS.items())
