@@ -89,7 +89,7 @@ class ExperienceColumns:
         batch, task, run, step, suffix: the address of the experience.
         length: its tokens; ``response_length`` those that the action mask covers, and
             ``trained_tokens`` those that it selects.
-        kind: of the experience, such as ``single``.
+        kind: of the experience, such as ``single_turn``.
         digest: of its content.
     """
 

@@ -67,7 +67,9 @@ def test_a_run_whose_processes_are_gone_says_who_would_move_it(
 async def _written(url: str, *, annotated: bool) -> None:
     async with opened(url, rollouts_per_group=4) as experiment:
         if annotated:
-            await run_strategy(experiment, "grpo")
+            await run_strategy(
+                experiment, "grpo", {"epsilon": 0.1}, name="mine", incomplete="reject"
+            )
         await experiment.writer("e0").write(group())
 
 
@@ -75,7 +77,7 @@ async def _written(url: str, *, annotated: bool) -> None:
     ("annotated", "what"),
     [
         (False, "4 experiences recorded, and no annotation set"),
-        (True, "no process annotates set 'grpo': 4 experiences unseen"),
+        (True, "no process annotates set 'mine': 4 experiences unseen"),
     ],
 )
 def test_what_nobody_annotates_is_stuck(
@@ -84,7 +86,10 @@ def test_what_nobody_annotates_is_stuck(
     anyio.run(lambda: _written(store_url, annotated=annotated))
     (found,) = stuck(cli, store_url)
     assert found["what"] == what
-    assert "annotate" in found["remedy"]
+    assert f"trinity-buffer annotate{' --name mine' if annotated else ''}" in found["remedy"]
+    named = ("--name", "mine") if annotated else ()
+    assert cli("annotate", "--store", store_url, *named).code == 0
+    assert stuck(cli, store_url) == []
 
 
 async def _finished(url: str) -> None:

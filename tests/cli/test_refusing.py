@@ -177,6 +177,14 @@ def test_a_server_that_is_not_there_is_named_without_its_password(
     assert SECRET not in ended.out + ended.err
 
 
+def test_a_demo_reads_in_its_file_where_the_run_is(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'store = "{CLOSED}"')
+    assert "127.0.0.1:1" in cli("demo", "--config", file).err
+    file.write_text('experiment = "a/b"')
+    assert "--name 'a/b'" in cli("demo", "--config", file).err
+
+
 def test_a_password_that_breaks_the_url_is_not_shown_as_its_host(cli: Cli) -> None:
     ended = cli("stats", "--store", "postgresql://me:un@told@127.0.0.1:1/db")
     assert ended.code == 2

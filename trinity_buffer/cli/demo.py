@@ -194,7 +194,7 @@ class Demo:
                 soft_wrap=True,
             )
             return found
-        if isinstance(self.config.model, str):
+        if self.config.model == str(self.paths.model.resolve()):
             await anyio.to_thread.run_sync(make_model, self.paths.model, self.config.seed)
         task = self.config.rollout or self.config.task.name
         self._say(f"{self.config.algorithm} learns the task {task}; its settings:")

@@ -11,9 +11,9 @@ import typer
 from trinity_buffer.cli.asking import run
 from trinity_buffer.cli.options import (
     ArgumentsOption,
-    ConfigOption,
     ExperimentOption,
     JsonOption,
+    PlaceOption,
     SetOption,
     StoreOption,
     chosen_experiment,
@@ -31,7 +31,7 @@ from trinity_buffer.pipeline.store import open_store
 def replay(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
-    config: ConfigOption = None,
+    config: PlaceOption = None,
     steps: Annotated[str | None, typer.Option(help="A:B; by default all committed ones.")] = None,
     from_checkpoint: Annotated[
         Path | None, typer.Option(help="Begin with these weights, after their step.")
@@ -44,7 +44,7 @@ def replay(
     """Train again on the recorded batches, without explorers and without changing the store.
 
     With the run's own configuration the weights come out bit for bit (on the same software and
-    processor); exit code 1 if they do not. A file of --config only says where the run is.
+    processor); exit code 1 if they do not.
 
     Example: trinity-buffer replay --steps 1:40 --json
     """

@@ -47,7 +47,8 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 
 AfterOption = Annotated[
-    int | None, typer.Option("--after", help="Only events after this position. Default: the last.")
+    int | None,
+    typer.Option("--after", help="Only events after this position. Default: the last ones."),
 ]
 KindOption = Annotated[
     list[str] | None, typer.Option("--kind", help="Only this kind, as StepsCommitted; repeatable.")

@@ -170,7 +170,7 @@ def rebuild(
 def migrate(
     store: StoreOption = None,
     wait: Annotated[
-        bool, typer.Option("--wait", help="For the end of every process that has it open.")
+        bool, typer.Option("--wait", help="Wait until no process has it open.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

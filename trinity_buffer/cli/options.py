@@ -57,6 +57,10 @@ ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", help="TOML or YAML file: the configuration, and where the run is."),
 ]
+PlaceOption = Annotated[
+    Path | None,
+    typer.Option("--config", help="File of the run; read for its store and experiment alone."),
+]
 
 
 def chosen_store(store: str | None, config: Path | None = None) -> str:
@@ -65,10 +69,7 @@ def chosen_store(store: str | None, config: Path | None = None) -> str:
     Raises:
         UnknownStoreError: none is named and there is none under runs/.
     """
-    in_file = None if store or config is None else store_in(config)
-    if in_file is not None and "://" not in in_file:
-        made_folder(Path(in_file).parent)
-    named = store or in_file or os.environ.get(STORE_VARIABLE)
+    named = store or store_of_file(config) or os.environ.get(STORE_VARIABLE)
     if named:
         return named
     files = sorted(Path("runs").glob("*.db"), key=lambda path: path.stat().st_mtime)
@@ -77,6 +78,14 @@ def chosen_store(store: str | None, config: Path | None = None) -> str:
             f"no store: say --store, set ${STORE_VARIABLE}, or run `trinity-buffer demo` first"
         )
     return f"sqlite:///{files[-1]}"
+
+
+def store_of_file(config: Path | None) -> str | None:
+    """Return the store that the file of a run names, its folder made; None: it names none."""
+    store = None if config is None else store_in(config)
+    if store is not None and "://" not in store:
+        made_folder(Path(store).parent)
+    return store
 
 
 def made_folder(path: Path) -> Path:

@@ -28,6 +28,8 @@ from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.streaming.stream_options import CONFIGURED
 from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream, open_train_stream
+from trinity_buffer.store import queries
+from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.trainer.requirements import (
     strategies_of,
     strategy_of,
@@ -105,7 +107,7 @@ async def annotate(
     args: dict[str, Any] | None,
     follow: bool,
 ) -> ConsumerReport:
-    """Run the strategy of the run, or another one."""
+    """Run the strategy of the run, or another one; of a set that is there by default its own."""
     use_one_thread()
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
@@ -116,13 +118,29 @@ async def annotate(
             )
         if strategy is not None:
             return await run_strategy(opened, strategy, args or {}, name=name, follow=follow)
+        if name is not None and args is None:
+            row = await opened.database.read(queries.consumer_row, opened.key, name)
+            if row is not None:
+                return await _go_on(opened, row, follow=follow)
         await require_parts(store, opened)
         names, configured = strategies_of(algorithm_of(of_experiment(opened.config)))
         if not names:
             return await _nothing_to_annotate(opened, follow=follow)
         given = configured if args is None else args
-        chosen = names[0] if len(names) == 1 else names
-        return await run_strategy(opened, chosen, given, name=name, follow=follow)
+        return await run_strategy(opened, _one_or_all(names), given, name=name, follow=follow)
+
+
+async def _go_on(experiment: Experiment, made: ConsumerRow, *, follow: bool) -> ConsumerReport:
+    """Run the strategy of an annotation set with what it was made with."""
+    options = dict(made.config)
+    names, args, grouping = (options.pop(key) for key in ("strategy", "args", "grouping"))
+    return await run_strategy(
+        experiment, _one_or_all(names), args, name=made.name, follow=follow, **grouping, **options
+    )
+
+
+def _one_or_all(names: list[str]) -> str | list[str]:
+    return names[0] if len(names) == 1 else names
 
 
 async def _nothing_to_annotate(experiment: Experiment, *, follow: bool) -> ConsumerReport:

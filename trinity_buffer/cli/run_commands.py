@@ -15,12 +15,14 @@ from trinity_buffer.cli.options import (
     ConfigOption,
     ExperimentOption,
     JsonOption,
+    PlaceOption,
     SetOption,
     StoreOption,
     awaited_experiment,
     chosen_experiment,
     chosen_store,
     made_folder,
+    store_of_file,
 )
 from trinity_buffer.cli.printing import print_json
 from trinity_buffer.cli.run_file import experiment_in
@@ -80,6 +82,8 @@ def demo(
 
     if model not in (None, "hf"):
         raise InvalidArgumentError(f"--model {model}: there is hf; `trinity-buffer init` has yours")
+    if config is not None:
+        store, name = store or store_of_file(config), name or experiment_in(config)
     name = name or ("demo-hf" if model else "demo")
     paths = demos.store_path(store, name)
     wanted = {"name": task, "digits": digits}
@@ -175,9 +179,9 @@ def explore(
 def annotate(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
-    config: ConfigOption = None,
+    config: PlaceOption = None,
     strategy: Annotated[
-        str | None, typer.Option(help="Registered name; by default the experiment's.")
+        str | None, typer.Option(help="Registered name; by default the set's, or the experiment's.")
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the annotation set; by default the strategy's.")
@@ -190,8 +194,7 @@ def annotate(
 ) -> None:
     """Run a strategy over what is stored: advantages in, annotations out.
 
-    Example: trinity-buffer annotate --store runs/demo.db --strategy grpo --set epsilon=1e-5 --name
-        grpo-5
+    Example: trinity-buffer annotate --strategy grpo --set epsilon=1e-5 --name grpo-5
     """
     from dataclasses import asdict  # noqa: PLC0415
 

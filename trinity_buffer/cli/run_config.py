@@ -119,11 +119,12 @@ class RunConfig(_Section):
         None, description="`module:function` from a model to its accuracy; null: none is measured"
     )
     server: str | None = Field(
-        None, description="URL of the inference server of the rollouts; null: each explorer samples"
+        None,
+        description="URL of the inference server for rollouts; null: each explorer samples itself",
     )
-    dialect: Literal["vllm", "sglang"] = Field("vllm", description="that the server speaks")
+    dialect: Literal["vllm", "sglang"] = Field("vllm", description="of the server")
     folder: str | None = Field(
-        None, description="where the four are looked up; by default where the file lies"
+        None, description="of model, rollout, tasks and evaluate; by default that of the file"
     )
     exploring: ExploringConfig = ExploringConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

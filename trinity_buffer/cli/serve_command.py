@@ -25,7 +25,7 @@ def serve(
     token: Annotated[
         str | None,
         typer.Option(
-            envvar="TRINITY_BUFFER_TOKEN", help="That who asks must bring: /?token=TOKEN."
+            envvar="TRINITY_BUFFER_TOKEN", help="Required of every visitor: /?token=TOKEN."
         ),
     ] = None,
 ) -> None:

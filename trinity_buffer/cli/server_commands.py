@@ -10,8 +10,9 @@ import anyio
 import typer
 
 from trinity_buffer.cli.options import (
-    ConfigOption,
+    STORE_VARIABLE,
     ExperimentOption,
+    PlaceOption,
     StoreOption,
     chosen_experiment,
     chosen_store,
@@ -27,7 +28,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 TokenOption = Annotated[
     str | None,
-    typer.Option(envvar="TRINITY_BUFFER_TOKEN", help="That clients bring as their API key."),
+    typer.Option(envvar="TRINITY_BUFFER_TOKEN", help="Required of every client, as its API key."),
 ]
 UpstreamKeyOption = Annotated[
     str | None,
@@ -36,7 +37,9 @@ UpstreamKeyOption = Annotated[
 InFlightOption = Annotated[
     int, typer.Option(min=1, help="Requests at the same time; more are told 429.")
 ]
-LogprobsOption = Annotated[str, typer.Option(help="What the server behind was started with.")]
+LogprobsOption = Annotated[
+    str, typer.Option(help="As that server was started: raw_logprobs, or processed_logprobs.")
+]
 RunsOption = Annotated[int, typer.Option(min=1, help="Rollouts of one task, in a new experiment.")]
 
 
@@ -47,8 +50,10 @@ def sync_weights(
     ] = None,
     store: StoreOption = None,
     experiment: ExperimentOption = None,
-    config: ConfigOption = None,
-    dialect: Annotated[str, typer.Option(help="vllm, or sglang.")] = "vllm",
+    config: PlaceOption = None,
+    dialect: Annotated[
+        str | None, typer.Option(help="vllm, or sglang. By default the run's.")
+    ] = None,
     mode: Annotated[
         str, typer.Option(help="Requests under way: wait for them, keep them, or abort them.")
     ] = "wait",
@@ -64,20 +69,24 @@ def sync_weights(
     Example: trinity-buffer sync-weights --server http://127.0.0.1:8000/v1 --follow
     """
     for option, said, known in (("--mode", mode, MODES), ("--dialect", dialect, DIALECTS)):
-        if said not in known:
+        if said is not None and said not in known:
             raise InvalidArgumentError(f"{option} {said}: there are {', '.join(known)}")
     url = chosen_store(store, config)
     named = experiment or (None if config is None else experiment_in(config))
-    choices = {"dialect": dialect, "mode": mode, "follow": follow}
+    choices = {"mode": mode, "follow": follow}
     try:
-        anyio.run(_sync, url, named, server, choices)
+        anyio.run(_sync, url, named, server, dialect, choices)
     except KeyboardInterrupt:
         typer.echo("interrupted; run it again to go on")
         raise typer.Exit(130) from None
 
 
 async def _sync(
-    url: str, experiment: str | None, server: list[str] | None, choices: dict[str, Any]
+    url: str,
+    experiment: str | None,
+    server: list[str] | None,
+    dialect: str | None,
+    choices: dict[str, Any],
 ) -> None:
     from trinity_buffer.cli.roles import plain  # noqa: PLC0415 - torch
     from trinity_buffer.explorer.server import Server  # noqa: PLC0415 - an extra
@@ -95,13 +104,16 @@ async def _sync(
             raise InvalidArgumentError(f"experiment {name!r} names no server: say --server URL")
         plain(f"syncs the weights of {name} to {', '.join(urls)}")
         servers = [await stack.enter_async_context(Server(one)) for one in urls]
+        choices["dialect"] = dialect or found.config.get("dialect", DIALECTS[0])
         if not await sync_weights(found, servers, **choices, report=tell):
             plain("no policy is published yet: nothing was pushed")
 
 
 def record(
     upstream: Annotated[str, typer.Option(help="URL of the inference server behind.")],
-    store: StoreOption = None,
+    store: Annotated[
+        str, typer.Option(envvar=STORE_VARIABLE, help="Where: a path or URL.")
+    ] = "runs/recorded.db",
     experiment: Annotated[
         str, typer.Option(help="Which experiment; it is made if it is new.")
     ] = "recorded",
@@ -112,7 +124,7 @@ def record(
     token: TokenOption = None,
     upstream_key: UpstreamKeyOption = None,
     ack: Annotated[
-        str, typer.Option(help="An answer leaves after it is durable, or before.")
+        str, typer.Option(help="after: an answer leaves when it is durable. before: at once.")
     ] = "after",
     logprobs_mode: LogprobsOption = "raw_logprobs",
     max_in_flight: InFlightOption = 1024,
@@ -134,7 +146,7 @@ def record(
         raise InvalidArgumentError(
             f"--host {host} lets others ask: give --token, which clients bring as their API key"
         )
-    url = chosen_store(store or "runs/recorded.db")
+    url = store
     if "://" not in url:
         made_folder(Path(url).parent)
     settings = {"token": token, "ack": ack, "logprobs_mode": logprobs_mode}

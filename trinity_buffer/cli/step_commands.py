@@ -25,7 +25,8 @@ from trinity_buffer.inspect.why import Why
 from trinity_buffer.inspect.why import why as why_of
 
 AfterStepOption = Annotated[
-    int | None, typer.Option("--after", help="Only steps above this one. Default: the last.", min=0)
+    int | None,
+    typer.Option("--after", help="Only steps above this one. Default: the last ones.", min=0),
 ]
 RowOrder = Literal["slot", "abs-advantage", "reward", "staleness", "length"]
 
@@ -160,7 +161,8 @@ def rejected(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     by: Annotated[
-        str | None, typer.Option(help="Only by this strategy or trainer; door: late and invalid.")
+        str | None,
+        typer.Option(help="Only by this strategy or trainer; door: refused as it was written."),
     ] = None,
     reason: Annotated[str | None, typer.Option(help="Only for this reason, as stale.")] = None,
     limit: Annotated[int, typer.Option(help="At most so many, the newest.", min=1)] = 20,

@@ -155,7 +155,10 @@ class _Look:
         if row.name == "recorded":
             remedy = "start its trainer again, which makes the groups of what was recorded"
         else:
-            remedy = f"`trinity-buffer annotate --follow`, or run_strategy(name={row.name!r})"
+            remedy = (
+                f"`trinity-buffer annotate --name {row.name} --follow`, or "
+                f"run_strategy(name={row.name!r})"
+            )
         seen = f"{counted(number, 'experience')} unseen"
         what = f"no process annotates set {row.name!r}: {seen}"
         yield Stuck(self._name, what, self._since(tx, first), remedy)
