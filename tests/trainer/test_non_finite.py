@@ -17,8 +17,9 @@ from tests.trainer.data import policy, prepared
 from tests.trainer.gradients import train
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.algorithm.entropy_loss_fn import DefaultEntropyLossFn
+from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import ENTROPY_LOSS_FN
 from trinity_buffer.algorithm.policy_loss_fn import PPOPolicyLossFn
-from trinity_buffer.algorithm.registry import ENTROPY_LOSS_FN, POLICY_LOSS_FN
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError, NonFiniteError
 from trinity_buffer.pipeline.events import Event

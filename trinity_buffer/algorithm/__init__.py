@@ -11,8 +11,10 @@ from trinity_buffer.algorithm.add_strategy import (
     compose,
     group_by,
 )
+from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY
 from trinity_buffer.algorithm.advantage_fn import AdvantageFn, GroupAdvantage, GRPOAdvantageFn
-from trinity_buffer.algorithm.algorithm import AlgorithmType
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
+from trinity_buffer.algorithm.algorithm import ALGORITHM_TYPE, AlgorithmType
 from trinity_buffer.algorithm.building import Algorithm, build, effective_args
 from trinity_buffer.algorithm.entropy_loss_fn import (
     DefaultEntropyLossFn,
@@ -20,6 +22,7 @@ from trinity_buffer.algorithm.entropy_loss_fn import (
     EntropyLossFn,
     MixEntropyLossFn,
 )
+from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import ENTROPY_LOSS_FN
 from trinity_buffer.algorithm.functional import (
     aggregate_loss,
     masked_mean,
@@ -28,6 +31,7 @@ from trinity_buffer.algorithm.functional import (
     masked_whiten,
 )
 from trinity_buffer.algorithm.importance_correction import (
+    IMPORTANCE_CORRECTION,
     IcePop,
     ImportanceCorrection,
     NoCorrection,
@@ -46,6 +50,7 @@ from trinity_buffer.algorithm.kl_fn import (
     KLFn,
     LowVarKLFn,
 )
+from trinity_buffer.algorithm.kl_fn.kl_fn import KL_FN
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.algorithm.policy_loss_fn import (
     CISPOPolicyLossFn,
@@ -70,19 +75,11 @@ from trinity_buffer.algorithm.policy_loss_fn import (
     TOPRPolicyLossFn,
     sPPOPolicyLossFn,
 )
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN
 from trinity_buffer.algorithm.recipe import Recipe
-from trinity_buffer.algorithm.registry import (
-    ADD_STRATEGY,
-    ADVANTAGE_FN,
-    ALGORITHM_TYPE,
-    ENTROPY_LOSS_FN,
-    IMPORTANCE_CORRECTION,
-    KL_FN,
-    POLICY_LOSS_FN,
-    SAMPLE_STRATEGY,
-    Registry,
-)
+from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.algorithm.sample_strategy import SampleStrategy
+from trinity_buffer.algorithm.sample_strategy.sample_strategy import SAMPLE_STRATEGY
 
 __all__ = [
     "ADD_STRATEGY",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from trinity_buffer.algorithm.recipe import Recipe
-from trinity_buffer.algorithm.registry import ALGORITHM_TYPE
+from trinity_buffer.algorithm.registry import Registry
 
 __all__ = ["ALGORITHM_TYPE", "AlgorithmType", "ConstantMeta", "Recipe"]
 
@@ -74,6 +74,9 @@ class AlgorithmType(ABC, metaclass=ConstantMeta):
         A class that writes its own needs no ``recipe``.
         """
         return cls.recipe.as_config()
+
+
+ALGORITHM_TYPE: Registry[type[AlgorithmType]] = Registry("algorithm_type")
 
 
 @ALGORITHM_TYPE.register_module("sft")

@@ -9,21 +9,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from trinity_buffer.algorithm.algorithm import AlgorithmType
+from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
+from trinity_buffer.algorithm.algorithm import ALGORITHM_TYPE, AlgorithmType
 from trinity_buffer.algorithm.arguments import REQUIRED, declared_arguments, made, refuse_unknown
+from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import ENTROPY_LOSS_FN
+from trinity_buffer.algorithm.importance_correction import IMPORTANCE_CORRECTION
+from trinity_buffer.algorithm.kl_fn.kl_fn import KL_FN
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN
 from trinity_buffer.algorithm.reading import needed, require_recorded
 from trinity_buffer.algorithm.recipe import PARTS, Recipe
-from trinity_buffer.algorithm.registry import (
-    ADD_STRATEGY,
-    ADVANTAGE_FN,
-    ALGORITHM_TYPE,
-    ENTROPY_LOSS_FN,
-    IMPORTANCE_CORRECTION,
-    KL_FN,
-    POLICY_LOSS_FN,
-    SAMPLE_STRATEGY,
-    Registry,
-)
+from trinity_buffer.algorithm.registry import Registry
+from trinity_buffer.algorithm.sample_strategy.sample_strategy import SAMPLE_STRATEGY
 from trinity_buffer.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
 from trinity_buffer.algorithm.arguments import did_you_mean
-from trinity_buffer.algorithm.registry import (
-    ADD_STRATEGY,
-    ADVANTAGE_FN,
-    ENTROPY_LOSS_FN,
-    KL_FN,
-    POLICY_LOSS_FN,
-    Registry,
-)
+from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import ENTROPY_LOSS_FN
+from trinity_buffer.algorithm.kl_fn.kl_fn import KL_FN
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN
+from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import UnknownNameError
 
 REGISTRIES: dict[str, Registry[Any]] = {

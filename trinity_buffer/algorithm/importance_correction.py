@@ -30,7 +30,7 @@ from trinity_buffer.algorithm.functional import (
     spread,
 )
 from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.algorithm.registry import IMPORTANCE_CORRECTION
+from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
 
 Metrics = dict[str, Tensor]
@@ -82,6 +82,9 @@ class ImportanceCorrection(ABC):
     def default_args(cls) -> dict[str, Any]:
         """Return the constructor's arguments for a configuration."""
         return default_arguments(cls)
+
+
+IMPORTANCE_CORRECTION: Registry[type[ImportanceCorrection]] = Registry("importance_correction")
 
 
 @IMPORTANCE_CORRECTION.register_module("none")

@@ -6,20 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-
-if TYPE_CHECKING:
-    from trinity_buffer.algorithm.add_strategy.add_strategy import AddStrategy
-    from trinity_buffer.algorithm.advantage_fn.advantage_fn import AdvantageFn
-    from trinity_buffer.algorithm.algorithm import AlgorithmType
-    from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import EntropyLossFn
-    from trinity_buffer.algorithm.importance_correction import ImportanceCorrection
-    from trinity_buffer.algorithm.kl_fn.kl_fn import KLFn
-    from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import PolicyLossFn
-    from trinity_buffer.algorithm.sample_strategy.sample_strategy import SampleStrategy
 
 T = TypeVar("T")
 Registered = TypeVar("Registered", bound=type)
@@ -111,13 +101,3 @@ def _is_version_of(cls: object, known: object) -> bool:
     modules = [getattr(one, "__module__", "") for one in (cls, known)]
     same_name = getattr(cls, "__qualname__", "") == getattr(known, "__qualname__", None)
     return same_name and (modules[0] == modules[1] or modules[1].startswith("trinity_buffer."))
-
-
-ADD_STRATEGY: Registry[type[AddStrategy]] = Registry("add_strategy")
-ADVANTAGE_FN: Registry[type[AdvantageFn]] = Registry("advantage_fn")
-POLICY_LOSS_FN: Registry[type[PolicyLossFn]] = Registry("policy_loss_fn")
-KL_FN: Registry[type[KLFn]] = Registry("kl_fn")
-ENTROPY_LOSS_FN: Registry[type[EntropyLossFn]] = Registry("entropy_loss_fn")
-IMPORTANCE_CORRECTION: Registry[type[ImportanceCorrection]] = Registry("importance_correction")
-SAMPLE_STRATEGY: Registry[type[SampleStrategy]] = Registry("sample_strategy")
-ALGORITHM_TYPE: Registry[type[AlgorithmType]] = Registry("algorithm_type")

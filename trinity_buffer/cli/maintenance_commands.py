@@ -198,10 +198,11 @@ def algorithms(as_json: JsonOption = False) -> None:
 
     Example: trinity-buffer algorithms --json
     """
-    from trinity_buffer.algorithm import registry  # noqa: PLC0415 - torch, which only this one needs
+    from trinity_buffer import algorithm  # noqa: PLC0415 - torch, which only this one needs
     from trinity_buffer.algorithm.building import effective_args  # noqa: PLC0415
+    from trinity_buffer.algorithm.registry import Registry  # noqa: PLC0415
 
-    kinds = [value for value in vars(registry).values() if isinstance(value, registry.Registry)]
+    kinds = [value for value in vars(algorithm).values() if isinstance(value, Registry)]
     found: list[dict[str, Any]] = [
         {
             "kind": kind.kind,

@@ -1,8 +1,7 @@
 """Strategies: how a group of experiences gets its advantages, or is left out.
 
-A strategy sees whole units (``unit``: a group, or a batch), sorted by (task, run, step), and hands
-what it keeps to its writer. What it leaves out it rejects with a reason, so that nothing is dropped
-silently.
+A strategy sees whole units (``unit``: a group, or a batch), sorted by (task, run, step). It hands
+what it keeps to its writer, and rejects the rest with a reason.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from trinity_buffer.algorithm.arguments import (
     refuse_unknown,
 )
 from trinity_buffer.algorithm.copies import left_out
-from trinity_buffer.algorithm.registry import ADD_STRATEGY
+from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.algorithm.reward_scores import (
     RewardScorer,
     ScoredGroups,
@@ -59,8 +58,7 @@ class AddStrategy(ABC):
         families: the column families that are read from the store; the fields of the others are
             empty.
         annotates: whether `add` sets advantages (False: it only chooses).
-        needs: fields without which an experience is rejected as ``invalid`` before the strategy
-            computes.
+        needs: fields without which an experience is rejected as ``invalid`` before `add`.
         reference_args: constructor arguments with which the class computes what the reference
             implementation does.
 
@@ -163,6 +161,9 @@ class AddStrategy(ABC):
         """
         if not self.reject(problem.together, invalid(problem.field)):
             raise problem.error(type(self).__name__)
+
+
+ADD_STRATEGY: Registry[type[AddStrategy]] = Registry("add_strategy")
 
 
 class GroupAdvantageStrategy(AddStrategy):
@@ -347,8 +348,7 @@ class RewardVarianceAddStrategy(AddStrategy):
 
     Args:
         writer: where the kept groups go.
-        variance_threshold: groups with a population variance at or below it, and groups of one, are
-            rejected.
+        variance_threshold: groups of one, or with a population variance up to it, are rejected.
         std_floor: deviations below this share of the largest reward are 0.
     """
 
@@ -375,8 +375,8 @@ class RewardVarianceAddStrategy(AddStrategy):
         kept = (spread > self.variance_threshold) & (rewards.shape[1] > 1)
         reasons = ["filtered" if some > 0 else "zero_variance" for some in spread.tolist()]
         metrics = {"kept_groups": kept.astype(float), "filtered_groups": (~kept).astype(float)}
-        kept = np.broadcast_to(kept[:, np.newaxis], rewards.shape)
-        return ScoredGroups(kept=kept, reasons=reasons, metrics=metrics)
+        rows = np.broadcast_to(kept[:, np.newaxis], rewards.shape)
+        return ScoredGroups(kept=rows, reasons=reasons, metrics=metrics)
 
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
@@ -392,7 +392,7 @@ class RewardVarianceAddStrategy(AddStrategy):
         """Return the groups above the threshold; reject the others, with what they lack."""
         kept = []
         for group in groups:
-            spread = group_scores.variance([reward_of(e) for e in group], std_floor=self.std_floor)
+            spread = group_scores.variance([*map(reward_of, group)], std_floor=self.std_floor)
             if len(group) > 1 and spread > self.variance_threshold:
                 kept.append(group)
             else:

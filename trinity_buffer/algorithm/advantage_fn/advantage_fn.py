@@ -23,7 +23,7 @@ from trinity_buffer.algorithm.arguments import (
     refuse_unknown,
 )
 from trinity_buffer.algorithm.batches import as_mapping
-from trinity_buffer.algorithm.registry import ADVANTAGE_FN
+from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
 
@@ -67,6 +67,9 @@ class AdvantageFn(ABC):
     @abstractmethod
     def compute_in_trainer(cls) -> bool:
         """Return whether this needs the tensors of the trainer."""
+
+
+ADVANTAGE_FN: Registry[type[AdvantageFn]] = Registry("advantage_fn")
 
 
 class PipelineAdvantage(AdvantageFn):

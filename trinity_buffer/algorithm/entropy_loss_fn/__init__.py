@@ -1,12 +1,12 @@
 """Entropy bonuses: `EntropyLossFn` and its kinds."""
 
 from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import (
+    ENTROPY_LOSS_FN,
     DefaultEntropyLossFn,
     DummyEntropyLossFn,
     EntropyLossFn,
     MixEntropyLossFn,
 )
-from trinity_buffer.algorithm.registry import ENTROPY_LOSS_FN
 
 __all__ = [
     "ENTROPY_LOSS_FN",

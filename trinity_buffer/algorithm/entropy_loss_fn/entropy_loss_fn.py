@@ -13,7 +13,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm.arguments import default_arguments
 from trinity_buffer.algorithm.functional import aggregate_loss, mask_of_rows
 from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.algorithm.registry import ENTROPY_LOSS_FN
+from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
 
 Metrics = dict[str, Tensor]
@@ -61,6 +61,9 @@ class EntropyLossFn(ABC):
     def default_args(cls) -> dict[str, Any]:
         """Return the constructor's arguments for a configuration."""
         return default_arguments(cls)
+
+
+ENTROPY_LOSS_FN: Registry[type[EntropyLossFn]] = Registry("entropy_loss_fn")
 
 
 @ENTROPY_LOSS_FN.register_module("default")

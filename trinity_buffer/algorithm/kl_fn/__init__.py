@@ -1,6 +1,7 @@
 """KL divergences: `KLFn` and its estimators."""
 
 from trinity_buffer.algorithm.kl_fn.kl_fn import (
+    KL_FN,
     AbsFn,
     CorrectedK3Fn,
     DummyKLFn,
@@ -10,7 +11,6 @@ from trinity_buffer.algorithm.kl_fn.kl_fn import (
     KLFn,
     LowVarKLFn,
 )
-from trinity_buffer.algorithm.registry import KL_FN
 
 __all__ = [
     "KL_FN",

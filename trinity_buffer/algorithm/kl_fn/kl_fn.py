@@ -24,7 +24,7 @@ from trinity_buffer.algorithm.functional import (
     row_means,
 )
 from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.algorithm.registry import KL_FN
+from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
 
 Metrics = dict[str, Tensor]
@@ -152,6 +152,9 @@ class KLFn(ABC):
     def default_args(cls) -> dict[str, Any]:
         """Return the constructor's arguments for a configuration."""
         return {k: v for k, v in default_arguments(cls).items() if v is not None}
+
+
+KL_FN: Registry[type[KLFn]] = Registry("kl_fn")
 
 
 @KL_FN.register_module("none")

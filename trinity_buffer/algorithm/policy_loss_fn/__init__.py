@@ -15,14 +15,17 @@ from trinity_buffer.algorithm.policy_loss_fn.importance_sampling_policy_loss imp
 )
 from trinity_buffer.algorithm.policy_loss_fn.mix_policy_loss import MIXPolicyLossFn
 from trinity_buffer.algorithm.policy_loss_fn.opmd_policy_loss import OPMDPolicyLossFn
-from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import LossAndMetrics, PolicyLossFn
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
+    POLICY_LOSS_FN,
+    LossAndMetrics,
+    PolicyLossFn,
+)
 from trinity_buffer.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 from trinity_buffer.algorithm.policy_loss_fn.rec_policy_loss import RECPolicyLossFn
 from trinity_buffer.algorithm.policy_loss_fn.sapo_policy_loss import SAPOPolicyLossFn
 from trinity_buffer.algorithm.policy_loss_fn.sft_loss import SFTLossFn
 from trinity_buffer.algorithm.policy_loss_fn.sppo_loss_fn import sPPOPolicyLossFn
 from trinity_buffer.algorithm.policy_loss_fn.topr_policy_loss import TOPRPolicyLossFn
-from trinity_buffer.algorithm.registry import POLICY_LOSS_FN
 
 __all__ = [
     "POLICY_LOSS_FN",

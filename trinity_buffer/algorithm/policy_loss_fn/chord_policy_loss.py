@@ -21,13 +21,13 @@ from trinity_buffer.algorithm.policy_loss_fn.mix_policy_loss import (
     TwoKindsLoss,
 )
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
+    POLICY_LOSS_FN,
     LossAndMetrics,
     PolicyLossFn,
     detached,
 )
 from trinity_buffer.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 from trinity_buffer.algorithm.policy_loss_fn.sft_loss import SFTLossFn
-from trinity_buffer.algorithm.registry import POLICY_LOSS_FN
 from trinity_buffer.errors import InvalidArgumentError
 
 

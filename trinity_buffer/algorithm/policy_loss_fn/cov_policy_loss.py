@@ -17,11 +17,11 @@ from trinity_buffer.algorithm.functional import (
 )
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
+    POLICY_LOSS_FN,
     LossAndMetrics,
     PolicyLossFn,
     detached,
 )
-from trinity_buffer.algorithm.registry import POLICY_LOSS_FN
 
 
 def covariances(logprob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm.functional import aggregation_mode, mask_of_rows
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
+    POLICY_LOSS_FN,
     LossAndMetrics,
     Metrics,
     PolicyLossFn,
@@ -18,7 +19,6 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
 )
 from trinity_buffer.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 from trinity_buffer.algorithm.policy_loss_fn.sft_loss import SFTLossFn
-from trinity_buffer.algorithm.registry import POLICY_LOSS_FN
 from trinity_buffer.errors import InvalidArgumentError
 
 RUN_TIME = frozenset(

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import default_arguments, did_you_mean
+from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import UnknownNameError
 
 Metrics = dict[str, Tensor]
@@ -124,6 +125,9 @@ class PolicyLossFn(ABC):
         """Return the constructor's arguments for a configuration: signature, then `tuned`."""
         found = default_arguments(cls, leave_out={"backend", *cls.run_time})
         return {name: value for name, value in found.items() if value is not None} | dict(cls.tuned)
+
+
+POLICY_LOSS_FN: Registry[type[PolicyLossFn]] = Registry("policy_loss_fn")
 
 
 def detached(metrics: Mapping[str, Tensor]) -> Metrics:

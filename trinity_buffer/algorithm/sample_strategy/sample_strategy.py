@@ -15,7 +15,7 @@ from trinity_buffer.algorithm.arguments import (
     default_arguments,
     refuse_unknown,
 )
-from trinity_buffer.algorithm.registry import SAMPLE_STRATEGY
+from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.metrics import gather_metrics
@@ -103,6 +103,9 @@ class SampleStrategy(ABC):
     def default_args(cls) -> dict[str, Any]:
         """Return the defaults of the constructor, without readers and sizes."""
         return default_arguments(cls, leave_out=cls.runtime_args)
+
+
+SAMPLE_STRATEGY: Registry[type[SampleStrategy]] = Registry("sample_strategy")
 
 
 @SAMPLE_STRATEGY.register_module("default")
