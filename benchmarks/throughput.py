@@ -17,7 +17,7 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.manifest import LayoutName
-from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
+from trinity_buffer.pipeline.sync_stream import open_train_stream
 
 EXPERIMENT = "bench"
 GRPO = {"epsilon": 1e-6}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trinity_buffer.pipeline.history.compaction import compact
     from trinity_buffer.pipeline.history.replay import open_replay_stream
     from trinity_buffer.pipeline.store import open_store
-    from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
+    from trinity_buffer.pipeline.sync_stream import open_train_stream
     from trinity_buffer.pipeline.verifying.verify import verify
     from trinity_buffer.trainer.token_scores import token_scores
     from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
@@ -85,7 +85,7 @@ _HOMES = {
     "gather_metrics": "trinity_buffer.metrics",
     "group_by": "trinity_buffer.experience",
     "open_store": "trinity_buffer.pipeline.store",
-    "open_train_stream": "trinity_buffer.pipeline.streaming.sync_stream",
+    "open_train_stream": "trinity_buffer.pipeline.sync_stream",
     "run_strategy": "trinity_buffer.pipeline.annotating.strategy_consumer",
     "token_scores": "trinity_buffer.trainer.token_scores",
     "Trainer": "trinity_buffer.trainer.trainer",

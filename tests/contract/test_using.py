@@ -18,7 +18,7 @@ from trinity_buffer.errors import StoreBusyError, StoreReplacedError, StoreUseEr
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
+from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.store import sqlite
 
 

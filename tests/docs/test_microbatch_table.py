@@ -11,7 +11,7 @@ import pytest
 
 from tests.trainer.data import prepared
 from trinity_buffer.algorithm import build
-from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
+from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.trainer.requirements import strategy_of, stream_options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()

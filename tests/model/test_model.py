@@ -36,8 +36,8 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.compaction import compact
 from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
 from trinity_buffer.pipeline.store import Store, open_store
-from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import tables
 

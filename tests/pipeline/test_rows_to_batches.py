@@ -21,7 +21,7 @@ from trinity_buffer.pipeline.streaming import row_loader
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.collate_buffers import StepMemory
 from trinity_buffer.pipeline.streaming.manifest import LayoutName
-from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
+from trinity_buffer.pipeline.sync_stream import open_train_stream
 
 TASKS, RUNS = 16, 4
 LAYOUTS = [("padded", None), ("padded", 4096), ("packed", None), ("packed", 4096)]

@@ -14,8 +14,8 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming import leading_rank
 from trinity_buffer.pipeline.streaming.step_queue import StepQueue
-from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.store import tables
 
 GROUPS = 8

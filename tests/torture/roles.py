@@ -33,7 +33,7 @@ from trinity_buffer.pipeline import events
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.history.replay import open_replay_stream
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
+from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.store import sqlite
 from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
 from trinity_buffer.writer import WriteReceipt

@@ -169,9 +169,9 @@ async def test_rank_0_does_not_go_on_with_a_rank_that_started_again(store_url: s
         step = await anext(stream)
         if rank == 1:
             async with anyio.create_task_group() as group:
-                again = stream.experiment.train_stream(**OPTIONS | {"rank": 1})
+                again = experiment.train_stream(**OPTIONS | {"rank": 1})
                 group.start_soon(again.__aenter__)
-                async for event in stream.experiment.events(follow=True):
+                async for event in experiment.events(follow=True):
                     if event.kind == "RankJoined" and event.position > 5:
                         break
                 joined.set()

@@ -14,7 +14,7 @@ from tests.trainer.gradients import train
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build
 from trinity_buffer.demo.policy import TransformerCritic
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
+from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.trainer.checkpoint_folder import read_step
 from trinity_buffer.trainer.critic import ValueLossFn
 from trinity_buffer.trainer.trainer import Trainer, TrainerSettings, _combined

@@ -27,7 +27,7 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.streaming.stream_options import CONFIGURED
-from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream, open_train_stream
+from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.store import queries
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.trainer.requirements import (

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError, StoreError, TrinityBufferError
-from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
 
 COMMIT_S = 60.0
 """A worker that has not committed by then is gone."""

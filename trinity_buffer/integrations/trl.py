@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
-from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 
 
 class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped

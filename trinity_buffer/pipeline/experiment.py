@@ -24,6 +24,7 @@ from trinity_buffer.identity import problem_of_name
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.checkpoint import found_again
 from trinity_buffer.pipeline.events import Event, decoded, fact_at, new_event, now_us
+from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, trainer_queries
@@ -69,13 +70,8 @@ class PublishedPolicy:
     position: int
 
 
-class Experiment:
-    """One named training run. Made by `Store.experiment`.
-
-    Attributes:
-        name: its name in the store.
-        config: its configuration as it was when it was opened here.
-    """
+class Experiment(ExperimentHandle):
+    """One named training run: its front door. Made by `Store.experiment`."""
 
     def __init__(
         self,
@@ -85,15 +81,8 @@ class Experiment:
         name: str,
         config: Mapping[str, Any],
     ) -> None:
-        self.database = database
-        self.key = key
-        self.name = name
-        self.config = dict(config)
+        super().__init__(database, key, name, config)
         self._group_commit = group_commit
-
-    def sibling(self, key: int, name: str, config: Mapping[str, Any]) -> Experiment:
-        """Return another experiment of the same store."""
-        return Experiment(self.database, self._group_commit, key, name, config)
 
     def writer(self, actor: str, *, on_invalid: OnInvalid = "raise") -> SQLWriter:
         """Return a writer for the process ``actor``, which checks against the experiment's schema.
@@ -143,14 +132,6 @@ class Experiment:
         head = log.head(tx, self.key)
         page = log.read_after(tx, self.key, after, limit=limit, kinds=kinds)
         return head, page, self._is_finished(tx)
-
-    def _is_finished(self, tx: Transaction) -> bool:
-        found = queries.config_of(tx, self.key)
-        return found is not None and found[1]
-
-    async def is_finished(self) -> bool:
-        """Return whether it was finished since the last change of configuration."""
-        return await self.database.read(self._is_finished)
 
     def _append(self, tx: Transaction, event: NewEvent, actor: str) -> None:
         log.append(tx, self.key, [event], actor=actor, now_us=now_us())

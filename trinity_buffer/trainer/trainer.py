@@ -17,8 +17,8 @@ from trinity_buffer.errors import InvalidArgumentError, NonFiniteError
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.stream_options import Resume
-from trinity_buffer.pipeline.streaming.sync_stream import SyncTrainStream
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.trainer.causal_lm import policy_of
 from trinity_buffer.trainer.checkpoint_folder import (
     TrainerState,

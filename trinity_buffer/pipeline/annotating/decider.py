@@ -26,7 +26,7 @@ from trinity_buffer.pipeline.annotating.grouping import (
 )
 from trinity_buffer.pipeline.annotating.reward_table import table_of, verdicts_of
 from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.experiences import load_experiences, unreadable_among
 from trinity_buffer.sizes import sizes
@@ -83,7 +83,11 @@ class Decider:
     """
 
     def __init__(
-        self, experiment: Experiment, setup: StrategySetup, reader: UnitReader, cache: EventCache
+        self,
+        experiment: ExperimentHandle,
+        setup: StrategySetup,
+        reader: UnitReader,
+        cache: EventCache,
     ) -> None:
         self._experiment = experiment
         self._setup = setup

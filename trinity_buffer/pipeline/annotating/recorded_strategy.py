@@ -10,7 +10,7 @@ from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.grouping import GroupingRules
 from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 
 RECORDED = "recorded"
 """Name of the set that ``strategy=None`` reads: whole groups, nothing computed."""
@@ -30,7 +30,7 @@ class RecordedStrategy(AddStrategy):
         return len(experiences), {}
 
 
-def recorder(experiment: Experiment) -> StrategyConsumer:
+def recorder(experiment: ExperimentHandle) -> StrategyConsumer:
     """Return the consumer that makes the groups of what was recorded."""
     config = experiment.config
     alone = {"rollouts_per_group": 1} if config.get("schema") in ("sft", "dpo", "cpt") else {}

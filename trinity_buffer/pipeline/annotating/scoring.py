@@ -14,7 +14,7 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import RewardsAssigned
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.events import new_event, now_us
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.experiences import load_experiences
 from trinity_buffer.sizes import sizes
@@ -23,7 +23,7 @@ from trinity_buffer.store.transaction import Transaction
 
 
 async def assign_rewards(
-    experiment: Experiment,
+    experiment: ExperimentHandle,
     name: str,
     reward: Callable[[Experience], float | None],
     *,

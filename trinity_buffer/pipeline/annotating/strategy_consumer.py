@@ -35,7 +35,7 @@ from trinity_buffer.pipeline.annotating.named_strategy import (
 from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
@@ -84,7 +84,7 @@ class StrategyConsumer:
 
     def __init__(
         self,
-        experiment: Experiment,
+        experiment: ExperimentHandle,
         strategy: StrategyLike,
         args: Mapping[str, Any] | None = None,
         *,
@@ -260,7 +260,7 @@ class StrategyConsumer:
 
 
 async def run_strategy(
-    experiment: Experiment,
+    experiment: ExperimentHandle,
     strategy: StrategyLike,
     args: Mapping[str, Any] | None = None,
     *,

@@ -21,7 +21,7 @@ from trinity_buffer.pipeline.annotating.grouping import (
     stretches_of,
 )
 from trinity_buffer.pipeline.events import decoded, now_us
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, segments
@@ -45,7 +45,7 @@ class UnitReader:
 
     def __init__(
         self,
-        experiment: Experiment,
+        experiment: ExperimentHandle,
         name: str,
         unit: Unit,
         rules: GroupingRules,

@@ -25,8 +25,8 @@ from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, cha
 from trinity_buffer.pipeline.streaming.resuming import dealt_to, leased_step
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.stream_options import Resume
-from trinity_buffer.pipeline.streaming.sync_stream import StepStream, in_portal
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.sync_stream import StepStream, in_portal
 from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store.database import Database, StoreURL
 from trinity_buffer.store.rows import ConsumerRow, StepRow

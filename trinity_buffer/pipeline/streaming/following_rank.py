@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.streaming.committing import Commit, DeliveredSteps
 from trinity_buffer.pipeline.streaming.ranks import RankSession
 from trinity_buffer.pipeline.streaming.resuming import has_set, last_commit, wait_for_set
@@ -27,7 +27,9 @@ class FollowingRank:
     incomplete_groups = 0
     lost = None
 
-    def __init__(self, experiment: Experiment, options: StreamOptions, loader: RowLoader) -> None:
+    def __init__(
+        self, experiment: ExperimentHandle, options: StreamOptions, loader: RowLoader
+    ) -> None:
         self._experiment = experiment
         self._options = options
         self._database = experiment.database

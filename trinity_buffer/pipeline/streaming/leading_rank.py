@@ -14,7 +14,7 @@ from trinity_buffer.pipeline.annotating.recorded_strategy import recorder
 from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.events import new_event
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
@@ -67,11 +67,11 @@ class LeadingRank:
 
     def __init__(
         self,
-        experiment: Experiment,
+        experiment: ExperimentHandle,
         options: StreamOptions,
         loader: RowLoader,
         lease: TrainerLease,
-        expert: Experiment | None = None,
+        expert: ExperimentHandle | None = None,
     ) -> None:
         self._experiment = experiment
         self._options = options
@@ -167,7 +167,7 @@ class LeadingRank:
             for experiment in list(self._recorders):
                 tasks.start_soon(self._record, experiment)
 
-    async def _record(self, experiment: Experiment) -> None:
+    async def _record(self, experiment: ExperimentHandle) -> None:
         report = await recorder(experiment).run(follow=self._options.follow)
         if experiment is self._experiment:
             self.incomplete_groups = report.waiting_groups

@@ -23,7 +23,7 @@ from trinity_buffer.events import (
     kinds_of,
 )
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
@@ -52,7 +52,7 @@ class RankSession:
         ended: the last step of the stream, once rank 0 said that there are no more.
     """
 
-    def __init__(self, experiment: Experiment, options: StreamOptions) -> None:
+    def __init__(self, experiment: ExperimentHandle, options: StreamOptions) -> None:
         self.committed = 0
         self.ended: int | None = None
         self._experiment = experiment

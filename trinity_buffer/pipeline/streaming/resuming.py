@@ -19,7 +19,7 @@ from trinity_buffer.errors import CheckpointError, ConflictingStrategyError, Unk
 from trinity_buffer.events import BatchLeased, ConsumerRegistered, StepDealt, StepsCommitted
 from trinity_buffer.pipeline.checkpoint import found_again, require_digest
 from trinity_buffer.pipeline.events import decoded, fact_at, new_event, now_us
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.pipeline.streaming.collate import row_lengths
@@ -50,7 +50,7 @@ class LeasedStep(NamedTuple):
     log_head: bytes | None
 
 
-def leased_step(s: ReadSession, experiment: Experiment, row: StepRow) -> LeasedStep:
+def leased_step(s: ReadSession, experiment: ExperimentHandle, row: StepRow) -> LeasedStep:
     """Return the manifest of a step that was handed out.
 
     Raises:
@@ -104,7 +104,7 @@ class Dealer:
     """
 
     def __init__(
-        self, experiment: Experiment, lease: TrainerLease, loader: RowLoader, world_size: int
+        self, experiment: ExperimentHandle, lease: TrainerLease, loader: RowLoader, world_size: int
     ) -> None:
         self._experiment = experiment
         self._lease = lease
@@ -147,7 +147,9 @@ class Dealer:
         )
 
 
-async def last_commit(experiment: Experiment, committed: Sequence[StepRow], chain: bytes) -> Resume:
+async def last_commit(
+    experiment: ExperimentHandle, committed: Sequence[StepRow], chain: bytes
+) -> Resume:
     """Return where to go on after the ``committed`` steps of the live line.
 
     Args:
@@ -164,7 +166,7 @@ async def last_commit(experiment: Experiment, committed: Sequence[StepRow], chai
     return Resume(last.step, path, last.checkpoint_digest, chain, skipped)
 
 
-async def _skipped_in_a_row(experiment: Experiment, committed: Sequence[StepRow]) -> int:
+async def _skipped_in_a_row(experiment: ExperimentHandle, committed: Sequence[StepRow]) -> int:
     """Return how many of the last steps changed no weight."""
     at, skipped = None, frozenset[int]()
     for number, row in enumerate(reversed(committed)):
@@ -214,7 +216,7 @@ def _path_of(row: StepRow, folder: Path | None) -> Path:
     return found_again(row.checkpoint or "", row.checkpoint_digest, folder)
 
 
-async def register(experiment: Experiment, consumer: str, annotation_set: str) -> ConsumerRow:
+async def register(experiment: ExperimentHandle, consumer: str, annotation_set: str) -> ConsumerRow:
     """Return the trainer ``consumer`` of ``annotation_set``, registered now if it was not.
 
     Raises:
@@ -233,7 +235,7 @@ async def register(experiment: Experiment, consumer: str, annotation_set: str) -
     return row
 
 
-async def has_set(experiment: Experiment, options: StreamOptions) -> bool:
+async def has_set(experiment: ExperimentHandle, options: StreamOptions) -> bool:
     """Return whether the set of a stream is there; False if it is to be waited for.
 
     Raises:
@@ -247,7 +249,7 @@ async def has_set(experiment: Experiment, options: StreamOptions) -> bool:
     return False
 
 
-async def wait_for_set(experiment: Experiment, options: StreamOptions) -> None:
+async def wait_for_set(experiment: ExperimentHandle, options: StreamOptions) -> None:
     """Return once somebody annotates the set of a stream; say so aloud meanwhile.
 
     Raises:
@@ -274,12 +276,12 @@ async def wait_for_set(experiment: Experiment, options: StreamOptions) -> None:
         await wait.changed(state)
 
 
-async def _sets(experiment: Experiment) -> list[str]:
+async def _sets(experiment: ExperimentHandle) -> list[str]:
     consumers = await experiment.database.read(queries.consumers, experiment.key)
     return [row.name for row in consumers.values() if row.kind == "strategy"]
 
 
-def _unknown(experiment: Experiment, name: str, known: list[str]) -> str:
+def _unknown(experiment: ExperimentHandle, name: str, known: list[str]) -> str:
     return (
         f"experiment {experiment.name!r} has no annotation set {name!r} (there: "
         f"{', '.join(known) or 'none'}{did_you_mean(name, known)}); no process annotates it: run "

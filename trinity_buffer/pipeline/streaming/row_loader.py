@@ -16,7 +16,7 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.archive_file import SegmentParts
 from trinity_buffer.pipeline.encoding import decode_annotations
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.blocks import Array, Block, Field, Value, blocks_of, stretches
 from trinity_buffer.pipeline.loading.event_cache import EventCache, Facts, facts_of, no_facts
 from trinity_buffer.pipeline.loading.experiences import load_experiences, unreadable_among
@@ -329,7 +329,7 @@ def _merged(parts: Sequence[tuple[Sequence[int], LoadedRows]], total: int) -> Lo
     return LoadedRows(facts, fields, modal, {})
 
 
-async def experiences_of(experiment: Experiment, manifest: Manifest) -> list[Experience]:
+async def experiences_of(experiment: ExperimentHandle, manifest: Manifest) -> list[Experience]:
     """Return the rows of a step in their order, each with the advantages that it trains on.
 
     Args:

@@ -19,7 +19,7 @@ from trinity_buffer.events import ExperiencesRejected
 from trinity_buffer.pipeline import diagnosis
 from trinity_buffer.pipeline.annotating.recorded_strategy import RECORDED
 from trinity_buffer.pipeline.events import new_event
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.ready_groups import ReadyGroup, ReadyGroups
 from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
@@ -50,11 +50,11 @@ class StepSampler:
 
     def __init__(
         self,
-        experiment: Experiment,
+        experiment: ExperimentHandle,
         options: StreamOptions,
         lease: TrainerLease,
         loader: RowLoader,
-        expert: Experiment | None = None,
+        expert: ExperimentHandle | None = None,
     ) -> None:
         self._options = options
         self._lease = lease

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step, rows_in
 from trinity_buffer.pipeline.streaming.collate_buffers import StepMemory
 from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
@@ -199,7 +199,9 @@ class StepMaker:
         loader: of the trainer's rows.
     """
 
-    def __init__(self, experiment: Experiment, options: StreamOptions, loader: RowLoader) -> None:
+    def __init__(
+        self, experiment: ExperimentHandle, options: StreamOptions, loader: RowLoader
+    ) -> None:
         self._experiment = experiment
         self._options = options
         self._loader = loader

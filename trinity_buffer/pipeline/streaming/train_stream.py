@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError, UnknownExperimentError
 from trinity_buffer.pipeline.background import running, settle_imports
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.streaming.committing import Commit, DeliveredSteps
 from trinity_buffer.pipeline.streaming.following_rank import FollowingRank
@@ -63,7 +63,7 @@ class TrainStream:
     """
 
     def __init__(
-        self, experiment: Experiment, options: StreamOptions, rank: Rank, loader: RowLoader
+        self, experiment: ExperimentHandle, options: StreamOptions, rank: Rank, loader: RowLoader
     ) -> None:
         self.experiment = experiment
         self.options = options
@@ -158,7 +158,7 @@ class TrainStream:
 
 @asynccontextmanager
 async def open_async_train_stream(
-    experiment: Experiment, **options: Any
+    experiment: ExperimentHandle, **options: Any
 ) -> AsyncIterator[TrainStream]:
     """Open the stream of gradient steps; see `StreamOptions` for the keywords.
 
@@ -206,7 +206,7 @@ async def open_async_train_stream(
 
 @asynccontextmanager
 async def _served(
-    experiment: Experiment, options: StreamOptions, rank: Rank, loader: RowLoader
+    experiment: ExperimentHandle, options: StreamOptions, rank: Rank, loader: RowLoader
 ) -> AsyncIterator[TrainStream]:
     """Serve the steps of a rank inside the context."""
     stream = TrainStream(experiment, options, rank, loader)
@@ -218,7 +218,9 @@ async def _served(
         rank.queue.discard()
 
 
-async def _expert_of(experiment: Experiment, options: StreamOptions) -> Experiment | None:
+async def _expert_of(
+    experiment: ExperimentHandle, options: StreamOptions
+) -> ExperimentHandle | None:
     """Return the experiment that a mixing stream takes the expert's rows from."""
     name = options.expert_experiment
     if name is None:
@@ -238,4 +240,4 @@ async def _expert_of(experiment: Experiment, options: StreamOptions) -> Experime
         raise UnknownExperimentError(
             f"expert_experiment={name!r} is not in this store; it holds {', '.join(known)}"
         )
-    return experiment.sibling(key, name, found[0])
+    return ExperimentHandle(experiment.database, key, name, found[0])

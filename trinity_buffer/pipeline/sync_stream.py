@@ -15,6 +15,7 @@ import anyio
 from anyio.from_thread import BlockingPortal
 from typing_extensions import Unpack, override
 
+from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.committing import Commit
 from trinity_buffer.pipeline.streaming.stream_options import (
@@ -74,8 +75,9 @@ class SyncTrainStream(StepStream):
         resume: the last commit (`Resume`), or None at the very beginning.
     """
 
-    def __init__(self, portal: BlockingPortal, stream: TrainStream) -> None:
+    def __init__(self, portal: BlockingPortal, stream: TrainStream, experiment: Experiment) -> None:
         self._portal = portal
+        self._experiment = experiment
         self._stream = stream
         self.resume: Resume | None = stream.resume
 
@@ -85,12 +87,12 @@ class SyncTrainStream(StepStream):
         Raises:
             StoreUseError: the stream is closed, or this is a forked child.
         """
-        self._stream.experiment.database.require_open()
+        self._experiment.database.require_open()
         return self._portal.call(f, *args)
 
     @override
     def __next__(self) -> TrainStep:
-        self._stream.experiment.database.require_same_process()
+        self._experiment.database.require_same_process()
         step = self._stream.wait_for_step()
         if step is None:
             raise StopIteration
@@ -113,11 +115,11 @@ class SyncTrainStream(StepStream):
     @property
     def schema(self) -> str:
         """Of the experiences."""
-        return str(self._stream.experiment.config.get("schema", "experience"))
+        return str(self._experiment.config.get("schema", "experience"))
 
     def columns(self) -> frozenset[str] | None:
         """Return what the first stored experience has, None where there is none yet."""
-        return self._call(self._stream.experiment.columns)
+        return self._call(self._experiment.columns)
 
     @override
     def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
@@ -127,18 +129,18 @@ class SyncTrainStream(StepStream):
     @override
     def finish(self, reason: str) -> None:
         """Record that the experiment is finished: explorers and strategies that follow it end."""
-        experiment, actor = self._stream.experiment, self._stream.options.consumer
-        self._call(partial(experiment.finish, reason, actor=actor))
+        actor = self._stream.options.consumer
+        self._call(partial(self._experiment.finish, reason, actor=actor))
 
 
 @asynccontextmanager
 async def _opened(
     url: StoreURL, experiment: str, options: StreamKeywords
-) -> AsyncIterator[TrainStream]:
+) -> AsyncIterator[tuple[TrainStream, Experiment]]:
     async with open_store(url, create=False) as store:
         found = await store.experiment(experiment)
         async with found.train_stream(**options) as stream:
-            yield stream
+            yield stream, found
 
 
 @takes(StreamOptions)
@@ -155,8 +157,8 @@ def open_train_stream(
         UnknownStoreError: there is no store at ``url``; none is made.
         UnknownExperimentError: it holds no experiment of this name.
     """
-    with in_portal(_opened(url, experiment, options)) as (portal, stream):
-        yield SyncTrainStream(portal, stream)
+    with in_portal(_opened(url, experiment, options)) as (portal, (stream, found)):
+        yield SyncTrainStream(portal, stream, found)
 
 
 @contextmanager
