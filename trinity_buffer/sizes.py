@@ -34,6 +34,8 @@ class Sizes:
         rows_to_copy: from which on PostgreSQL's COPY is quicker than its prepared INSERT.
         bytes_per_part: of a segment: what one row of the table holds.
         experiences_per_commit: units that are ready together share a commit of a strategy.
+        experiences_per_live_commit: the same where it follows and is not behind: what is committed
+            can be trained while the rest is decided.
         experiences_per_load: units whose tokens or pixels are loaded together for a strategy.
         segments_per_load: segments of one read transaction: some 32 MB, well below a second.
         rows_kept: rows whose events a stream keeps decoded, beside those in use: some 10 MB.
@@ -66,6 +68,7 @@ class Sizes:
     rows_to_copy: int = 8
     bytes_per_part: int = 64 * _MIB
     experiences_per_commit: int = 2048
+    experiences_per_live_commit: int = 512
     experiences_per_load: int = 256
     segments_per_load: int = 32
     rows_kept: int = 32_768

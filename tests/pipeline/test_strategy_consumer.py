@@ -37,6 +37,7 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import (
     StrategyConsumer,
     run_strategy,
 )
+from trinity_buffer.sizes import resized
 from trinity_buffer.store import tables
 
 
@@ -276,6 +277,24 @@ async def test_a_strategy_that_goes_wrong_leaves_the_store_as_it_was(
         monkeypatch.setattr(Bad, "fault", "")
         assert (await consumer.run()).annotated == 4
         await assert_conserved(experiment)
+
+
+@pytest.mark.parametrize(
+    ("follow", "page", "commits"),
+    [(False, 256, [16]), (True, 256, [4] * 4), (True, 2, [8, 8])],
+    ids=["to the end", "live", "behind"],
+)
+async def test_commits_are_small_only_where_a_trainer_may_wait_for_them(
+    sqlite_url: str, follow: bool, page: int, commits: list[int]
+) -> None:
+    async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+        for task in range(4):
+            await experiment.writer("e0").write(group(task=task))
+        await experiment.finish("done")
+        with resized(experiences_per_live_commit=4, events_per_page=page):
+            await run_strategy(experiment, "grpo", follow=follow)
+        found = experiment.events(kinds=("ExperiencesAnnotated",))
+        assert [len(event.body["experiences"]) async for event in found] == commits
 
 
 async def test_without_a_reward_there_is_no_advantage(store_url: str) -> None:

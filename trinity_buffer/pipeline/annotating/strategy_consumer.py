@@ -153,7 +153,7 @@ class StrategyConsumer:
             await self._presence.seen()
             state = await changes.state()
             try:
-                worked = await self._advance()
+                worked = await self._advance(live=follow)
             except CursorConflictError:
                 await self._start_over()
                 continue
@@ -188,14 +188,20 @@ class StrategyConsumer:
     def _report(self) -> ConsumerReport:
         return ConsumerReport(self._annotated, self._rejected, *self._reader.num_waiting)
 
-    async def _advance(self) -> bool:
-        """Read one page, decide what is ready; return whether there was anything to do."""
+    async def _advance(self, *, live: bool = False) -> bool:
+        """Read one page, decide what is ready; return whether there was anything to do.
+
+        Args:
+            live: whether a trainer may be waiting for the first of it.
+        """
         read = await self._reader.read()
         # What has no rows first: in the commit that moves the cursor, behind which nothing tells
         # of it.
         units = sorted(self._reader.take_ready(), key=has_rows)
         late = self._reader.take_late()
-        for some in chunks(units, sizes().experiences_per_commit):
+        in_step = live and not self._reader.behind
+        most = sizes().experiences_per_live_commit if in_step else sizes().experiences_per_commit
+        for some in chunks(units, most):
             loaded, scored, events = await self._decider.split(some)
             if loaded:
                 await self._commit(await self._decider.by_experiences(loaded, []), loaded)

@@ -41,6 +41,7 @@ class UnitReader:
     Attributes:
         seen: position up to which the log was read; goes into the strategy's next commit.
         cursor: where the last commit that we know of has moved the cursor.
+        behind: whether the last page was full: there is more to read at once.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class UnitReader:
         self._grouping = Grouping(unit, rules)
         self.seen = 0
         self.cursor = 0
+        self.behind = False
 
     @property
     def num_waiting(self) -> tuple[int, int]:
@@ -123,6 +125,7 @@ class UnitReader:
             return head, page
 
         head, page = await database.read(look)
+        self.behind = len(page) == limit
         if head == self.seen:
             return False
         seen = page[-1].position if len(page) == limit else head
