@@ -20,10 +20,13 @@ from trinity_buffer import codec
 from trinity_buffer.algorithm.add_strategy import (
     ADD_STRATEGY,
     AddStrategy,
+    ASYMREAddStrategy,
     BestOfGroupAddStrategy,
     CorrectBiasAddStrategy,
     GRPOAddStrategy,
     OPMDAddStrategy,
+    RECAddStrategy,
+    REINFORCEAddStrategy,
     RewardStrategy,
     RewardVarianceAddStrategy,
 )
@@ -57,6 +60,10 @@ STRATEGIES: dict[str, Made] = {
     "opmd, soft": lambda w: OPMDAddStrategy(w, "logavgexp", tau=0.7),
     "variance": RewardVarianceAddStrategy,
     "high variance": lambda w: RewardVarianceAddStrategy(w, 0.05),
+    "asymre": ASYMREAddStrategy,
+    "rec": RECAddStrategy,
+    "rec, normalized": lambda w: RECAddStrategy(w, std_normalize=True),
+    "reinforce": REINFORCEAddStrategy,
     "best": BestOfGroupAddStrategy,
     "best two above zero": lambda w: BestOfGroupAddStrategy(w, 2, min_reward=0.0),
 }
@@ -223,7 +230,11 @@ def test_a_class_is_scored_by_rewards_only_as_long_as_its_declaration_tells_all(
     declared = {
         name for name in ADD_STRATEGY.names() if _scorer(ADD_STRATEGY.get(name)) is not None
     }
-    assert declared == {"grpo", "opmd", "reward_variance", "best_of_group"}
+    assert declared == {
+        *("grpo", "opmd", "asymre", "rec", "reinforce"),
+        *("reward_variance", "best_of_group"),
+    }
+    assert RECAddStrategy(StagedWriter(), drop="balance").from_rewards() is None
     assert _scorer(Centred) is not None
     assert _scorer(Quiet) is not None
     for other in (SlowGRPO, CorrectBiasAddStrategy, NeedsLogprobs, Shaped):

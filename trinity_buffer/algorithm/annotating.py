@@ -6,9 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from trinity_buffer.algorithm.group_scores import Rewards
+from trinity_buffer.algorithm.reward_scores import RewardScorer
 from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import Experience
 
@@ -49,6 +52,24 @@ def annotate(experience: Experience, score: float) -> None:
     # A bool or int mask times a Python number is float32; a float mask keeps its own type.
     experience.advantages = mask * score
     experience.returns = experience.advantages.clone()
+
+
+def annotate_group(
+    exps: Sequence[Experience], rewards: Rewards, score: RewardScorer
+) -> tuple[list[Experience], dict[str, float]]:
+    """Annotate one group with what ``score`` says; return who is kept, and the group's metrics.
+
+    Args:
+        exps: the group.
+        rewards: of its members, finite, ``[G]``.
+    """
+    found = score(rewards[np.newaxis])
+    if found.scores is not None:
+        for experience, value in zip(exps, found.scores[0].tolist(), strict=True):
+            annotate(experience, value)
+    kept = [True] * len(exps) if found.kept is None else found.kept[0].tolist()
+    members = [experience for experience, stays in zip(exps, kept, strict=True) if stays]
+    return members, {name: float(values[0]) for name, values in found.metrics.items()}
 
 
 def unusable(experience: Experience, fields: Sequence[str]) -> str | None:

@@ -7,7 +7,7 @@ so by writing ``score_groups``; the consumer then hands it whole pages of groups
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -39,6 +39,18 @@ RewardScorer = Callable[[Rewards], ScoredGroups]
 """From rewards ``[k, G]``, all finite, to what becomes of the groups."""
 
 
+def scorer_of(one: object, needs: Collection[str]) -> RewardScorer | None:
+    """Return the ``score_groups`` of a strategy or an advantage function, if it tells all.
+
+    Args:
+        one: an instance of a class that may write it.
+        needs: the fields without which an experience cannot be scored.
+    """
+    scorer: RewardScorer | None = getattr(one, "score_groups", None)
+    enough = {"reward"} <= set(needs) <= {"reward", "action_mask"}
+    return scorer if enough and says_all(type(one), "score_groups") else None
+
+
 def says_all(cls: type, method: str) -> bool:
     """Return whether ``method`` still tells all that ``cls`` does.
 
@@ -54,11 +66,23 @@ def says_all(cls: type, method: str) -> bool:
     return False
 
 
-def with_statistics(scored: ScoredGroups) -> ScoredGroups:
-    """Return ``scored`` with its metrics as `gather_metrics` names those of a single group."""
-    named = {}
-    for name, values in scored.metrics.items():
-        named[f"group_advantages/{name}/mean"] = values + 0.0  # a sum has no negative zero
-        named[f"group_advantages/{name}/max"] = values
-        named[f"group_advantages/{name}/min"] = values
-    return replace(scored, metrics=named)
+def as_added(score: RewardScorer, reason: str) -> RewardScorer:
+    """Return ``score`` as the consumer needs it.
+
+    Args:
+        score: with the metrics of each group under their own names.
+        reason: why what is not kept is rejected.
+
+    Returns:
+        The same with that reason, and with metrics as `gather_metrics` names those of one group.
+    """
+
+    def added(rewards: Rewards) -> ScoredGroups:
+        found, named = score(rewards), {}
+        for name, values in found.metrics.items():
+            named[f"group_advantages/{name}/mean"] = values + 0.0  # a sum has no negative zero
+            named[f"group_advantages/{name}/max"] = values
+            named[f"group_advantages/{name}/min"] = values
+        return replace(found, reasons=[reason] * len(rewards), metrics=named)
+
+    return added

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
-from trinity_buffer.algorithm.annotating import Problem, annotate, reward_of, unusable
+from trinity_buffer.algorithm.annotating import Problem, annotate_group, reward_of, unusable
 from trinity_buffer.algorithm.arguments import (
     declared_arguments,
     default_arguments,
@@ -27,8 +26,8 @@ from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.algorithm.reward_scores import (
     RewardScorer,
     ScoredGroups,
-    says_all,
-    with_statistics,
+    as_added,
+    scorer_of,
 )
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
@@ -119,9 +118,7 @@ class AddStrategy(ABC):
         A subclass of a class with ``score_groups`` that changes anything but the constructor has to
         write its own.
         """
-        scorer: RewardScorer | None = getattr(self, "score_groups", None)
-        needs = {"reward"} <= set(self.needs) <= {"reward", "action_mask"}
-        return scorer if needs and says_all(type(self), "score_groups") else None
+        return scorer_of(self, self.needs)
 
     def reject(self, experiences: Sequence[Experience], reason: str) -> bool:
         """Tell the writer why ``experiences`` are left out; False if it is one that only takes."""
@@ -235,9 +232,7 @@ class RewardStrategy(GroupAdvantageStrategy):
         score = super().from_rewards()
         if score is None or type(self).rewards_of is not RewardStrategy.rewards_of:
             return None
-        return lambda rewards: with_statistics(
-            replace(score(rewards), reasons=[self.left_out] * len(rewards))
-        )
+        return as_added(score, self.left_out)
 
     @override
     def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
@@ -253,13 +248,7 @@ class RewardStrategy(GroupAdvantageStrategy):
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, float]]:
         """Score one group; return the members that are kept."""
-        found = self.score_groups(self.rewards_of(exps)[np.newaxis])
-        kept = [True] * len(exps) if found.kept is None else found.kept[0].tolist()
-        members = [experience for experience, stays in zip(exps, kept, strict=True) if stays]
-        if found.scores is not None:
-            for experience, score in zip(exps, found.scores[0].tolist(), strict=True):
-                annotate(experience, score)
-        return members, {name: float(values[0]) for name, values in found.metrics.items()}
+        return annotate_group(exps, self.rewards_of(exps), self.score_groups)
 
 
 @ADD_STRATEGY.register_module("grpo")

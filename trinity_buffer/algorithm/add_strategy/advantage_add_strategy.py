@@ -16,6 +16,7 @@ from trinity_buffer.algorithm.advantage_fn import (
     REINFORCEGroupAdvantage,
 )
 from trinity_buffer.algorithm.copies import left_out
+from trinity_buffer.algorithm.reward_scores import RewardScorer, as_added
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.writer import BufferWriter
 
@@ -51,6 +52,13 @@ class AdvantageAddStrategy(AddStrategy):
     def families_for(cls, **arguments: Any) -> tuple[str, ...]:
         """Return the column families that the advantage function reads."""
         return cls.advantage_fn.families_for(**arguments)
+
+    @override
+    def from_rewards(self) -> RewardScorer | None:
+        """Return what the advantage function decides by rewards alone, if it does."""
+        score = self.advantage.from_rewards()
+        own = type(self).add is AdvantageAddStrategy.add
+        return as_added(score, "zero_variance") if own and score is not None else None
 
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:

@@ -5,6 +5,7 @@ from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     AdvantageFn,
     GroupAdvantage,
     PipelineAdvantage,
+    RewardAdvantage,
     TrainerAdvantage,
 )
 from trinity_buffer.algorithm.advantage_fn.asymre_advantage import (
@@ -55,6 +56,7 @@ __all__ = [
     "REINFORCEPLUSPLUSAdvantageFn",
     "REMAXAdvantageFn",
     "RLOOAdvantageFn",
+    "RewardAdvantage",
     "StepWiseGRPOAdvantageFn",
     "TrainerAdvantage",
 ]

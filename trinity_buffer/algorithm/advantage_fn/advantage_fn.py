@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.rows import Columns, Result, Rows
-from trinity_buffer.algorithm.annotating import Problem, unusable
+from trinity_buffer.algorithm.annotating import Problem, annotate_group, reward_of, unusable
 from trinity_buffer.algorithm.arguments import (
     declared_arguments,
     default_arguments,
@@ -23,7 +23,9 @@ from trinity_buffer.algorithm.arguments import (
     refuse_unknown,
 )
 from trinity_buffer.algorithm.batches import as_mapping
+from trinity_buffer.algorithm.group_scores import Rewards, as_rewards
 from trinity_buffer.algorithm.registry import Registry
+from trinity_buffer.algorithm.reward_scores import RewardScorer, ScoredGroups, scorer_of
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
 
@@ -101,6 +103,14 @@ class PipelineAdvantage(AdvantageFn):
         """Return the column families that a function with these constructor arguments reads."""
         return cls.families
 
+    def from_rewards(self) -> RewardScorer | None:
+        """Return what decides whole groups by their rewards, as `process` would; None: only it can.
+
+        It is the method ``score_groups`` of a class that looks at nothing else, as of an
+        `AddStrategy`.
+        """
+        return scorer_of(self, self.needs)
+
     def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
         """Yield what keeps experiences from being scored."""
         for experience in exps:
@@ -164,6 +174,21 @@ class GroupAdvantage(PipelineAdvantage):
         ]
         kept = [experience for group, _ in scored for experience in group]
         return kept, gather_groups([metrics for _, metrics in scored])
+
+
+class RewardAdvantage(GroupAdvantage):
+    """Scores the runs of each task by their rewards alone: write `score_groups`."""
+
+    @abstractmethod
+    def score_groups(self, rewards: Rewards) -> ScoredGroups:
+        """Return the scores of ``k`` groups of one size, given their finite rewards ``[k, G]``."""
+
+    @override
+    def calculate_group_advantage(
+        self, group_id: str, exps: list[Experience]
+    ) -> tuple[list[Experience], dict[str, Any]]:
+        """Score one group."""
+        return annotate_group(exps, as_rewards([reward_of(e) for e in exps]), self.score_groups)
 
 
 class TrainerAdvantage(AdvantageFn):

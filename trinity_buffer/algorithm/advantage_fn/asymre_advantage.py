@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
-    GroupAdvantage,
+    RewardAdvantage,
     TrainerAdvantage,
 )
 from trinity_buffer.algorithm.advantage_fn.group_rows import broadcast, scored_rows
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
-from trinity_buffer.algorithm.annotating import annotate, reward_of
-from trinity_buffer.experience import Experience
+from trinity_buffer.algorithm.reward_scores import ScoredGroups
 
 
 def shifted_baseline(rewards: group_scores.Rewards, shift: float) -> float:
@@ -24,7 +24,7 @@ def shifted_baseline(rewards: group_scores.Rewards, shift: float) -> float:
 
 
 @ADVANTAGE_FN.register_module("asymre")
-class ASYMREGroupAdvantage(GroupAdvantage):
+class ASYMREGroupAdvantage(RewardAdvantage):
     """``reward - (mean + baseline_shift)`` on every action token of a group.
 
     Args:
@@ -36,15 +36,12 @@ class ASYMREGroupAdvantage(GroupAdvantage):
         self.baseline_shift = baseline_shift
 
     @override
-    def calculate_group_advantage(
-        self, group_id: str, exps: list[Experience]
-    ) -> tuple[list[Experience], dict[str, Any]]:
-        """Score one group with its distance from the shifted mean."""
-        rewards = group_scores.as_rewards([reward_of(e) for e in exps])
-        reference = shifted_baseline(rewards, self.baseline_shift)
-        for experience, reward in zip(exps, rewards, strict=True):
-            annotate(experience, float(reward) - reference)
-        return exps, {"group_baseline": reference, "reward_mean": float(rewards.mean())}
+    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+        """Return the distance from the shifted mean."""
+        mean = rewards.mean(axis=-1)
+        reference = np.zeros_like(mean) if rewards.shape[1] == 1 else mean + self.baseline_shift
+        metrics = {"group_baseline": reference, "reward_mean": mean}
+        return ScoredGroups(scores=rewards - reference[:, np.newaxis], metrics=metrics)
 
 
 @ADVANTAGE_FN.register_module("asymre_verl")

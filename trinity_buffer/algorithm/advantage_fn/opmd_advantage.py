@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
-    GroupAdvantage,
+    RewardAdvantage,
     TrainerAdvantage,
 )
 from trinity_buffer.algorithm.advantage_fn.group_rows import broadcast, scored_rows
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
-from trinity_buffer.algorithm.annotating import annotate, reward_of
-from trinity_buffer.experience import Experience
+from trinity_buffer.algorithm.reward_scores import ScoredGroups
 
 
 @ADVANTAGE_FN.register_module("opmd")
-class OPMDGroupAdvantage(GroupAdvantage):
+class OPMDGroupAdvantage(RewardAdvantage):
     """``reward - baseline`` on every action token of a group.
 
     Args:
@@ -35,15 +35,11 @@ class OPMDGroupAdvantage(GroupAdvantage):
         self.tau = tau
 
     @override
-    def calculate_group_advantage(
-        self, group_id: str, exps: list[Experience]
-    ) -> tuple[list[Experience], dict[str, Any]]:
-        """Score one group with its distance from the baseline."""
-        rewards = group_scores.as_rewards([reward_of(e) for e in exps])
-        reference = group_scores.baseline(rewards, self.opmd_baseline, self.tau)
-        for experience, reward in zip(exps, rewards, strict=True):
-            annotate(experience, float(reward) - reference)
-        return exps, {"group_baseline": reference, "reward_mean": float(rewards.mean())}
+    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+        """Return the distance from the baseline."""
+        reference = group_scores.baselines(rewards, self.opmd_baseline, self.tau)
+        metrics = {"group_baseline": reference, "reward_mean": rewards.mean(axis=-1)}
+        return ScoredGroups(scores=rewards - reference[:, np.newaxis], metrics=metrics)
 
 
 @ADVANTAGE_FN.register_module("opmd_verl")

@@ -14,6 +14,7 @@ from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, GroupAdvantage
 from trinity_buffer.algorithm.annotating import annotate, reward_of
 from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.algorithm.reward_scores import RewardScorer, ScoredGroups
 from trinity_buffer.experience import Experience
 
 
@@ -52,6 +53,20 @@ class RECGroupedAdvantage(GroupAdvantage):
         self.drop = drop
         self.std_floor = std_floor
         self.seed = seed
+
+    @override
+    def from_rewards(self) -> RewardScorer | None:
+        """Return `score_groups`, if no lots are drawn, which takes the name of the group."""
+        return super().from_rewards() if self.drop is None else None
+
+    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+        """Return the scores of groups of which nobody is dropped."""
+        mean, std = group_scores.group_moments(rewards, ddof=0, std_floor=self.std_floor)
+        scores = rewards - mean[:, np.newaxis]
+        if self.std_normalize:
+            scores = group_scores.scaled(scores, std[:, np.newaxis], self.epsilon)
+        metrics = {"drop_balance": np.zeros_like(mean), "reward_mean": mean, "reward_std": std}
+        return ScoredGroups(scores=scores, metrics=metrics)
 
     @override
     def calculate_group_advantage(
