@@ -110,6 +110,10 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("train", "--set", "algorithm=dpo"),
         "algorithm 'dpo' trains on data of schema 'dpo', these are 'experience'",
     ),
+    "a server behind that has no URL": (
+        ("record", "--upstream", "nonsense"),
+        "'nonsense' is no URL of a server: write http://HOST:PORT/v1",
+    ),
     "a demo of an unknown loss": (("demo", "--set", "loss.name=pppo"), "no policy_loss_fn 'pppo'"),
 }
 

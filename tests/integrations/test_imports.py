@@ -25,7 +25,7 @@ import trinity_buffer as tb
 from trinity_buffer.cli.main import app
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.integrations.imports import trinity
-from trinity_buffer.integrations.imports.formats import Imported, import_file
+from trinity_buffer.integrations.imports.formats import FORMATS, Imported, import_file
 from trinity_buffer.integrations.imports.plain_pickle import plain
 from trinity_buffer.integrations.imports.texts import Texts
 
@@ -276,6 +276,19 @@ def test_a_pickle_that_calls_something_is_refused() -> None:
         plain(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(InvalidArgumentError, match="cannot be read"):
         plain(b"\x80\x05}\x94")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("text", [None, "[]"])
+def test_what_cannot_be_imported_leaves_no_store_behind(
+    tmp_path: Path, name: str, text: str | None
+) -> None:
+    path, store = tmp_path / "x.jsonl", tmp_path / "run.db"
+    if text is not None:
+        path.write_text(text)
+    asked = ["import", name, str(path), "--store", str(store)]
+    assert isinstance(CliRunner().invoke(app, asked).exception, InvalidArgumentError)
+    assert not store.exists()
 
 
 def test_the_command_says_what_it_took(tmp_path: Path) -> None:

@@ -12,7 +12,12 @@ from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.options import JsonOption, made_folder
 from trinity_buffer.cli.printing import print_json
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.integrations.imports.formats import FORMATS, Imported, import_file
+from trinity_buffer.integrations.imports.formats import (
+    FORMATS,
+    Imported,
+    import_file,
+    require_readable,
+)
 from trinity_buffer.pipeline.store import open_store
 
 
@@ -37,6 +42,7 @@ def import_(
     if name not in FORMATS:
         known = "; ".join(f"{key}: {one.holds}" for key, one in FORMATS.items())
         raise UnknownNameError(f"no format {name!r} ({known})")
+    require_readable(name, path, tokenizer=tokenizer)
     if "://" not in store:
         made_folder(Path(store).parent)
 

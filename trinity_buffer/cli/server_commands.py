@@ -175,7 +175,7 @@ async def _record(
     from trinity_buffer.recorder.recording import Recording  # noqa: PLC0415
 
     url, name, actor, chosen = place
-    async with open_store(url) as store, Server(upstream[0], api_key=upstream[1]) as behind:
+    async with Server(upstream[0], api_key=upstream[1]) as behind, open_store(url) as store:
         recording = await Recording.begin(store, name, actor=actor, config=chosen)
         recorder = Recorder(behind, recording, RecorderSettings(**settings))
         host, port = listens

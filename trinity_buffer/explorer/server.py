@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Self
 
-from trinity_buffer.errors import InferenceServerError
+from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
 from trinity_buffer.extras import extra
 
 NOT_FOUND = 404
@@ -20,9 +20,14 @@ class Server:
         url: with or without the ``/v1`` at its end; control endpoints are beside that.
         api_key: sent as a bearer token.
         timeout_s: of one answer.
+
+    Raises:
+        InvalidArgumentError: ``url`` is none.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InvalidArgumentError(f"{url!r} is no URL of a server: write http://HOST:PORT/v1")
         self.root = url.rstrip("/").removesuffix("/v1")
         self._httpx = extra("httpx2", "server")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}

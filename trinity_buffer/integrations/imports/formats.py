@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import Key
 from trinity_buffer.integrations.imports import preferences, prime_rl, sft, trinity, verl_dumps
@@ -62,6 +63,17 @@ class Imported:
     def to_dict(self) -> dict[str, int]:
         """Return the counts by name."""
         return asdict(self)
+
+
+def require_readable(name: str, path: Path, *, tokenizer: Path | None = None) -> None:
+    """Return if the first experience can be read: asked before a store is made for it.
+
+    Raises:
+        InvalidArgumentError: nothing is there, or what is there is not of the format ``name``.
+    """
+    if not path.exists():
+        raise InvalidArgumentError(f"{path}: there is no such file or folder")
+    next(FORMATS[name].read(path, Texts(tokenizer)), None)
 
 
 async def import_file(
