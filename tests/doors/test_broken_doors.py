@@ -106,4 +106,4 @@ def test_make_check_runs_the_checkers_and_all_tests() -> None:
     for checker in CHECKERS:
         assert f"\t$(BIN)/{checker}\n" in recipe
     assert "\t$(MAKE) --no-print-directory test\n" in recipe
-    assert "-m long -o faulthandler_timeout=900 tests/plants/test_plants.py\n" in recipe
+    assert "\t$(MAKE) --no-print-directory long\n" in recipe
