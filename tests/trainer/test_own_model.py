@@ -66,10 +66,19 @@ with tb.open_train_stream(sys.argv[1], experiment="run", strategy="grpo", consum
 """
 
 
+def test_a_run_that_ended_goes_on_and_replays_to_the_same_bits(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    anyio.run(prepared, sqlite_url, algorithm())
+    train(sqlite_url, tmp_path / "ended", "ended", 2)
+    assert_it_goes_on_to_the_same_bits(sqlite_url, tmp_path, "ended")
+
+
+@pytest.mark.long  # a process that imports transformers
 def test_a_killed_run_goes_on_and_replays_to_the_same_bits(sqlite_url: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     anyio.run(prepared, sqlite_url, algorithm())
-    through = train(sqlite_url, tmp_path / "through", "through")
     killed = run(
         [sys.executable, "-c", KILLED, sqlite_url, str(tmp_path / "killed")],
         check=False,
@@ -78,9 +87,15 @@ def test_a_killed_run_goes_on_and_replays_to_the_same_bits(sqlite_url: str, tmp_
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    resumed = train(sqlite_url, tmp_path / "killed", "killed")
-    with tb.open_replay_stream(sqlite_url, experiment="run", consumer="killed") as stream:
-        replayed = trainer_on(stream, tmp_path / "replayed")
+    assert_it_goes_on_to_the_same_bits(sqlite_url, tmp_path, "killed")
+
+
+def assert_it_goes_on_to_the_same_bits(url: str, folder: Path, consumer: str) -> None:
+    """Compare a run that is resumed now, and its replay, with one that goes through."""
+    through = train(url, folder / "through", "through")
+    resumed = train(url, folder / consumer, consumer)
+    with tb.open_replay_stream(url, experiment="run", consumer=consumer) as stream:
+        replayed = trainer_on(stream, folder / "replayed")
         replayed.run()
     first = qwen3(**DROPOUT).state_dict()
     assert through.state.step == resumed.state.step == replayed.state.step == 3
