@@ -19,7 +19,7 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import tables
 
 Call = Callable[[], Awaitable[Any]]
-MOMENTS = 16
+MOMENTS = 8
 
 
 async def by_scope(call: Call, delay_s: float) -> None:
