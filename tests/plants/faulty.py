@@ -22,10 +22,8 @@ from typing import Any
 # What takes long to import, of other packages: a fork has it already.
 import alembic.command  # noqa: F401
 import asyncpg  # noqa: F401
-import hypothesis  # noqa: F401
 import pydantic  # noqa: F401
 import pytest
-import pytest_asyncio.plugin  # noqa: F401
 import safetensors.torch  # noqa: F401
 import sqlalchemy.ext.asyncio  # noqa: F401
 import torch._dynamo  # noqa: F401
