@@ -71,6 +71,9 @@ UNREADABLE: dict[str, Callable[[], Experience]] = {
     "routed_experts is .* meta": lambda: changed(
         routed_experts=torch.zeros(8, 1, 1, dtype=torch.uint8, device="meta")
     ),
+    "routed_experts has 65 dimensions": lambda: changed(
+        routed_experts=torch.zeros([8] + 64 * [1], dtype=torch.uint8)
+    ),
     "multi_modal_inputs.*sparse": lambda: changed(
         multi_modal_inputs={"pixels": torch.eye(3).to_sparse()}
     ),

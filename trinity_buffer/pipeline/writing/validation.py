@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.codec import ObjectPacker
+from trinity_buffer.codec.dtypes import MAX_DIMENSIONS
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import CustomField, Experience, ExperienceType
 from trinity_buffer.identity import EID, problem_of_key, problem_of_name, problem_of_text
@@ -145,6 +146,9 @@ def _check_dense(experience: Experience, field: str, tensor: Tensor) -> None:
             f"is {tensor.dtype}, {tensor.layout} on {tensor.device}: make it a dense tensor of one "
             f"of {', '.join(DTYPE_NAMES.values())}",
         )
+    if tensor.ndim > MAX_DIMENSIONS:
+        what = f"has {tensor.ndim} dimensions, the most are {MAX_DIMENSIONS}"
+        raise _refuse(experience, field, what)
 
 
 def _modal_bytes(experience: Experience) -> int:
