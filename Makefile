@@ -2,7 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal -q
+# One more than there are cores: a third of the time a test waits, for a server or for processes of its own.
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
+PYTEST = $(BIN)/python -m pytest -q
 # Compiled modules are kept, whatever the shell says: the tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -25,7 +27,7 @@ demo: setup      ## four processes train a small policy through one store
 	$(BIN)/trinity-buffer demo $(ARGS)
 
 test: setup      ## everything that a bare Linux can run, on all cores
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist=worksteal $(ARGS)
 
 check: setup     ## what CI runs: format, lint, types, dead names, floors, all tests, a torture
 	$(BIN)/ruff format --check .
@@ -38,7 +40,7 @@ check: setup     ## what CI runs: format, lint, types, dead names, floors, all t
 	$(BIN)/python -m benchmarks.torture --minutes 1
 
 long: setup      ## the long tests, on all cores
-	$(PYTEST) --dist=load --maxschedchunk=1 -m long -o faulthandler_timeout=900 $(ARGS)
+	$(PYTEST) -n logical --maxprocesses=4 --dist=load --maxschedchunk=1 -m long -o faulthandler_timeout=900 $(ARGS)
 
 fmt: setup       ## format, and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .
