@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import cast
 
-import pysqlite3
 import pytest
 
 from tests.contract.making import contents, opened, rollout
@@ -16,6 +17,7 @@ from trinity_buffer.errors import UnsafeStoreError
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import sqlite
+from trinity_buffer.store.sqlite_library import dbapi2
 
 CALLS = 10
 
@@ -42,11 +44,45 @@ def test_a_library_that_cannot_is_taken(version: str) -> None:
 async def test_no_store_is_opened_with_an_affected_library(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pysqlite3, "sqlite_version", "3.40.1")
+    monkeypatch.setattr(dbapi2, "sqlite_version", "3.40.1")
     with pytest.raises(UnsafeStoreError, match="WAL-reset bug"):
         async with open_store(sqlite_url):
             pass
     assert names_in(tmp_path) == []
+
+
+WITHOUT_THE_WHEEL = """
+import asyncio, sys
+from sqlite3 import dbapi2
+sys.modules["pysqlite3"] = None
+dbapi2.sqlite_version = sys.argv[2]
+from trinity_buffer.errors import UnsafeStoreError
+from trinity_buffer.pipeline.store import open_store
+async def main():
+    async with open_store(sys.argv[1]) as store:
+        experiment = await store.experiment("run", config={})
+        await experiment.finish("enough")
+        print(*[event.kind async for event in experiment.events()])
+try:
+    asyncio.run(main())
+except UnsafeStoreError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("3.51.3", "ExperimentCreated ExperimentFinished"),
+        ("3.40.1", "SQLite 3.40.1 can lose committed"),
+    ],
+)
+def test_where_the_wheel_is_missing_a_fixed_library_of_python_serves(
+    sqlite_url: str, version: str, said: str
+) -> None:
+    command = [sys.executable, "-c", WITHOUT_THE_WHEEL, sqlite_url, version]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(said)
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs", "cifs", "9p"])

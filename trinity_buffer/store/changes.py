@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from pysqlite3 import dbapi2
 from sqlalchemy.engine import URL
 from typing_extensions import override
 
@@ -21,6 +20,7 @@ from trinity_buffer.store import file_watch
 from trinity_buffer.store.foreign_errors import foreign_errors
 from trinity_buffer.store.owner import Owner
 from trinity_buffer.store.sqlite import uri_of
+from trinity_buffer.store.sqlite_library import dbapi2
 from trinity_buffer.store.store_files import StoreFiles
 
 CHANNEL = "trinity_buffer"

@@ -16,10 +16,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from pysqlite3 import dbapi2
-
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.sqlite import uri_of
+from trinity_buffer.store.sqlite_library import dbapi2
 from trinity_buffer.store.write_ahead_log import log_state
 
 PAUSE_S = 0.25

@@ -11,7 +11,6 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import anyio
 import anyio.to_thread
-from pysqlite3 import dbapi2
 from sqlalchemy import make_url
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError
@@ -28,6 +27,7 @@ from trinity_buffer.store.checkpoint import Checkpointer
 from trinity_buffer.store.foreign_errors import foreign_errors
 from trinity_buffer.store.owner import Owner
 from trinity_buffer.store.postgres import Server
+from trinity_buffer.store.sqlite_library import dbapi2
 from trinity_buffer.store.sqlite_seats import Seats, SQLiteTransaction
 from trinity_buffer.store.store_files import StoreFiles
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction

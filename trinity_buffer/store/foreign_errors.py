@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pysqlite3 import dbapi2
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from trinity_buffer.errors import (
@@ -15,6 +14,7 @@ from trinity_buffer.errors import (
     UnsafeStoreError,
 )
 from trinity_buffer.store import sqlite
+from trinity_buffer.store.sqlite_library import dbapi2
 from trinity_buffer.store.transaction import TakenKeyError
 
 POOLED = (

@@ -9,12 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from pysqlite3 import dbapi2
 from sqlalchemy.exc import SQLAlchemyError
 
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import PlacedFact
 from trinity_buffer.store import projections, sqlite, tables
+from trinity_buffer.store.sqlite_library import dbapi2
 from trinity_buffer.store.sqlite_seats import SQLiteTransaction
 from trinity_buffer.store.store_files import StoreFiles
 from trinity_buffer.store.transaction import Transaction

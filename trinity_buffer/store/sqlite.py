@@ -9,11 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from urllib.parse import quote
 
-import pysqlite3
-from pysqlite3 import dbapi2
-
 from trinity_buffer.errors import ReadOnlyStoreError, UnknownStoreError, UnsafeStoreError
 from trinity_buffer.sizes import sizes
+from trinity_buffer.store.sqlite_library import dbapi2
 
 APPLICATION_ID = 0x54425546  # "TBUF": tells our files from other SQLite databases
 PAGE_SIZE_BYTES = 16384  # rows are blobs of 0.1 to 1 MB: 1.4 times the write rate of 4 KiB pages
@@ -35,7 +33,7 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 )  # fmt: skip
 
 
-def require_safe_library(library: ModuleType = pysqlite3) -> str:
+def require_safe_library(library: ModuleType = dbapi2) -> str:
     """Return the version of the SQLite library in use.
 
     Raises:
@@ -49,7 +47,8 @@ def require_safe_library(library: ModuleType = pysqlite3) -> str:
         raise UnsafeStoreError(
             f"SQLite {library.sqlite_version} can lose committed transactions when a checkpoint "
             "races a commit (the WAL-reset bug, sqlite.org/wal.html): install pysqlite3 >= 0.6.1, "
-            "which carries a fixed one"
+            "which carries a fixed one; where it has no wheel, run a Python whose own SQLite is "
+            "3.51.3 or newer, or use PostgreSQL (postgresql://...)"
         )
     return str(library.sqlite_version)
 

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 import aiosqlite
 import anyio
-from pysqlite3 import dbapi2
 from sqlalchemy import Table, create_engine, insert
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.pool import StaticPool
 from typing_extensions import override
 
 from trinity_buffer.sizes import sizes
+from trinity_buffer.store.sqlite_library import dbapi2
 from trinity_buffer.store.store_files import StoreFiles
 from trinity_buffer.store.transaction import Transaction
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pysqlite3 import dbapi2
 from safetensors.torch import load
 
 from trinity_buffer.errors import InvalidArgumentError
@@ -21,6 +20,7 @@ from trinity_buffer.identity import EID
 from trinity_buffer.integrations.imports.plain_pickle import plain
 from trinity_buffer.integrations.imports.rows import rows
 from trinity_buffer.integrations.imports.texts import Texts
+from trinity_buffer.store.sqlite_library import dbapi2
 
 MAGIC = b"TRXP"
 HEADER = struct.Struct("<BQQ")
