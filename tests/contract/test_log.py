@@ -33,9 +33,10 @@ async def notes(experiment: Experiment, writer: int, numbers: Sequence[int]) -> 
     some = [
         new_event(StreamEnded(consumer="t", assembly=writer, step=number)) for number in numbers
     ]
-    return await experiment.database.write(
+    places = await experiment.database.write(
         log.append, experiment.key, some, actor=f"w{writer}", now_us=now_us()
     )
+    return [place.position for place in places]
 
 
 async def test_positions_have_no_gaps_and_events_say_who_and_what(store_url: str) -> None:

@@ -23,7 +23,7 @@ from trinity_buffer.store.tables import waiting
 from trinity_buffer.store.transaction import ReadSession, Session, TakenKeyError, Transaction
 
 
-def noting(experiment: Experiment, step: int) -> Callable[[Transaction], list[int]]:
+def noting(experiment: Experiment, step: int) -> Callable[[Transaction], list[log.Place]]:
     """Return what appends one event of no consequence."""
     event = new_event(StreamEnded(consumer="t", assembly=1, step=step))
     return lambda tx: log.append(tx, experiment.key, [event], actor="t", now_us=now_us())

@@ -67,16 +67,12 @@ def lock_experiment(tx: Transaction, experiment: int) -> None:
         SchemaTooNewError: the store was migrated since it was opened here. On SQLite every
             transaction looks for itself.
     """
-    if tx.dialect.name == "postgresql":
-        revision = tx.execute(_LOCK, {"space": 7, "experiment": experiment}).one()[1]
-        if revision != SCHEMA_REVISION:
-            raise SchemaTooNewError(
-                f"the store was migrated to schema {revision} while it was open here (this is "
-                f"{SCHEMA_REVISION}): upgrade with `pip install --upgrade trinity-buffer`"
-            )
+    if not tx.lock(experiment):
+        revision = tx.execute(_REVISION).scalar()
+        raise SchemaTooNewError(
+            f"the store was migrated to schema {revision} while it was open here (this is "
+            f"{SCHEMA_REVISION}): upgrade with `pip install --upgrade trinity-buffer`"
+        )
 
 
-_LOCK = text(
-    "SELECT pg_advisory_xact_lock(:space, :experiment), "
-    "(SELECT max(version_num) FROM alembic_version)"
-)
+_REVISION = text("SELECT max(version_num) FROM alembic_version")

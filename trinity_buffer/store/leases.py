@@ -27,9 +27,16 @@ _HOLDER = Prepared(
         lease.c.experiment == bindparam("of"), lease.c.consumer == bindparam("by")
     )
 )
-_RECORDED_TOKEN = Prepared(
-    select(consumer.c.token).where(
-        consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by")
+_RECORDED = select(consumer.c.token).where(
+    consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by")
+)
+_RECORDED_TOKEN = Prepared(_RECORDED)
+_HELD = (lease.c.experiment == bindparam("of"), lease.c.consumer == bindparam("by"))
+_NEWEST = Prepared(
+    select(
+        select(lease.c.owner).where(*_HELD).scalar_subquery(),
+        select(lease.c.token).where(*_HELD).scalar_subquery(),
+        _RECORDED.scalar_subquery(),
     )
 )
 
@@ -89,11 +96,10 @@ def require(tx: Transaction, experiment: int, name: str, *, token: int) -> None:
         LeaseLostError: it is not.
     """
     lock_experiment(tx, experiment)
-    held = holder(tx, experiment, name)
-    recorded = int(_RECORDED_TOKEN.value(tx, of=experiment, by=name) or 0)
-    newest = max(recorded, held[1] if held else 0)
+    ((owner, held, recorded),) = _NEWEST.rows(tx, of=experiment, by=name)
+    newest = max(recorded or 0, held or 0)
     if newest > token:
-        who = held[0] if held else "another process"
+        who = owner or "another process"
         raise LeaseLostError(
             f"trainer {name!r}: {who} took over (token {newest} fences {token}); what was trained "
             "since the last commit "

@@ -69,11 +69,10 @@ class Place(NamedTuple):
 
 def append(
     tx: Transaction, experiment_id: int, events: Sequence[NewEvent], *, actor: str, now_us: int
-) -> list[int]:
-    """Append ``events`` in order, fold them, and return their positions. Never commits."""
+) -> list[Place]:
+    """Append ``events`` in order, fold them, and return their places. Never commits."""
     said = [(actor, new) for new in events]
-    places = append_of_actors(tx, experiment_id, said, now_us=now_us)
-    return [place.position for place in places]
+    return append_of_actors(tx, experiment_id, said, now_us=now_us)
 
 
 def append_of_actors(

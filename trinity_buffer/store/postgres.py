@@ -1,25 +1,32 @@
-"""PostgreSQL: whole functions over asyncpg; what they call waits for the server in their place."""
+"""PostgreSQL: whole functions over asyncpg; what they call waits for the server in their place.
+
+Each answer of the server that is waited for is a trip, and a short transaction takes little else.
+So a transaction begins on the trip of its lock, what it changes travels together, and its news goes
+with its commit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import anyio
-from sqlalchemy import Connection, Table, insert, text
+from sqlalchemy import Connection, Table, insert
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import create_async_engine
 from typing_extensions import override
 
-from trinity_buffer.errors import UnsafeStoreError
+from trinity_buffer.errors import StoreError, UnsafeStoreError
 from trinity_buffer.extras import extra
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.changes import APPLICATION, CHANNEL
 from trinity_buffer.store.foreign_errors import POOLED
+from trinity_buffer.store.tables import SCHEMA_REVISION
 from trinity_buffer.store.transaction import Transaction
 
 T = TypeVar("T")
@@ -32,45 +39,152 @@ MORE_CONNECTIONS = 8
 
 
 class PostgresTransaction(Transaction):
-    """A transaction whose statements go to a server."""
+    """A transaction whose statements go to a server, past SQLAlchemy where it can be helped.
+
+    Args:
+        connection: in autocommit; no transaction may be open.
+        begin: the statement that begins it, sent together with the first one.
+    """
+
+    def __init__(self, connection: Connection, begin: str) -> None:
+        super().__init__(connection)
+        self._adapted: Any = connection.connection.dbapi_connection
+        self._begin = begin
+        self._locked: set[int] = set()
+        self._changes: dict[str, tuple[str, Sequence[Any]]] = {}
+        self._news = ""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the connection to the server is lost."""
+        return bool(self._adapted.driver_connection.is_closed())
+
+    @property
+    @override
+    def connection(self) -> Connection:
+        """SQLAlchemy's connection inside the transaction, for DDL, inspection and migrations."""
+        self._catch_up()
+        return super().connection
 
     @override
     def rows(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Execute a statement as the driver takes it; return all rows that it gives."""
-        result = self._connection.exec_driver_sql(sql, tuple(values))
-        return [tuple(row) for row in result.all()] if result.returns_rows else []
+        self._catch_up()
+        return [tuple(row) for row in self._ask(lambda pg: pg.fetch(sql, *values))]
+
+    @override
+    def change(self, table: str, sql: str, values: Sequence[Any]) -> None:
+        """Keep a statement that changes ``table`` until others can go with it.
+
+        Those that are sent as one see the same rows: each table is changed by one of them.
+        """
+        if table in self._changes:
+            self._catch_up()
+        self._changes[table] = (sql, values)
 
     @override
     def add(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert ``rows``, each with all columns of ``table`` in their order."""
-        if len(rows) >= sizes().rows_to_copy:
-            self._copy(table, rows)
+        if len(rows) == 1:
+            self.change(table.name, _insert(table), rows[0])
         elif rows:
-            self._connection.exec_driver_sql(_insert(table), list(rows))
+            if not self._changes.keys().isdisjoint((table.name,)):
+                self._catch_up()
+            self._started()
+            if len(rows) < sizes().rows_to_copy:
+                self._ask(lambda pg: pg.executemany(_insert(table), rows))
+            else:
+                self._ask(lambda pg: pg.copy_records_to_table(table.name, records=rows))
+
+    @override
+    def lock(self, experiment: int) -> bool:
+        """Take the lock, once for the transaction; return whether the schema is still ours."""
+        if experiment in self._locked:
+            return True
+        if self._changes:
+            self._catch_up()
+        self._locked.add(experiment)
+        took: str = self._tell(f"SELECT pg_advisory_xact_lock({_SPACE}, {experiment}); {_NEWER}")
+        return took == "SELECT 0"  # so many rows has the answer to the last of them
 
     @override
     def announce(self) -> None:
         """Tell the other processes, at the commit, that there is news."""
-        self._connection.execute(text(f"NOTIFY {CHANNEL}"))
+        self._news = f"NOTIFY {CHANNEL}; "
 
-    def _copy(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+    def commit(self) -> None:
+        """Send what is kept, and commit.
+
+        Raises:
+            StoreError: an error before it was passed over; nothing was written.
+        """
+        if self._changes:
+            self._catch_up()
+        if (self._news or not self._begin) and self._tell(f"{self._news}COMMIT") != "COMMIT":
+            raise StoreError("the transaction had failed before its commit; nothing was written")
+
+    def roll_back(self) -> None:
+        """End the transaction, if it began and there is still a server to tell."""
+        if not self._begin and not self.is_broken:
+            self._tell("ROLLBACK")
+
+    def _catch_up(self) -> None:
+        """Begin, if that is still to be done, and send the changes that are kept."""
+        self._started()
+        if self._changes:
+            some, self._changes = list(self._changes.values()), {}
+            sql = _together(tuple(sql for sql, _ in some))
+            values = [value for _, own in some for value in own]
+            self._ask(lambda pg: pg.fetch(sql, *values))
+
+    def _started(self) -> None:
+        if self._begin:
+            self._tell("")
+
+    def _tell(self, statements: str) -> str:
+        """Execute statements without values on one trip; return how the last one ended."""
+        begin, self._begin = self._begin, ""
+        ended: str = self._ask(lambda pg: pg.execute(begin + statements))
+        return ended
+
+    def _ask(self, call: Callable[[Any], Awaitable[Any]]) -> Any:
         import asyncpg.exceptions  # noqa: PLC0415 - an optional extra; SQLite users do not have it
 
-        adapted: Any = self._connection.connection.dbapi_connection
-        if not adapted.driver_connection.is_in_transaction():
-            # SQLAlchemy begins at its own first statement, which this is not.
-            self._connection.exec_driver_sql("SELECT 1")
         try:
-            adapted.run_async(lambda pg: pg.copy_records_to_table(table.name, records=rows))
+            return self._adapted.run_async(call)
         except asyncpg.exceptions.IntegrityConstraintViolationError as error:
-            raise IntegrityError(f"COPY {table.name}", None, error) from error
-        except asyncpg.exceptions.PostgresError as error:
-            raise DBAPIError(f"COPY {table.name}", None, error) from error
+            raise IntegrityError(str(error), None, error) from error
+        except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            raise DBAPIError(str(error), None, error) from error
+
+
+_SPACE = 7
+"""Of the locks of experiments, among the advisory locks of a database."""
+
+_NEWER = f"SELECT 1 FROM alembic_version HAVING max(version_num) <> '{SCHEMA_REVISION}'"  # noqa: S608 - ours
+_WRITING = "BEGIN ISOLATION LEVEL READ COMMITTED; "
+_READING = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY; "
 
 
 @cache
 def _insert(table: Table) -> str:
     return str(insert(table).compile(dialect=postgresql.asyncpg.dialect()))
+
+
+@cache
+def _together(statements: tuple[str, ...]) -> str:
+    """Return one statement that does what these do; the values of each follow those before it."""
+    numbered, before = [], 0
+    for sql in statements:
+        places = {int(number) for number in _PLACE.findall(sql)}
+        numbered.append(_PLACE.sub(lambda found: f"${int(found[1]) + before}", sql))  # noqa: B023 - used at once
+        before += max(places, default=0)
+    *some, last = numbered
+    named = ", ".join(f"change{number} AS ({sql})" for number, sql in enumerate(some))
+    return f"WITH {named} {last}" if some else last
+
+
+_PLACE = re.compile(r"\$(\d+)")
 
 
 class Server:
@@ -84,28 +198,40 @@ class Server:
         extra("asyncpg", "postgresql")
         # What libpq and asyncpg's own URLs call sslmode is an argument ssl of its connections.
         query = {"ssl" if k == "sslmode" else k: v for k, v in url.query.items()}
-        # The lock of an experiment needs it: a transaction that waited for the lock must see what
-        # its holder committed, whatever the database's default is.
+        # Transactions are begun and ended here, not by SQLAlchemy, which takes a trip for each.
         self._engine = create_async_engine(
             url.set(query=query),
             pool_size=KEPT_CONNECTIONS,
             max_overflow=MORE_CONNECTIONS,
-            isolation_level="READ COMMITTED",
+            isolation_level="AUTOCOMMIT",
             connect_args={"server_settings": {"application_name": APPLICATION}},
         )
 
     async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
         """Return ``f(tx)``, in a transaction of its own. A cancellation waits for its end."""
+        # The lock of an experiment needs READ COMMITTED: a transaction that waited for the lock
+        # must see what its holder committed, whatever the database's default is.
+        begin, broken = _WRITING if writes else _READING, False
 
         def transact(connection: Connection) -> T:
-            with connection.begin():
-                if not writes:
-                    connection.exec_driver_sql(_READING)
-                return f(PostgresTransaction(connection))
+            nonlocal broken
+            tx = PostgresTransaction(connection, begin)
+            try:
+                done = f(tx)
+                tx.commit()
+            except BaseException:
+                broken = tx.is_broken
+                tx.roll_back()
+                raise
+            return done
 
         with anyio.CancelScope(shield=True):
-            async with self._engine.connect() as connection:
-                done = await connection.run_sync(transact)
+            try:
+                async with self._engine.connect() as connection:
+                    done = await connection.run_sync(transact)
+            finally:
+                if broken:  # and so are, most likely, the others that were opened before
+                    await self._engine.dispose()
         return done
 
     async def require_suitable(self, name: str) -> str:
@@ -116,6 +242,8 @@ class Server:
                 connection for a transaction only.
         """
         async with self._engine.connect() as one, self._engine.connect() as other:
+            for connection in (one, other):  # whose transactions keep what a pooler lends
+                await connection.execution_options(isolation_level="READ COMMITTED")
             about: Any = (await one.exec_driver_sql(_ABOUT)).one()
             version, encoding = str(about[0]), str(about[1])
             if encoding != "UTF8":
@@ -142,7 +270,6 @@ class Server:
         await self._engine.dispose()
 
 
-_READING = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
 _ABOUT = "SELECT current_setting('server_version'), current_setting('server_encoding')"
 _SET_MARK = "SELECT set_config('trinity_buffer.session', $1, false)"
 _GET_MARK = "SELECT current_setting('trinity_buffer.session', true)"

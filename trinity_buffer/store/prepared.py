@@ -32,6 +32,11 @@ class Prepared:
         sql, names, known = self._of(tx.dialect)
         return tx.rows(sql, tuple(self._bound(names, known, values)))
 
+    def change(self, tx: Transaction, **values: object) -> None:
+        """Execute it, which changes rows of one table, as `Transaction.change` does."""
+        sql, names, known = self._of(tx.dialect)
+        tx.change(self._statement.table.name, sql, tuple(self._bound(names, known, values)))
+
     def value(self, tx: Transaction, **values: object) -> Any:
         """Execute it, and return the first column of its first row; None if there is none."""
         rows = self.rows(tx, **values)

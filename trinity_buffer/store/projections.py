@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
-from typing import assert_never
+from typing import Any, assert_never
 
-from sqlalchemy import Text, bindparam, delete, func, insert, select, update
+from sqlalchemy import Text, bindparam, case, delete, func, insert, select, update
 
 from trinity_buffer.errors import CursorConflictError
 from trinity_buffer.events import (
@@ -52,6 +52,7 @@ from trinity_buffer.store.tables import (
     archived,
     assigned_reward,
     batch,
+    canonical,
     configuration,
     consumer,
     delivery,
@@ -215,7 +216,7 @@ def _see(tx: Transaction, experiment: int, fact: Decided) -> None:
     if seen > cursor:
         end = first_address(seen + 1)
         _UNSEEN.rows(tx, **mine, start=first_address(cursor + 1), end=end)
-    _SEE.rows(tx, **mine, to=max(seen, cursor), called=max(calls_then, calls))
+    _SEE.change(tx, **mine, to=max(seen, cursor), called=max(calls_then, calls))
 
 
 _OF_CONSUMER = (consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by"))
@@ -270,23 +271,40 @@ def _rejected(tx: Transaction, experiment: int, position: int, fact: Experiences
         decide(tx, experiment, fact.consumer, fact.experiences)
     tx.add(rejection, event_rows.rejection_rows(experiment, position, fact))
     if fact.planned_groups:
-        _LEFT_OUT.rows(tx, of=experiment, by=fact.consumer, more=fact.planned_groups)
+        _LEFT_OUT.change(tx, of=experiment, by=fact.consumer, more=fact.planned_groups)
 
 
 def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) -> None:
     name, number = fact.consumer, fact.step
-    before = _GROUPS_SO_FAR.value(tx, of=experiment, by=name, at=number - 1)
-    so_far = int(before or 0) + fact.planned_groups
-    size = (len(fact.annotations), fact.num_groups, so_far)
-    row = (experiment, name, number, position, *size, fact.digest)
-    tx.add(step, [(*row, *event_rows.NOT_COMMITTED.values())])
     tx.add(delivery, event_rows.delivery_rows(experiment, fact))
-    _HANDED_OUT.rows(tx, of=experiment, by=name, number=number, fence=fact.token)
+    _STEP.change(
+        tx,
+        of=experiment,
+        by=name,
+        number=number,
+        before=number - 1,
+        position=position,
+        rows=len(fact.annotations),
+        groups=fact.num_groups,
+        planned=fact.planned_groups,
+        digest=fact.digest,
+    )
+    _HANDED_OUT.change(tx, of=experiment, by=name, number=number, fence=fact.token)
 
 
 _OF_STEP = (step.c.experiment == bindparam("of"), step.c.consumer == bindparam("by"))
-_GROUPS_SO_FAR = Prepared(
-    select(step.c.planned_groups_so_far).where(*_OF_STEP, step.c.step == bindparam("at"))
+_SO_FAR = select(step.c.planned_groups_so_far).where(*_OF_STEP, step.c.step == bindparam("before"))
+_STEP = Prepared(
+    insert(step).values(
+        experiment=bindparam("of"),
+        consumer=bindparam("by"),
+        step=bindparam("number"),
+        leased_at=bindparam("position"),
+        rows=bindparam("rows"),
+        groups=bindparam("groups"),
+        planned_groups_so_far=func.coalesce(_SO_FAR.scalar_subquery(), 0) + bindparam("planned"),
+        manifest_digest=bindparam("digest"),
+    )
 )
 _HANDED_OUT = Prepared(
     update(consumer)
@@ -304,18 +322,36 @@ def _dealt(tx: Transaction, experiment: int, position: int, fact: StepDealt) -> 
 
 
 def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommitted) -> None:
-    name, last = fact.consumer, fact.steps[-1]
-    mine = (step.c.experiment == experiment, step.c.consumer == name)
-    new = (
-        update(step)
-        .where(*mine, step.c.step <= last, step.c.committed_at.is_(None))
-        .values(committed_at=position)
-    )
-    tx.execute(new)
-    tx.execute(update(step).where(*mine, step.c.step == last).values(event_rows.commit(fact)))
-    mine = (consumer.c.experiment == experiment, consumer.c.name == name)
-    done = {"committed_step": last, "token": fact.token}
-    tx.execute(update(consumer).where(*mine).values(done))
+    last, said = fact.steps[-1], event_rows.commit(fact)
+    said["rows_by_rank"] = canonical(said["rows_by_rank"])
+    mine = {"of": experiment, "by": fact.consumer, "last": last}
+    _DONE.change(tx, **mine, position=position, **said)
+    _COMMITTED.change(tx, **mine, fence=fact.token)
+
+
+def _done() -> Prepared:
+    """Return what commits all steps that are not, up to the last; it names the checkpoint."""
+    live = select(consumer.c.committed_step).where(*_OF_CONSUMER).scalar_subquery()
+    said: dict[str, Any] = {
+        name: case((step.c.step == bindparam("last"), bindparam(name, type_=column.type)))
+        for name, column in (
+            ("checkpoint", step.c.checkpoint),
+            ("checkpoint_digest", step.c.checkpoint_digest),
+            ("chain", step.c.chain),
+        )
+    }
+    text_of_rows = bindparam("rows_by_rank", type_=Text())
+    said["rows_by_rank"] = case((step.c.step == bindparam("last"), text_of_rows))
+    some = (*_OF_STEP, step.c.step > live, step.c.step <= bindparam("last"))
+    return Prepared(update(step).where(*some).values(committed_at=bindparam("position"), **said))
+
+
+_DONE = _done()
+_COMMITTED = Prepared(
+    update(consumer)
+    .where(*_OF_CONSUMER)
+    .values(committed_step=bindparam("last"), token=bindparam("fence"))
+)
 
 
 def _rewound(tx: Transaction, experiment: int, fact: TrainerRewound) -> None:
@@ -327,8 +363,7 @@ def _rewound(tx: Transaction, experiment: int, fact: TrainerRewound) -> None:
 
 
 def _published(tx: Transaction, experiment: int, position: int, fact: PolicyPublished) -> None:
-    row = {"experiment": experiment, "position": position, "version": fact.number}
-    tx.execute(insert(policy), row | {"uri": fact.uri, "digest": fact.digest})
+    tx.add(policy, [(experiment, position, fact.number, fact.uri, fact.digest)])
 
 
 def _scored(tx: Transaction, experiment: int, fact: RewardsAssigned) -> None:

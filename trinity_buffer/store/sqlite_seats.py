@@ -61,6 +61,16 @@ class SQLiteTransaction(Transaction):
         return found
 
     @override
+    def change(self, table: str, sql: str, values: Sequence[Any]) -> None:
+        """Execute a statement that returns nothing."""
+        self._driver.execute(sql, values)
+
+    @override
+    def lock(self, experiment: int) -> bool:
+        """Do nothing: BEGIN IMMEDIATE locked the database, and `run` has looked at its schema."""
+        return True
+
+    @override
     def add(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert ``rows``, each with all columns of ``table`` in their order."""
         size = sizes().rows_per_statement

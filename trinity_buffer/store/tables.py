@@ -43,6 +43,11 @@ metadata = MetaData(
 )
 
 
+def canonical(value: Any) -> str | None:
+    """Return ``value`` as JSON with sorted keys; None as None."""
+    return None if value is None else json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
 class CanonicalJSON(TypeDecorator[Any]):
     """JSON with sorted keys, as text: the same value is the same bytes on every backend."""
 
@@ -52,7 +57,7 @@ class CanonicalJSON(TypeDecorator[Any]):
     @override
     def process_bind_param(self, value: Any, dialect: Any) -> str | None:
         """Return the canonical text."""
-        return None if value is None else json.dumps(value, sort_keys=True, separators=(",", ":"))
+        return canonical(value)
 
     @override
     def process_result_value(self, value: str | None, dialect: Any) -> Any:
@@ -72,6 +77,7 @@ experiment = Table(
     sqlite_autoincrement=True,
 )
 
+FREQUENT = frozenset({"ExperiencesRecorded", "ExperiencesAnnotated"})
 NOT_FREQUENT = "kind NOT IN ('ExperiencesRecorded', 'ExperiencesAnnotated')"
 """What `ix_event_kind` holds. SQLite uses it where a statement says the same in these words."""
 

@@ -49,6 +49,21 @@ class Transaction(ABC):
         """Execute a statement as the driver takes it; return all rows that it gives."""
 
     @abstractmethod
+    def change(self, table: str, sql: str, values: Sequence[Any]) -> None:
+        """Execute a statement that changes rows of ``table`` and returns none, now or soon.
+
+        At the latest before the next one that is no such statement; what is wrong with it may be
+        raised only then, or at the commit. It must not read what one before it has changed.
+        """
+
+    @abstractmethod
+    def lock(self, experiment: int) -> bool:
+        """Be the only transaction that holds the lock of ``experiment``, until it ends.
+
+        Returns whether the store still has the schema that it was opened with.
+        """
+
+    @abstractmethod
     def add(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert ``rows``, each with all columns of ``table`` in their order.
 

@@ -227,15 +227,15 @@ class RankSession:
     async def _append(self, fact: OfRanks, *, token: int | None = None) -> int:
         event = new_event(fact)
 
-        def append(tx: Transaction) -> list[int]:
+        def append(tx: Transaction) -> list[log.Place]:
             if token is not None:
                 leases.require(tx, self._experiment.key, self._name, token=token)
             key, name = self._experiment.key, self._name
             return log.append(tx, key, [event], actor=name, now_us=now_us())
 
         with anyio.CancelScope(shield=True):
-            positions = await self._database.write(append)
-        return positions[0]
+            places = await self._database.write(append)
+        return places[0].position
 
     async def _read(self) -> None:
         """Take in what the ranks have recorded since the last time."""

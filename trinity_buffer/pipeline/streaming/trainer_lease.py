@@ -20,7 +20,7 @@ from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.dialect import lock_experiment
-from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.log import NewEvent, Place
 from trinity_buffer.store.transaction import Transaction
 
 TTL_S = 30.0
@@ -140,8 +140,8 @@ class TrainerLease:
 
     def append(
         self, tx: Transaction, events: Sequence[NewEvent], *, experiment: int | None = None
-    ) -> list[int]:
-        """Append ``events`` of the trainer, by default to its own experiment.
+    ) -> list[Place]:
+        """Append ``events`` of the trainer, by default to its own experiment; return their places.
 
         Raises:
             LeaseLostError: a newer token exists.

@@ -1,0 +1,149 @@
+"""Each answer that a server is waited for costs more than what it is asked: they are counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import bindparam, make_url, update
+
+from tests.contract.making import group, opened, rows
+from tests.postgres import PostgresServer
+from trinity_buffer.errors import StoreError
+from trinity_buffer.events import BatchLeased, StepsCommitted
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.events import new_event
+from trinity_buffer.pipeline.streaming.registration import register
+from trinity_buffer.pipeline.streaming.trainer_lease import hold_lease
+from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.store.prepared import Prepared
+from trinity_buffer.store.tables import consumer, policy
+from trinity_buffer.store.transaction import TakenKeyError, Transaction
+
+SOCKET = ".s.PGSQL.5432"
+READY, GIVE_ROWS = b"Z", b"G"
+"""What the server says when it has answered, and when it waits for the rows of a COPY."""
+
+
+class Wire:
+    """Stands between a store and its server, and counts how often the server was waited for."""
+
+    def __init__(self) -> None:
+        self.trips: Counter[str] = Counter()
+        self.counting = ""
+
+    @contextmanager
+    def count(self, what: str) -> Iterator[None]:
+        """Count what happens meanwhile under the name ``what``."""
+        self.counting = what
+        yield
+        self.counting = ""
+
+    @asynccontextmanager
+    async def between(self, url: str, folder: Path) -> AsyncIterator[str]:
+        """Yield the URL that leads over this to ``url``."""
+        parsed = make_url(url)
+
+        async def carry(to_us: asyncio.StreamReader, from_us: asyncio.StreamWriter) -> None:
+            path = f"{parsed.query['host']}/{SOCKET}"
+            to_store, from_store = await asyncio.open_unix_connection(path)
+            there = asyncio.create_task(self._pass_on(to_us, from_store))
+            await self._listen(to_store, from_us)
+            await there
+
+        server = await asyncio.start_unix_server(carry, folder / SOCKET)
+        try:
+            yield parsed.set(query={"host": str(folder)}).render_as_string(hide_password=False)
+        finally:
+            server.close()
+
+    async def _pass_on(self, source: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+        while some := await source.read(1 << 16):
+            to.write(some)
+        to.close()
+
+    async def _listen(self, source: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+        while head := await source.read(1):
+            size = await source.readexactly(4)
+            rest = await source.readexactly(int.from_bytes(size) - 4)
+            self.trips[self.counting] += head in (READY, GIVE_ROWS)
+            to.write(head + size + rest)
+        to.close()
+
+
+@pytest.fixture
+async def wire(postgres_store_url: str, tmp_path: Path) -> AsyncIterator[tuple[Wire, str]]:
+    """A wire and the URL of an empty store behind it."""
+    found = Wire()
+    async with found.between(postgres_store_url, tmp_path) as url:
+        yield found, url
+
+
+async def test_a_write_a_lease_and_a_commit_wait_for_the_server_as_seldom_as_they_can(
+    wire: tuple[Wire, str],
+) -> None:
+    counted, url = wire
+    async with opened(url, rollouts_per_group=8) as experiment:
+        writer = experiment.writer("e0")
+        for task in range(2):  # the first time statements are prepared
+            with counted.count(f"write {task}"):
+                await writer.write(group(task=task, runs=8))
+        await run_strategy(experiment, "grpo")
+        async with experiment.train_stream(
+            strategy="grpo", consumer="t", groups_per_step=1
+        ) as stream:
+            async for step in stream:
+                await stream.commit(step)
+        await register(experiment, "other", "grpo")
+        facts = [event.fact async for event in experiment.events(after=0)]
+        async with hold_lease(experiment.database, experiment.key, "other") as lease:
+            for fact in facts:
+                if isinstance(fact, BatchLeased | StepsCommitted):
+                    same = new_event(replace(fact, consumer="other", token=lease.token))
+                    with counted.count(same.kind):
+                        counted.trips[same.kind] = 0
+                        await experiment.database.write(lease.append, [same])
+        assert (await verify(experiment)).problems == ()
+    most = {"write 1": 9, "BatchLeased": 7, "StepsCommitted": 5}
+    assert {what: counted.trips[what] for what in most} == most
+
+
+async def test_changes_of_one_row_are_made_in_order(store_url: str) -> None:
+    mine = (consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by"))
+    more = Prepared(update(consumer).where(*mine).values(calls=consumer.c.calls + 1))
+    async with opened(store_url) as experiment:
+        await register(experiment, "t", "grpo")
+
+        def change(tx: Transaction) -> None:
+            for _ in range(3):
+                more.change(tx, of=experiment.key, by="t")
+
+        await experiment.database.write(change)
+        (row,) = await rows(experiment.database, consumer)
+    assert row["calls"] == 3
+
+
+async def test_what_was_kept_and_cannot_be_is_told_by_the_commit(store_url: str) -> None:
+    async with opened(store_url) as experiment:
+        taken = (experiment.key, 1, 7, "weights", "")
+        await experiment.database.write(lambda tx: tx.add(policy, [taken]))
+        with pytest.raises(TakenKeyError):
+            await experiment.database.write(lambda tx: tx.add(policy, [taken]))
+        assert len(await rows(experiment.database, policy)) == 1
+
+
+async def test_who_meets_a_lost_connection_is_told_and_the_next_one_is_not() -> None:
+    with PostgresServer(durable=False) as server:
+        async with opened(server.create_database("store")) as experiment:
+            server.kill9()
+            server.start()
+            with pytest.raises(StoreError):
+                await experiment.writer("e0").write(group(task=0))
+            for task in range(2):
+                await experiment.writer("e0").write(group(task=task))
+            assert (await verify(experiment)).experiences == 8
