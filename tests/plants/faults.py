@@ -414,9 +414,23 @@ FAULTS = [
     Fault(
         "the last step of a checkpoint is not asked for",
         "pipeline/verifying/outside.py",
-        "if step <= last and digest not in gone_through",
-        "if step < last and digest not in gone_through",
+        "if unknown < step <= last and digest not in times",
+        "if unknown < step < last and digest not in times",
         "tests/pipeline/test_verify.py::test_a_committed_step_that_the_weights_did_not_go_through_is_lost",
+    ),
+    Fault(
+        "what a checkpoint does not name is taken as proven",
+        "pipeline/verifying/outside.py",
+        '    lost = [f"one of the manifests of the steps 1 to {unknown}"] if unknown else []\n',
+        "    lost: list[str] = []\n",
+        "tests/pipeline/test_verify.py::test_the_chain_proves_what_a_checkpoint_does_not_name",
+    ),
+    Fault(
+        "two changes of one row travel together, and PostgreSQL makes one of them",
+        "store/postgres.py",
+        "        if table in self._changes:\n            self._catch_up()\n",
+        "",
+        "tests/store/test_trips.py::test_changes_of_one_row_are_made_in_order",
     ),
     Fault(
         "two manifests with a row in common are no repetition",

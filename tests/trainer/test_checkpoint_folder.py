@@ -14,6 +14,7 @@ from tests.trainer.data import policy
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.pipeline.checkpoint import being_read, make_durable
+from trinity_buffer.pipeline.gone_through import GoneThrough
 from trinity_buffer.trainer import checkpoint_folder
 from trinity_buffer.trainer.checkpoint_folder import (
     POLICY_FILE,
@@ -29,7 +30,7 @@ def state() -> TrainerState[TransformerPolicy]:
     """Return a trainer after one step."""
     model = policy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return TrainerState(model, optimizer, step=7, manifests=[bytes(16)])
+    return TrainerState(model, optimizer, step=7, manifests=GoneThrough().after(bytes(16)))
 
 
 WRITES = [

@@ -11,10 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trinity_buffer.errors import CheckpointError
+from trinity_buffer.pipeline.gone_through import FIRST_LINK, GoneThrough
 from trinity_buffer.sizes import sizes
 
 MANIFESTS_FILE = "manifests.json"
-"""In the folder of a checkpoint: digests of the manifests that its weights went through."""
+"""In the folder of a checkpoint: the manifests that its weights went through, as `GoneThrough`."""
 
 
 def make_durable(checkpoint: Path) -> str:
@@ -112,21 +113,34 @@ def require_digest(checkpoint: Path, digest: str) -> None:
         )
 
 
-def read_manifests(folder: Path) -> list[bytes]:
-    """Return the digests of the manifests that the weights in ``folder`` went through, in order.
+def read_gone_through(folder: Path) -> GoneThrough:
+    """Return the manifests that the weights in ``folder`` went through.
 
     Raises:
         CheckpointError: there are none in this folder.
     """
     try:
-        return [
-            bytes.fromhex(digest)
-            for digest in json.loads((folder / MANIFESTS_FILE).read_text())["manifests"]
-        ]
+        said = json.loads((folder / MANIFESTS_FILE).read_text())
+        last = tuple(bytes.fromhex(digest) for digest in said["manifests"])
+        if "before" not in said:  # then they are all there, as old versions wrote them
+            return GoneThrough(len(last), FIRST_LINK, last)
+        return GoneThrough(int(said["length"]), bytes.fromhex(said["before"]), last)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{folder} holds no {MANIFESTS_FILE} of a trainer: {error}"
         ) from error
+
+
+def write_gone_through(folder: Path, manifests: GoneThrough, log_head: str) -> None:
+    """Write what `read_gone_through` and `read_head` read."""
+    said = {
+        "manifests": [digest.hex() for digest in manifests.last],
+        "before": manifests.before.hex(),
+        "length": manifests.length,
+        "chain": manifests.link.hex(),
+        "log_head": log_head,
+    }
+    (folder / MANIFESTS_FILE).write_text(json.dumps(said))
 
 
 def read_head(folder: Path) -> bytes:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 from itertools import count
 from pathlib import Path
 from typing import Any, Generic, Protocol
@@ -20,12 +19,12 @@ from safetensors.torch import load_file, save_file
 
 from trinity_buffer.errors import CheckpointError, NonFiniteError
 from trinity_buffer.pipeline.checkpoint import (
-    MANIFESTS_FILE,
     may_remove,
+    read_gone_through,
     read_head,
-    read_manifests,
+    write_gone_through,
 )
-from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, chain
+from trinity_buffer.pipeline.gone_through import GoneThrough
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Trainable, all_finite
 
 POLICY_FILE = "policy.safetensors"
@@ -49,8 +48,7 @@ class TrainerState(Generic[AnyPolicy]):
 
     Attributes:
         step: the last one that the weights went through.
-        manifests: digest of the manifest of every step so far, in order, as the trainer itself saw
-            them.
+        manifests: of all steps so far, in order, as the trainer itself saw them.
         critic: and its optimizer, where the algorithm uses one.
         coefficients: of the divergences, which may adapt from step to step.
         log_head: of the log, when that step was handed out; it proves the log up to there.
@@ -59,7 +57,7 @@ class TrainerState(Generic[AnyPolicy]):
     policy: AnyPolicy
     optimizer: torch.optim.Optimizer
     step: int
-    manifests: Sequence[bytes]
+    manifests: GoneThrough
     critic: tuple[Critic, torch.optim.Optimizer] | None = None
     coefficients: Mapping[str, float] = field(default_factory=dict)
     log_head: str = ""
@@ -138,13 +136,7 @@ def _write(folder: Path, state: TrainerState[Any]) -> None:
         tensors, numbers["critic_optimizer"] = _optimizer_tensors(optimizer)
         save_file(tensors, folder / CRITIC_OPTIMIZER_FILE)
     (folder / STATE_FILE).write_text(json.dumps(numbers))
-    gone_through = {
-        "manifests": [digest.hex() for digest in state.manifests],
-        "length": len(state.manifests),
-        "chain": reduce(chain, state.manifests, FIRST_LINK).hex(),
-        "log_head": state.log_head,
-    }
-    (folder / MANIFESTS_FILE).write_text(json.dumps(gone_through))
+    write_gone_through(folder, state.manifests, state.log_head)
 
 
 def load_checkpoint(
@@ -163,7 +155,7 @@ def load_checkpoint(
     try:
         state = json.loads((folder / STATE_FILE).read_text())
         tensors = load_file(folder / OPTIMIZER_FILE)
-        manifests = read_manifests(folder)
+        manifests = read_gone_through(folder).after()
         trains_critic = "critic_optimizer" in state
         of_critic = load_file(folder / CRITIC_OPTIMIZER_FILE) if trains_critic else {}
     except (OSError, ValueError) as error:

@@ -14,6 +14,7 @@ from torch import Tensor
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError, NonFiniteError
+from trinity_buffer.pipeline.gone_through import GoneThrough
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.stream_options import Resume
@@ -134,7 +135,7 @@ class Trainer:
         if resume is not None and resume.checkpoint is not None:
             return load_checkpoint(resume.checkpoint, self._optimizer_of, policy, critic)
         pair = None if critic is None else (critic, self._optimizer_of(critic, is_critic=True))
-        return TrainerState(policy, self._optimizer_of(policy), 0, (), pair)
+        return TrainerState(policy, self._optimizer_of(policy), 0, GoneThrough(), pair)
 
     def _optimizer_of(self, model: Trainable, *, is_critic: bool = False) -> torch.optim.Optimizer:
         if self._optimizer is not None and not is_critic:
@@ -316,11 +317,10 @@ class Trainer:
 
     def _remember(self, step: TrainStep) -> None:
         """Note what the weights went through: true from here on, committed or not."""
-        digests: Sequence[bytes] = (*self.state.manifests, step.manifest.digest)
         self.state = replace(
             self.state,
             step=step.step,
-            manifests=digests,
+            manifests=self.state.manifests.after(step.manifest.digest),
             coefficients=self._coefficients(),
             log_head=step.log_head,
         )

@@ -17,11 +17,12 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.events import fact_at
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.gone_through import FIRST_LINK, chain
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.collate import collate_step, rows_in
 from trinity_buffer.pipeline.streaming.committing import Commit
-from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
+from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.streaming.resuming import dealt_to, leased_step
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.stream_options import Resume

@@ -174,14 +174,6 @@ def plans_of(fact: BatchLeased | StepDealt) -> tuple[MicroBatchPlan, ...]:
     return tuple(MicroBatchPlan(*plan) for plan in plans)
 
 
-def chain(previous: bytes, digest: bytes) -> bytes:
-    """Return the next link of a checkpoint's chain: blake2b-128(previous || digest)."""
-    return hashlib.blake2b(previous + digest, digest_size=16).digest()
-
-
-FIRST_LINK = bytes(16)
-
-
 def plan_microbatches(
     lengths: Sequence[int],
     groups: Sequence[int],

@@ -16,9 +16,10 @@ from torch import Tensor
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
+from trinity_buffer.pipeline.gone_through import FIRST_LINK, chain
 from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step, rows_in
 from trinity_buffer.pipeline.streaming.collate_buffers import StepMemory
-from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain
+from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.streaming.resuming import leased_step
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions

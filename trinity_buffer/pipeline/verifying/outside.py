@@ -7,17 +7,16 @@ weights really went through. Neither asks the store.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from pathlib import Path
 
 import numpy as np
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline import checkpoint as checkpoints
-from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK
-from trinity_buffer.pipeline.streaming.manifest import chain as link_after
+from trinity_buffer.pipeline.gone_through import GoneThrough
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.log_audit import Names
 from trinity_buffer.pipeline.verifying.trainer_audit import Commit, LeasedManifest, TrainerAudit
@@ -89,20 +88,15 @@ class Chain:
 
     Attributes:
         checkpoint: the file or folder.
-        manifests: their digests, in the order in which the weights went through them.
+        manifests: what its weights went through.
         digest: of the checkpoint itself.
         head: of the log, when its last step was handed out; empty where it does not say so.
     """
 
     checkpoint: Path
-    manifests: tuple[bytes, ...]
+    manifests: GoneThrough
     digest: str
     head: bytes
-
-    @property
-    def link(self) -> bytes:
-        """The digest of the chain of its manifests."""
-        return reduce(link_after, self.manifests, FIRST_LINK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +141,7 @@ def read_chain(checkpoint: Path) -> Chain:
     Raises:
         CheckpointError: it carries none, or is missing.
     """
-    manifests = tuple(checkpoints.read_manifests(checkpoint))
+    manifests = checkpoints.read_gone_through(checkpoint)
     digest, head = checkpoints.digest_of(checkpoint), checkpoints.read_head(checkpoint)
     return Chain(checkpoint.absolute(), manifests, digest, head)
 
@@ -201,23 +195,26 @@ def examine_chain(
     """
     trainer = _trainer_of(chain, trainers, consumer)
     leased = {some.digest: some for some in trainer.steps.values()}
-    distinct = list(dict.fromkeys(chain.manifests))
-    lost = [named(digest) for digest in distinct if digest not in leased]
-    known = [leased[digest] for digest in distinct if digest in leased]
+    said, earlier = chain.manifests, trainer.manifests_up_to(chain.manifests.before)
+    through = [*(earlier or ()), *said.last]
+    times = Counter(through)
+    unknown = 0 if earlier is not None else said.length - len(said.last)
+    lost = [f"one of the manifests of the steps 1 to {unknown}"] if unknown else []
+    lost += [named(digest) for digest in times if digest not in leased]
+    known = [leased[digest] for digest in times if digest in leased]
     commit = _commit_of(chain, trainer)
     last = max((some.step for some in known), default=0)
     last = max(last, commit.step if commit is not None else 0)
-    gone_through = set(distinct)
     lost += [
         named(digest, leased.get(digest))
         for step, digest in sorted(trainer.live.items())
-        if step <= last and digest not in gone_through
+        if unknown < step <= last and digest not in times
     ]
-    twice = {digest for digest in distinct if chain.manifests.count(digest) > 1}
+    twice = {digest for digest, number in times.items() if number > 1}
     twice |= _sharing_rows(known)
     return ChainFindings(
         tuple(dict.fromkeys(lost)),
-        tuple(named(digest, leased.get(digest)) for digest in distinct if digest in twice),
+        tuple(named(digest, leased.get(digest)) for digest in times if digest in twice),
         tuple(_contradictions(chain, known, commit)),
     )
 
@@ -254,7 +251,7 @@ def _contradictions(
     elif commit.digest != chain.digest:
         what = f"its sha256 is {chain.digest}, position {commit.position} recorded {commit.digest}"
         found.append(Problem("commits", where, what))
-    elif commit.chain != chain.link:
+    elif commit.chain != chain.manifests.link:
         what = f"position {commit.position} committed another chain of manifests than it carries"
         found.append(Problem("commits", where, what))
     return found
@@ -281,7 +278,7 @@ def _trainer_of(
     candidates = candidates or [
         trainer
         for trainer in trainers.values()
-        if {some.digest for some in trainer.steps.values()} & set(chain.manifests)
+        if {some.digest for some in trainer.steps.values()} & set(chain.manifests.last)
     ]
     candidates = candidates or list(trainers.values())
     if len(candidates) > 1:

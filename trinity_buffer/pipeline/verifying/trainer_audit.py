@@ -16,7 +16,8 @@ from trinity_buffer.events import (
     StepsCommitted,
     TrainerRewound,
 )
-from trinity_buffer.pipeline.streaming.manifest import FIRST_LINK, Manifest, chain, plans_of
+from trinity_buffer.pipeline.gone_through import FIRST_LINK, chain
+from trinity_buffer.pipeline.streaming.manifest import Manifest, plans_of
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.store.address import written_as
 
@@ -104,6 +105,7 @@ class TrainerAudit:
         self._sources: dict[str, int] = {"": 0}
         self._rejected: list[tuple[int, Integers]] = []
         self._links: dict[int, bytes] = {0: FIRST_LINK}
+        self._before: dict[bytes, tuple[bytes, bytes]] = {}  # link -> (the one before, digest)
         self._ranks: dict[int, int] = {}  # fencing token -> ranks that assembled under it
 
     def leased(self, position: int, fact: BatchLeased) -> Iterator[Problem]:
@@ -173,12 +175,33 @@ class TrainerAudit:
                 what = f"step {step} was committed, the next one is {len(self.live) + 1}"
                 yield Problem("commits", place, what)
             self.live[step] = digest
-            self._links[step] = chain(self._links.get(step - 1, FIRST_LINK), digest)
+            before = self._links.get(step - 1, FIRST_LINK)
+            self._links[step] = chain(before, digest)
+            self._before[self._links[step]] = (before, digest)
         last = fact.steps[-1]
         if self._links[last] != fact.chain:
             yield Problem("commits", place, f"the chain of manifests up to step {last} is another")
         kept = (fact.checkpoint, fact.checkpoint_digest, fact.chain)
         self.commits.append(Commit(position, last, *kept))
+
+    def manifests_up_to(self, link: bytes) -> list[bytes] | None:
+        """Return the manifests whose chain ends in ``link``; None if the log has no such chain.
+
+        Those of a commit, superseded or not; else of the steps as they were leased.
+        """
+        found: list[bytes] = []
+        at = link
+        while at in self._before:
+            at, digest = self._before[at]
+            found.append(digest)
+        if at == FIRST_LINK:
+            return found[::-1]
+        leased, begin = [self.steps[step].digest for step in sorted(self.steps)], FIRST_LINK
+        for number, digest in enumerate(leased, 1):
+            begin = chain(begin, digest)
+            if begin == at:
+                return leased[:number] + found[::-1]
+        return None
 
     def _rows_taken(self, place: str, fact: StepsCommitted) -> Iterator[Problem]:
         """Yield the steps of a commit of which the ranks did not take what they were dealt."""

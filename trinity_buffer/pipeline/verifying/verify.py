@@ -302,7 +302,7 @@ class _Verification:
             head=audit.chain.head.hex(),
             acknowledged=None if told is None else len(told.contents),
             contents=0 if told is None else told.compared,
-            chain=None if chain is None else len(chain.manifests),
+            chain=None if chain is None else chain.manifests.length,
             lost_items=lost,
             duplicated_items=(*duplicated, *sorted(trained_twice)),
             problems=tuple(self._problems),
