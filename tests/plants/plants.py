@@ -97,14 +97,14 @@ def a_step_is_served_twice(patch: Patch) -> None:
 
 def uncommitted_steps_are_forgotten(patch: Patch) -> None:
     """4: after a crash the stream goes on behind what it had handed out."""
-    usual = trainer_queries.steps
+    usual = trainer_queries.steps_at_start
 
     def forgetful(tx: Any, experiment: int, name: str) -> list[StepRow]:
         row = queries.consumer_row(tx, experiment, name)
         assert row is not None
-        return usual(tx, experiment, name)[: row.committed_step]
+        return [one for one in usual(tx, experiment, name) if one.step <= row.committed_step]
 
-    patch.setattr(trainer_queries, "steps", forgetful)
+    patch.setattr(trainer_queries, "steps_at_start", forgetful)
 
 
 def a_resumed_trainer_gets_no_checkpoint(patch: Patch) -> None:

@@ -18,7 +18,7 @@ from trinity_buffer.errors import StoreError
 from trinity_buffer.events import BatchLeased, StepsCommitted
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import new_event
-from trinity_buffer.pipeline.streaming.registration import register
+from trinity_buffer.pipeline.streaming.resuming import register
 from trinity_buffer.pipeline.streaming.trainer_lease import hold_lease
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store.prepared import Prepared

@@ -178,6 +178,8 @@ class Experiment(ExperimentHandle):
         if annotation_set is not None or state is not None:
             state = await self._checked_state(annotation_set, state)
         addresses = None if trained_in is None else await self._rows_of_step(trainer, trained_in)
+        if addresses is None and batch is not None:
+            addresses = await self._rows_of_batch(batch, task)
         wanted = reads.Filter(
             *(batch, task, run, policy_version, reward_min, reward_max, include_refused),
             *(annotation_set, state, addresses),
@@ -212,6 +214,14 @@ class Experiment(ExperimentHandle):
             known = ", ".join(names) or "none"
             raise UnknownNameError(f"no annotation set {name!r} (there: {known})")
         return state or "annotated"
+
+    async def _rows_of_batch(self, batch: Key, task: Key | None) -> tuple[int, ...] | None:
+        """Return the addresses of a batch's rows; None where they are so many that all are read."""
+        most = sizes().waiting_rows_per_page
+        found = await self.database.read(
+            reads.addresses_in_batch, self.key, batch, task, limit=most + 1
+        )
+        return found if len(found) <= most else None
 
     async def _rows_of_step(self, trainer: str, step: int) -> tuple[int, ...]:
         """Return the addresses of this experiment's rows in a step's manifest."""

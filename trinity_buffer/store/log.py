@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from sqlalchemy import bindparam, false, func, or_, select
+from sqlalchemy import bindparam, false, func, or_, select, text, union_all
 
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import Fact, PlacedFact, kind_of
@@ -21,7 +21,7 @@ from trinity_buffer.store.dialect import (
     upsert,
 )
 from trinity_buffer.store.prepared import Prepared
-from trinity_buffer.store.tables import event, experiment
+from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, event, experiment
 from trinity_buffer.store.transaction import Transaction
 
 
@@ -150,15 +150,30 @@ def read_after(
 
 
 _STORED = select(*(column for column in event.c if column is not event.c.experiment))
-_STORED = _STORED.where(event.c.experiment == bindparam("of")).order_by(event.c.position)
+_STORED = _STORED.where(event.c.experiment == bindparam("of"))
 
 
 @cache
 def _after(kinds: tuple[str, ...] | None, *, bounded: bool) -> Prepared:
-    query = _STORED.where(event.c.position > bindparam("after")).limit(bindparam("most"))
-    if kinds is not None:
-        query = query.where(or_(false(), *(event.c.kind == kind for kind in kinds)))
-    return Prepared(query.where(event.c.position <= bindparam("last")) if bounded else query)
+    """Return the statement; what is rare is looked up kind by kind, however long the log is."""
+    span = [event.c.position > bindparam("after")]
+    if bounded:
+        span.append(event.c.position <= bindparam("last"))
+    some = _STORED.where(*span).order_by(event.c.position).limit(bindparam("most"))
+    if kinds is None:
+        return Prepared(some)
+    if not 0 < len(kinds) <= FEW_KINDS or not FREQUENT.isdisjoint(kinds):
+        return Prepared(some.where(or_(false(), *(event.c.kind == kind for kind in kinds))))
+    rare = select(event.c.position).where(event.c.experiment == bindparam("of"), *span)
+    rare = rare.where(text(NOT_FREQUENT)).order_by(event.c.position).limit(bindparam("most"))
+    each = [select(rare.where(event.c.kind == kind).subquery()) for kind in kinds]
+    found = union_all(*each).subquery()
+    first = select(found.c.position).order_by(found.c.position).limit(bindparam("most"))
+    return Prepared(_STORED.where(event.c.position.in_(first)).order_by(event.c.position))
+
+
+FEW_KINDS = 6
+"""Up to so many kinds of rare events are looked up each by itself."""
 
 
 def read_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> list[StoredEvent]:
@@ -170,7 +185,8 @@ def read_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> li
 
 @cache
 def _at(dialect: str) -> Prepared:
-    return Prepared(_STORED.where(among_given(dialect, event.c.position, "positions")))
+    some = _STORED.where(among_given(dialect, event.c.position, "positions"))
+    return Prepared(some.order_by(event.c.position))
 
 
 def recorded_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> dict[int, int]:

@@ -41,6 +41,18 @@ class Filter:
     addresses: tuple[int, ...] | None = None
 
 
+def addresses_in_batch(
+    tx: Transaction, experiment: int, batch: Key, task: Key | None, *, limit: int
+) -> tuple[int, ...]:
+    """Return the addresses of up to ``limit`` experiences of a batch, or of a task in it."""
+    query = select(experience.c.address).where(
+        experience.c.experiment == experiment, experience.c.batch == str(batch)
+    )
+    if task is not None:
+        query = query.where(experience.c.task == str(task))
+    return tuple(tx.execute(query.limit(limit)).scalars())
+
+
 def experiences(
     tx: Transaction, experiment: int, wanted: Filter, *, after: int, limit: int
 ) -> list[ExperienceRow]:

@@ -114,6 +114,27 @@ def steps(
     return [StepRow(*row[2:]) for row in tx.execute(query).all()]
 
 
+def steps_at_start(tx: Transaction, experiment: int, name: str) -> list[StepRow]:
+    """Return the steps from the last commit on the live line on: what a trainer starts from.
+
+    All of them where no commit recorded the chain of its manifests, as old versions did not.
+    """
+    live = consumer_row(tx, experiment, name)
+    return steps_from_link(tx, experiment, name, 0 if live is None else live.committed_step)
+
+
+def steps_from_link(tx: Transaction, experiment: int, name: str, before: int) -> list[StepRow]:
+    """Return the steps from the last one up to ``before`` whose link of the chain is recorded."""
+    known = select(step.c.step).where(
+        step.c.experiment == experiment,
+        step.c.consumer == name,
+        step.c.step <= before,
+        step.c.chain.is_not(None),
+    )
+    last = tx.execute(known.order_by(step.c.step.desc()).limit(1)).scalar()
+    return steps(tx, experiment, name, after=int(last or 1) - 1)
+
+
 def last_checkpoint(tx: Transaction, experiment: int, name: str) -> StepRow | None:
     """Return the last committed step of the live line that names a checkpoint."""
     query = select(step).where(

@@ -55,7 +55,7 @@ async def replayed_steps(
         InvalidArgumentError: no such trainer, or steps that it has not been handed.
     """
     database, key = experiment.database, experiment.key
-    row, steps = await database.read(_trainer, key, consumer)
+    row, steps = await database.read(_trainer, key, consumer, first)
     if row is None or row.kind != "trainer":
         raise InvalidArgumentError(f"experiment {experiment.name!r} has no trainer {consumer!r}")
     last = row.committed_step if last is None else last
@@ -65,9 +65,9 @@ async def replayed_steps(
         )
     link = FIRST_LINK
     loader = RowLoader(EventCache(key, experiment.name))
-    for recorded in steps[:last]:
-        link = chain(link, recorded.manifest_digest)
-        if recorded.step >= first:
+    for recorded in steps:
+        link = recorded.chain or chain(link, recorded.manifest_digest)
+        if first <= recorded.step <= last:
             manifest, skipped, head = await _recorded(experiment, recorded)
             rows = await database.read_session(partial(loader.load, manifest=manifest))
             manifest, rows = _dealt(manifest, rows, world_size)
@@ -93,10 +93,10 @@ def _dealt(manifest: Manifest, rows: LoadedRows, world_size: int) -> tuple[Manif
 
 
 def _trainer(
-    tx: Transaction, experiment: int, name: str
+    tx: Transaction, experiment: int, name: str, first: int
 ) -> tuple[ConsumerRow | None, list[StepRow]]:
     row = queries.consumer_row(tx, experiment, name)
-    return row, trainer_queries.steps(tx, experiment, name)
+    return row, trainer_queries.steps_from_link(tx, experiment, name, first - 1)
 
 
 async def _recorded(experiment: Experiment, recorded: StepRow) -> tuple[Manifest, bool, str]:

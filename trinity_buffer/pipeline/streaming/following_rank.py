@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.streaming.committing import Commit, DeliveredSteps
 from trinity_buffer.pipeline.streaming.ranks import RankSession
-from trinity_buffer.pipeline.streaming.resuming import has_set, last_commit, wait_for_set
+from trinity_buffer.pipeline.streaming.resuming import (
+    has_set,
+    last_commit,
+    steps_at_start,
+    wait_for_set,
+)
 from trinity_buffer.pipeline.streaming.row_loader import RowLoader
 from trinity_buffer.pipeline.streaming.step_queue import StepQueue
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
@@ -46,15 +51,12 @@ class FollowingRank:
         if not await has_set(self._experiment, self._options):
             await wait_for_set(self._experiment, self._options)
         await self._ranks.join()
-        steps = await self._database.read(
-            trainer_queries.steps, self._experiment.key, self._options.consumer
-        )
-        self.committed = self._ranks.committed
-        committed = steps[: self.committed]
-        chain = self._maker.go_on_after(committed)
-        if committed:
-            self.resume = await last_commit(self._experiment, committed, chain)
-        self._leased_before = len(steps)
+        self.committed, name = self._ranks.committed, self._options.consumer
+        done, leased = await steps_at_start(self._experiment, name, self.committed)
+        chain = self._maker.go_on_after(done)
+        if done:
+            self.resume = await last_commit(self._experiment, name, done[-1], chain)
+        self._leased_before = self.committed + len(leased)
         self._next_step = self.committed + 1
 
     async def run(self) -> None:

@@ -34,6 +34,7 @@ from trinity_buffer.pipeline.streaming.resuming import (
     last_commit,
     register,
     require_checkpoint_of,
+    steps_at_start,
     wait_for_set,
 )
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
@@ -42,7 +43,7 @@ from trinity_buffer.pipeline.streaming.step_sampler import StepSampler
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
 from trinity_buffer.pipeline.streaming.train_step import StepMaker, TrainStep
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
-from trinity_buffer.store import log, queries, trainer_queries
+from trinity_buffer.store import queries
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ConsumerRow, StepRow
 from trinity_buffer.store.transaction import Session, Transaction
@@ -114,14 +115,12 @@ class LeadingRank:
         if self._options.resume_from is not None:
             row = await self._rewind(row, self._options.resume_from)
         self.committed = row.committed_step
-        steps = await self._database.read(
-            trainer_queries.steps, self._experiment.key, self._options.consumer
-        )
-        chain = self._maker.go_on_after(steps[: row.committed_step])
-        if row.committed_step:
-            self.resume = await last_commit(self._experiment, steps[: row.committed_step], chain)
+        done, leased = await steps_at_start(self._experiment, row.name, row.committed_step)
+        chain = self._maker.go_on_after(done)
+        if done:
+            self.resume = await last_commit(self._experiment, row.name, done[-1], chain)
         dealer = Dealer(self._experiment, self._lease, self._loader, self._options.world_size)
-        self._recorded = deque(await dealer.dealt(steps[row.committed_step :]))
+        self._recorded = deque(await dealer.dealt(leased))
         self._next_step = row.leased_step + 1
         await self._database.read(self._sampler.start)
         await self._ranks.assemble(self._lease, row.committed_step)
@@ -238,9 +237,9 @@ class LeadingRank:
             return microbatches, new_event(manifest.leased_by(name, token))
 
         def append(tx: Transaction) -> bytes:
-            self._lease.append(tx, [event])
+            (place,) = self._lease.append(tx, [event])
             reached("inside-lease")
-            return log.end(tx, self._experiment.key).head
+            return place.head
 
         microbatches, event = s.compute(collate)
         reached("before-lease")

@@ -147,38 +147,54 @@ class Dealer:
         )
 
 
+async def steps_at_start(
+    experiment: ExperimentHandle, trainer: str, committed: int
+) -> tuple[list[StepRow], list[StepRow]]:
+    """Return the steps that ``trainer`` goes on after, and those that it was handed since.
+
+    The former are the last committed one, and those before it up to one whose commit recorded the
+    link of the chain, if it did not itself.
+    """
+    steps = await experiment.database.read(trainer_queries.steps_at_start, experiment.key, trainer)
+    done = [row for row in steps if row.step <= committed]
+    return done, steps[len(done) :]
+
+
 async def last_commit(
-    experiment: ExperimentHandle, committed: Sequence[StepRow], chain: bytes
+    experiment: ExperimentHandle, trainer: str, last: StepRow, chain: bytes
 ) -> Resume:
-    """Return where to go on after the ``committed`` steps of the live line.
+    """Return where ``trainer`` goes on after ``last``, the last committed step of the live line.
 
     Args:
-        chain: link of the manifest chain after them.
+        chain: link of the manifest chain after it.
 
     Raises:
         CheckpointError: the checkpoint is missing or is not the one that was committed.
     """
-    last = committed[-1]
     path = None if last.checkpoint is None else _path_of(last, experiment.database.folder)
     if path is not None and last.checkpoint_digest is not None:
         await anyio.to_thread.run_sync(require_digest, path, last.checkpoint_digest)
-    skipped = await _skipped_in_a_row(experiment, committed)
+    skipped = await _skipped_in_a_row(experiment, trainer, last)
     return Resume(last.step, path, last.checkpoint_digest, chain, skipped)
 
 
-async def _skipped_in_a_row(experiment: ExperimentHandle, committed: Sequence[StepRow]) -> int:
-    """Return how many of the last steps changed no weight."""
-    at, skipped = None, frozenset[int]()
-    for number, row in enumerate(reversed(committed)):
-        assert row.committed_at is not None  # by what the caller chose
-        if row.committed_at != at:
-            at = row.committed_at
-            (stored,) = await experiment.database.read(log.read_at, experiment.key, [at])
-            fact = fact_at(experiment.name, stored, StepsCommitted)
-            skipped = frozenset(fact.skipped_steps)
-        if row.step not in skipped:
-            return number
-    return len(committed)
+async def _skipped_in_a_row(experiment: ExperimentHandle, trainer: str, last: StepRow) -> int:
+    """Return how many of the last steps up to ``last`` changed no weight."""
+    read, row, skipped = experiment.database.read, last, 0
+    while True:
+        assert row.committed_at is not None  # on the live line all before a commit are
+        (stored,) = await read(log.read_at, experiment.key, [row.committed_at])
+        commit = fact_at(experiment.name, stored, StepsCommitted)
+        for step in reversed(commit.steps):
+            if step not in commit.skipped_steps:
+                return skipped
+            skipped += 1
+        before = commit.steps[0] - 1
+        if before == 0:
+            return skipped
+        (row,) = await read(
+            trainer_queries.steps, experiment.key, trainer, after=before - 1, limit=1
+        )
 
 
 async def require_checkpoint_of(

@@ -210,10 +210,13 @@ class StepMaker:
         self._chain = FIRST_LINK
 
     def go_on_after(self, committed: Iterable[StepRow]) -> bytes:
-        """Begin behind the ``committed`` steps; return the link of the chain after them."""
+        """Begin behind the ``committed`` steps; return the link of the chain after them.
+
+        They begin with the first one, or with one whose commit recorded the link.
+        """
         self._chain = FIRST_LINK
         for done in committed:
-            self._chain = chain(self._chain, done.manifest_digest)
+            self._chain = done.chain or chain(self._chain, done.manifest_digest)
         return self._chain
 
     def collate(self, manifest: Manifest, rows: LoadedRows) -> list[MicroBatch]:
