@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,8 @@ from tests.stories import RUNS, Story, rollout, tell
 from trinity_buffer import codec
 from trinity_buffer.errors import CheckpointError, CodecError, InvalidArgumentError
 from trinity_buffer.events import BatchLeased, body_of
-from trinity_buffer.pipeline.checkpoint import digest_of, write_gone_through
+from trinity_buffer.pipeline.checkpoint import digest_of
 from trinity_buffer.pipeline.events import new_event, now_us
-from trinity_buffer.pipeline.gone_through import (
-    FIRST_LINK,
-    NAMED_MANIFESTS,
-    GoneThrough,
-    chain,
-)
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
@@ -108,49 +101,20 @@ async def test_a_committed_step_that_the_weights_did_not_go_through_is_lost(
     assert "its sha256 is" in told(report)
 
 
-async def test_the_chain_proves_what_a_checkpoint_does_not_name(
-    store_url: str, tmp_path: Path
-) -> None:
-    story = await tell(store_url, tmp_path / "run")
-    first, *last = story.manifests
-    said = GoneThrough(len(story.manifests), GoneThrough().after(first).link, tuple(last))
-    write_gone_through(story.checkpoint, said, "")
-    await commit_anew(story.url, story)
-    report = await verified(story)
-    assert (report.ok, report.lost, report.chain) == (True, 0, 2), report
-    for before in (FIRST_LINK, GoneThrough().after(last[0]).link):
-        write_gone_through(story.checkpoint, replace(said, before=before), "")
-        report = await verified(story, quick=True)
-        assert (report.lost, report.duplicated, report.ok) == (1, 0, False)
-    assert report.lost_items == ("one of the manifests of the steps 1 to 1",)
-
-
-def test_what_weights_went_through_does_not_grow_and_does_not_depend_on_pauses() -> None:
-    digests = [number.to_bytes(16) for number in range(NAMED_MANIFESTS + 3)]
-    whole = GoneThrough().after(*digests)
-    assert whole.link == reduce(chain, digests, FIRST_LINK)
-    assert (whole.length, whole.last) == (len(digests), tuple(digests[3:]))
-    by_one = GoneThrough()
-    for digest in digests:
-        by_one = by_one.after(digest)
-    assert by_one == whole
-
-
 async def test_a_manifest_that_was_committed_twice_is_there_twice(story: Story) -> None:
     commit = (await events_of(story.url, "StepsCommitted"))[1].fact
     async with open_store(story.url) as store:
         key = (await store.experiment(story.name)).key
         again = [new_event(commit)]
-        (place,) = await store.database.write(
+        ((position, _),) = await store.database.write(
             log.append, key, again, actor="trainer", now_us=now_us()
         )
     for quick in (False, True):
         report = await verified(story, quick=quick)
         assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
         assert story.manifests[1].hex() in report.duplicated_items[0]
-        assert (
-            f"position {place.position} (trainer 'trainer'): step 2 was committed before"
-            in told(report)
+        assert f"position {position} (trainer 'trainer'): step 2 was committed before" in told(
+            report
         )
 
 

@@ -423,7 +423,7 @@ FAULTS = [
         "pipeline/verifying/outside.py",
         '    lost = [f"one of the manifests of the steps 1 to {unknown}"] if unknown else []\n',
         "    lost: list[str] = []\n",
-        "tests/pipeline/test_verify.py::test_the_chain_proves_what_a_checkpoint_does_not_name",
+        "tests/pipeline/test_gone_through.py::test_the_chain_proves_what_a_checkpoint_does_not_name",
     ),
     Fault(
         "two changes of one row travel together, and PostgreSQL makes one of them",

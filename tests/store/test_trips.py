@@ -140,10 +140,10 @@ async def test_what_was_kept_and_cannot_be_is_told_by_the_commit(store_url: str)
 async def test_who_meets_a_lost_connection_is_told_and_the_next_one_is_not() -> None:
     with PostgresServer(durable=False) as server:
         async with opened(server.create_database("store")) as experiment:
-            server.kill9()
+            server.stop()
             server.start()
             with pytest.raises(StoreError):
-                await experiment.writer("e0").write(group(task=0))
+                await experiment.database.write(lambda tx: tx.rows("SELECT 1", ()))
             for task in range(2):
                 await experiment.writer("e0").write(group(task=task))
             assert (await verify(experiment)).experiences == 8
