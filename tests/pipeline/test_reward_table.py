@@ -29,6 +29,7 @@ from trinity_buffer.algorithm.add_strategy import (
     REINFORCEAddStrategy,
     RewardStrategy,
     RewardVarianceAddStrategy,
+    compose,
 )
 from trinity_buffer.algorithm.group_scores import Rewards
 from trinity_buffer.algorithm.reward_scores import ScoredGroups
@@ -65,6 +66,12 @@ STRATEGIES: dict[str, Made] = {
     "rec, normalized": lambda w: RECAddStrategy(w, std_normalize=True),
     "reinforce": REINFORCEAddStrategy,
     "best": BestOfGroupAddStrategy,
+    "variance, then grpo": lambda w: compose(w, ["reward_variance", "grpo"]),
+    "best, grpo, opmd, variance": lambda w: compose(
+        w,
+        ["best_of_group", "grpo", "opmd", "reward_variance"],
+        {"best_of_group": {"num_kept": 3, "min_reward": 0.0}, "grpo": {"std_threshold": 0.1}},
+    ),
     "best two above zero": lambda w: BestOfGroupAddStrategy(w, 2, min_reward=0.0),
 }
 
@@ -73,7 +80,8 @@ REWARDS = st.one_of(
     st.floats(-1e100, 1e100),
     st.floats(-1, 1, width=32),
 )
-RUNS = st.tuples(REWARDS, st.lists(st.booleans(), max_size=4), st.integers(0, 2))
+MASKS = st.sampled_from([[], [True], [False], [False, True], [True, True, False]])
+RUNS = st.tuples(REWARDS, MASKS, st.integers(0, 2))
 GROUPS = st.lists(st.lists(RUNS, min_size=1, max_size=20), min_size=1, max_size=6)
 
 
@@ -152,11 +160,12 @@ def said(decision: Decision) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(GROUPS, st.lists(st.integers(1, 9), min_size=1, max_size=4), st.randoms())
 @example(
     [[(1.0, [True], 0)] * 8, [(None, [True], 0)], [(2.5, [False], 1), (1e100, [], 2)]], [3], None
 )
+@example([[(run / 7, [True], run % 2 * 2) for run in range(6)]], [64], None)
 @example([[(-1e100, [True], 0)], [(-0.0, [False, True], 0)] * 9], [64], None)
 def test_both_roads_commit_the_same_bits(
     name: str, groups: list[list[Any]], sizes: list[int], mixed: Any
@@ -235,6 +244,7 @@ def test_a_class_is_scored_by_rewards_only_as_long_as_its_declaration_tells_all(
         *("reward_variance", "best_of_group"),
     }
     assert RECAddStrategy(StagedWriter(), drop="balance").from_rewards() is None
+    assert compose(StagedWriter(), ["dapo_dynamic_sampling", "grpo"]).from_rewards() is None
     assert _scorer(Centred) is not None
     assert _scorer(Quiet) is not None
     for other in (SlowGRPO, CorrectBiasAddStrategy, NeedsLogprobs, Shaped):

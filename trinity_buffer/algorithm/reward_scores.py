@@ -7,7 +7,7 @@ so by writing ``score_groups``; the consumer then hands it whole pages of groups
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,13 +25,14 @@ class ScoredGroups:
     Attributes:
         scores: the advantage of each, ``[k, G]``; None: a filter, which computes none.
         kept: which are kept, ``[k, G]``; None: all.
-        reasons: why the others of a group are rejected, one per group; ``()``: as ``filtered``.
+        reasons: why the others are rejected, texts of a shape that fits ``[k, G]``; None: as
+            ``filtered``.
         metrics: name -> one number per group, ``[k]``.
     """
 
     scores: Rewards | None = None
     kept: NDArray[np.bool_] | None = None
-    reasons: Sequence[str] = ()
+    reasons: NDArray[np.object_] | None = None
     metrics: Mapping[str, Rewards] = field(default_factory=dict)
 
 
@@ -83,6 +84,6 @@ def as_added(score: RewardScorer, reason: str) -> RewardScorer:
             named[f"group_advantages/{name}/mean"] = values + 0.0  # a sum has no negative zero
             named[f"group_advantages/{name}/max"] = values
             named[f"group_advantages/{name}/min"] = values
-        return replace(found, reasons=[reason] * len(rewards), metrics=named)
+        return replace(found, reasons=np.array(reason, object), metrics=named)
 
     return added

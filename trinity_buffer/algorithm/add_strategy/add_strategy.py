@@ -362,7 +362,7 @@ class RewardVarianceAddStrategy(AddStrategy):
         """Return which groups are kept, as `add` keeps them."""
         spread = group_scores.variances(rewards, std_floor=self.std_floor)
         kept = (spread > self.variance_threshold) & (rewards.shape[1] > 1)
-        reasons = ["filtered" if some > 0 else "zero_variance" for some in spread.tolist()]
+        reasons = np.where(spread > 0, "filtered", "zero_variance").astype(object)[:, np.newaxis]
         metrics = {"kept_groups": kept.astype(float), "filtered_groups": (~kept).astype(float)}
         rows = np.broadcast_to(kept[:, np.newaxis], rewards.shape)
         return ScoredGroups(kept=rows, reasons=reasons, metrics=metrics)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.algorithm.arguments import made as made_of
 from trinity_buffer.algorithm.copies import original_uid
+from trinity_buffer.algorithm.group_scores import Rewards
+from trinity_buffer.algorithm.reward_scores import RewardScorer, ScoredGroups
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.writer import BufferWriter, StagedWriter
@@ -38,6 +42,16 @@ class CompositeAddStrategy(AddStrategy):
         self.stages = list(stages)
 
     @override
+    def from_rewards(self) -> RewardScorer | None:
+        """Return all stages in turn, if rewards are enough for each."""
+        stages = [
+            (name, score)
+            for name, strategy, _ in self.stages
+            if (score := strategy.from_rewards()) is not None
+        ]
+        return partial(_scored_in_turn, stages) if len(stages) == len(self.stages) else None
+
+    @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Run all stages, then write what the last one wrote.
 
@@ -60,6 +74,33 @@ class CompositeAddStrategy(AddStrategy):
         for group in groups:
             await self.writer.write_async(group)
         return sum(len(group) for group in groups), metrics
+
+
+def _scored_in_turn(stages: Sequence[tuple[str, RewardScorer]], rewards: Rewards) -> ScoredGroups:
+    """Return what becomes of groups ``[k, G]`` when each stage sees what the one before kept."""
+    kept = np.ones(rewards.shape, np.bool_)
+    reasons = np.full(rewards.shape, "filtered", object)
+    scores: Rewards | None = None
+    metrics: dict[str, Rewards] = {}
+    for name, score in stages:
+        measured: dict[str, Rewards] = {}
+        sizes = kept.sum(axis=1)
+        for size in np.unique(sizes[sizes > 0]).tolist():
+            groups = np.flatnonzero(sizes == size)
+            members = np.nonzero(kept[groups])[1].reshape(len(groups), size)
+            at = (groups[:, np.newaxis], members)
+            found = score(rewards[at])
+            if found.scores is not None:
+                scores = np.zeros_like(rewards) if scores is None else scores
+                scores[at] = found.scores
+            if found.reasons is not None:
+                reasons[at] = found.reasons
+            if found.kept is not None:
+                kept[at] = found.kept
+            for key, values in found.metrics.items():  # NaN: a group of which nothing was left
+                measured.setdefault(key, np.full(len(rewards), np.nan))[groups] = values
+        metrics |= {f"{name}/{key}" if key in metrics else key: v for key, v in measured.items()}
+    return ScoredGroups(scores=scores, kept=kept, reasons=reasons, metrics=metrics)
 
 
 def compose(

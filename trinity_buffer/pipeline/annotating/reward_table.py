@@ -112,7 +112,7 @@ def verdicts_of(table: RewardTable, num_groups: int, score: RewardScorer) -> Row
     starts = np.cumsum(sizes) - sizes
     scores: Numbers | None = None
     kept = usable.copy()
-    why = np.full(num_groups, "filtered", object)
+    why = np.full(len(usable), "filtered", object)
     metrics: list[dict[str, float]] = [{} for _ in range(num_groups)]
     for size in np.unique(sizes[sizes > 0]).tolist():
         which = np.flatnonzero(sizes == size)
@@ -123,12 +123,12 @@ def verdicts_of(table: RewardTable, num_groups: int, score: RewardScorer) -> Row
             scores[rows] = found.scores
         if found.kept is not None:
             kept[rows] = found.kept
-        if found.reasons:
-            why[which] = found.reasons
+        if found.reasons is not None:
+            why[rows] = found.reasons
         for number, said in zip(which.tolist(), _metrics_of(found, len(which)), strict=True):
             metrics[number] = said
     left = usable & ~kept
-    reasons |= zip(table.addresses[left].tolist(), why[table.group[left]].tolist(), strict=True)
+    reasons |= zip(table.addresses[left].tolist(), why[left].tolist(), strict=True)
     weights = None if scores is None else _weights(scores, table)
     if weights is not None:
         broken = kept & ~np.isfinite(weights)
