@@ -8,10 +8,13 @@ from typing import Any, cast
 
 import numpy as np
 
+from tests.conftest import Resize
 from tests.contract.making import rollout
-from trinity_buffer.inspect import groups, position_before
+from trinity_buffer.inspect import compare_sets, groups, position_before
 from trinity_buffer.inspect.fates import AnnotationRow, Fate, StepOfRow
+from trinity_buffer.inspect.source import now
 from trinity_buffer.inspect.tensors import row_of
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 
 
@@ -53,3 +56,23 @@ def test_a_fate_tells_of_every_copy_once() -> None:
 def test_a_row_without_a_tensor_has_no_place_in_the_column() -> None:
     column = cast("Any", SimpleNamespace(rows=np.array([1, 3])))
     assert [row_of(column, row) for row in range(5)] == [None, 0, None, 1, None]
+
+
+async def test_two_sets_are_compared_over_every_page(sqlite_url: str, resize: Resize) -> None:
+    """Rows that differ most lie on the first page; the last has advantages of zero."""
+    resize(experiences_per_page=2)
+    rewards = [(0.0, 0.1), (0.0, 1.0), (1.0, 1.0)]
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": 2})
+        await experiment.writer("e0").write(
+            [
+                rollout(task=task, run=run, reward=rewards[task][run])
+                for task in range(3)
+                for run in (0, 1)
+            ]
+        )
+        for name, epsilon in (("sharp", 1e-6), ("flat", 0.5)):
+            await run_strategy(experiment, "grpo", {"epsilon": epsilon}, name=name)
+        found = await compare_sets(now(experiment), "sharp", "flat", limit=2)
+    assert (found.both, found.equal, found.opposite) == (6, 2, 0)
+    assert {one.uid for one in found.rows} == {"b/0/0/0/", "b/0/1/0/"}
