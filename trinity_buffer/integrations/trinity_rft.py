@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,17 @@ from trinity.buffer.operators.experience_operator import ExperienceOperatorV1
 from trinity.common import experience as theirs
 from typing_extensions import override
 
-from trinity_buffer.errors import CheckpointError
 from trinity_buffer.experience import CustomField, Experience
 from trinity_buffer.identity import EID
+from trinity_buffer.integrations.checkpointed_steps import (
+    CheckpointedSteps,
+    checkpointed_steps,
+    last_saved,
+)
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.row_loader import experiences_of
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
-from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.pipeline.writing.sql_writer import SQLWriter
 
 PLAIN = tuple(
@@ -138,9 +140,7 @@ class StoreSampleStrategy(SampleStrategy):  # type: ignore[misc]  # trinity is u
         self._options = {"strategy": strategy, **options}
         self._checkpoints = None if checkpoints is None else Path(checkpoints)
         self._stack = AsyncExitStack()
-        self._stream: TrainStream | None = None
-        self._committed = 0
-        self._handed: dict[int, TrainStep] = {}
+        self._opened: tuple[Experiment, CheckpointedSteps] | None = None
 
     @override
     async def sample(
@@ -153,52 +153,21 @@ class StoreSampleStrategy(SampleStrategy):  # type: ignore[misc]  # trinity is u
                 back to them.
             StopAsyncIteration: the stream has ended; Trinity's trainer ends with it.
         """
-        stream = self._stream or await self._open(step - 1)
-        await self._commit(stream)
-        taken = await anext(stream)
-        self._handed[taken.step] = replace(taken, microbatches=[])
-        found = to_trinity(await experiences_of(stream.experiment, taken.manifest))
+        self._opened = self._opened or await self._open(step - 1)
+        experiment, steps = self._opened
+        saved = steps.newest if self._checkpoints is None else last_saved(self._checkpoints)
+        await steps.commit(saved, self._checkpoints and self._checkpoints / f"global_step_{saved}")
+        taken = await steps.take()
+        found = to_trinity(await experiences_of(experiment, taken.manifest))
         metrics: dict[str, Any] = {}
         self.set_model_version_metric(found, metrics)
         return found, metrics, representative_sample(found)
 
-    async def _open(self, trained: int) -> TrainStream:
-        """Return the stream, after the ``trained`` steps that the weights went through."""
+    async def _open(self, trained: int) -> tuple[Experiment, CheckpointedSteps]:
         store = await self._stack.enter_async_context(open_store(self._url))
         experiment = await store.experiment(self._name)
-        last = await experiment.committed_step(str(self._options.get("consumer", "trainer")))
-        options = dict(self._options)
-        if last > trained:
-            if not trained:
-                raise CheckpointError(
-                    f"Trinity starts with step 1, and experiment {self._name!r} has committed step "
-                    f"{last}: give it the checkpoint, or this trainer another consumer="
-                )
-            options["resume_from"] = trained
-        stream = await self._stack.enter_async_context(experiment.train_stream(**options))
-        self._committed = min(last, trained)
-        while self._committed + len(self._handed) < trained:
-            step = await anext(stream)
-            self._handed[step.step] = replace(step, microbatches=[])
-        self._stream = stream
-        return stream
-
-    async def _commit(self, stream: TrainStream) -> None:
-        """Commit the steps that are in the newest checkpoint that is whole."""
-        newest = max(self._handed, default=0) if self._checkpoints is None else self._saved()
-        if newest <= self._committed or newest not in self._handed:
-            return
-        folder = self._checkpoints and self._checkpoints / f"global_step_{newest}"
-        await stream.commit(self._handed[newest], folder)
-        self._committed = newest
-        self._handed = {n: step for n, step in self._handed.items() if n > newest}
-
-    def _saved(self) -> int:
-        """Return the step of Trinity's newest checkpoint that is whole, 0 if there is none."""
-        assert self._checkpoints is not None
-        latest = self._checkpoints / "latest_checkpointed_iteration.txt"
-        # Trinity writes it in place: it may be empty for a moment.
-        return int((latest.read_text() if latest.exists() else "") or 0)
+        steps = checkpointed_steps(experiment, trained, **self._options)
+        return experiment, await self._stack.enter_async_context(steps)
 
     async def close(self) -> None:
         """Release the lease; a trainer that is killed loses it after ``lease_ttl_s``."""
