@@ -40,6 +40,9 @@ SIZE = {"width": 1100, "height": 720}
 NAME = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 HOSTILE = f"{NAME}\x1b[31m\u202e"
 LIVE_MS = 120_000
+PATIENCE_MS = 60_000
+"""A page of a busy machine may take so long; nothing waits for it to pass."""
+expect.set_options(timeout=PATIENCE_MS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ def page(browser: Browser) -> Iterator[Page]:
     """A page whose console, failures and refused answers are all empty at the end of the test."""
     context = browser.new_context(viewport=SIZE)
     page, wrong = context.new_page(), []
+    page.set_default_timeout(PATIENCE_MS)
     page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("dialog", lambda dialog: wrong.append(dialog.message))
