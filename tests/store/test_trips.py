@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import anyio.lowlevel
 import pytest
 from sqlalchemy import bindparam, make_url, update
 
@@ -137,13 +138,21 @@ async def test_what_was_kept_and_cannot_be_is_told_by_the_commit(store_url: str)
         assert len(await rows(experiment.database, policy)) == 1
 
 
-async def test_who_meets_a_lost_connection_is_told_and_the_next_one_is_not() -> None:
-    with PostgresServer(durable=False) as server:
-        async with opened(server.create_database("store")) as experiment:
-            server.stop()
-            server.start()
-            with pytest.raises(StoreError):
-                await experiment.database.write(lambda tx: tx.rows("SELECT 1", ()))
-            for task in range(2):
-                await experiment.writer("e0").write(group(task=task))
-            assert (await verify(experiment)).experiences == 8
+async def test_a_connection_that_is_lost_is_told_of_once_at_most(
+    postgres_server: PostgresServer, postgres_store_url: str
+) -> None:
+    end_all = (
+        "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    async with opened(postgres_store_url) as experiment:
+        database = experiment.database
+        with pytest.raises(StoreError):
+            await database.write(lambda tx: tx.rows(end_all.replace("<>", "="), ()))
+        await experiment.writer("e0").write(group(task=0))
+        postgres_server.execute(end_all, database=make_url(postgres_store_url).database or "")
+        for _ in range(3):  # the end of an idle connection is heard
+            await anyio.lowlevel.checkpoint()
+        await database.write(lambda tx: tx.rows("SELECT 1", ()))
+        await experiment.writer("e0").write(group(task=1))
+        assert (await verify(experiment)).experiences == 8

@@ -17,7 +17,8 @@ import anyio
 from sqlalchemy import Connection, Table, insert
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.event import listen
+from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidatePoolError
 from sqlalchemy.ext.asyncio import create_async_engine
 from typing_extensions import override
 
@@ -53,11 +54,6 @@ class PostgresTransaction(Transaction):
         self._locked: set[int] = set()
         self._changes: dict[str, tuple[str, Sequence[Any]]] = {}
         self._news = ""
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the connection to the server is lost."""
-        return bool(self._adapted.driver_connection.is_closed())
 
     @property
     @override
@@ -124,9 +120,12 @@ class PostgresTransaction(Transaction):
             raise StoreError("the transaction had failed before its commit; nothing was written")
 
     def roll_back(self) -> None:
-        """End the transaction, if it began and there is still a server to tell."""
-        if not self._begin and not self.is_broken:
-            self._tell("ROLLBACK")
+        """End the transaction, if it began; a connection on which that fails is not used again."""
+        if not self._begin and not self._adapted.driver_connection.is_closed():
+            try:
+                self._tell("ROLLBACK")
+            except (DBAPIError, OSError):
+                self._connection.invalidate()
 
     def _catch_up(self) -> None:
         """Begin, if that is still to be done, and send the changes that are kept."""
@@ -206,32 +205,27 @@ class Server:
             isolation_level="AUTOCOMMIT",
             connect_args={"server_settings": {"application_name": APPLICATION}},
         )
+        listen(self._engine.sync_engine, "checkout", _replace_if_lost)
 
     async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
         """Return ``f(tx)``, in a transaction of its own. A cancellation waits for its end."""
         # The lock of an experiment needs READ COMMITTED: a transaction that waited for the lock
         # must see what its holder committed, whatever the database's default is.
-        begin, broken = _WRITING if writes else _READING, False
+        begin = _WRITING if writes else _READING
 
         def transact(connection: Connection) -> T:
-            nonlocal broken
             tx = PostgresTransaction(connection, begin)
             try:
                 done = f(tx)
                 tx.commit()
             except BaseException:
-                broken = tx.is_broken
                 tx.roll_back()
                 raise
             return done
 
         with anyio.CancelScope(shield=True):
-            try:
-                async with self._engine.connect() as connection:
-                    done = await connection.run_sync(transact)
-            finally:
-                if broken:  # and so are, most likely, the others that were opened before
-                    await self._engine.dispose()
+            async with self._engine.connect() as connection:
+                done = await connection.run_sync(transact)
         return done
 
     async def require_suitable(self, name: str) -> str:
@@ -268,6 +262,12 @@ class Server:
     async def close(self) -> None:
         """Close every connection."""
         await self._engine.dispose()
+
+
+def _replace_if_lost(connection: Any, _record: object, _proxy: object) -> None:
+    """Let the pool replace a connection that was lost while nobody used it, and all older ones."""
+    if connection.driver_connection.is_closed():
+        raise InvalidatePoolError
 
 
 _ABOUT = "SELECT current_setting('server_version'), current_setting('server_encoding')"
