@@ -32,6 +32,15 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("explore", "--config", "a.toml", "groups_per_step = 'x'"),
         "groups_per_step='x': Input should be a valid integer",
     ),
+    "heads that cannot share a width": (
+        ("explore", "--set", "model.heads=3"),
+        "error: model={'width': 64, 'layers': 2, 'heads': 3}: width=64 must be a multiple of heads",
+    ),
+    "an experiment that is not there": (
+        ("stats", "--experiment", "nobody"),
+        "holds no experiment 'nobody' (there: sort)\n",
+    ),
+    "neither an archive nor a deletion": (("compact", "--keep-steps", "1"), "(--archive FOLDER)"),
     "no TOML": (("explore", "--config", "a.toml", "groups_per_step ="), "a.toml: Invalid value"),
     "no YAML": (("explore", "--config", "a.yaml", "a: [1\nb: }"), "a.yaml: while parsing"),
     "no table": (("explore", "--config", "a.yaml", "- 1"), "a.yaml: it holds no table"),

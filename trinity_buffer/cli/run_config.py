@@ -315,12 +315,23 @@ def resolved(values: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:
-        raise InvalidArgumentError("; ".join(map(_problem, error.errors()))) from error
+        problems = filter(None, map(_problem, error.errors()))
+        raise InvalidArgumentError("; ".join(problems)) from error
 
 
-def _problem(error: Mapping[str, Any]) -> str:
-    """Return what is wrong with one key; what is wrong with several together names them itself."""
-    place = ".".join(map(str, error["loc"]))
+def _problem(error: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with one key; what is wrong with several together names them itself.
+
+    None where a key may hold a section or a text, and this is about the one that was not meant.
+    """
+    *places, last = error["loc"] or ("",)
+    if places == ["model"] and last in ("str", ModelConfig.__name__):
+        if (last == "str") == isinstance(error["input"], Mapping):
+            return None
+        last = ""
+    elif places[:2] == ["model", ModelConfig.__name__]:
+        places = ["model"]
+    place = ".".join(map(str, filter(None, (*places, last))))
     message = error["msg"].removeprefix("Value error, ")
     return f"{place}={error['input']!r:.100}: {message}" if place else str(message)
 

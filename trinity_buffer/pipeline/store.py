@@ -76,9 +76,9 @@ class Store:
             return Experiment(self.database, self._group_commit, key, name, found[0])
         if config is None or self.database.read_only:
             known = ", ".join(names) or "none"
+            remedy = "" if self.database.read_only else "; pass config={} to create it"
             raise UnknownExperimentError(
-                f"{self.url} holds no experiment {name!r} (there: {known}); "
-                "pass config={} to create it"
+                f"{self.url} holds no experiment {name!r} (there: {known}){remedy}"
             )
         wanted = as_json(f"the config of experiment {name!r}", dict(config))
         if schema is not None:

@@ -77,7 +77,10 @@ async def compact(
         InvalidArgumentError: neither ``archive`` nor ``delete``, or pyarrow is not installed.
     """
     if (archive is None) == (not delete):
-        raise InvalidArgumentError("compact: give a folder to archive to, or delete=True, not both")
+        raise InvalidArgumentError(
+            "compact: give a folder to archive to (--archive FOLDER), or delete=True (--delete), "
+            "not both"
+        )
     if keep_steps < 0:
         raise InvalidArgumentError(f"keep_steps={keep_steps}: it must not be negative")
     if archive is not None:
