@@ -411,6 +411,36 @@ class StepsCommitted:
     largest_rows: Sequence[Sequence[str]] = optional(())
 
 
+MEASURED_ROWS = "measures"
+"""Column family of a `StepMeasured`: a number per row and column."""
+
+MEASURED_TOKENS = "token_measures"
+"""Column family of a `StepMeasured`: a number per token and column, where that was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMeasured:
+    """What a trainer measured in a step, row by row; recorded right behind its `StepsCommitted`.
+
+    Attributes:
+        segment: key of the columns; rows are those of the manifest, in the order it was served in.
+        families: `MEASURED_ROWS`, and perhaps `MEASURED_TOKENS` -> bytes of its segment.
+        digest: of the segment, family by family in this order.
+        rows: how many rows the manifest has.
+        metrics: numbers of the whole step, the finite ones.
+    """
+
+    version: ClassVar[int] = 1
+
+    consumer: str
+    step: int
+    segment: bytes
+    families: Mapping[str, int]
+    digest: bytes
+    rows: int
+    metrics: Mapping[str, Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyPublished:
     """Weights that explorers shall load.
@@ -499,7 +529,7 @@ class UnknownEvent:
     body: Mapping[str, Any]
 
 
-WithSegment = ExperiencesRecorded | ExperiencesAnnotated
+WithSegment = ExperiencesRecorded | ExperiencesAnnotated | StepMeasured
 """What has rows, whose tensors lie in a segment."""
 
 Recorded = (
@@ -519,6 +549,7 @@ Recorded = (
     | StepPartDone
     | StreamEnded
     | StepsCommitted
+    | StepMeasured
     | PolicyPublished
     | TrainerRewound
     | SegmentsArchived

@@ -97,7 +97,7 @@ def test_show_tells_where_an_experience_was_trained_or_why_not(cli: Cli, story: 
     assert found["tensors"]["tokens"]["shape"] == [9]
     assert found["objects"]["response_text"] == "1 and 2"
     assert found["sets"][0]["steps"] == [
-        {"trainer": "trainer", "step": 2, "committed": True, "reason": None}
+        {"trainer": "trainer", "step": 2, "committed": True, "reason": None, "measured": {}}
     ]
     (late,) = cli("show", "b0/0/0/0/a1", "--store", story.url, "--json").json
     assert late["refused"] == "late"

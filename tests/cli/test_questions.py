@@ -22,7 +22,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     ("words", "told", "lines"),
     [
         (["steps"], "committed", 3),
-        (["blame", 2, "--sort", "abs-advantage"], "its commit names it", 1),
+        (["blame", 2, "--sort", "loss-share"], "its commit names it", 1),
         (["why", "b0/3/0/0/"], "zero_variance", 1),
         (["rejected"], "varied: zero_variance 4", 5),
         (["leases"], "free", 1),

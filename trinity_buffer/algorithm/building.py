@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -149,6 +149,7 @@ class Algorithm:
         *,
         entropy: Tensor | None = None,
         layout: BatchLayout | None = None,
+        weigh: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return ``policy - entropy + divergence``, and metrics under ``actor/``.
 
@@ -157,16 +158,20 @@ class Algorithm:
             batch: the micro-batch, under our names.
             entropy: of the policy at each token; may be missing where its coefficient is 0.
             layout: boundaries of the rows and denominators of the step.
+            weigh: hears, in the backward pass, of ``d policy / d logprob``, with its shape.
 
         Raises:
             InvalidArgumentError: a tensor is missing; the message names it and who needs it.
         """
         corrected, metrics = self._corrected(batch, layout)
-        require_recorded(batch, self.policy_loss, self.policy_loss.select_keys)
-        given = {
-            key: needed(corrected, key, self.policy_loss) for key in self.policy_loss.select_keys
-        }
-        loss, found = self.policy_loss(logprob=logprob, layout=layout, **given)
+        reader = self.policy_loss
+        require_recorded(batch, reader, reader.select_keys)
+        given = {key: needed(corrected, key, reader) for key in reader.select_keys}
+        own = logprob
+        if weigh is not None and logprob.requires_grad:
+            own = logprob.view_as(logprob)  # a node of its own: its gradient is this term's alone
+            own.register_hook(weigh)
+        loss, found = self.policy_loss(logprob=own, layout=layout, **given)
         metrics.update(found)
         for part in (
             self._entropy(batch, entropy, layout),

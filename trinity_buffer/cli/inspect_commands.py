@@ -337,6 +337,9 @@ def _print_experience(found: ExperienceView) -> None:
             held = "trained" if step.committed else "leased, not committed,"
             told = f"{held} in step {step.step}" if step.step else f"rejected: {step.reason}"
             out.print(one_line(f"  {step.trainer}: {told}"), markup=False)
+            if step.measured:
+                numbers = (f"{name} {shown(value)}" for name, value in step.measured.items())
+                out.print(f"    {', '.join(numbers)}", markup=False)
 
 
 _TENSOR_COLUMNS = ["field", "dtype", "shape", "min", "mean", "max", "first"]

@@ -179,6 +179,8 @@ def settings_of(
         value_clip_range=config.optimizer.value_clip_range,
         recompute_old_logprob=config.recompute_old_logprob,
         commit_every_steps=config.commit_every_steps,
+        record_facts=config.record_facts,
+        record_tokens=config.record_tokens,
         max_steps=config.max_steps,
         max_skipped_steps=config.max_skipped_steps,
     )

@@ -166,6 +166,10 @@ class RunConfig(_Section):
         2, ge=0, description="before explorers wait for new weights; null: no bound"
     )
     commit_every_steps: int = Field(1, ge=1, description="with a checkpoint and new weights")
+    record_facts: bool = Field(
+        default=True, description="with each commit, what its steps measured of each row"
+    )
+    record_tokens: bool = Field(default=False, description="and of each token: 16 bytes")
     max_steps: int | None = Field(None, ge=1, description="after which the run ends; null: never")
     max_skipped_steps: int = Field(
         3, ge=1, description="in a row, of a loss or gradient that is not finite; then it ends"

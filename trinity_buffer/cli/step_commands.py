@@ -28,7 +28,13 @@ AfterStepOption = Annotated[
     int | None,
     typer.Option("--after", help="Only steps above this one. Default: the last ones.", min=0),
 ]
-RowOrder = Literal["slot", "abs-advantage", "reward", "staleness", "length"]
+MEASURED = ("loss_share", "ratio_mean", "ratio_max", "clipped", "kl", "entropy", "gap_mean")
+"""What `blame` shows of what the trainer measured of each row."""
+
+METRICS = ("loss", "kl", "entropy", "gradient_norm", "learning_rate")
+"""What `steps` shows of the metrics of a step."""
+
+RowOrder = Literal["slot", "abs-advantage", "reward", "staleness", "length", "loss-share"]
 
 
 def steps(
@@ -53,7 +59,7 @@ def steps(
     if as_json:
         print_json(*found)
         return
-    told = [name for name in ("loss", "kl", "entropy", "gradient_norm") if _any(found, name)]
+    told = [name for name in METRICS if _any(found, name)]
     columns = ["step", "state", "rows", "groups", "tokens", "reward", "staleness", "oldest"]
     rows = [
         (
@@ -83,7 +89,7 @@ def blame(
 ) -> None:
     """Say exactly what one gradient step was trained on, and whether its commit proves it.
 
-    Example: trinity-buffer blame 2 --sort abs-advantage
+    Example: trinity-buffer blame 2 --sort loss-share
     """
     found: StepContents = asked_of(
         store, experiment, as_of, lambda source: questions.blame(source, step, trainer=trainer)
@@ -104,7 +110,9 @@ def blame(
         markup=False,
     )
     columns = ["slot", "uid", "micro-batch", "reward", "advantage", "version", "stale", "tokens"]
-    console().print(table(f"{len(rows)} rows", [*columns, "actor"], list(map(_cells, rows))))
+    told = [name for name in MEASURED if any(name in row.measured for row in found.rows)]
+    cells = [(*_cells(row), *(row.measured.get(name) for name in told)) for row in rows]
+    console().print(table(f"{len(rows)} rows", [*columns, "actor", *told], cells))
 
 
 def _plain(found: StepContents) -> dict[str, Any]:
@@ -124,6 +132,7 @@ _ORDERS: dict[str, Any] = {
     "reward": lambda row: (-(row.reward or 0.0), row.slot),
     "staleness": lambda row: (-(row.staleness or 0), row.slot),
     "length": lambda row: (-row.length, row.slot),
+    "loss-share": lambda row: (-row.measured.get("loss_share", 0.0), row.slot),
 }
 
 

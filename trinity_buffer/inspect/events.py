@@ -29,6 +29,7 @@ from trinity_buffer.events import (
     SegmentsArchived,
     SegmentsRestored,
     StepDealt,
+    StepMeasured,
     StepPartDone,
     StepsCommitted,
     StreamEnded,
@@ -118,6 +119,8 @@ def _summary(fact: Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one case per 
             return f"step {fact.step} of {fact.consumer} to {fact.world_size} ranks"
         case StepsCommitted():
             return _committed(fact)
+        case StepMeasured():
+            return f"step {fact.step} of {fact.consumer}: {fact.rows} rows"
         case TrainerRewound():
             return f"{fact.consumer} back to step {fact.step}"
         case RewardsAssigned():

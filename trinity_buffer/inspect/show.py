@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_buffer.codec import Segment
@@ -11,7 +11,8 @@ from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.identity import EID
 from trinity_buffer.inspect.blobs import EventWithSegment, events_with_segments
-from trinity_buffer.inspect.fates import AnnotationRow, Fate, fates
+from trinity_buffer.inspect.fates import AnnotationRow, Fate, StepOfRow, fates
+from trinity_buffer.inspect.measured import Measured, measured
 from trinity_buffer.inspect.source import Source, now
 from trinity_buffer.inspect.tensors import TensorSummary, summaries
 from trinity_buffer.pipeline.experiment import Experiment
@@ -25,12 +26,17 @@ FAMILIES = ("light", "tokens", "text", "heavy")
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """A gradient step that holds the experience, or the reason for which a trainer left it out."""
+    """A gradient step that holds the experience, or the reason for which a trainer left it out.
+
+    Attributes:
+        measured: what the trainer measured of it in that step; empty before the commit.
+    """
 
     trainer: str
     step: int | None
     committed: bool
     reason: str | None
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +119,18 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
     recorded = (await events_with_segments(source, [position], FAMILIES))[position]
     noted = [position_of(fate.annotations[0].address) for fate in found if fate.annotations]
     events = await events_with_segments(source, noted, ["annotation"])
-    return _view(row, recorded, [_set(fate, events) for fate in found])
+    measures = await _measured(source, found)
+    return _view(row, recorded, [_set(fate, events, measures) for fate in found])
+
+
+async def _measured(source: Source, found: Sequence[Fate]) -> dict[tuple[str, int], Measured]:
+    """Return (trainer, step) -> what was measured, of the steps that hold the experience."""
+    steps: dict[str, set[int]] = {}
+    for one in (step for fate in found for row in fate.annotations for step in row.steps):
+        if one.step is not None and one.committed:
+            steps.setdefault(one.trainer, set()).add(one.step)
+    every = {name: await measured(source, name, sorted(some)) for name, some in steps.items()}
+    return {(name, step): one for name, some in every.items() for step, one in some.items()}
 
 
 def parse_uid(uid: str) -> EID:
@@ -169,7 +186,11 @@ def _objects(segments: Sequence[Segment], slot: int) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _set(fate: Fate, events: Mapping[int, EventWithSegment]) -> SetView:
+def _set(
+    fate: Fate,
+    events: Mapping[int, EventWithSegment],
+    measures: Mapping[tuple[str, int], Measured],
+) -> SetView:
     first: AnnotationRow | None = next(iter(fate.annotations), None)
     tensors: dict[str, TensorSummary] = {}
     if first is not None:
@@ -183,9 +204,11 @@ def _set(fate: Fate, events: Mapping[int, EventWithSegment]) -> SetView:
         None if first is None else written_as(first.address),
         len(fate.annotations),
         tensors,
-        tuple(
-            StepView(step.trainer, step.step, step.committed, step.reason)
-            for row in fate.annotations
-            for step in row.steps
-        ),
+        tuple(_step(row.address, step, measures) for row in fate.annotations for step in row.steps),
     )
+
+
+def _step(address: int, step: StepOfRow, measures: Mapping[tuple[str, int], Measured]) -> StepView:
+    one = None if step.step is None else measures.get((step.trainer, step.step))
+    known = {} if one is None else one.of_row(address)
+    return StepView(step.trainer, step.step, step.committed, step.reason, known)

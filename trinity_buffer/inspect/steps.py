@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.events import BatchLeased, StepsCommitted
 from trinity_buffer.inspect.blobs import events_with_segments
+from trinity_buffer.inspect.measured import Measured, measured
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.tensors import mean_of
 from trinity_buffer.pipeline.events import Event
@@ -32,7 +33,7 @@ class StepLine:
         tokens, trained_tokens: of its rows; an expert's rows are not counted.
         reward: mean over its rows.
         staleness, oldest: mean and greatest (step - 1 - policy version) of its rows.
-        metrics: what the trainer recorded with the commit, at the last step of it.
+        metrics: what the trainer measured; without `StepMeasured` only at the last of a commit.
     """
 
     trainer: str
@@ -63,6 +64,7 @@ class EatenRow:
         advantage: mean over its tokens, or the number that stands before the mask.
         annotation, address: ``position:slot`` of its annotation and of the experience.
         actor: who recorded the experience.
+        measured: what the trainer measured of the row, such as its ``loss_share``.
     """
 
     slot: int
@@ -80,6 +82,7 @@ class EatenRow:
     actor: str
     annotation: str
     address: str
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,9 @@ async def steps(
     some = await _some(source, name, after, limit)
     events = await source.events(_positions(some))
     eaten = await _eaten(source, [events[row.leased_at] for row in some])
-    return [_line(name, row, events, one.rows) for row, one in zip(some, eaten, strict=True)]
+    known = await measured(source, name, [row.step for row in some])
+    lines = [_line(name, row, events, one.rows) for row, one in zip(some, eaten, strict=True)]
+    return [_with_metrics(line, known.get(line.step)) for line in lines]
 
 
 async def blame(source: Source, step: int, *, trainer: str | None = None) -> StepContents:
@@ -173,7 +178,7 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
         eaten.fact.layout,
         eaten.fact.digest.hex(),
         proven,
-        await _rows(source, eaten),
+        await _rows(source, eaten, (await measured(source, name, [step])).get(step)),
     )
 
 
@@ -323,6 +328,11 @@ def _line(
     )
 
 
+def _with_metrics(line: StepLine, known: Measured | None) -> StepLine:
+    """Return a line with all that its step measured, where that was recorded."""
+    return line if known is None else replace(line, metrics=known.metrics)
+
+
 def _metrics(commit: Event | None, step: int) -> Mapping[str, Any]:
     """Return the metrics of a commit at its last step: of the others none are recorded."""
     fact = None if commit is None else commit.fact
@@ -331,7 +341,7 @@ def _metrics(commit: Event | None, step: int) -> Mapping[str, Any]:
     return fact.metrics
 
 
-async def _rows(source: Source, eaten: _Eaten) -> tuple[EatenRow, ...]:
+async def _rows(source: Source, eaten: _Eaten, known: Measured | None) -> tuple[EatenRow, ...]:
     fact = eaten.fact
     own = [a for a, of in zip(fact.annotations, eaten.experiments, strict=True) if not of]
     events = await events_with_segments(source, map(position_of, own), ["annotation"])
@@ -363,6 +373,7 @@ async def _rows(source: Source, eaten: _Eaten) -> tuple[EatenRow, ...]:
                 actor="" if row is None or of else who.get(position_of(row.address), ""),
                 annotation=written_as(note),
                 address=written_as(fact.experiences[slot]),
+                measured={} if known is None else known.of_row(note, of),
             )
         )
     return tuple(found)

@@ -12,6 +12,7 @@ from trinity_buffer.codec import Segment
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspect.blobs import events_with_segments
 from trinity_buffer.inspect.fates import Fate, fates
+from trinity_buffer.inspect.measured import measured
 from trinity_buffer.inspect.show import parse_uid
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.tensors import elements_of
@@ -32,7 +33,9 @@ class TokenTable:
         ids: ``int [L]``.
         mask: ``bool [L]``, what the loss counts; no token of the prompt.
         columns: name -> ``float [L]``, NaN where a token has no value: ``logprob``,
-            ``teacher_logprob``, ``reward``, and ``advantage`` and ``return`` of the set.
+            ``teacher_logprob``, ``reward``, and ``advantage`` and ``return`` of the set; where a
+            trainer recorded its tokens, of the last step that took it ``trained_logprob``,
+            ``ratio``, ``entropy`` and ``weight`` (d loss / d logprob).
         annotation_set: whose advantages they are, None where there are none.
     """
 
@@ -81,6 +84,7 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
         some = list(event[position_of(note)].families.values())
         for name in ("advantages", "returns"):
             columns[name[:-1]] = _placed(_first(some, name, slot_of(note)), row, mask)
+        columns |= await _trained(source, fate)
     known = {name: values for name, values in columns.items() if values is not None}
     return TokenTable(
         row.eid.uid,
@@ -90,6 +94,18 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
         known,
         None if fate is None else fate.annotation_set,
     )
+
+
+async def _trained(source: Source, fate: Fate) -> dict[str, Numbers | None]:
+    """Return what the last step of an annotation recorded of each token, if it did."""
+    first = fate.annotations[0]
+    steps = [(one.trainer, one.step) for one in first.steps if one.step and one.committed]
+    if not steps:
+        return {}
+    trainer, step = steps[-1]
+    one = (await measured(source, trainer, [step], tokens=True)).get(step)
+    found = {} if one is None else one.of_tokens(first.address)
+    return {"trained_logprob" if n == "logprob" else n: some for n, some in found.items()}
 
 
 def _first(segments: list[Segment], name: str, slot: int) -> Numbers | None:

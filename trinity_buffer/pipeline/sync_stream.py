@@ -18,6 +18,7 @@ from typing_extensions import Unpack, override
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.committing import Commit
+from trinity_buffer.pipeline.streaming.measures import StepMeasures
 from trinity_buffer.pipeline.streaming.stream_options import (
     Resume,
     StreamKeywords,
@@ -58,6 +59,9 @@ class StepStream(Protocol):
         self._commit(step, Commit(checkpoint, policy, environment, metrics, skipped))
 
     def _commit(self, step: TrainStep, kept: Commit) -> None: ...
+
+    def measure(self, measures: StepMeasures) -> None:
+        """Keep what was measured of a step that was delivered: its commit records that."""
 
     def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
@@ -106,6 +110,11 @@ class SyncTrainStream(StepStream):
     @override
     def _commit(self, step: TrainStep, kept: Commit) -> None:
         self._call(self._stream.record, step, kept)
+
+    @override
+    def measure(self, measures: StepMeasures) -> None:
+        """Keep what was measured of a step that was delivered: its commit records that."""
+        self._stream.measure(measures)
 
     @property
     def expert_experiment(self) -> str | None:

@@ -37,6 +37,7 @@ from trinity_buffer.events import (
     SegmentsArchived,
     SegmentsRestored,
     StepDealt,
+    StepMeasured,
     StepPartDone,
     StepsCommitted,
     StreamEnded,
@@ -196,7 +197,7 @@ class Expectation:
                     del self._archived[key]
             case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded():
                 pass  # in no projection
-            case ChainStarted() | UnknownEvent():
+            case StepMeasured() | ChainStarted() | UnknownEvent():
                 pass
             case _:
                 assert_never(fact)

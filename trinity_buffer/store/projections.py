@@ -36,6 +36,7 @@ from trinity_buffer.events import (
     SegmentsArchived,
     SegmentsRestored,
     StepDealt,
+    StepMeasured,
     StepPartDone,
     StepsCommitted,
     StreamEnded,
@@ -107,6 +108,8 @@ def fold(tx: Transaction, experiment: int, placed: PlacedFact) -> None:  # noqa:
             _restored(tx, experiment, fact)
         case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded():
             pass  # what ranks say to each other they read in the log itself
+        case StepMeasured():
+            pass  # found beside the commit; in no projection
         case ChainStarted():
             pass  # it proves the log, and is in no projection
         case UnknownEvent():

@@ -14,6 +14,7 @@ from torch import Tensor
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.trainer.measuring import rows_of_tokens
 from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.trainer.policy import Policy
 
@@ -63,7 +64,7 @@ def _terms_of_rows(microbatch: MicroBatch, algorithm: Algorithm, policy: Policy)
             size = gradient.double().abs().nan_to_num(nan=largest, posinf=largest)
             terms = torch.maximum(terms, size)
     columns = [scores.logprob.detach(), *(microbatch[name] for name in microbatch)]
-    rows = _rows_of_tokens(microbatch)
+    rows = rows_of_tokens(microbatch)
     found = terms.new_zeros(len(microbatch["sample_index"]))
     found.scatter_reduce_(0, rows, terms.flatten(), "amax")
     for column in columns:
@@ -80,13 +81,3 @@ def _mark_broken(found: Tensor, column: object, rows: Tensor, *, of_tokens: Sequ
         found.scatter_reduce_(0, rows, broken.flatten(), "amax")
     elif column.shape == found.shape:
         found.copy_(torch.maximum(found, broken))
-
-
-def _rows_of_tokens(microbatch: MicroBatch) -> Tensor:
-    """Return of each token, padding included, the row that it belongs to."""
-    ids = microbatch["input_ids"]
-    if "cu_seqlens" in microbatch:
-        sizes = microbatch["cu_seqlens"].diff().long()
-        return torch.repeat_interleave(torch.arange(len(sizes), device=ids.device), sizes)
-    rows = torch.arange(len(ids), device=ids.device)
-    return rows.unsqueeze(-1).expand_as(ids).reshape(-1)

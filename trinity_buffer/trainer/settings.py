@@ -35,6 +35,8 @@ class TrainerSettings:
         max_steps: end after this gradient step; None: when the stream ends.
         max_skipped_steps: end when so many steps in a row were skipped because their loss or
             gradient norm was not finite; None: never (a replay repeats what was recorded).
+        record_facts: record with each commit what its steps measured, row by row (`StepMeter`).
+        record_tokens: and token by token: 16 bytes of each.
     """
 
     checkpoints: Path
@@ -52,6 +54,8 @@ class TrainerSettings:
     recompute_old_logprob: bool = False
     max_steps: int | None = None
     max_skipped_steps: int | None = 3
+    record_facts: bool = True
+    record_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.commit_every_steps < 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from trinity_buffer.errors import InvalidArgumentError, NonFiniteError
 from trinity_buffer.pipeline.gone_through import GoneThrough
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.streaming.measures import StepMeasures
 from trinity_buffer.pipeline.streaming.stream_options import Resume
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
@@ -28,38 +29,16 @@ from trinity_buffer.trainer.checkpoint_folder import (
     save_checkpoint,
 )
 from trinity_buffer.trainer.critic import ValueLossFn
+from trinity_buffer.trainer.measuring import StepMeter
 from trinity_buffer.trainer.models import Models, new_critic, prepare, require_models, values_of
 from trinity_buffer.trainer.non_finite import largest_rows
 from trinity_buffer.trainer.parallel import processes_here
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
+from trinity_buffer.trainer.reports import StepReport, report_of
 from trinity_buffer.trainer.requirements import require
 from trinity_buffer.trainer.settings import TrainerSettings
 
 __all__ = ["StepReport", "Trainer", "TrainerSettings"]
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What is said of one gradient step, in numbers.
-
-    Attributes:
-        staleness: see `TrainStep.staleness`; 0 where no version is known.
-        seconds: from the arrival of the batch to the end of its commit, if there was one.
-        skipped: the loss or the gradient norm was not finite, and the weights are what they were.
-    """
-
-    step: int
-    loss: float
-    reward: float
-    gradient_norm: float
-    staleness: float
-    rows: int
-    tokens: int
-    seconds: float
-    recorded: bool
-    committed: bool
-    skipped: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Trainer:
@@ -172,11 +151,13 @@ class Trainer:
             return
         for step in self._stream:
             begin = time.perf_counter()
-            metrics = self._train(step)
+            meter = StepMeter(step, tokens=self._settings.record_tokens)
+            metrics = self._train(step, meter if self._settings.record_facts else None)
             self._remember(step)
             if step.staleness is not None:
                 metrics["staleness"] = step.staleness
             metrics |= measure(step.step)
+            measures = self._measured(meter, metrics)
             last = step
             ending = self._reached(step.step) or self._gives_up
             committed = ending or step.step % self._settings.commit_every_steps == 0
@@ -184,7 +165,8 @@ class Trainer:
                 self._commit(step, metrics)
                 last = None
             skipped = self._skipped_in_a_row > 0
-            stop = report(_report_of(step, metrics, begin, committed=committed, skipped=skipped))
+            told = report_of(step, metrics, begin, committed=committed, skipped=skipped)
+            stop = report(replace(told, measures=measures))
             if self._gives_up:
                 raise self._given_up(step)
             if stop or ending:
@@ -195,7 +177,15 @@ class Trainer:
     def _reached(self, step: int) -> bool:
         return self._settings.max_steps is not None and step >= self._settings.max_steps
 
-    def _train(self, step: TrainStep) -> dict[str, float]:
+    def _measured(self, meter: StepMeter, metrics: dict[str, float]) -> StepMeasures | None:
+        """Return what was measured of a step, which its commit records; None: it was not asked."""
+        if not self._settings.record_facts:
+            return None
+        measures = meter.found(metrics, self._processes)
+        self._stream.measure(measures)
+        return measures
+
+    def _train(self, step: TrainStep, meter: StepMeter | None) -> dict[str, float]:
         """Step the optimizers if all is finite; return the numbers of the step."""
         coefficients = self._coefficients()
         reduce = self._processes.sum if self._processes.world_size > 1 else None
@@ -209,12 +199,12 @@ class Trainer:
         self.state.optimizer.zero_grad(set_to_none=True)
         parts = []
         for microbatch in step.microbatches:
-            loss, metrics = self._loss(microbatch)
-            loss.backward()
-            parts.append({"loss": loss.detach(), **metrics})
+            loss, metrics = self._gradient(microbatch, meter)
+            parts.append({"loss": loss, **metrics})
         found |= _combined(parts)
         deciding = [found["loss"], self._clipped(self.state.policy)]
         found["gradient_norm"] = deciding[1]
+        found["learning_rate"] = self._rate(step)
         if self.state.critic is not None:
             metrics, norm = self._critic_gradient(step, *self.state.critic)
             found |= metrics
@@ -242,10 +232,16 @@ class Trainer:
         flag, *numbers = torch.stack([broken.double(), *scalars]).tolist()
         return flag == 0, dict(zip(found, numbers, strict=True))
 
+    def _rate(self, step: TrainStep) -> float:
+        """Return the learning rate of a step: the schedule's, or that of the given optimizer."""
+        if self._optimizer is None:
+            return self._settings.rate_at(step.step)
+        return float(self._optimizer.param_groups[0]["lr"])
+
     def _step(self, step: TrainStep) -> None:
         """Let the optimizers take their steps."""
         if self._optimizer is None:
-            _set_rate(self.state.optimizer, self._settings.rate_at(step.step))
+            _set_rate(self.state.optimizer, self._rate(step))
         reached("before-step")
         self.state.optimizer.step()
         if self.state.critic is not None:
@@ -278,11 +274,22 @@ class Trainer:
             f"({self._settings.learning_rate:g}), or go on from an older step with resume_from="
         )
 
-    def _loss(self, microbatch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _gradient(
+        self, microbatch: MicroBatch, meter: StepMeter | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add to the gradient of the weights; return the loss and its metrics."""
         scores = self.state.policy.scores(microbatch)
-        return self._algorithm.loss(
-            scores.logprob, microbatch, entropy=scores.entropy, layout=microbatch.layout
+        loss, metrics = self._algorithm.loss(
+            scores.logprob,
+            microbatch,
+            entropy=scores.entropy,
+            layout=microbatch.layout,
+            weigh=None if meter is None else meter.weigh,
         )
+        loss.backward()
+        if meter is not None:
+            meter.add(microbatch, scores)
+        return loss.detach(), metrics
 
     def _critic_gradient(
         self, step: TrainStep, critic: Critic, optimizer: torch.optim.Optimizer
@@ -366,24 +373,3 @@ def _combined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         values = torch.stack([torch.as_tensor(part[name], dtype=torch.float64) for part in parts])
         found[name] = values.sum() if name.endswith("loss") else values.nanmean()
     return found
-
-
-def _report_of(
-    step: TrainStep, metrics: dict[str, float], begin: float, *, committed: bool, skipped: bool
-) -> StepReport:
-    rewards = torch.cat([m["token_level_rewards"].flatten() for m in step.microbatches]).sum()
-    rows = len(step.manifest.experiences)
-    return StepReport(
-        step=step.step,
-        loss=metrics["loss"],
-        reward=float(rewards) / max(rows, 1),
-        gradient_norm=metrics["gradient_norm"],
-        staleness=step.staleness or 0.0,
-        rows=rows,
-        tokens=step.microbatches[0].layout.global_tokens,
-        seconds=time.perf_counter() - begin,
-        recorded=step.recorded,
-        committed=committed,
-        skipped=skipped,
-        metrics=metrics,
-    )

@@ -23,6 +23,7 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.collate import collate_step, rows_in
 from trinity_buffer.pipeline.streaming.committing import Commit
 from trinity_buffer.pipeline.streaming.manifest import Manifest
+from trinity_buffer.pipeline.streaming.measures import StepMeasures
 from trinity_buffer.pipeline.streaming.resuming import dealt_to, leased_step
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.stream_options import Resume
@@ -157,6 +158,10 @@ class ReplayStream(StepStream):
 
     @override
     def _commit(self, step: TrainStep, kept: Commit) -> None:
+        """Do nothing: a replay changes no store."""
+
+    @override
+    def measure(self, measures: StepMeasures) -> None:
         """Do nothing: a replay changes no store."""
 
     @override

@@ -16,6 +16,11 @@ from trinity_buffer.events import PolicyPublished, StepsCommitted
 from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.streaming.manifest import Manifest
+from trinity_buffer.pipeline.streaming.measures import (
+    SegmentRows,
+    StepMeasures,
+    measured_events,
+)
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.store.log import NewEvent
 
@@ -41,6 +46,7 @@ class DeliveredSteps:
 
     def __init__(self) -> None:
         self._steps: dict[int, _Delivered] = {}
+        self._measures: dict[int, StepMeasures] = {}
 
     def add(self, step: TrainStep) -> None:
         """Note that ``step`` was delivered."""
@@ -86,10 +92,19 @@ class DeliveredSteps:
                     "start all ranks again, they resume from the last commit"
                 )
 
+    def measure(self, measures: StepMeasures) -> None:
+        """Keep what was measured of a step, until it is committed."""
+        self._measures[measures.step] = measures
+
+    def measured(self, steps: Sequence[int]) -> list[StepMeasures]:
+        """Return what was measured of those of ``steps`` that were measured."""
+        return [self._measures[step] for step in steps if step in self._measures]
+
     def forget(self, steps: Sequence[int]) -> None:
         """Forget steps that are committed."""
         for step in steps:
             del self._steps[step]
+            self._measures.pop(step, None)
 
 
 NON_FINITE = "non_finite"
@@ -112,15 +127,26 @@ def skips(skipped: Mapping[int, Sequence[str]]) -> dict[str, Any]:
     }
 
 
-async def commit_events(
-    commit: StepsCommitted, checkpoint: str | Path | None, policy: str | Path | None
-) -> list[NewEvent]:
-    """Write the files of a commit through to the disk; return the events that record it.
+class CommitRecords(NamedTuple):
+    """What the transaction of a commit appends: events, and rows of the segments they name."""
+
+    events: list[NewEvent]
+    segment_rows: SegmentRows
+
+
+async def commit_records(
+    commit: StepsCommitted,
+    checkpoint: str | Path | None,
+    policy: str | Path | None,
+    measured: Sequence[StepMeasures] = (),
+) -> CommitRecords:
+    """Write the files of a commit through to the disk; return what records it.
 
     Args:
         commit: without its checkpoint.
         checkpoint: file or folder that holds the weights after its last step; None: none.
         policy: file with the weights that explorers shall load as the version of that step.
+        measured: of its steps.
 
     Raises:
         CheckpointError: no file at ``checkpoint`` or ``policy``.
@@ -134,7 +160,10 @@ async def commit_events(
         uri, digest = await anyio.to_thread.run_sync(_make_durable, policy)
         published = PolicyPublished(number=commit.steps[-1], uri=uri, digest=digest)
         events.append(new_event(published))
-    return events
+    if not measured:
+        return CommitRecords(events, [])
+    told, rows = await anyio.to_thread.run_sync(measured_events, commit.consumer, measured)
+    return CommitRecords(events + told, rows)
 
 
 def _make_durable(path: str | Path) -> tuple[str, str]:

@@ -20,8 +20,9 @@ from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.committing import (
     Commit,
+    CommitRecords,
     DeliveredSteps,
-    commit_events,
+    commit_records,
     environment_of_run,
     finite,
     skips,
@@ -43,7 +44,7 @@ from trinity_buffer.pipeline.streaming.step_sampler import StepSampler
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
 from trinity_buffer.pipeline.streaming.train_step import StepMaker, TrainStep
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
-from trinity_buffer.store import queries
+from trinity_buffer.store import queries, segments
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ConsumerRow, StepRow
 from trinity_buffer.store.transaction import Session, Transaction
@@ -288,16 +289,18 @@ class LeadingRank:
             environment=dict(kept.environment or environment_of_run(self._options.device)),
             **skips(kept.skipped or {}),
         )
-        events = await commit_events(commit, kept.checkpoint, kept.policy)
+        measured = delivered.measured(steps)
+        records = await commit_records(commit, kept.checkpoint, kept.policy, measured)
         reached("before-commit")
-        await self._append_commit(events, step)
+        await self._append_commit(records, step)
         reached("after-commit")
 
-    async def _append_commit(self, events: list[NewEvent], step: TrainStep) -> None:
+    async def _append_commit(self, records: CommitRecords, step: TrainStep) -> None:
         name, key = self._options.consumer, self._experiment.key
 
         def append(tx: Transaction) -> None:
-            self._lease.append(tx, events)
+            segments.write(tx, records.segment_rows)
+            self._lease.append(tx, records.events)
             reached("inside-commit")
 
         try:

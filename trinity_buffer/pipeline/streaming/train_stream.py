@@ -15,6 +15,7 @@ from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.streaming.committing import Commit, DeliveredSteps
 from trinity_buffer.pipeline.streaming.following_rank import FollowingRank
 from trinity_buffer.pipeline.streaming.leading_rank import LeadingRank
+from trinity_buffer.pipeline.streaming.measures import StepMeasures
 from trinity_buffer.pipeline.streaming.row_loader import RowLoader
 from trinity_buffer.pipeline.streaming.step_queue import StepQueue
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
@@ -148,6 +149,10 @@ class TrainStream:
         await self._rank.commit(step, steps, self._delivered, kept)
         self._rank.committed = step.step
         self._delivered.forget(steps)
+
+    def measure(self, measures: StepMeasures) -> None:
+        """Keep what was measured of a step that was delivered: its commit records that."""
+        self._delivered.measure(measures)
 
     async def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""

@@ -16,6 +16,7 @@ from trinity_buffer.events import (
     ExperiencesRejected,
     Fact,
     SegmentsArchived,
+    StepMeasured,
 )
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.store.address import MAX_ROWS_PER_EVENT, first_address, written_as
@@ -38,7 +39,7 @@ class CrossAudit:
         self._decided: dict[str, list[Integers]] = {}
         self._members: dict[bytes, Integers] = {}
 
-    def take(self, position: int, fact: Fact) -> Iterator[Problem]:
+    def take(self, position: int, fact: Fact) -> Iterator[Problem]:  # noqa: C901 - one case per kind
         """Take in an event; yield what contradicts those before it."""
         match fact:
             case BatchSealed():
@@ -51,6 +52,8 @@ class CrossAudit:
                 self._take_annotated(position, fact)
             case ExperiencesRejected(by="strategy"):
                 self._decide(fact.consumer, fact.experiences)
+            case StepMeasured():
+                self.named.add(fact.segment)
             case BatchLeased():
                 yield from self._leased(position, fact)
             case SegmentsArchived():

@@ -34,6 +34,7 @@ from trinity_buffer.events import (
     SegmentsArchived,
     SegmentsRestored,
     StepDealt,
+    StepMeasured,
     StepPartDone,
     StepsCommitted,
     StreamEnded,
@@ -196,6 +197,8 @@ class LogAudit:
                 self._trainer(fact.consumer).assembled(fact)
             case StepsCommitted():
                 self._tell(self._trainer(fact.consumer).committed(position, fact))
+            case StepMeasured():
+                self._tell(self._trainer(fact.consumer).measured(position, fact))
             case TrainerRewound():
                 self._tell(self._trainer(fact.consumer).rewound(position, fact))
             case PolicyPublished():

@@ -17,7 +17,6 @@ from trinity_buffer.codec import (
 )
 from trinity_buffer.errors import CodecError, DamagedSegmentError
 from trinity_buffer.events import (
-    ExperiencesAnnotated,
     ExperiencesRecorded,
     PlacedFact,
     WithSegment,
@@ -86,6 +85,7 @@ def _check(named: Sequence[_Named], parts: Parts) -> list[tuple[bytes, Problem]]
 def _check_one(one: _Named, parts: Parts) -> Iterator[Problem]:
     where = f"segment {one.key.hex()} of position {one.position}"
     decoded: list[Segment] = []
+    blobs: list[bytes] = []
     for family, size in one.fact.families.items():
         try:
             blob = segments.joined(one.key, family, parts.get((one.key, family), []))
@@ -94,8 +94,7 @@ def _check_one(one: _Named, parts: Parts) -> Iterator[Problem]:
                 yield Problem("segments", where, what)
                 continue
             segment = decode_segment(blob)
-            if isinstance(one.fact, ExperiencesAnnotated):
-                yield from _check_annotations(one, blob)
+            blobs.append(blob)
         except (DamagedSegmentError, CodecError) as error:
             yield Problem("segments", where, str(error).partition(";")[0])
             continue
@@ -104,13 +103,14 @@ def _check_one(one: _Named, parts: Parts) -> Iterator[Problem]:
             yield Problem("segments", where, what)
             continue
         decoded.append(segment)
-    if len(decoded) == len(one.fact.families) and isinstance(one.fact, ExperiencesRecorded):
+    if len(blobs) == len(one.fact.families) and not isinstance(one.fact, ExperiencesRecorded):
+        yield from _check_digest(one, one.fact.digest, blobs)
+    elif len(decoded) == len(one.fact.families) and isinstance(one.fact, ExperiencesRecorded):
         yield from _check_digests(one.position, one.fact, decoded)
 
 
-def _check_annotations(one: _Named, blob: bytes) -> Iterator[Problem]:
-    recorded = one.fact.digest if isinstance(one.fact, ExperiencesAnnotated) else None
-    if recorded is not None and (found := content_digest([blob])) != recorded:
+def _check_digest(one: _Named, recorded: bytes | None, blobs: Sequence[bytes]) -> Iterator[Problem]:
+    if recorded is not None and (found := content_digest(blobs)) != recorded:
         what = f"it has the digest {found.hex()}, its event says {recorded.hex()}"
         yield Problem("digests", f"segment {one.key.hex()} of position {one.position}", what)
 

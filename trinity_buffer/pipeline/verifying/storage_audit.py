@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded, WithSegment, kinds_of
+from trinity_buffer.events import WithSegment, kinds_of
 from trinity_buffer.pipeline.history.refold import readable_events
 from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit
 from trinity_buffer.pipeline.verifying.findings import Problem
@@ -10,7 +10,7 @@ from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, soundness
 from trinity_buffer.store.database import Database
 
-_KINDS = kinds_of(ExperiencesRecorded | ExperiencesAnnotated)
+_KINDS = kinds_of(WithSegment)
 
 
 async def look(database: Database, cross: CrossAudit, *, quick: bool) -> list[Problem]:

@@ -13,6 +13,7 @@ from trinity_buffer.events import (
     ExperiencesRejected,
     RanksAssembled,
     StepDealt,
+    StepMeasured,
     StepsCommitted,
     TrainerRewound,
 )
@@ -218,6 +219,16 @@ class TrainerAudit:
             elif len(leased.by_rank) != ranks:  # of a version that did not count
                 what = f"step {step} was dealt to {len(leased.by_rank)} ranks as {leased.by_rank}"
                 yield Problem("commits", place, f"{what} rows, and trained by {ranks}")
+
+    def measured(self, position: int, fact: StepMeasured) -> Iterator[Problem]:
+        """Take in a ``StepMeasured``: of a step that is committed, with as many rows."""
+        leased = self.steps.get(fact.step)
+        if leased is None or fact.step not in self.live:
+            what = f"step {fact.step} was measured and is not committed"
+            yield Problem("commits", self._place(position), what)
+        elif fact.rows != len(leased.rows):
+            what = f"{fact.rows} rows of step {fact.step} were measured, it has {len(leased.rows)}"
+            yield Problem("commits", self._place(position), what)
 
     def rewound(self, position: int, fact: TrainerRewound) -> Iterator[Problem]:
         """Take in a ``TrainerRewound``."""

@@ -1,0 +1,59 @@
+"""What a trainer says of each gradient step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from trinity_buffer.pipeline.streaming.measures import StepMeasures
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What is said of one gradient step, in numbers.
+
+    Attributes:
+        staleness: see `TrainStep.staleness`; 0 where no version is known.
+        seconds: from the arrival of the batch to the end of its commit, if there was one.
+        skipped: the loss or the gradient norm was not finite, and the weights are what they were.
+        measures: what each row did, which the commit records; None where `record_facts` is off.
+    """
+
+    step: int
+    loss: float
+    reward: float
+    gradient_norm: float
+    staleness: float
+    rows: int
+    tokens: int
+    seconds: float
+    recorded: bool
+    committed: bool
+    skipped: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    measures: StepMeasures | None = None
+
+
+def report_of(
+    step: TrainStep, metrics: dict[str, float], begin: float, *, committed: bool, skipped: bool
+) -> StepReport:
+    """Return what is said of a step that began at ``begin`` (`time.perf_counter`)."""
+    rewards = torch.cat([m["token_level_rewards"].flatten() for m in step.microbatches]).sum()
+    rows = len(step.manifest.experiences)
+    return StepReport(
+        step=step.step,
+        loss=metrics["loss"],
+        reward=float(rewards) / max(rows, 1),
+        gradient_norm=metrics["gradient_norm"],
+        staleness=step.staleness or 0.0,
+        rows=rows,
+        tokens=step.microbatches[0].layout.global_tokens,
+        seconds=time.perf_counter() - begin,
+        recorded=step.recorded,
+        committed=committed,
+        skipped=skipped,
+        metrics=metrics,
+    )
