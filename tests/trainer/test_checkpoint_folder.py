@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,20 @@ def test_a_checkpoint_that_goes_while_it_is_written_through_is_named(
     monkeypatch.setattr(os, "fsync", then_gone)
     with pytest.raises(CheckpointError, match=r"step-00000007 is being removed while it is read"):
         make_durable(folder)
+
+
+def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
+    random, wanted = [], []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        random.append(torch.get_rng_state())
+        wanted.append(torch.rand(3).tolist())
+    folder = save_checkpoint(tmp_path, replace(state(), random=random))
+    drawn = []
+    for rank in (0, 1, 2, 2, 3):
+        optimizer_of = TrainerSettings(checkpoints=tmp_path).optimizer_of
+        load_checkpoint(folder, optimizer_of, policy(), rank=rank)
+        drawn.append(torch.rand(3).tolist())
+    assert drawn[:2] == wanted
+    assert drawn[2] == drawn[3]  # a rank that there was not
+    assert len({tuple(one) for one in drawn}) == 4

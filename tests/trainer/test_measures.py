@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trinity_buffer.pipeline.streaming.sync_stream import open_train_stream
 from typing_extensions import override
 
 from tests.trainer.data import policy, prepared
@@ -26,6 +25,7 @@ from trinity_buffer.inspect.tokens import tokens
 from trinity_buffer.pipeline.history.replay import open_replay_stream
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.measures import StepMeasures
+from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 from trinity_buffer.trainer.measuring import StepMeter
 from trinity_buffer.trainer.models import Models, prepare

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import Any, Generic, Protocol
@@ -52,6 +53,7 @@ class TrainerState(Generic[AnyPolicy]):
         critic: and its optimizer, where the algorithm uses one.
         coefficients: of the divergences, which may adapt from step to step.
         log_head: of the log, when that step was handed out; it proves the log up to there.
+        random: state of torch's random numbers of each rank; empty: of this process, as it is.
     """
 
     policy: AnyPolicy
@@ -61,6 +63,7 @@ class TrainerState(Generic[AnyPolicy]):
     critic: tuple[Critic, torch.optim.Optimizer] | None = None
     coefficients: Mapping[str, float] = field(default_factory=dict)
     log_head: str = ""
+    random: Sequence[torch.Tensor] = ()
 
 
 def _fresh_folder(root: Path, step: int) -> Path:
@@ -123,7 +126,8 @@ def _write(folder: Path, state: TrainerState[Any]) -> None:
     _require_finite(state)
     state.policy.save(folder / state.policy.file_name)
     tensors, groups = _optimizer_tensors(state.optimizer)
-    tensors["rng"] = torch.get_rng_state()
+    states = state.random or [torch.get_rng_state()]
+    tensors |= {_random_of(rank): one for rank, one in enumerate(states)}
     save_file(tensors, folder / OPTIMIZER_FILE)
     numbers = {
         "step": state.step,
@@ -139,10 +143,35 @@ def _write(folder: Path, state: TrainerState[Any]) -> None:
     write_gone_through(folder, state.manifests, state.log_head)
 
 
+def _random_of(rank: int) -> str:
+    return f"rng.{rank}" if rank else "rng"  # one rank alone writes what it always wrote
+
+
+def _restore_random(tensors: dict[str, torch.Tensor], rank: int) -> None:
+    """Take the random numbers out of ``tensors`` and go on with those of ``rank``.
+
+    A rank that there was not begins numbers of its own, which depend on rank 0's alone.
+    """
+    first = tensors["rng"]
+    own = tensors.get(_random_of(rank))
+    for name in [name for name in tensors if name.partition(".")[0] == "rng"]:
+        del tensors[name]
+    if own is not None:
+        torch.set_rng_state(own)
+        return
+    digest = sha256(first.numpy().tobytes() + rank.to_bytes(4, "big")).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+
+
 def load_checkpoint(
-    folder: Path, optimizer_of: OptimizerOf, policy: AnyPolicy, critic: Critic | None = None
+    folder: Path,
+    optimizer_of: OptimizerOf,
+    policy: AnyPolicy,
+    critic: Critic | None = None,
+    *,
+    rank: int = 0,
 ) -> TrainerState[AnyPolicy]:
-    """Return the state in ``folder`` and restore torch's random numbers.
+    """Return the state in ``folder`` and restore torch's random numbers of ``rank``.
 
     Args:
         optimizer_of: returns the optimizer of a model.
@@ -164,7 +193,7 @@ def load_checkpoint(
         ) from error
     policy.restore(folder / policy.file_name)
     optimizer = optimizer_of(policy)
-    torch.set_rng_state(tensors.pop("rng"))
+    _restore_random(tensors, rank)
     optimizer.load_state_dict(_optimizer_state(tensors, state["optimizer"]))
     trained = None
     if trains_critic and critic is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.trainer.parallel import unwrapped, whole
 
 
 class OutputHead(NamedTuple):
@@ -48,7 +49,7 @@ def last_hidden(model: Any, microbatch: Mapping[str, Any]) -> tuple[Tensor, Outp
     """
     if isinstance(model, HiddenModel):
         return model.last_hidden(microbatch)
-    layer, head = _head_of(model)
+    layer, head = _head_of(unwrapped(model))
     # What the head is given, taken at its door: what lies around the model (an adapter, a wrapper
     # of data-parallel ranks) is called as ever. The head itself gets one token, for `_require_own`.
     seen: list[Tensor] = []
@@ -82,7 +83,12 @@ def _head_of(model: Any) -> tuple[nn.Linear, OutputHead]:
     scale = getattr(config, "logit_scale", None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
     cap = getattr(config, "final_logit_softcapping", None)
-    return layer, OutputHead(layer.weight, layer.bias, scale, cap)
+    return layer, OutputHead(whole(layer.weight), _whole_bias(layer), scale, cap)
+
+
+def _whole_bias(layer: nn.Linear) -> Tensor | None:
+    bias: Tensor | None = layer.bias
+    return None if bias is None else whole(bias)
 
 
 def _inputs(model: Any, microbatch: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +103,7 @@ def _inputs(model: Any, microbatch: Mapping[str, Any]) -> dict[str, Any]:
         return {"input_ids": ids, "use_cache": False}
     positions = microbatch["position_ids"]
     given = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
-    if "flash" in str(getattr(model.config, "_attn_implementation", None)):
+    if "flash" in str(getattr(unwrapped(model).config, "_attn_implementation", None)):
         longest = microbatch["max_seqlen"]
         given |= {"cu_seq_lens_q": limits, "cu_seq_lens_k": limits}
         given |= {"max_length_q": longest, "max_length_k": longest}

@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from importlib import import_module
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from trinity_buffer.trainer.policy import Trainable
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model inside a `DistributedDataParallel`, else the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a `DTensor`, of which this rank holds a part."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(weight: Tensor) -> Tensor:
+    """Return all of a weight that ranks may hold parts of; its gradient is averaged over them.
+
+    Every rank must call it, and go backward through it.
+    """
+    if not is_sharded(weight):
+        return weight
+    mesh: Any = weight.device_mesh  # type: ignore[attr-defined]  # of a DTensor
+    partial = import_module("torch.distributed.tensor").Partial()
+    found: Tensor = weight.full_tensor(grad_placements=[partial] * mesh.ndim)  # type: ignore[attr-defined]  # as above
+    if found.requires_grad:
+        found.register_hook(lambda gradient: gradient / mesh.size())
+    return found
+
+
+def averages_itself(model: Trainable) -> bool:
+    """Return whether the backward pass of ``model`` averages its gradients over the ranks."""
+    wrapped = isinstance(getattr(model, "model", model), DistributedDataParallel)
+    return wrapped or any(map(is_sharded, model.parameters()))
 
 
 class Processes(Protocol):
@@ -26,6 +59,10 @@ class Processes(Protocol):
 
     def sum(self, value: Tensor) -> Tensor:
         """Return ``value`` summed over all ranks; every rank must call it, in the same order."""
+        ...
+
+    def gather(self, value: Tensor) -> list[Tensor]:
+        """Return ``value`` of each rank, of one shape; every rank must call it."""
         ...
 
     def average_gradients(self, model: Trainable) -> None:
@@ -50,6 +87,10 @@ class OneProcess:
         """Return ``value``."""
         return value
 
+    def gather(self, value: Tensor) -> list[Tensor]:
+        """Return ``value`` alone."""
+        return [value]
+
     def average_gradients(self, model: Trainable) -> None:
         """Do nothing."""
 
@@ -73,8 +114,20 @@ class TorchProcesses:
         torch.distributed.all_reduce(total)
         return total
 
+    def gather(self, value: Tensor) -> list[Tensor]:
+        """Return ``value`` of each rank."""
+        own = value.cuda() if torch.distributed.get_backend() == "nccl" else value
+        found = [torch.empty_like(own) for _ in range(self.world_size)]
+        torch.distributed.all_gather(found, own)
+        return [one.to(value.device) for one in found]
+
     def average_gradients(self, model: Trainable) -> None:
-        """Replace the gradients by their mean over all ranks, in one exchange."""
+        """Replace the gradients by their mean over all ranks, in one exchange.
+
+        Of a model that averages them itself (DDP, FSDP2) they stay as they are.
+        """
+        if averages_itself(model):
+            return
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         # A rank whose rows reach no weight still takes part: its gradient is 0.
         own = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]

@@ -112,7 +112,9 @@ class Trainer:
         """Return the state after the last commit, or that of the beginning."""
         critic = new_critic(policy) if self._algorithm.type.use_critic else None
         if resume is not None and resume.checkpoint is not None:
-            return load_checkpoint(resume.checkpoint, self._optimizer_of, policy, critic)
+            return load_checkpoint(
+                resume.checkpoint, self._optimizer_of, policy, critic, rank=self._processes.rank
+            )
         pair = None if critic is None else (critic, self._optimizer_of(critic, is_critic=True))
         return TrainerState(policy, self._optimizer_of(policy), 0, GoneThrough(), pair)
 
@@ -341,11 +343,12 @@ class Trainer:
         }
 
     def _commit(self, step: TrainStep, metrics: dict[str, float]) -> None:
+        random = self._processes.gather(torch.get_rng_state())
         if self._processes.rank:
             self._stream.commit(step)
             return
         reached("before-checkpoint")
-        folder = save_checkpoint(self._settings.checkpoints, self.state)
+        folder = save_checkpoint(self._settings.checkpoints, replace(self.state, random=random))
         reached("after-checkpoint")
         self._stream.commit(
             step,

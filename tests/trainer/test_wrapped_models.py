@@ -1,0 +1,71 @@
+"""One gradient: of the bare model, with an adapter, and of wrapped models on two ranks."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trainer.wrapped import gradients, loss, model_of, rows_of
+
+ALL = (0, 1, 2, 3)
+
+
+def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Return if the gradients are equal to 1e-5 of the largest."""
+    assert found.keys() == wanted.keys()
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-5 * largest)
+
+
+def bare(*, tied: bool) -> dict[str, Tensor]:
+    model = model_of(tied=tied)
+    loss(model, rows_of(*ALL), "padded").backward()
+    return gradients(model)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_two_ranks_have_the_gradient_of_one(wrapper: str, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "tests.trainer.wrapped_rank", str(tmp_path), port]
+    ranks = [
+        subprocess.Popen([*command, rank, wrapper], stderr=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    said = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    for tied in (False, True):
+        wanted = bare(tied=tied)
+        for layout in ("padded", "packed"):
+            for rank in (0, 1):
+                assert_near(torch.load(tmp_path / f"{layout}-{tied}-{rank}.pt"), wanted)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_checkpointed_activations_change_no_gradient(layout: str) -> None:
+    model = model_of(tied=True).train()
+    model.activation_checkpointing_enable()
+    loss(model, rows_of(*ALL), layout).backward()
+    assert_near(gradients(model), bare(tied=True))
+
+
+def test_autocast_scores_near_float32_and_keeps_its_gradients_in_float32() -> None:
+    model = model_of(tied=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = loss(model, rows_of(*ALL), "padded")
+    found.backward()
+    assert found.dtype == torch.float32
+    wanted = bare(tied=True)
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    for name, gradient in gradients(model).items():
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=0.03 * largest)

@@ -1,0 +1,41 @@
+"""One of two ranks with a wrapped model; its arguments are FOLDER, PORT, RANK and WRAPPER."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.trainer.wrapped import gradients, loss, model_of, rows_of
+
+
+def main(folder: Path, port: str, rank: str, wrapper: str) -> None:
+    """Write the gradient of every weight, whole, as this rank sees it."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=int(rank), world_size=2)
+    for tied in (False, True):
+        own = model_of(tied=tied)
+        model = own
+        if wrapper == "ddp":
+            model = DistributedDataParallel(own)
+        else:
+            for layer in own.model.layers:
+                fully_shard(layer)
+            fully_shard(own)
+        for layout in ("padded", "packed"):
+            own.zero_grad()
+            # Two micro-batches, whose gradients add up.
+            for part in (0, 1):
+                (2 * loss(model, rows_of(int(rank) + 2 * part), layout)).backward()
+            torch.save(gradients(own), folder / f"{layout}-{tied}-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:5])
