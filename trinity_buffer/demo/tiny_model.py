@@ -30,6 +30,7 @@ def make_tiny_model(
         InvalidArgumentError: transformers is not installed.
     """
     transformers = extra("transformers", "hf")
+    transformers.utils.logging.disable_progress_bar()  # of a file that is written at once
     making = folder.with_name(f"{folder.name}.making")
     shutil.rmtree(making, ignore_errors=True)
     tokenizer = _tokenizer()
