@@ -1,4 +1,4 @@
-"""Heads of events, more guards of truth, what commits say of their step, and who is present.
+"""Heads of events, more guards of truth, what commits say of their step, who is present, views.
 
 Written out, not made from `store.tables`: that module goes on, this revision stays what it was.
 """
@@ -68,9 +68,55 @@ TRIGGERS = {
     ),
 }
 
+VIEWS = {
+    "rollouts": (
+        "SELECT x.name AS experiment, e.batch, e.task, e.run, e.step, e.suffix, e.reward, "
+        "e.policy_version, e.prompt_length, e.length AS tokens, e.trained_tokens, "
+        "e.finish_reason, e.refused, e.address >> 20 AS position FROM experience e JOIN "
+        "experiment x ON x.id = e.experiment"
+    ),
+    "annotated_rollouts": (
+        "SELECT x.name AS experiment, a.consumer AS annotation_set, e.batch, e.task, e.run, "
+        "e.step, e.suffix, e.reward, a.address >> 20 AS position FROM annotation a JOIN "
+        "experiment x ON x.id = a.experiment JOIN experience e ON e.experiment = a.experiment "
+        "AND e.address = a.experience"
+    ),
+    "rejected_rollouts": (
+        "SELECT x.name AS experiment, r.consumer AS rejected_by, r.reason, e.batch, e.task, "
+        "e.run, e.step, e.suffix, e.reward, r.position FROM rejection r JOIN experiment x ON "
+        "x.id = r.experiment JOIN consumer c ON c.experiment = r.experiment AND c.name = "
+        "r.consumer AND c.kind = 'strategy' JOIN experience e ON e.experiment = r.experiment "
+        "AND e.address = r.address UNION ALL SELECT x.name, r.consumer, r.reason, e.batch, "
+        "e.task, e.run, e.step, e.suffix, e.reward, r.position FROM rejection r JOIN experiment"
+        " x ON x.id = r.experiment JOIN consumer c ON c.experiment = r.experiment AND c.name = "
+        "r.consumer AND c.kind = 'trainer' JOIN consumer s ON s.experiment = r.experiment AND "
+        "s.kind = 'strategy' JOIN annotation a ON a.experiment = s.experiment AND a.consumer = "
+        "s.name AND a.address = r.address JOIN experience e ON e.experiment = a.experiment AND "
+        "e.address = a.experience"
+    ),
+    "trained_rollouts": (
+        "SELECT x.name AS experiment, d.consumer AS trainer, d.step AS gradient_step, d.step <="
+        " c.committed_step AS committed, a.consumer AS annotation_set, e.batch, e.task, e.run, "
+        "e.step, e.suffix, e.reward, e.policy_version FROM delivery d JOIN experiment x ON x.id"
+        " = d.experiment JOIN consumer c ON c.experiment = d.experiment AND c.name = d.consumer"
+        " JOIN consumer s ON s.experiment = d.experiment AND s.kind = 'strategy' JOIN "
+        "annotation a ON a.experiment = s.experiment AND a.consumer = s.name AND a.address = "
+        "d.address JOIN experience e ON e.experiment = a.experiment AND e.address = "
+        "a.experience WHERE d.source = ''"
+    ),
+    "gradient_steps": (
+        "SELECT x.name AS experiment, t.consumer AS trainer, t.step, h.recorded_at / 1000000.0 "
+        'AS handed_out_at, k.recorded_at / 1000000.0 AS committed_at, t."rows", t."groups", '
+        "t.checkpoint, t.leased_at AS handed_out_position, t.committed_at AS committed_position"
+        " FROM step t JOIN experiment x ON x.id = t.experiment JOIN event h ON h.experiment = "
+        "t.experiment AND h.position = t.leased_at LEFT JOIN event k ON k.experiment = "
+        "t.experiment AND k.position = t.committed_at"
+    ),
+}
+
 
 def upgrade() -> None:
-    """Add columns, index, table and triggers; start the chain of each log that is there."""
+    """Add columns, index, table, triggers and views; start the chain of each log that is there."""
     op.add_column("event", sa.Column("head", sa.LargeBinary(), nullable=True))
     op.create_index(
         "ix_event_kind",
@@ -102,6 +148,8 @@ def upgrade() -> None:
     _fill_chains_of_steps()
     for statement in TRIGGERS[op.get_bind().dialect.name]:
         op.execute(sa.text(statement))
+    for name, query in VIEWS.items():
+        op.execute(sa.text(f"CREATE VIEW {name} AS {query}"))
 
 
 _PAGE = sa.text(
@@ -173,6 +221,8 @@ FUNCTIONS = (
 def downgrade() -> None:
     """Take back what 0002 added; the `ChainStarted` events stay, as the log is append-only."""
     postgresql = op.get_bind().dialect.name == "postgresql"
+    for name in VIEWS:
+        op.execute(sa.text(f"DROP VIEW {name}"))
     for name in FUNCTIONS if postgresql else FUNCTIONS[:1]:
         table = name.partition("_")[0]
         op.execute(sa.text(f"DROP TRIGGER {name}" + (f" ON {table}" if postgresql else "")))

@@ -36,6 +36,7 @@ POSTGRESQL_SCHEMA = (
     "SELECT proname, pg_get_functiondef(oid) FROM pg_proc "
     "WHERE pronamespace = 'public'::regnamespace",
     "SELECT sequencename, data_type::text FROM pg_sequences WHERE schemaname = 'public'",
+    "SELECT viewname, definition FROM pg_views WHERE schemaname = 'public'",
     "SELECT attrelid::regclass || '.' || attname, attstorage::text FROM pg_attribute "
     "WHERE attnum > 0 AND attrelid = 'segment'::regclass",
 )
@@ -108,8 +109,8 @@ async def test_a_created_and_a_migrated_store_have_one_schema(store_url: str) ->
     await migrated(store_url)
     assert await schema_of(store_url) == created
     joined = " ".join(" ".join(row) for row in created)
-    for guard in ("event_forbids_delete", "segment_forbids_delete", "ck_event_position"):
-        assert guard in joined
+    for name in ("event_forbids_delete", "segment_forbids_delete", "ck_event_position", "rollouts"):
+        assert name in joined
     if store_url.startswith("sqlite"):
         assert "AUTOINCREMENT" in joined
         assert "WITHOUT ROWID" in joined

@@ -6,7 +6,7 @@ from sqlalchemy import inspect as inspect_engine
 from sqlalchemy import text
 
 from trinity_buffer.errors import SchemaOutdatedError, SchemaTooNewError, UnknownStoreError
-from trinity_buffer.store import guards, tables
+from trinity_buffer.store import guards, tables, views
 from trinity_buffer.store.transaction import Transaction
 
 KNOWN_REVISIONS = ("0001", "0002")
@@ -48,13 +48,13 @@ def inspect(tx: Transaction, name: str) -> bool:
 
 
 def create(tx: Transaction, name: str) -> None:
-    """Create every table and stamp the revision; a no-op where another process was quicker."""
+    """Create tables and views, and stamp the revision; a no-op where another was quicker."""
     if tx.dialect.name == "postgresql":
         tx.execute(text(f"SELECT pg_advisory_xact_lock({_CREATE_LOCK})"))
     if inspect(tx, name):
         return
     tables.metadata.create_all(tx.connection)
-    for statement in guards.statements(tx.dialect.name):
+    for statement in [*guards.statements(tx.dialect.name), *views.statements()]:
         tx.connection.exec_driver_sql(statement)
     tx.execute(
         text(

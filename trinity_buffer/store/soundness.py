@@ -1,4 +1,4 @@
-"""Is the database itself as it was made: its triggers, its indexes, and on SQLite its pages?"""
+"""Is the database itself as it was made: its triggers, indexes, views, and on SQLite its pages?"""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from sqlalchemy import inspect, select, text
 from trinity_buffer.store.guards import guards
 from trinity_buffer.store.tables import metadata, segment
 from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.views import VIEWS, created
 
 _DAMAGES_TOLD = 20
 _TRIGGERS = {
@@ -20,9 +21,24 @@ _TRIGGERS = {
 }
 
 
+_VIEWS = {
+    "sqlite": "SELECT name, sql FROM sqlite_master WHERE type = 'view'",
+    "postgresql": "SELECT viewname, '' FROM pg_views WHERE schemaname = current_schema()",
+}
+
+
 def unsound(tx: Transaction) -> list[str]:
-    """Return what is wrong with triggers and indexes."""
-    return [*_lacking_guards(tx), *_lacking_indexes(tx)]
+    """Return what is wrong with triggers, indexes and views."""
+    return [*_lacking_guards(tx), *_lacking_indexes(tx), *_lacking_views(tx)]
+
+
+def _lacking_views(tx: Transaction) -> Iterator[str]:
+    """Yield views that are gone, and on SQLite, which keeps their words, those that are others."""
+    dialect = tx.dialect.name
+    found: dict[str, str] = dict(tuple(row) for row in tx.execute(text(_VIEWS[dialect])))
+    for name in VIEWS:
+        if found.get(name) != (created(name) if dialect == "sqlite" else ""):
+            yield f"view {name} is gone or another: who asks it in SQL is told something else"
 
 
 def _lacking_guards(tx: Transaction) -> Iterator[str]:

@@ -1,0 +1,101 @@
+"""The views say what the questions say, on every backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from tests.stories import tell
+from trinity_buffer.identity import EID
+from trinity_buffer.inspect import blame, overview, rejection_counts, steps
+from trinity_buffer.inspect.source import now
+from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.store.soundness import unsound
+from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.views import created
+
+UID = "batch, task, run, step, suffix"
+
+
+async def asked(store: Store, query: str) -> list[tuple[Any, ...]]:
+    def look(tx: Transaction) -> list[tuple[Any, ...]]:
+        return [tuple(row) for row in tx.execute(text(query)).all()]
+
+    return await store.database.read(look)
+
+
+async def test_the_views_say_what_the_questions_say(store_url: str, tmp_path: Path) -> None:
+    story = await tell(store_url, tmp_path / "run")
+    async with open_store(store_url, read_only=True) as store:
+        experiment = await store.experiment(story.name)
+        source = now(experiment)
+        (counted,) = (await overview(store, story.name)).experiments
+        rows = await asked(store, f"SELECT {UID}, reward, experiment, refused FROM rollouts")
+        stored = [one async for one in experiment.read(families=("light",))]
+        assert len(rows) == counted.experiences
+        assert {name for *_, name, _ in rows} == {story.name}
+        taken = {EID(*row[:5]).uid: row[5] for row in rows if row[7] is None}
+        assert taken == {one.eid.uid: one.reward for one in stored}
+
+        found = await asked(
+            store, "SELECT annotation_set, count(*) FROM annotated_rollouts GROUP BY annotation_set"
+        )
+        assert dict(found) == {one.consumer: one.rows for one in counted.strategies if one.rows}
+
+        found = await asked(
+            store, "SELECT rejected_by, reason, count(*) FROM rejected_rollouts GROUP BY 1, 2"
+        )
+        expected = await rejection_counts(source)
+        assert {(by, why): count for by, why, count in found} == {
+            (by, why): count
+            for by, reasons in expected.items()
+            for why, count in reasons.items()
+            if by != "door"
+        }
+
+        lines = await steps(source)
+        shown = await asked(
+            store,
+            'SELECT trainer, step, "rows", "groups", handed_out_position, committed_position, '
+            "committed_at IS NULL FROM gradient_steps ORDER BY step",
+        )
+        assert [tuple(row[:6]) for row in shown] == [
+            (one.trainer, one.step, one.rows, one.groups, one.leased_at, one.committed_at)
+            for one in lines
+        ]
+        assert [bool(row[6]) for row in shown] == [one.state == "leased" for one in lines]
+        for line in lines:
+            eaten = await asked(
+                store,
+                f"SELECT {UID}, committed, annotation_set FROM trained_rollouts "
+                f"WHERE gradient_step = {line.step}",
+            )
+            given = (await blame(source, line.step)).rows
+            assert sorted(EID(*row[:5]).uid for row in eaten) == sorted(one.uid for one in given)
+            assert {bool(row[5]) for row in eaten} == {line.state == "committed"}
+
+
+@pytest.mark.parametrize("view", ["rollouts", "gradient_steps"])
+async def test_a_view_can_only_be_read(sqlite_url: str, view: str) -> None:
+    async with open_store(sqlite_url) as store:
+        with pytest.raises(Exception, match="cannot modify"):
+            await store.database.write(lambda tx: tx.execute(text(f"DELETE FROM {view}")))
+
+
+async def test_a_view_that_was_replaced_is_named(store_url: str, tmp_path: Path) -> None:
+    story = await tell(store_url, tmp_path / "run")
+
+    def gone(tx: Transaction) -> list[str]:
+        before = unsound(tx)
+        tx.execute(text("DROP VIEW rollouts"))
+        return before + unsound(tx)
+
+    async with open_store(store_url) as store:
+        (told,) = await store.database.write(gone)
+        assert told.startswith("view rollouts is gone")
+        await store.database.write(lambda tx: tx.execute(text(created("rollouts"))))
+        assert (await verify(await store.experiment(story.name))).ok
