@@ -160,7 +160,9 @@ class PostgresTransaction(Transaction):
 _SPACE = 7
 """Of the locks of experiments, among the advisory locks of a database."""
 
-_NEWER = f"SELECT 1 FROM alembic_version HAVING max(version_num) <> '{SCHEMA_REVISION}'"  # noqa: S608 - ours
+_NEWER = (
+    f"SELECT 1 FROM alembic_version HAVING max(version_num) IS DISTINCT FROM '{SCHEMA_REVISION}'"  # noqa: S608 - ours
+)
 _WRITING = "BEGIN ISOLATION LEVEL READ COMMITTED; "
 _READING = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY; "
 
