@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from trinity_buffer.pipeline.streaming.measures import StepMeasures
 from trinity_buffer.pipeline.streaming.stream_options import Resume
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
-from trinity_buffer.trainer.causal_lm import policy_of
+from trinity_buffer.trainer.causal_lm import policy_of, reference_of
 from trinity_buffer.trainer.checkpoint_folder import (
     TrainerState,
     load_checkpoint,
@@ -88,7 +87,7 @@ class Trainer:
         if reference is not None:
             reference = policy_of(reference)
         elif algorithm.needs_reference:
-            reference = deepcopy(policy)  # before it takes the weights of a commit
+            reference = reference_of(policy)  # before it takes the weights of a commit
         self.state = self._begun(policy, stream.resume)
         for name, coefficient in self.state.coefficients.items():
             getattr(algorithm, name).kl_coef = coefficient
