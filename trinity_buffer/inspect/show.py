@@ -68,7 +68,7 @@ class ExperienceView:
     Attributes:
         address: ``position:slot`` in the log.
         recorded_at: seconds since 1970; ``actor`` recorded it.
-        refused: why no strategy will see it, mostly None.
+        refused: why no strategy will see it; None where strategies do.
         archived: why tensors and objects cannot be had any more, None where they can.
         tensors: its fields in numbers.
         objects: texts, messages, ``info`` and ``metrics``, as they are.
