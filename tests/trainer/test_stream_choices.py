@@ -11,6 +11,16 @@ from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
+from trinity_buffer.trainer.requirements import stream_options
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_own_advantage_function_says_whether_it_needs_recorded_logprobs(reads: bool) -> None:
+    class Own(ADVANTAGE_FN.get("rloo")):  # type: ignore[misc]  # a class by its name
+        reads_old_logprob = reads
+
+    algorithm = build("rloo", advantage_fn=Own, policy_loss_fn="opmd")
+    assert ("logprobs" in stream_options(algorithm)["needs"]) == reads
 
 
 async def test_groups_that_are_too_old_are_rejected_whole(store_url: str) -> None:

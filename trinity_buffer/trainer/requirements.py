@@ -10,10 +10,6 @@ from trinity_buffer.algorithm.arguments import made
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.writer import StagedWriter
 
-READ_BY_ADVANTAGES = frozenset({"on_policy_distill", "jsd", "clipb", "clipv"})
-"""Advantage functions that compare with what the explorer's policy said."""
-
-
 COMPARE_RUNS = frozenset(
     {
         *("grpo", "dapo_dynamic_sampling", "reward_variance", "duplicate_informative"),
@@ -195,5 +191,5 @@ def _reads_rollouts(algorithm: Algorithm, *, recomputed: bool) -> bool:
     if recomputed:
         return False
     advantage = algorithm.choices.get("advantage_fn")
-    by_advantage = advantage is not None and advantage.name in READ_BY_ADVANTAGES
+    by_advantage = advantage is not None and advantage.cls.reads_old_logprob
     return by_advantage or "old_logprob" in algorithm.tensors

@@ -39,6 +39,8 @@ class AdvantageFn(ABC):
 
     Class attributes:
         reference_args: constructor arguments with which the class computes what the reference does.
+        reads_old_logprob: whether it reads the log-probabilities that the explorer recorded, which
+            every row must have then.
 
     Args:
         on_unknown: ``"ignore"`` swallows misspelt arguments.
@@ -49,6 +51,7 @@ class AdvantageFn(ABC):
     """
 
     reference_args: ClassVar[Mapping[str, Any]] = {}
+    reads_old_logprob: ClassVar[bool] = False
     runtime_args: ClassVar[tuple[str, ...]] = ("on_unknown", "rng")
 
     def __init__(self, *, on_unknown: Literal["error", "ignore"] = "error", **kwargs: Any) -> None:

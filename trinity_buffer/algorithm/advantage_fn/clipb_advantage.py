@@ -30,6 +30,7 @@ class ClipBAdvantageFn(GRPOAdvantageFn):
     """
 
     tensors: ClassVar[tuple[str, ...]] = ("entropy",)
+    reads_old_logprob: ClassVar[bool] = True
 
     def __init__(self, epsilon: float = 1e-6, mu: float = 2.5, **kwargs: Any) -> None:
         super().__init__(epsilon, **kwargs)

@@ -36,6 +36,7 @@ class ClipVAdvantageFn(GRPOAdvantageFn):
     """
 
     tensors: ClassVar[tuple[str, ...]] = ("entropy", "necs")
+    reads_old_logprob: ClassVar[bool] = True
     tuned: ClassVar[Mapping[str, Any]] = {"mu": 8.5}
 
     def __init__(
