@@ -27,8 +27,7 @@ class Slot:
     """One place in the fleet, filled by one process after the other.
 
     Attributes:
-        owes: a kind of fault, and the life that brings it along, every second time until it has
-            taken effect once.
+        owes: a kind of fault, and the life that brings it along until it has taken effect once.
         killed: SIGKILL was sent from outside.
         killed_as: the kind of fault which that was; None if it was to clean up.
     """
@@ -99,8 +98,7 @@ class Fleet:
 
     def _next_life(self, slot: Slot) -> Life:
         if slot.owes is not None and slot.owes[0] not in effects.seen(self._folder):
-            # Some take effect on whoever comes next: a step that two ranks left, on one rank.
-            return Life() if slot.life == slot.owes[1] else slot.owes[1]
+            return slot.owes[1]
         return next(slot.lives)
 
     def tend(self, until: float) -> None:
