@@ -52,11 +52,8 @@ def written(path: Path, kind: str, projection: str) -> list[Transaction]:
         events = ask("SELECT * FROM event WHERE kind = ? ORDER BY position", (kind,)).fetchall()
         segments = ask("SELECT * FROM segment ORDER BY rowid").fetchall()
         rows = ask(f"SELECT * FROM {projection} ORDER BY address").fetchall()
-        (place,) = (
-            number
-            for number, column in enumerate(ask(f"SELECT * FROM {projection} LIMIT 0").description)
-            if column[0] == "address"
-        )
+        place = _column(connection, projection, "address")
+        of_body = _column(connection, "event", "body")
     of_event: dict[int, Transaction] = {
         event[1]: {"segment": [], "event": [event], projection: []} for event in events
     }
@@ -66,9 +63,15 @@ def written(path: Path, kind: str, projection: str) -> list[Transaction]:
     for row in segments:
         by_key.setdefault(row[0], []).append(row)
     for transaction in of_event.values():
-        body = transaction["event"][0][-1]
+        body = transaction["event"][0][of_body]
         transaction["segment"] = [r for key, some in by_key.items() if key in body for r in some]
     return list(of_event.values())
+
+
+def _column(connection: Any, table: str, name: str) -> int:
+    """Return which column of a table has this name."""
+    found = connection.execute(f"SELECT * FROM {table} LIMIT 0").description
+    return [column[0] for column in found].index(name)
 
 
 def merged(transactions: Sequence[Transaction], number: int) -> list[Transaction]:

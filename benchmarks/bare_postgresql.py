@@ -33,9 +33,10 @@ async def _written(url: str, kind: str, projection: str) -> list[Transaction]:
     }
     for row in rows:
         of_event[row["address"] >> 20][projection].append(tuple(row))
-    for transaction in of_event.values():
-        body = transaction["event"][0][-1]
-        transaction["segment"] = [tuple(row) for row in segments if row["key"] in body]
+    bodies = {event["position"]: event["body"] for event in events}
+    for position, transaction in of_event.items():
+        named = [tuple(row) for row in segments if row["key"] in bodies[position]]
+        transaction["segment"] = named
     return list(of_event.values())
 
 
