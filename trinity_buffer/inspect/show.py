@@ -9,7 +9,7 @@ from typing import Any
 from trinity_buffer.codec import Segment
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import ExperiencesRecorded
-from trinity_buffer.identity import EID
+from trinity_buffer.identity import EID, FAMILIES
 from trinity_buffer.inspect.blobs import EventWithSegment, events_with_segments
 from trinity_buffer.inspect.fates import AnnotationRow, Fate, StepOfRow, fates
 from trinity_buffer.inspect.measured import Measured, measured
@@ -20,8 +20,6 @@ from trinity_buffer.store import inspection
 from trinity_buffer.store.address import position_of, slot_of, written_as
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.transaction import Transaction
-
-FAMILIES = ("light", "tokens", "text", "heavy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,7 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
 
     row, found = await source.read(look)
     position = position_of(row.address)
-    recorded = (await events_with_segments(source, [position], FAMILIES))[position]
+    recorded = (await events_with_segments(source, [position], tuple(FAMILIES)))[position]
     noted = [position_of(fate.annotations[0].address) for fate in found if fate.annotations]
     events = await events_with_segments(source, noted, ["annotation"])
     measures = await _measured(source, found)

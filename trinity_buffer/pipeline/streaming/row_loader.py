@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
+from trinity_buffer import identity
 from trinity_buffer.codec import Column, decode_segment
 from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.events import WithSegment
@@ -30,7 +31,7 @@ from trinity_buffer.store.transaction import ReadSession
 
 FAMILIES = ("light", "tokens", "heavy")
 ANNOTATION = ("annotation",)
-ALL_FAMILIES = ("light", "tokens", "text", "heavy")
+ALL_FAMILIES = tuple(identity.FAMILIES)
 _MODAL = "multi_modal_inputs."
 
 
