@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from tests.trainer.data import policy, prepared, recorded, rollouts
+from trinity_buffer import inspect
 from trinity_buffer.algorithm import Algorithm, build
+from trinity_buffer.inspect.source import now
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.store.address import written_as
 from trinity_buffer.trainer.models import Models, prepare
 from trinity_buffer.trainer.requirements import strategy_of
 
@@ -100,6 +103,28 @@ async def test_what_ranks_of_an_earlier_life_left_is_trained_whole(
         assert {step: trained[step] for step in left} == left
         assert await trained_once(experiment, trained)
         assert (await verify(experiment)).ok
+
+
+async def test_questions_see_a_step_as_it_was_dealt_last(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        await life(experiment, 2, deliver=2, commit=0)
+        served: list[TrainStep] = []
+        await life(experiment, 1, deliver=2, commit=1, take=served.append)
+        source = now(experiment)
+        lines = await inspect.steps(source)
+        told = [(one.step, one.state) for one in lines if one.step <= 2]
+        assert told == [(1, "committed"), (2, "leased")]
+        for step, proven in zip(served, [True, None], strict=True):
+            found = await inspect.blame(source, step.step)
+            addresses = [written_as(one) for one in step.manifest.experiences]
+            assert [row.address for row in found.rows] == addresses
+            assert (found.digest, found.proven) == (step.manifest.digest.hex(), proven)
+            rows = [row async for row in experiment.read(trained_in=step.step)]
+            assert {row.eid.uid for row in rows} == {row.uid for row in found.rows}
+        trained = sum(len(step.manifest.experiences) for step in served)
+        stale = [one.rows for one in await inspect.staleness(source) if one.step <= 2]
+        assert sum(stale) == trained
 
 
 Gradients = dict[int, Tensor]

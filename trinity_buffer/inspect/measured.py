@@ -14,14 +14,12 @@ from trinity_buffer.events import (
     MEASURED_ROWS,
     MEASURED_TOKENS,
     BatchLeased,
-    StepDealt,
     StepMeasured,
     StepsCommitted,
 )
 from trinity_buffer.inspect.blobs import events_with_segments
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.tensors import elements_of
-from trinity_buffer.pipeline.events import Event
 from trinity_buffer.store import trainer_queries
 from trinity_buffer.store.rows import StepRow
 
@@ -115,22 +113,15 @@ async def _positions(source: Source, trainer: str, wanted: Mapping[int, StepRow]
 
 async def _places(source: Source, rows: Sequence[StepRow]) -> dict[int, dict[tuple[str, int], int]]:
     """Return step -> where each annotation stands in its manifest, as it was served last."""
-    served = await source.events([row.leased_at for row in rows])
-    dealt = [e.fact.leased_at for e in served.values() if isinstance(e.fact, StepDealt)]
-    leases = served | await source.events(dealt)
+    leases = await source.leases([row.leased_at for row in rows])
     return {
-        row.step: {name: place for place, name in enumerate(_names(served[row.leased_at], leases))}
+        row.step: {name: place for place, name in enumerate(_names(leases[row.leased_at]))}
         for row in rows
     }
 
 
-def _names(event: Event, leases: Mapping[int, Event]) -> Iterator[tuple[str, int]]:
+def _names(lease: BatchLeased) -> Iterator[tuple[str, int]]:
     """Yield experiment and address of the annotation of each row."""
-    fact = event.fact
-    order: Sequence[int] | None = None
-    if isinstance(fact, StepDealt):
-        order, fact = fact.order, leases[fact.leased_at].fact
-    assert isinstance(fact, BatchLeased)  # where a step says that it is leased
-    names = ["", *fact.sources]
-    for row in range(len(fact.annotations)) if order is None else order:
-        yield names[fact.source[row]] if fact.source else "", fact.annotations[row]
+    names = ["", *lease.sources]
+    for row, annotation in enumerate(lease.annotations):
+        yield names[lease.source[row]] if lease.source else "", annotation

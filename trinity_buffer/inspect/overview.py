@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from itertools import repeat
 from statistics import fmean
 
-from trinity_buffer.events import BatchLeased, StepDealt
-from trinity_buffer.pipeline.events import decoded
+from trinity_buffer.pipeline.leased_steps import leased_steps
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.store import conservation, inspection, log, queries, trainer_queries
+from trinity_buffer.store import conservation, inspection, queries, trainer_queries
 from trinity_buffer.store.conservation import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
@@ -158,7 +157,7 @@ def _staleness(tx: Transaction, key: int, name: str, row: ConsumerRow) -> float 
     after = row.leased_step - STEPS_OF_STALENESS
     recent = trainer_queries.steps(tx, key, row.name, after=after)
     own: list[tuple[int, int]] = []
-    for leased in _leased(tx, key, name, [step.leased_at for step in recent]):
+    for leased in leased_steps(tx, key, name, [step.leased_at for step in recent]).values():
         sources = leased.source or repeat(0)
         own += [
             (leased.step, address)
@@ -168,11 +167,3 @@ def _staleness(tx: Transaction, key: int, name: str, row: ConsumerRow) -> float 
     versions = inspection.known_policy_versions(tx, key, [address for _, address in own])
     lags = [step - 1 - versions[address] for step, address in own if address in versions]
     return fmean(lags) if lags else None
-
-
-def _leased(tx: Transaction, key: int, name: str, places: list[int]) -> list[BatchLeased]:
-    """Return the manifests at ``places``, and those of which a dealing is there."""
-    facts = [decoded(name, stored).fact for stored in log.read_at(tx, key, places)]
-    dealt = [fact.leased_at for fact in facts if isinstance(fact, StepDealt)]
-    first = _leased(tx, key, name, dealt) if dealt else []
-    return [fact for fact in facts if isinstance(fact, BatchLeased)] + first

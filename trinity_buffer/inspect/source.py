@@ -10,9 +10,11 @@ from typing import Concatenate, ParamSpec, TypeVar
 import anyio.to_thread
 
 from trinity_buffer.errors import InvalidArgumentError, StoreError
+from trinity_buffer.events import BatchLeased
 from trinity_buffer.pipeline.events import Event, decoded
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import Progress, decoded_events, no_progress, pages
+from trinity_buffer.pipeline.leased_steps import leased_steps
 from trinity_buffer.store import log
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.scratch import Scratch, open_scratch
@@ -50,6 +52,10 @@ class Source:
         wanted = sorted(at for at in set(positions) if self.counts(at))
         stored = await self.database.read(log.read_at, self.key, wanted)
         return {one.position: decoded(self.name, one) for one in stored}
+
+    async def leases(self, positions: Sequence[int]) -> dict[int, BatchLeased]:
+        """Return position -> manifest, where steps say that they were handed out."""
+        return await self.database.read(leased_steps, self.key, self.name, sorted(set(positions)))
 
     async def head(self) -> int:
         """Return the last position that counts."""

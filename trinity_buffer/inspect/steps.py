@@ -149,9 +149,9 @@ async def steps(
     name = await trainer_of(source, trainer)
     some = await _some(source, name, after, limit)
     events = await source.events(_positions(some))
-    eaten = await _eaten(source, [events[row.leased_at] for row in some])
+    eaten = await _eaten(source, some)
     known = await measured(source, name, [row.step for row in some])
-    lines = [_line(name, row, events, one.rows) for row, one in zip(some, eaten, strict=True)]
+    lines = [_line(name, row, events, one) for row, one in zip(some, eaten, strict=True)]
     return [_with_metrics(line, known.get(line.step)) for line in lines]
 
 
@@ -165,8 +165,8 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
     name = await trainer_of(source, trainer)
     found = [await _the_step(source, name, step)]
     events = await source.events(_positions(found))
-    (eaten,) = await _eaten(source, [events[found[0].leased_at]])
-    line = _line(name, found[0], events, eaten.rows)
+    (eaten,) = await _eaten(source, found)
+    line = _line(name, found[0], events, eaten)
     committed = None if line.committed_at is None else events[line.committed_at].fact
     proven = None
     if isinstance(committed, StepsCommitted):
@@ -191,8 +191,7 @@ async def rows_of_step(
         UnknownNameError: no such trainer, or no such step of it.
     """
     row = await _the_step(source, await trainer_of(source, trainer), step)
-    events = await source.events([row.leased_at])
-    (eaten,) = await _eaten(source, [events[row.leased_at]])
+    (eaten,) = await _eaten(source, [row])
     own = {one.address: one for one in _own(eaten)}
     return [own[address] for address in sorted(own)]
 
@@ -216,8 +215,7 @@ async def staleness(
     """
     name = await trainer_of(source, trainer)
     some = await _some(source, name, after, limit)
-    events = await source.events([row.leased_at for row in some])
-    eaten = await _eaten(source, [events[row.leased_at] for row in some])
+    eaten = await _eaten(source, some)
     own = {r.address for one in eaten for r in _own(one)}
     who = await _actors(source, own)
     lags: dict[tuple[int, str], list[int]] = {}
@@ -254,12 +252,12 @@ def _positions(some: Sequence[StepRow]) -> list[int]:
     return [at for row in some for at in (row.leased_at, row.committed_at) if at is not None]
 
 
-async def _eaten(source: Source, leases: Sequence[Event]) -> list[_Eaten]:
-    """Return the rows of leases; those of another experiment are looked up there."""
-    facts = [event.fact for event in leases]
+async def _eaten(source: Source, steps: Sequence[StepRow]) -> list[_Eaten]:
+    """Return the rows of steps; those of another experiment are looked up there."""
+    leases = await source.leases([row.leased_at for row in steps])
+    facts = [leases[row.leased_at] for row in steps]
     wanted: dict[str, set[int]] = {}
     for fact in facts:
-        assert isinstance(fact, BatchLeased)  # where a step says that it is leased
         for of, address in zip(_experiments(fact), fact.experiences, strict=True):
             wanted.setdefault(of, set()).add(address)
     known: dict[tuple[str, int], ExperienceRow] = {}
@@ -273,7 +271,6 @@ async def _eaten(source: Source, leases: Sequence[Event]) -> list[_Eaten]:
             _experiments(fact),
         )
         for fact in facts
-        if isinstance(fact, BatchLeased)
     ]
 
 
@@ -299,12 +296,11 @@ def _line(
     name: str,
     row: StepRow,
     events: Mapping[int, Event],
-    eaten: Sequence[ExperienceRow | None],
+    eaten: _Eaten,
 ) -> StepLine:
     leased = events[row.leased_at]
-    assert isinstance(leased.fact, BatchLeased)
     commit = None if row.committed_at is None else events[row.committed_at]
-    known = [one for one in eaten if one is not None]
+    known = [one for one in eaten.rows if one is not None]
     rewards = [one.reward for one in known if one.reward is not None]
     lags = [row.step - 1 - r.policy_version for r in known if r.policy_version is not None]
     return StepLine(
@@ -317,7 +313,7 @@ def _line(
         seconds=None if commit is None else commit.recorded_at - leased.recorded_at,
         rows=row.rows,
         groups=row.groups,
-        microbatches=len(leased.fact.microbatches),
+        microbatches=len(eaten.fact.microbatches),
         tokens=sum(one.length for one in known),
         trained_tokens=sum(one.trained_tokens for one in known),
         reward=fmean(rewards) if rewards else None,

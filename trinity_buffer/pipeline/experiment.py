@@ -23,8 +23,9 @@ from trinity_buffer.events import (
 from trinity_buffer.identity import problem_of_name
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.checkpoint import found_again
-from trinity_buffer.pipeline.events import Event, decoded, fact_at, new_event, now_us
+from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
+from trinity_buffer.pipeline.leased_steps import leased_steps
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, trainer_queries
@@ -226,15 +227,15 @@ class Experiment(ExperimentHandle):
     async def _rows_of_step(self, trainer: str, step: int) -> tuple[int, ...]:
         """Return the addresses of this experiment's rows in a step's manifest."""
 
-        def look(tx: Transaction) -> list[StoredEvent]:
+        def look(tx: Transaction) -> list[BatchLeased]:
             found = trainer_queries.steps(tx, self.key, trainer, after=step - 1, limit=1)
             here = [row.leased_at for row in found if row.step == step]
-            return log.read_at(tx, self.key, here)
+            return list(leased_steps(tx, self.key, self.name, here).values())
 
-        stored = await self.database.read(look)
-        if not stored:
+        found = await self.database.read(look)
+        if not found:
             raise UnknownNameError(f"trainer {trainer!r} was never handed step {step}")
-        leased = fact_at(self.name, stored[0], BatchLeased)
+        leased = found[0]
         sources = leased.source or [0] * len(leased.experiences)
         pairs = zip(leased.experiences, sources, strict=True)
         return tuple(sorted({address for address, source in pairs if source == 0}))
