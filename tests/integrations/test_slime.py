@@ -1,0 +1,124 @@
+"""slime's data source over the store; slime itself is on no package index, its `Sample` is here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import trinity_buffer as tb
+
+GROUPS, RUNS, PER_STEP, ROLLOUTS = 40, 3, 2, 20
+
+
+@dataclass
+class Sample:
+    """The fields of `slime.utils.types.Sample` that training reads."""
+
+    class Status(Enum):
+        COMPLETED = "completed"
+        TRUNCATED = "truncated"
+
+    group_index: int | None = None
+    index: int | None = None
+    prompt: Any = ""
+    tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    label: str | None = None
+    reward: float | None = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    status: Status = Status.COMPLETED
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.fixture
+def slime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    types = ModuleType("slime.utils.types")
+    types.Sample = Sample  # type: ignore[attr-defined]
+    for name in ("slime", "slime.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "slime.utils.types", types)
+    from trinity_buffer.integrations import slime  # noqa: PLC0415 - needs the names above
+
+    yield slime
+    monkeypatch.delitem(sys.modules, "trinity_buffer.integrations.slime")
+
+
+def group(number: int) -> list[Sample]:
+    draw = torch.Generator().manual_seed(number)
+    made = []
+    for run in range(RUNS):
+        size = 2 + (number + run) % 3
+        made.append(
+            Sample(
+                group_index=number,
+                index=number * RUNS + run,
+                prompt="how many?",
+                tokens=torch.randint(0, 64, (3 + size,), generator=draw).tolist(),
+                response="so many",
+                response_length=size,
+                label="4",
+                reward=float(torch.rand((), generator=draw)),
+                loss_mask=[1] * (size - 1) + [run % 2],
+                weight_versions=["3"],
+                rollout_log_probs=(-torch.rand(size, generator=draw)).tolist(),
+                status=Sample.Status.TRUNCATED if run == 0 else Sample.Status.COMPLETED,
+                metadata={"from": number},
+            )
+        )
+    return made
+
+
+def args(folder: Path) -> SimpleNamespace:
+    return SimpleNamespace(
+        store_url=f"sqlite:///{folder}/run.db",
+        store_experiment="run",
+        store_options={"lease_ttl_s": 1},
+        rollout_batch_size=PER_STEP,
+        save=str(folder / "saved"),
+    )
+
+
+def test_what_was_added_comes_back_once_also_after_a_restart(slime: Any, tmp_path: Path) -> None:
+    given = [group(number) for number in range(GROUPS)]
+    first = slime.StoreDataSource(args(tmp_path))
+    first.add_samples(given)
+    first.add_samples(given[:3])
+    assert len(first) == GROUPS
+    seen = []
+    for rollout in range(7):
+        seen += slime.stored_rollout(first.args, rollout, first)
+        if rollout % 2:
+            folder = tmp_path / "saved" / f"iter_{rollout:07d}"
+            folder.mkdir(parents=True)
+            (folder / "weights").write_text(str(rollout))
+            first.save(rollout)
+    first.close()
+
+    again = slime.StoreDataSource(args(tmp_path))
+    again.load(5)  # rollout 6 is in no checkpoint
+    del seen[6 * PER_STEP :]
+    for rollout in range(6, ROLLOUTS):
+        seen += slime.stored_rollout(again.args, rollout, again)
+    again.save(ROLLOUTS - 1)
+    again.close()
+    assert seen == given
+
+    with tb.open_replay_stream(f"sqlite:///{tmp_path}/run.db", experiment="run") as replay:
+        rows = [row for step in replay for row in step.manifest.experiences]
+    assert len(rows) == len(set(rows)) == GROUPS * RUNS
+
+
+def test_an_evaluation_is_refused(slime: Any, tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError, match="samples"):
+        slime.stored_rollout(args(tmp_path), 0, None, evaluation=True)

@@ -1,0 +1,158 @@
+"""A data source of slime (and miles, vime) over the store, and the rollout function that reads it.
+
+Written against slime's sources (`slime.rollout.data_source.DataSource`, `slime.utils.types.Sample`
+at 0d234f3): slime is on no package index, so that its own trainer was not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from anyio.from_thread import start_blocking_portal
+from slime.utils.types import Sample
+
+from trinity_buffer.experience import Experience
+from trinity_buffer.identity import EID
+from trinity_buffer.inspect.overview import overview
+from trinity_buffer.integrations.checkpointed_steps import CheckpointedSteps, checkpointed_steps
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.streaming.row_loader import experiences_of
+
+
+class StoreDataSource:
+    """Groups that were sampled: recorded by `add_samples`, handed out once by `get_samples`.
+
+    One rollout of slime is one step of the train stream. `save` commits it with slime's checkpoint;
+    after `load` of an earlier one, what its weights have not seen comes again.
+
+    Args:
+        args: slime's, with ``store_url`` and ``store_experiment`` (both made if there is none), and
+            if wanted ``store_strategy`` (``"grpo"``) and ``store_options`` of the stream.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self._strategy = getattr(args, "store_strategy", "grpo")
+        self._stack = ExitStack()
+        self._portal = self._stack.enter_context(start_blocking_portal())
+        self._store: Store = self._entered(open_store(args.store_url))
+        self._experiment: Experiment = self._portal.call(
+            lambda: self._store.experiment(args.store_experiment, config={})
+        )
+        self._trained = 0
+        self._steps: CheckpointedSteps | None = None
+
+    def _entered(self, context: Any) -> Any:
+        return self._stack.enter_context(self._portal.wrap_async_context_manager(context))
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """Return the next ``num_samples`` groups, waiting until they are recorded.
+
+        Raises:
+            CheckpointError: the weights have seen nothing of what was committed.
+        """
+        if self._steps is None:
+            options = {"strategy": self._strategy, "groups_per_step": num_samples, "follow": True}
+            options |= getattr(self.args, "store_options", None) or {}
+            self._steps = self._entered(
+                checkpointed_steps(self._experiment, self._trained, **options)
+            )
+        step = self._portal.call(self._steps.take)
+        rows = self._portal.call(experiences_of, self._experiment, step.manifest)
+        groups = groupby(rows, key=lambda one: (one.eid.batch, one.eid.task))
+        return [[_sample(one) for one in group] for _, group in groups]
+
+    def add_samples(self, samples: Sequence[Sequence[Sample]]) -> None:
+        """Record whole groups; the same again is a no-op."""
+        for group in samples:
+            self._portal.call(self._write, [_experience(run, one) for run, one in enumerate(group)])
+
+    async def _write(self, group: Sequence[Experience]) -> None:
+        writer = self._experiment.writer(actor="slime")
+        await writer.write(group)
+        await writer.seal(group[0].eid.batch, len(group))
+        await run_strategy(self._experiment, self._strategy)
+
+    def save(self, rollout_id: int) -> None:
+        """Commit everything up to ``rollout_id`` with the checkpoint that slime saved for it."""
+        if self._steps is not None:
+            folder = Path(self.args.save or "") / f"iter_{rollout_id:07d}"
+            checkpoint = folder if self.args.save and folder.is_dir() else None
+            self._portal.call(self._steps.commit, rollout_id + 1, checkpoint)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Go on after ``rollout_id``, which the weights went through."""
+        self._trained = 0 if rollout_id is None else rollout_id + 1
+
+    def __len__(self) -> int:
+        """Return how many groups were recorded."""
+        found = self._portal.call(overview, self._store, self._experiment.name)
+        return found.experiments[0].sealed
+
+    def close(self) -> None:
+        """Release the lease; a trainer that is killed loses it after ``lease_ttl_s``."""
+        self._stack.close()
+
+
+def stored_rollout(
+    args: Any, rollout_id: int, data_source: StoreDataSource, *, evaluation: bool = False
+) -> list[list[Sample]]:
+    """Return what slime trains on next: a ``--rollout-function-path`` where others sample."""
+    del rollout_id
+    if evaluation:
+        raise NotImplementedError("evaluation needs a rollout function that samples")
+    return data_source.get_samples(args.rollout_batch_size)
+
+
+def _experience(run: int, one: Sample) -> Experience:
+    version = next((int(v) for v in _versions(one)), None)
+    group = f"group-{one.group_index}"
+    return Experience(
+        eid=EID(group, group, run),
+        tokens=list(one.tokens),
+        prompt_length=len(one.tokens) - one.response_length,
+        action_mask=None if one.loss_mask is None else [bool(kept) for kept in one.loss_mask],
+        logprobs=one.rollout_log_probs,
+        reward=one.reward,
+        response_text=one.response or None,
+        prompt_text=one.prompt if isinstance(one.prompt, str) else None,
+        messages=None if isinstance(one.prompt, str) else list(one.prompt),
+        truncate_status="response_truncated" if one.status.value == "truncated" else None,
+        info={
+            **({} if version is None else {"model_version": version}),
+            "index": one.index,
+            "group_index": one.group_index,
+            "label": one.label,
+            "status": one.status.value,
+            "metadata": dict(one.metadata),
+        },
+    )
+
+
+def _versions(one: Sample) -> Iterator[str]:
+    return (version for version in one.weight_versions if str(version).isdigit())
+
+
+def _sample(one: Experience) -> Sample:
+    version = one.info.get("model_version")
+    return Sample(
+        group_index=one.info["group_index"],
+        index=one.info["index"],
+        prompt=one.prompt_text or one.messages or "",
+        tokens=one.tokens.tolist(),
+        response=one.response_text or "",
+        response_length=len(one.tokens) - one.prompt_length,
+        label=one.info["label"],
+        reward=one.reward,
+        loss_mask=None if one.action_mask is None else one.action_mask.int().tolist(),
+        weight_versions=[] if version is None else [str(version)],
+        rollout_log_probs=None if one.logprobs is None else one.logprobs.tolist(),
+        status=Sample.Status(one.info["status"]),
+        metadata=one.info["metadata"],
+    )
