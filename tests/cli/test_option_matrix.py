@@ -99,6 +99,8 @@ KEYS: dict[str, dict[str, str]] = {
     "teacher": {"null": TRAINS, "nowhere": "teacher=nowhere"},
     "expert_experiment": {"null": TRAINS, "nobody": "expert_experiment='nobody'"},
     "recompute_old_logprob": {"true": TRAINS, "false": TRAINS, "3": "recompute_old_logprob=3"},
+    "record_facts": {"true": TRAINS, "false": TRAINS, "3": "record_facts=3"},
+    "record_tokens": {"true": TRAINS, "true record_facts=false": TRAINS, "3": "record_tokens=3"},
     "trainer": {"t": TRAINS, "grpo": "trainer='grpo'", "''": "trainer=''"},
     "groups_per_batch": {"1": TRAINS, "50": TRAINS, "0": "groups_per_batch=0"},
     "rollouts_per_group": {"2": TRAINS, "30": TRAINS, "1": "2 or more", "0": "group=0"},

@@ -45,11 +45,16 @@ async def life(
         take: called with each step of each rank.
     """
     found: Taken = {}
+    taking, all_have = set(range(ranks)), anyio.Event()
 
     async def of(rank: int) -> None:
         chosen = OPTIONS | options | {"rank": rank, "world_size": ranks}
         async with experiment.train_stream(**chosen) as stream:
             await _take(stream, found, deliver, commit, take)
+            taking.discard(rank)
+            if not taking:
+                all_have.set()
+            await all_have.wait()  # rank 0 must not leave while another still takes
 
     with anyio.fail_after(60):
         async with anyio.create_task_group() as group:
