@@ -6,9 +6,12 @@ from pathlib import Path
 
 import anyio
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+import trinity_buffer as tb
 from tests.cli.calling import Cli
-from tests.stories import Story, tell
+from tests.stories import Story, rollout, tell
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,28 @@ def test_tokens_stand_one_a_line(cli: Cli, story: Story) -> None:
     (found,) = cli("show", "b0/1/2/0/", "--tokens", "--store", story.url, "--json").json
     assert found["tokens"]["advantage"][:4] == [None] * 4
     assert len(found["tokens"]["id"]) == 9
+
+
+def test_tokens_have_texts_where_the_experiment_names_a_tokenizer(
+    cli: Cli, sqlite_url: str, tmp_path: Path
+) -> None:
+    words = {f"<{at}>": at for at in range(98)} | {"\x1b[31mred\n": 98}
+    Tokenizer(WordLevel(words, unk_token="<0>")).save(str(tmp_path / "tokenizer.json"))
+    given = rollout("b0", 0, 0, 1.0)
+    given.tokens[0] = 98
+
+    async def written() -> None:
+        async with tb.open_store(sqlite_url) as store:
+            experiment = await store.experiment("named", config={"tokenizer": str(tmp_path)})
+            await experiment.writer("e0").write([given])
+
+    anyio.run(written)
+    texts = ["\x1b[31mred\n", *(f"<{int(one)}>" for one in given.tokens[1:])]
+    (found,) = cli("show", "b0/0/0/0/", "--tokens", "--store", sqlite_url, "--json").json
+    assert found["tokens"]["text"] == texts
+    shown = cli("show", "b0/0/0/0/", "--tokens", "--store", sqlite_url).out
+    assert all(repr(text) in shown for text in texts)
+    assert "\x1b" not in shown
 
 
 def test_events_come_with_their_bodies_whole(cli: Cli, story: Story) -> None:

@@ -41,11 +41,14 @@ from trinity_buffer.inspect.groups import Order as GroupOrder
 from trinity_buffer.inspect.show import parse_uid
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.steps import blame
+from trinity_buffer.inspect.texts import token_texts
 from trinity_buffer.inspect.tokens import TokenTable
 from trinity_buffer.inspect.tokens import tokens as tokens_of
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 
+_Told = tuple[TokenTable, list[str] | None]
+"""Tokens, and their texts where the experiment names a tokenizer."""
 AfterOption = Annotated[
     int | None,
     typer.Option("--after", help="Only events after this position. Default: the last ones."),
@@ -260,7 +263,7 @@ def show(
     Example: trinity-buffer show e0-7/3/1/0/ --tokens
     """
 
-    async def question(source: Source) -> tuple[ExperienceView, TokenTable | None]:
+    async def question(source: Source) -> tuple[ExperienceView, _Told | None]:
         try:
             found = await questions.show(source, uid)
         except UnknownNameError:
@@ -269,41 +272,41 @@ def show(
             found = await questions.show(source, unescaped(uid))
         if not tokens:
             return found, None
-        return found, await tokens_of(source, found.uid, annotation_set=annotation_set)
+        by_token = await tokens_of(source, found.uid, annotation_set=annotation_set)
+        return found, (by_token, await token_texts(source, by_token.ids))
 
     found, by_token = asked_of(store, experiment, as_of, question)
     if as_json:
-        print_json(found if by_token is None else {**asdict(found), "tokens": _plain(by_token)})
+        print_json(found if by_token is None else {**asdict(found), "tokens": _plain(*by_token)})
         return
     _print_experience(found)
     if by_token is not None:
-        _print_tokens(by_token)
+        _print_tokens(*by_token)
 
 
-def _plain(found: TokenTable) -> dict[str, Any]:
+def _plain(found: TokenTable, texts: list[str] | None) -> dict[str, Any]:
     """Return the tokens as JSON has them: what is no number is null."""
     columns = {"id": found.ids, "mask": found.mask, **found.columns}
-    return {
+    told = {} if texts is None else {"text": texts}
+    return told | {
         name: [None if value != value else value for value in values.tolist()]  # noqa: PLR0124 - NaN
         for name, values in columns.items()
     }
 
 
-def _print_tokens(found: TokenTable) -> None:
+def _print_tokens(found: TokenTable, texts: list[str] | None) -> None:
     of = "" if found.annotation_set is None else f", advantages of set {found.annotation_set}"
-    rows = [
-        (at, "prompt" if at < found.prompt_length else "trained" if mask else "masked", *values)
-        for at, (mask, *values) in enumerate(
-            zip(
-                found.mask.tolist(),
-                found.ids.tolist(),
-                *(column.tolist() for column in found.columns.values()),
-                strict=True,
-            )
-        )
+    parts = [
+        "prompt" if at < found.prompt_length else "trained" if mask else "masked"
+        for at, mask in enumerate(found.mask.tolist())
     ]
+    columns: dict[str, Any] = {"part": parts, "id": found.ids.tolist()}
+    if texts is not None:
+        columns["text"] = [one_line(repr(text)) for text in texts]
+    columns |= {name: values.tolist() for name, values in found.columns.items()}
+    rows = [(at, *values) for at, values in enumerate(zip(*columns.values(), strict=True))]
     title = one_line(f"{len(found.ids)} tokens{of}")
-    console().print(table(title, ["token", "part", "id", *found.columns], rows))
+    console().print(table(title, ["token", *columns], rows))
 
 
 def _print_experience(found: ExperienceView) -> None:
