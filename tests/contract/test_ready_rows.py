@@ -22,8 +22,8 @@ from trinity_buffer.pipeline.loading import event_cache
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.ready_groups import ReadyGroup, ReadyGroups
 from trinity_buffer.store import tables
-from trinity_buffer.store.address import first_address
 from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.rows import first_address
 from trinity_buffer.store.trainer_queries import Reader, annotated_positions
 from trinity_buffer.store.transaction import Transaction
 

@@ -9,7 +9,7 @@ from sqlalchemy import Table, delete, select, text, update
 
 from tests.pipeline.planting import first_row
 from trinity_buffer import codec
-from trinity_buffer.store import heads, log, segments
+from trinity_buffer.store import log, segments
 from trinity_buffer.store.tables import PROJECTIONS, event, experiment, segment
 from trinity_buffer.store.transaction import Transaction
 
@@ -90,7 +90,7 @@ def repeated(kind: str) -> Edit:
     def edit(tx: Transaction) -> None:
         last, row = log.end(tx, 1), rows_of(tx, kind)[0]
         said = (last.position + 1, kind, row.actor, row.recorded_at, row.body)
-        tx.add(event, [(1, *said, heads.head_of(last.head, *said))])
+        tx.add(event, [(1, *said, log.head_of(last.head, *said))])
 
     return edit
 

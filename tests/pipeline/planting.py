@@ -11,9 +11,9 @@ from trinity_buffer import codec
 from trinity_buffer.pipeline.events import Event, now_us
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.findings import Problem, VerifyReport
-from trinity_buffer.store import heads, log
+from trinity_buffer.store import log
 from trinity_buffer.store.database import open_for_migration
-from trinity_buffer.store.guards import guards
+from trinity_buffer.store.schema import guards
 from trinity_buffer.store.tables import PROJECTIONS, event
 from trinity_buffer.store.transaction import Transaction
 
@@ -56,10 +56,10 @@ def _switch(tx: Transaction, table: str, trigger: str, *, on: bool) -> None:
 def chain_anew(tx: Transaction) -> None:
     """Give every event of every experiment the head that it should have."""
     for name, key in log.experiment_names(tx).items():
-        head = heads.origin(name)
+        head = log.origin(name)
         for one in log.read_after(tx, key, 0, limit=1 << 30):
             said = (one.position, one.kind, one.actor, one.recorded_at, one.body)
-            head = heads.head_of(head, *said)
+            head = log.head_of(head, *said)
             mine = (event.c.experiment == key, event.c.position == one.position)
             tx.execute(event.update().where(*mine).values(head=head))
 
@@ -83,7 +83,7 @@ async def append_unfolded(url: str, kind: str, body: dict[str, Any]) -> int:
     def append(tx: Transaction) -> int:
         last = log.end(tx, 1)
         said = (last.position + 1, kind, "saboteur", now_us(), encoded)
-        tx.add(event, [(1, *said, heads.head_of(last.head, *said))])
+        tx.add(event, [(1, *said, log.head_of(last.head, *said))])
         return last.position + 1
 
     return await unguarded(url, append)

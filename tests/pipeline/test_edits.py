@@ -17,7 +17,7 @@ from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 from trinity_buffer.store.database import open_for_migration
-from trinity_buffer.store.guards import guards
+from trinity_buffer.store.schema import guards
 from trinity_buffer.store.transaction import Transaction
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"

@@ -46,7 +46,7 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.row_loader import experiences_of
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import log, segments, tables
-from trinity_buffer.store.address import SLOT_BITS, address_of
+from trinity_buffer.store.rows import SLOT_BITS, address_of
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.writer import StagedWriter
 

@@ -27,9 +27,9 @@ from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.pipeline.writing import planning, write_call
 from trinity_buffer.store import (
-    leases,
     log,
     projections,
+    promises,
     queries,
     segments,
     tables,
@@ -208,20 +208,20 @@ def a_lease_does_not_fence(patch: Patch) -> None:
     def trusting(tx: Any, experiment: int, name: str, *, token: int) -> None:
         return
 
-    patch.setattr(leases, "require", trusting)
+    patch.setattr(promises, "require", trusting)
 
 
 def a_lease_is_a_timeout(patch: Patch) -> None:
     """8: what expired is lost, though nobody took it."""
-    usual = leases.require
+    usual = promises.require
 
     def impatient(tx: Any, experiment: int, name: str, *, token: int) -> None:
         usual(tx, experiment, name, token=token)
-        held = leases.holder(tx, experiment, name)
+        held = promises.holder(tx, experiment, name)
         if held is None or held[2] < now_us():
             raise LeaseLostError("expired")
 
-    patch.setattr(leases, "require", impatient)
+    patch.setattr(promises, "require", impatient)
 
 
 def the_token_is_checked_without_a_lock(patch: Patch) -> None:
@@ -230,7 +230,7 @@ def the_token_is_checked_without_a_lock(patch: Patch) -> None:
     def unlocked(tx: Any, experiment: int) -> None:
         return
 
-    patch.setattr(leases, "lock_experiment", unlocked)
+    patch.setattr(promises, "lock_experiment", unlocked)
 
 
 def the_door_is_open(patch: Patch) -> None:

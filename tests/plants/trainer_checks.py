@@ -24,7 +24,7 @@ from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.store import leases
+from trinity_buffer.store import promises
 from trinity_buffer.store.transaction import Transaction
 
 # 4 -----------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ async def _leased(url: str) -> AsyncIterator[tuple[Experiment, TrainStream, Trai
 
 async def _held(experiment: Experiment) -> tuple[str, int]:
     """Return owner and token of the trainer's lease."""
-    held = await experiment.database.read(leases.holder, experiment.key, "trainer")
+    held = await experiment.database.read(promises.holder, experiment.key, "trainer")
     assert held is not None
     return held[:2]
 
@@ -139,7 +139,7 @@ async def _held(experiment: Experiment) -> tuple[str, int]:
 async def _take_over(experiment: Experiment) -> None:
     owner, _ = await _held(experiment)
     await experiment.database.write(
-        leases.acquire,
+        promises.acquire,
         experiment.key,
         "trainer",
         owner="another",
@@ -162,7 +162,7 @@ async def an_expired_lease_that_nobody_took_commits(url: str, folder: Path) -> N
     async with _leased(url) as (experiment, stream, step):
         _, token = await _held(experiment)
         await experiment.database.write(
-            leases.renew, experiment.key, "trainer", token=token, expires_at_us=1
+            promises.renew, experiment.key, "trainer", token=token, expires_at_us=1
         )
         await stream.commit(step)
         nothing_is_wrong(await verify(experiment))
@@ -181,7 +181,7 @@ async def nobody_takes_a_lease_between_its_check_and_the_commit(url: str, folder
         dawdle = dawdling(wait)
 
         def commit_slowly(tx: Transaction) -> None:
-            leases.require(tx, experiment.key, "trainer", token=token)
+            promises.require(tx, experiment.key, "trainer", token=token)
             dawdle(tx)
 
         async def take_over() -> None:

@@ -20,10 +20,9 @@ from trinity_buffer.events import PolicyPublished
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import changes as module
-from trinity_buffer.store import file_watch, log, sqlite
+from trinity_buffer.store import log, sqlite
+from trinity_buffer.store.access import Owner, StoreFiles
 from trinity_buffer.store.changes import SQLiteChanges
-from trinity_buffer.store.owner import Owner
-from trinity_buffer.store.store_files import StoreFiles
 from trinity_buffer.store.transaction import Transaction
 
 LONG_S = 60.0
@@ -75,7 +74,7 @@ async def test_a_commit_of_this_process_is_told_to_it_and_not_looked_for(
 ) -> None:
     monkeypatch.setattr(module, "FIRST_POLL_S", LONG_S)
     monkeypatch.setattr(module, "SLOWEST_POLL_S", LONG_S)
-    monkeypatch.setattr(file_watch, "watch", lambda _: None)
+    monkeypatch.setattr(module, "watch_file", lambda _: None)
     async with open_store(sqlite_url) as store:
         database, key = store.database, (await store.experiment("e", config={})).key
 
@@ -98,7 +97,7 @@ async def test_no_commit_is_missed(
     path: Path, other: Any, watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not watched:
-        monkeypatch.setattr(file_watch, "watch", lambda _: None)
+        monkeypatch.setattr(module, "watch_file", lambda _: None)
     changes = SQLiteChanges(path, Owner("a.db"), StoreFiles(path, with_log=False))
     with anyio.fail_after(LONG_S):
         for size in (1, 100_000, 3_000_000):
@@ -118,7 +117,7 @@ async def test_a_wait_ends_in_time_and_can_be_cancelled(
     path: Path, other: Any, watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not watched:
-        monkeypatch.setattr(file_watch, "watch", lambda _: None)
+        monkeypatch.setattr(module, "watch_file", lambda _: None)
     changes = SQLiteChanges(path, Owner("a.db"), StoreFiles(path, with_log=False))
     state = await changes.state()
     began = time.monotonic()
@@ -146,7 +145,7 @@ async def test_who_waits_for_nothing_hears_nothing(
 
     changes = SQLiteChanges(path, Owner("a.db"), StoreFiles(path, with_log=False))
     await changes.changed(await changes.state(), timeout_s=0.01)
-    monkeypatch.setattr(file_watch, "drain", count)
+    monkeypatch.setattr(module, "drain", count)
     for _ in range(10):
         put(other)
         await anyio.lowlevel.checkpoint()
@@ -167,7 +166,7 @@ async def test_an_idle_wait_costs_next_to_nothing(path: Path, other: Any) -> Non
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of writes")
 def test_a_file_that_is_not_there_has_no_news(tmp_path: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    assert file_watch.watch(tmp_path / "none") is None
+    assert module.watch_file(tmp_path / "none") is None
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 

@@ -16,8 +16,8 @@ from tests.conftest import Resize
 from tests.contract.making import group
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import checkpoint, sqlite
-from trinity_buffer.store.checkpoint import Checkpointer
+from trinity_buffer.store import sqlite, write_ahead_log
+from trinity_buffer.store.write_ahead_log import Checkpointer
 
 
 def opened(path: Path) -> Any:
@@ -69,7 +69,7 @@ def test_it_ends_when_it_is_closed_just_before_it_forgets_the_news(
 ) -> None:
     path = tmp_path / "a.db"
     sqlite.prepare_file(path)
-    monkeypatch.setattr(checkpoint, "PAUSE_S", 0.001)
+    monkeypatch.setattr(write_ahead_log, "PAUSE_S", 0.001)
     beside = Checkpointer(path)
 
     class ClosedMeanwhile(threading.Event):

@@ -15,7 +15,7 @@ from sqlalchemy.event import listen
 from trinity_buffer.events import BatchLeased, PlacedFact, StepsCommitted
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import inspection, log, queries, questions, reads, trainer_queries
+from trinity_buffer.store import inspection, log, queries, reads, trainer_queries
 from trinity_buffer.store.projections import fold
 from trinity_buffer.store.transaction import Transaction
 
@@ -60,10 +60,10 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "rejections": lambda tx: inspection.rejections(tx, 1, ["s"], [1 << 20, 2 << 20]),
     "still_waiting": lambda tx: inspection.still_waiting(tx, 1, ["s"], [1 << 20, 2 << 20]),
     "find": lambda tx: inspection.find(tx, 1, EID("b", "t", 0)),
-    "rejected": lambda tx: questions.rejected(tx, 1, "s", reason=None, limit=9),
-    "rejections_of": lambda tx: questions.rejections_of(tx, 1, ["s"], [1 << 20]),
-    "actors": lambda tx: questions.actors(tx, 1, [4, 5]),
-    "annotated_experiences": lambda tx: questions.annotated_experiences(
+    "rejected": lambda tx: inspection.rejected(tx, 1, "s", reason=None, limit=9),
+    "rejections_of": lambda tx: inspection.rejections_of(tx, 1, ["s"], [1 << 20]),
+    "actors": lambda tx: inspection.actors(tx, 1, [4, 5]),
+    "annotated_experiences": lambda tx: inspection.annotated_experiences(
         tx, 1, ["s"], [1 << 20, 2 << 20]
     ),
     "steps": lambda tx: trainer_queries.steps(tx, 1, "t", after=4, limit=2),

@@ -17,7 +17,7 @@ from trinity_buffer.errors import UnsafeStoreError
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import sqlite
-from trinity_buffer.store.sqlite_library import dbapi2
+from trinity_buffer.store.sqlite import dbapi2
 
 CALLS = 10
 

@@ -22,9 +22,8 @@ from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.streaming.resuming import register
 from trinity_buffer.pipeline.streaming.trainer_lease import hold_lease
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.tables import consumer, policy
-from trinity_buffer.store.transaction import TakenKeyError, Transaction
+from trinity_buffer.store.transaction import Prepared, TakenKeyError, Transaction
 
 SOCKET = ".s.PGSQL.5432"
 READY, GIVE_ROWS = b"Z", b"G"

@@ -14,9 +14,8 @@ from trinity_buffer.inspect import blame, overview, rejection_counts, steps
 from trinity_buffer.inspect.source import now
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.store.soundness import unsound
+from trinity_buffer.store.schema import unsound, view_created
 from trinity_buffer.store.transaction import Transaction
-from trinity_buffer.store.views import created
 
 UID = "batch, task, run, step, suffix"
 
@@ -97,5 +96,5 @@ async def test_a_view_that_was_replaced_is_named(store_url: str, tmp_path: Path)
     async with open_store(store_url) as store:
         (told,) = await store.database.write(gone)
         assert told.startswith("view rollouts is gone")
-        await store.database.write(lambda tx: tx.execute(text(created("rollouts"))))
+        await store.database.write(lambda tx: tx.execute(text(view_created("rollouts"))))
         assert (await verify(await store.experiment(story.name))).ok

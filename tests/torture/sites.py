@@ -17,7 +17,7 @@ from pysqlite3 import dbapi2
 from typing_extensions import override
 
 from tests.postgres import PostgresServer
-from trinity_buffer.store.guards import guards
+from trinity_buffer.store.schema import guards
 
 DISK_BYTES = 64 << 20
 TABLESPACE_BYTES = 192 << 20

@@ -21,7 +21,7 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.store.address import written_as
+from trinity_buffer.store.rows import written_as
 from trinity_buffer.trainer.models import Models, prepare
 from trinity_buffer.trainer.requirements import strategy_of
 

@@ -17,8 +17,7 @@ from trinity_buffer.inspect.tensors import mean_of
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import queries, reads
-from trinity_buffer.store.address import position_of, slot_of
-from trinity_buffer.store.rows import ExperienceRow
+from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import Transaction
 
 

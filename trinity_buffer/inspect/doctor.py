@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trinity_buffer.pipeline.diagnosis import Lack, Surroundings, counted, lacks_of
 from trinity_buffer.pipeline.presence import place_of
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.store import conservation, lacking, log, queries, trainer_queries
+from trinity_buffer.store import conservation, log, queries, trainer_queries
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
@@ -137,7 +137,7 @@ class _Look:
             yield Stuck(self._name, lack.told(), since, _remedy_of(lack))
 
     def _of_nobody(self, tx: Transaction, strategies: list[ConsumerRow]) -> Iterator[Stuck]:
-        number, first = lacking.unseen(tx, self._key, None)
+        number, first = conservation.unseen(tx, self._key, None)
         if number and not strategies:
             what = f"{counted(number, 'experience')} recorded, and no annotation set"
             remedy = (
@@ -149,7 +149,7 @@ class _Look:
     def _of_strategy(
         self, tx: Transaction, around: Surroundings, row: ConsumerRow
     ) -> Iterator[Stuck]:
-        number, first = lacking.unseen(tx, self._key, row)
+        number, first = conservation.unseen(tx, self._key, row)
         if not number or around.who("strategy", row.name) is not None:
             return
         if row.name == "recorded":
@@ -169,7 +169,7 @@ class _Look:
         if around.who("trainer", row.name) is not None:
             return
         again = f"start trainer {row.name!r} again (`trinity-buffer train --follow`)"
-        leased = lacking.first_uncommitted(tx, self._key, row)
+        leased = conservation.first_uncommitted(tx, self._key, row)
         if leased is not None:
             steps = counted(row.leased_step - row.committed_step, "step")
             what = (
@@ -183,7 +183,7 @@ class _Look:
         if counts.ready:
             reader = Reader(self._key, row.name, "", row.name)
             start = trainer_queries.first_undelivered(tx, reader)
-            first = lacking.first_row(tx, self._key, counts.annotation_set, start)
+            first = conservation.first_row(tx, self._key, counts.annotation_set, start)
             since = self._since(tx, first)
             rows = f"{counted(counts.ready, 'row')} of set {counts.annotation_set!r}"
             yield Stuck(

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from trinity_buffer.store import inspection, queries
-from trinity_buffer.store.address import position_of
-from trinity_buffer.store.rows import ConsumerRow, ExperienceRow
+from trinity_buffer.store.rows import ConsumerRow, ExperienceRow, position_of
 from trinity_buffer.store.transaction import Transaction
 
 

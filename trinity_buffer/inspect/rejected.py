@@ -9,8 +9,8 @@ from typing import NamedTuple
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.pipeline.events import now_us
-from trinity_buffer.store import conservation, queries, questions
-from trinity_buffer.store.address import position_of, written_as
+from trinity_buffer.store import conservation, inspection, queries
+from trinity_buffer.store.rows import position_of, written_as
 from trinity_buffer.store.transaction import Transaction
 
 DOOR = "door"
@@ -100,11 +100,11 @@ def _rejected(
 ) -> list[Rejected]:
     kinds = {name: row.kind for name, row in queries.consumers(tx, experiment).items()}
     rows = [
-        row for name in names for row in questions.rejected(tx, experiment, name, **page._asdict())
+        row for name in names for row in inspection.rejected(tx, experiment, name, **page._asdict())
     ]
     noted = [row.address for row in rows if kinds[row.consumer] == "trainer"]
     sets = [name for name, kind in kinds.items() if kind == "strategy"]
-    of = questions.annotated_experiences(tx, experiment, sets, noted)
+    of = inspection.annotated_experiences(tx, experiment, sets, noted)
     experiences = {row.address: of.get(row.address, row.address) for row in rows}
     known = queries.experience_rows(tx, experiment, sorted(set(experiences.values())))
     uids = {row.address: row.eid.uid for row in known}
@@ -122,7 +122,7 @@ def _rejected(
 
 
 def _refused(tx: Transaction, experiment: int, page: _Page) -> list[Rejected]:
-    rows = questions.refused(tx, experiment, **page._asdict())
+    rows = inspection.refused(tx, experiment, **page._asdict())
     return [
         Rejected(
             *(DOOR, DOOR, row.refused or "", row.eid.uid),
@@ -149,7 +149,7 @@ async def leases(source: Source) -> list[Lease]:
     """Return every trainer and who holds its work now."""
 
     def look(tx: Transaction) -> list[Lease]:
-        held = {row.consumer: row for row in questions.leases(tx, source.key)}
+        held = {row.consumer: row for row in inspection.leases(tx, source.key)}
         found = []
         for row in queries.consumers(tx, source.key).values():
             if row.kind != "trainer":

@@ -11,8 +11,7 @@ from trinity_buffer.inspect.blobs import events_with_segments
 from trinity_buffer.inspect.compare import pages
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
-from trinity_buffer.store.address import position_of, slot_of
-from trinity_buffer.store.rows import ExperienceRow
+from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
 
 AROUND = 40
 """So many characters stand before and after what was found."""

@@ -15,9 +15,8 @@ from trinity_buffer.inspect.measured import Measured, measured
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.tensors import mean_of
 from trinity_buffer.pipeline.events import Event
-from trinity_buffer.store import log, queries, questions, trainer_queries
-from trinity_buffer.store.address import position_of, slot_of, written_as
-from trinity_buffer.store.rows import ExperienceRow, StepRow
+from trinity_buffer.store import inspection, log, queries, trainer_queries
+from trinity_buffer.store.rows import ExperienceRow, StepRow, position_of, slot_of, written_as
 from trinity_buffer.store.transaction import Transaction
 
 
@@ -245,7 +244,7 @@ def _own(eaten: _Eaten) -> list[ExperienceRow]:
 
 async def _actors(source: Source, addresses: set[int]) -> dict[int, str]:
     positions = sorted({position_of(address) for address in addresses})
-    return await source.database.read(questions.actors, source.key, positions)
+    return await source.database.read(inspection.actors, source.key, positions)
 
 
 def _positions(some: Sequence[StepRow]) -> list[int]:

@@ -26,8 +26,7 @@ from trinity_buffer.inspect.tensors import elements_of
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import queries, reads
-from trinity_buffer.store.address import position_of, slot_of
-from trinity_buffer.store.rows import ExperienceRow
+from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import Transaction
 
 FAMILIES = ("light", "tokens", "text")

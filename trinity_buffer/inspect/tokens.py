@@ -17,8 +17,7 @@ from trinity_buffer.inspect.show import parse_uid
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.tensors import elements_of
 from trinity_buffer.store import inspection
-from trinity_buffer.store.address import position_of, slot_of
-from trinity_buffer.store.rows import ExperienceRow
+from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import Transaction
 
 Numbers = npt.NDArray[Any]

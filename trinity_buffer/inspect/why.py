@@ -10,9 +10,8 @@ from trinity_buffer.identity import EID
 from trinity_buffer.inspect.fates import Fate, fates
 from trinity_buffer.inspect.show import parse_uid
 from trinity_buffer.inspect.source import Source
-from trinity_buffer.store import inspection, queries, questions, trainer_queries
-from trinity_buffer.store.address import position_of
-from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, StepRow
+from trinity_buffer.store import inspection, queries, trainer_queries
+from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, StepRow, position_of
 from trinity_buffer.store.transaction import Transaction
 
 
@@ -110,7 +109,7 @@ def _look(tx: Transaction, experiment: int, eid: EID) -> _Seen:
         row,
         queries.batches(tx, experiment, [str(eid.batch)]).get(str(eid.batch)),
         found,
-        questions.rejections_of(tx, experiment, list(consumers), [*own, *notes]),
+        inspection.rejections_of(tx, experiment, list(consumers), [*own, *notes]),
         consumers,
         steps,
         frozenset(one.eid.run for one in group if one.refused is None),

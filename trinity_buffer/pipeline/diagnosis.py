@@ -13,8 +13,8 @@ from itertools import islice
 from typing import Any
 
 from trinity_buffer.pipeline.presence import is_here, place_of
-from trinity_buffer.store import conservation, lacking, presence, queries
-from trinity_buffer.store.presence import PresenceRow
+from trinity_buffer.store import conservation, promises, queries
+from trinity_buffer.store.promises import PresenceRow
 from trinity_buffer.store.rows import BatchRow, ConsumerRow
 from trinity_buffer.store.transaction import Transaction
 
@@ -66,7 +66,7 @@ class Surroundings:
     @classmethod
     def of(cls, tx: Transaction, experiment: int) -> Surroundings:
         """Return the surroundings of an experiment."""
-        rows = presence.everybody(tx, experiment)
+        rows = promises.everybody(tx, experiment)
         return cls([row for row in rows if is_here(row)], queries.consumers(tx, experiment))
 
     def who(self, role: str, name: str | None = None) -> PresenceRow | None:
@@ -84,7 +84,7 @@ def of_trainer(tx: Transaction, experiment: int, annotation_set: str) -> str:
     """Return why a trainer of this set is given nothing, whose ready rows it has taken."""
     around = Surroundings.of(tx, experiment)
     strategy = around.consumers.get(annotation_set)
-    number, _ = lacking.unseen(tx, experiment, strategy)
+    number, _ = conservation.unseen(tx, experiment, strategy)
     at_work = around.who("strategy", annotation_set)
     lacks = lacks_of(tx, experiment, strategy)
     if number and at_work is None:
@@ -136,8 +136,8 @@ def left_of(tx: Transaction, experiment: int, annotation_set: str) -> str:
     """Return what a trainer leaves because nobody has decided it, and why; "" if nothing."""
     consumers = queries.consumers(tx, experiment)
     strategy = consumers.get(annotation_set)
-    number, _ = lacking.unseen(tx, experiment, strategy)
-    if number or (strategy is not None and lacking.open_groups(tx, experiment, strategy)):
+    number, _ = conservation.unseen(tx, experiment, strategy)
+    if number or (strategy is not None and conservation.open_groups(tx, experiment, strategy)):
         return of_trainer(tx, experiment, annotation_set)
     return ""
 
@@ -196,11 +196,11 @@ def lacks_of(
     """
     config: dict[str, Any] = {} if strategy is None else strategy.config.get("grouping") or {}
     size = config.get("rollouts_per_group")
-    stored = {} if strategy is None else lacking.open_groups(tx, experiment, strategy)
-    planned = lacking.unsealed_batches(tx, experiment)
+    stored = {} if strategy is None else conservation.open_groups(tx, experiment, strategy)
+    planned = conservation.unsealed_batches(tx, experiment)
     rows = queries.batches(tx, experiment, sorted({*stored, *planned}))
     found = []
-    for key in islice(dict.fromkeys((*planned, *stored)), lacking.BATCHES_LOOKED_AT):
+    for key in islice(dict.fromkeys((*planned, *stored)), conservation.BATCHES_LOOKED_AT):
         row = rows.get(key)
         if row is not None and row.sealed_at is not None:
             continue  # nothing is lacking of it any more

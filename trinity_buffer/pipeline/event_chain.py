@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from trinity_buffer.errors import StoreError
-from trinity_buffer.store import heads
+from trinity_buffer.store import log
 from trinity_buffer.store.log import StoredEvent
 
 
@@ -23,7 +23,7 @@ class EventChain:
     """
 
     def __init__(self, experiment: str, kept: Iterable[bytes] = ()) -> None:
-        self.before = self.head = heads.origin(experiment)
+        self.before = self.head = log.origin(experiment)
         self.unproven = set(kept)
         self._started = False
 
@@ -33,7 +33,7 @@ class EventChain:
         What is wrong is told once: the events after it are followed from the head that it has.
         """
         self.before = self.head
-        self.head = heads.head_of(
+        self.head = log.head_of(
             self.before, event.position, event.kind, event.actor, event.recorded_at, event.body
         )
         if event.head is None:

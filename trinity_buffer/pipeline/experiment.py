@@ -30,9 +30,8 @@ from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, trainer_queries
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import NewEvent, StoredEvent
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager

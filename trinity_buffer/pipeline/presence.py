@@ -13,9 +13,9 @@ import anyio
 from trinity_buffer.errors import StoreBusyError, StoreError
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.processes import has_ended
-from trinity_buffer.store import presence
+from trinity_buffer.store import promises
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.presence import PresenceRow
+from trinity_buffer.store.promises import PresenceRow
 
 FIRST_AFTER_S = 1.0
 """What is over before need not be known to anybody."""
@@ -73,13 +73,13 @@ class Presence:
         self._started_at = self._started_at or now_us()
         self._told, self._next = self.waiting_for, time.monotonic() + SEEN_EVERY_S
         with suppress(StoreBusyError):
-            await self._database.write(presence.note, self._experiment, self._row())
+            await self._database.write(promises.note_presence, self._experiment, self._row())
 
     async def gone(self) -> None:
         """Take it back; where the store cannot be reached, time will."""
         if self._started_at:
             with anyio.CancelScope(shield=True), suppress(StoreError):
-                await self._database.write(presence.forget, self._experiment, self._row())
+                await self._database.write(promises.forget_presence, self._experiment, self._row())
         self._started_at = 0
 
     def _row(self) -> PresenceRow:

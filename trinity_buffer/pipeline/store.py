@@ -15,9 +15,8 @@ from trinity_buffer.pipeline.experiment import IDENTITY_KEYS, SCHEMA_NAMES, Expe
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.database import Database, Durability, StoreURL, open_database
-from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import NewEvent
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 
 class Store:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import socket
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,8 @@ from sqlalchemy.engine import URL
 from typing_extensions import override
 
 from trinity_buffer.errors import StoreError
-from trinity_buffer.store import file_watch
-from trinity_buffer.store.foreign_errors import foreign_errors
-from trinity_buffer.store.owner import Owner
-from trinity_buffer.store.sqlite import uri_of
-from trinity_buffer.store.sqlite_library import dbapi2
-from trinity_buffer.store.store_files import StoreFiles
+from trinity_buffer.store.access import Owner, StoreFiles, foreign_errors
+from trinity_buffer.store.sqlite import dbapi2, uri_of
 
 CHANNEL = "trinity_buffer"
 APPLICATION = f"trinity-buffer {os.getpid()}@{socket.gethostname()}"[:63]
@@ -119,7 +117,7 @@ class SQLiteChanges(Changes):
     def _listening(self) -> Iterator[float]:
         """Hear of writes; yield how long the pauses between two looks may become, in seconds."""
         if self._watch is None:
-            self._watch = file_watch.watch(self._log)
+            self._watch = watch_file(self._log)
         watch = self._watch
         if watch is None:
             yield SLOWEST_POLL_S
@@ -136,7 +134,7 @@ class SQLiteChanges(Changes):
                 loop.remove_reader(watch)
 
     def _heard(self, watch: int) -> None:
-        file_watch.drain(watch)
+        drain(watch)
         self._event.set()
         self._event = anyio.Event()
 
@@ -217,3 +215,33 @@ class PostgresChanges(Changes):
 
 def _dsn(url: URL) -> str:
     return url.set(drivername="postgresql").render_as_string(hide_password=False)
+
+
+_IN_MODIFY = 0x2
+_NUM_BYTES = 4_096
+"""Of one read: over a hundred events, and those that repeat the last one are not queued."""
+
+
+def watch_file(path: Path) -> int | None:
+    """Return a descriptor that is readable after each write to ``path``; the caller closes it.
+
+    None where there is no such news: another system, no such file, or too many watches already. A
+    write through a memory map is none.
+    """
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None)
+    descriptor: int = library.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    if descriptor < 0:
+        return None
+    if library.inotify_add_watch(descriptor, os.fsencode(path), _IN_MODIFY) < 0:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def drain(descriptor: int) -> None:
+    """Forget the news so far: the descriptor is readable again after the next write."""
+    with suppress(BlockingIOError):
+        while len(os.read(descriptor, _NUM_BYTES)) > _NUM_BYTES // 2:
+            pass

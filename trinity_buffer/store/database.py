@@ -22,15 +22,13 @@ from trinity_buffer.errors import (
     UnknownStoreError,
 )
 from trinity_buffer.store import schema, sqlite
+from trinity_buffer.store.access import Owner, StoreFiles, foreign_errors
 from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
-from trinity_buffer.store.checkpoint import Checkpointer
-from trinity_buffer.store.foreign_errors import foreign_errors
-from trinity_buffer.store.owner import Owner
 from trinity_buffer.store.postgres import Server
-from trinity_buffer.store.sqlite_library import dbapi2
+from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.sqlite_seats import Seats, SQLiteTransaction
-from trinity_buffer.store.store_files import StoreFiles
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
+from trinity_buffer.store.write_ahead_log import Checkpointer
 
 P = ParamSpec("P")
 T = TypeVar("T")

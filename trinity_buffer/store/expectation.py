@@ -46,10 +46,9 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.identity import Key
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import event_rows
-from trinity_buffer.store.address import first_address
+from trinity_buffer.store import rows
 from trinity_buffer.store.comparison import Row, owner_of, same_row
-from trinity_buffer.store.prepared import Prepared
+from trinity_buffer.store.rows import first_address
 from trinity_buffer.store.tables import (
     PROJECTIONS,
     annotation,
@@ -66,7 +65,7 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Prepared, Transaction
 
 _TABLES: Mapping[str, Table] = {table.name: table for table in PROJECTIONS}
 
@@ -170,8 +169,8 @@ class Expectation:
                 found = self._batch(fact.batch, placed.actor)
                 found.update(sealed_at=at, expected=fact.expected)
             case ExperiencesRecorded():
-                rows = event_rows.experience_rows(self.experiment, at, fact)
-                self._add(experience, rows, _last_address(at))
+                made = rows.experience_rows(self.experiment, at, fact)
+                self._add(experience, made, _last_address(at))
             case ConsumerRegistered():
                 self._registered(fact)
             case ExperiencesAnnotated():
@@ -207,9 +206,9 @@ class Expectation:
             raise ValueError("a batch is planned twice")
         found = self._batch(fact.batch, actor)
         found |= {"rollouts_per_group": fact.rollouts_per_group, "planned_at": position}
-        rows = event_rows.plan_rows(self.experiment, fact, self._planned + 1)
-        self._planned += len(rows)
-        self._add(plan, rows, self._planned)
+        made = rows.plan_rows(self.experiment, fact, self._planned + 1)
+        self._planned += len(made)
+        self._add(plan, made, self._planned)
 
     def _batch(self, key: Key, actor: str) -> dict[str, Any]:
         unknown = dict.fromkeys(("rollouts_per_group", "planned_at", "sealed_at", "expected"))
@@ -235,14 +234,14 @@ class Expectation:
 
     def _annotated(self, position: int, fact: ExperiencesAnnotated) -> None:
         self._seen(fact)
-        rows = event_rows.annotation_rows(self.experiment, position, fact)
-        self._add(annotation, rows, _last_address(position), fact.consumer)
+        made = rows.annotation_rows(self.experiment, position, fact)
+        self._add(annotation, made, _last_address(position), fact.consumer)
 
     def _rejected(self, position: int, fact: ExperiencesRejected) -> None:
         if fact.by == "strategy":
             self._seen(fact)
-        rows = event_rows.rejection_rows(self.experiment, position, fact)
-        self._add(rejection, rows, position, fact.consumer)
+        made = rows.rejection_rows(self.experiment, position, fact)
+        self._add(rejection, made, position, fact.consumer)
         if fact.planned_groups:
             self._consumers[fact.consumer].row["rejected_groups"] += fact.planned_groups
 
@@ -260,11 +259,11 @@ class Expectation:
             "groups": fact.num_groups,
             "planned_groups_so_far": before + fact.planned_groups,
             "manifest_digest": fact.digest,
-            **event_rows.NOT_COMMITTED,
+            **rows.NOT_COMMITTED,
         }
         found.uncommitted.add(number)
         found.row.update(leased_step=number, token=fact.token)
-        self._add(delivery, event_rows.delivery_rows(self.experiment, fact), number, name)
+        self._add(delivery, rows.delivery_rows(self.experiment, fact), number, name)
 
     def _dealt(self, position: int, fact: StepDealt) -> None:
         found = self._consumers[fact.consumer]
@@ -277,14 +276,14 @@ class Expectation:
         for number in done:
             found.steps[number]["committed_at"] = position
         found.uncommitted -= done
-        found.steps[last].update(event_rows.commit(fact))
+        found.steps[last].update(rows.commit_columns(fact))
         found.row.update(committed_step=last, token=fact.token)
 
     def _rewound(self, fact: TrainerRewound) -> None:
         found, kept = self._consumers[fact.consumer], fact.step
         for number, row in found.steps.items():
             if number > kept:
-                row.update(event_rows.NOT_COMMITTED)
+                row.update(rows.NOT_COMMITTED)
                 found.uncommitted.add(number)
         found.row["committed_step"] = kept
 

@@ -1,10 +1,16 @@
-"""The log: append-only, one order per experiment, each event folded as it is written."""
+"""The log: append-only, one order per experiment, each event folded as it is written.
+
+Its chain: each event's head is a digest over the head before it and the event. Whoever kept one
+head can prove all of the past up to it. The bytes are in ``docs/events.md``.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from typing import NamedTuple
 
 from sqlalchemy import bindparam, false, func, or_, select, text, union_all
@@ -12,17 +18,17 @@ from sqlalchemy import bindparam, false, func, or_, select, text, union_all
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import Fact, PlacedFact, kind_of
 from trinity_buffer.identity import require_name
-from trinity_buffer.store import heads, projections
-from trinity_buffer.store.dialect import (
+from trinity_buffer.store import projections
+from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, event, experiment
+from trinity_buffer.store.transaction import (
+    Prepared,
+    Transaction,
     among,
     among_given,
     given,
     lock_experiment,
     upsert,
 )
-from trinity_buffer.store.prepared import Prepared
-from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, event, experiment
-from trinity_buffer.store.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class StoredEvent:
 
     Attributes:
         recorded_at: in microseconds since 1970.
-        head: see `heads`; None in the part of a log that is older than its chain.
+        head: see `head_of`; None in the part of a log that is older than its chain.
     """
 
     position: int
@@ -90,7 +96,7 @@ def append_of_actors(
     places, facts, rows = [], [], []
     for actor, new in said:
         event_says = (last.position + 1, new.kind, actor, now_us, new.encoded)
-        last = Place(event_says[0], heads.head_of(last.head, *event_says))
+        last = Place(event_says[0], head_of(last.head, *event_says))
         places.append(last)
         rows.append((experiment_id, *event_says, last.head))
         facts.append(PlacedFact(last.position, actor, new.fact))
@@ -108,7 +114,7 @@ def end(tx: Transaction, experiment_id: int) -> Place:
     """
     rows = _END.rows(tx, of=experiment_id)
     if not rows:
-        return Place(0, heads.origin(experiment_name(tx, experiment_id)))
+        return Place(0, origin(experiment_name(tx, experiment_id)))
     ((position, known),) = rows
     if known is None:
         raise StoreError(
@@ -221,3 +227,21 @@ def experiment_names(tx: Transaction) -> dict[str, int]:
     """Return all experiments of the store: name to id, in order of creation."""
     rows = tx.execute(select(experiment.c.name, experiment.c.id).order_by(experiment.c.id))
     return {name: int(key) for name, key in rows.all()}
+
+
+_ORIGIN = b"trinity-buffer log\0"
+_NUMBERS = struct.Struct(">qqII")
+
+
+def origin(experiment: str) -> bytes:
+    """Return what stands before the head of the first event of the experiment of this name."""
+    return sha256(_ORIGIN + experiment.encode()).digest()
+
+
+def head_of(
+    previous: bytes, position: int, kind: str, actor: str, recorded_at: int, body: bytes
+) -> bytes:
+    """Return the head of an event: SHA-256 over ``previous`` and all that the event says."""
+    what, who = kind.encode(), actor.encode()
+    numbers = _NUMBERS.pack(position, recorded_at, len(what), len(who))
+    return sha256(b"".join((previous, numbers, what, who, body))).digest()

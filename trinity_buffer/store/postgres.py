@@ -25,8 +25,8 @@ from typing_extensions import override
 from trinity_buffer.errors import StoreError, UnsafeStoreError
 from trinity_buffer.extras import extra
 from trinity_buffer.sizes import sizes
+from trinity_buffer.store.access import POOLED
 from trinity_buffer.store.changes import APPLICATION, CHANNEL
-from trinity_buffer.store.foreign_errors import POOLED
 from trinity_buffer.store.tables import SCHEMA_REVISION
 from trinity_buffer.store.transaction import Transaction
 

@@ -43,10 +43,8 @@ from trinity_buffer.events import (
     TrainerRewound,
     UnknownEvent,
 )
-from trinity_buffer.store import event_rows
-from trinity_buffer.store.address import first_address
-from trinity_buffer.store.dialect import among_given, given, upsert
-from trinity_buffer.store.prepared import Prepared
+from trinity_buffer.store import rows
+from trinity_buffer.store.rows import first_address
 from trinity_buffer.store.tables import (
     PROJECTIONS,
     annotation,
@@ -64,7 +62,7 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Prepared, Transaction, among_given, given, upsert
 
 Decided = ExperiencesAnnotated | ExperiencesRejected
 """What moves the cursor of a strategy."""
@@ -83,7 +81,7 @@ def fold(tx: Transaction, experiment: int, placed: PlacedFact) -> None:  # noqa:
         case BatchSealed():
             _sealed(tx, experiment, at, fact, placed.actor)
         case ExperiencesRecorded():
-            tx.add(experience, event_rows.experience_rows(experiment, at, fact))
+            tx.add(experience, rows.experience_rows(experiment, at, fact))
         case ConsumerRegistered():
             _registered(tx, experiment, fact)
         case ExperiencesAnnotated():
@@ -124,14 +122,14 @@ def fold_all(tx: Transaction, experiment: int, facts: Sequence[PlacedFact]) -> N
     Calls that share a transaction record one event each: their experiences are one insert.
     """
     for _, group in groupby(facts, key=lambda placed: type(placed.fact)):
-        rows = []
+        made = []
         for placed in group:
             if isinstance(placed.fact, ExperiencesRecorded):
-                rows += event_rows.experience_rows(experiment, placed.position, placed.fact)
+                made += rows.experience_rows(experiment, placed.position, placed.fact)
             else:
                 fold(tx, experiment, placed)
-        if rows:
-            tx.add(experience, rows)
+        if made:
+            tx.add(experience, made)
 
 
 def clear(tx: Transaction, experiment: int) -> None:
@@ -175,7 +173,7 @@ def _planned(
     tx.execute(insert(batch), row)
     last = select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == experiment)
     first = int(tx.execute(last).scalar_one()) + 1
-    tx.add(plan, event_rows.plan_rows(experiment, fact, first))
+    tx.add(plan, rows.plan_rows(experiment, fact, first))
 
 
 def _sealed(tx: Transaction, experiment: int, position: int, fact: BatchSealed, actor: str) -> None:
@@ -265,21 +263,21 @@ def decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]
 def _annotated(tx: Transaction, experiment: int, position: int, fact: ExperiencesAnnotated) -> None:
     _see(tx, experiment, fact)
     decide(tx, experiment, fact.consumer, sorted(set(fact.experiences)))
-    tx.add(annotation, event_rows.annotation_rows(experiment, position, fact))
+    tx.add(annotation, rows.annotation_rows(experiment, position, fact))
 
 
 def _rejected(tx: Transaction, experiment: int, position: int, fact: ExperiencesRejected) -> None:
     if fact.by == "strategy":
         _see(tx, experiment, fact)
         decide(tx, experiment, fact.consumer, fact.experiences)
-    tx.add(rejection, event_rows.rejection_rows(experiment, position, fact))
+    tx.add(rejection, rows.rejection_rows(experiment, position, fact))
     if fact.planned_groups:
         _LEFT_OUT.change(tx, of=experiment, by=fact.consumer, more=fact.planned_groups)
 
 
 def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) -> None:
     name, number = fact.consumer, fact.step
-    tx.add(delivery, event_rows.delivery_rows(experiment, fact))
+    tx.add(delivery, rows.delivery_rows(experiment, fact))
     _STEP.change(
         tx,
         of=experiment,
@@ -325,7 +323,7 @@ def _dealt(tx: Transaction, experiment: int, position: int, fact: StepDealt) -> 
 
 
 def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommitted) -> None:
-    last, said = fact.steps[-1], event_rows.commit(fact)
+    last, said = fact.steps[-1], rows.commit_columns(fact)
     said["rows_by_rank"] = canonical(said["rows_by_rank"])
     mine = {"of": experiment, "by": fact.consumer, "last": last}
     _DONE.change(tx, **mine, position=position, **said)
@@ -360,7 +358,7 @@ _COMMITTED = Prepared(
 def _rewound(tx: Transaction, experiment: int, fact: TrainerRewound) -> None:
     name, kept = fact.consumer, fact.step
     mine = (step.c.experiment == experiment, step.c.consumer == name, step.c.step > kept)
-    tx.execute(update(step).where(*mine).values(event_rows.NOT_COMMITTED))
+    tx.execute(update(step).where(*mine).values(rows.NOT_COMMITTED))
     live = (consumer.c.experiment == experiment, consumer.c.name == name)
     tx.execute(update(consumer).where(*live).values(committed_step=kept))
 
@@ -371,22 +369,22 @@ def _published(tx: Transaction, experiment: int, position: int, fact: PolicyPubl
 
 def _scored(tx: Transaction, experiment: int, fact: RewardsAssigned) -> None:
     """A later event of the same scoring replaces what an earlier one said of an experience."""
-    rows = [
+    made = [
         {"experiment": experiment, "scoring": fact.scoring, "address": address, "reward": reward}
         for address, reward in zip(fact.experiences, fact.rewards, strict=True)
     ]
     statement = upsert(tx, assigned_reward)
     keys = ["experiment", "scoring", "address"]
     replace = {"reward": statement.excluded.reward}
-    tx.execute(statement.on_conflict_do_update(index_elements=keys, set_=replace), rows)
+    tx.execute(statement.on_conflict_do_update(index_elements=keys, set_=replace), made)
 
 
 def _archived(tx: Transaction, experiment: int, position: int, fact: SegmentsArchived) -> None:
-    rows = [
+    made = [
         {"experiment": experiment, "segment": key, "position": position, "uri": fact.uri}
         for key in fact.segments
     ]
-    tx.execute(insert(archived), rows)
+    tx.execute(insert(archived), made)
 
 
 def _restored(tx: Transaction, experiment: int, fact: SegmentsRestored) -> None:

@@ -10,15 +10,13 @@ from sqlalchemy import and_, bindparam, exists, func, select
 
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.store import log
-from trinity_buffer.store.address import first_address
-from trinity_buffer.store.dialect import among, among_given, given, lock_experiment
-from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.rows import (
     EXPERIENCE_COLUMNS,
     BatchRow,
     ConsumerRow,
     ExperienceRow,
     experience_row,
+    first_address,
     typed,
 )
 from trinity_buffer.store.tables import (
@@ -30,7 +28,14 @@ from trinity_buffer.store.tables import (
     policy,
     waiting,
 )
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import (
+    Prepared,
+    Transaction,
+    among,
+    among_given,
+    given,
+    lock_experiment,
+)
 
 
 def config_of(tx: Transaction, experiment: int) -> tuple[dict[str, Any], bool] | None:

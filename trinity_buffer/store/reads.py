@@ -9,9 +9,12 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, exists, select
 
 from trinity_buffer.identity import Key
-from trinity_buffer.store.address import MAX_ROWS_PER_EVENT
-from trinity_buffer.store.dialect import among
-from trinity_buffer.store.rows import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
+from trinity_buffer.store.rows import (
+    EXPERIENCE_COLUMNS,
+    MAX_ROWS_PER_EVENT,
+    ExperienceRow,
+    experience_row,
+)
 from trinity_buffer.store.tables import (
     annotation,
     assigned_reward,
@@ -20,7 +23,7 @@ from trinity_buffer.store.tables import (
     rejection,
     waiting,
 )
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Transaction, among
 
 State = Literal["unseen", "waiting", "annotated", "rejected"]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import CTE, Select, and_, exists, func, literal, select
 
-from trinity_buffer.store.address import MAX_ROWS_PER_EVENT
+from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT
 from trinity_buffer.store.tables import (
     annotation,
     archived,

@@ -1,16 +1,57 @@
-"""Rows of the projections as values, and how a selected row becomes one."""
+"""Rows of the projections: their addresses, their values, and what an event makes of them.
+
+The address of a row of an event is ``position * 2**20 + slot``, one integer. It is derived from the
+log, hence no surrogate key: rebuilding the projections gives every row the same address. Sorting by
+address sorts by position, then by slot.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count, repeat
 from typing import Any, NamedTuple
 
-from trinity_buffer.events import ExperiencesRecorded
+from trinity_buffer.events import (
+    BatchLeased,
+    BatchPlanned,
+    ExperiencesAnnotated,
+    ExperiencesRecorded,
+    ExperiencesRejected,
+    StepsCommitted,
+)
 from trinity_buffer.identity import EID, Key
-from trinity_buffer.store.address import first_address
 from trinity_buffer.store.tables import (
     experience,
 )
+
+SLOT_BITS = 20
+MAX_ROWS_PER_EVENT = 1 << SLOT_BITS
+
+
+def address_of(position: int, slot: int) -> int:
+    """Return the address of row ``slot`` of the event at ``position``."""
+    return position << SLOT_BITS | slot
+
+
+def first_address(position: int) -> int:
+    """Return the lowest address of the event at ``position``."""
+    return position << SLOT_BITS
+
+
+def position_of(address: int) -> int:
+    """Return the position of the event that ``address`` points into."""
+    return address >> SLOT_BITS
+
+
+def slot_of(address: int) -> int:
+    """Return the row of the event that ``address`` points to."""
+    return address & (MAX_ROWS_PER_EVENT - 1)
+
+
+def written_as(address: int) -> str:
+    """Return ``position:slot``, as people read it."""
+    return f"{position_of(address)}:{slot_of(address)}"
 
 
 class ExperienceRow(NamedTuple):
@@ -147,3 +188,94 @@ def rows_recorded_by(position: int, fact: ExperiencesRecorded) -> list[Experienc
         ExperienceRow._make((base + slot, *known, fact.refused.get(slot), fact.segment, digest))
         for slot, (*known, digest) in enumerate(rows)
     ]
+
+
+Row = tuple[Any, ...]
+"""All columns of a table in their order, as the drivers take and give them."""
+
+
+def experience_rows(experiment: int, position: int, fact: ExperiencesRecorded) -> list[Row]:
+    """Return the rows of `experience` that an event makes."""
+    columns, refused = fact.columns, fact.refused
+    number, base = len(columns), first_address(position)
+    return list(
+        zip(
+            repeat(experiment, number),
+            range(base, base + number),
+            map(str, columns.batch),
+            map(str, columns.task),
+            columns.run,
+            columns.step,
+            columns.suffix,
+            map(_int_keys, columns.batch, columns.task),
+            columns.reward,
+            columns.policy_version,
+            columns.prompt_length,
+            columns.length,
+            columns.trained_tokens,
+            columns.finish_reason,
+            map(refused.get, range(number)) if refused else repeat(None, number),
+            repeat(fact.segment, number),
+            columns.digest,
+            strict=True,
+        )
+    )
+
+
+def _int_keys(batch_key: Key, task: Key) -> int:
+    return isinstance(batch_key, int) + 2 * isinstance(task, int)
+
+
+def plan_rows(experiment: int, fact: BatchPlanned, first: int) -> list[Row]:
+    """Return the rows of `plan` that an event makes; ``first`` is the ordinal of its first."""
+    key = str(fact.batch)
+    return [
+        (experiment, key, str(task), isinstance(task, int), ordinal)
+        for ordinal, task in enumerate(fact.tasks, first)
+    ]
+
+
+def annotation_rows(experiment: int, position: int, fact: ExperiencesAnnotated) -> list[Row]:
+    """Return the rows of `annotation` that an event makes."""
+    name, planned = fact.consumer, fact.planned
+    addressed = zip(fact.experiences, fact.groups, strict=True)
+    slots = zip(addressed, count(first_address(position)), strict=False)
+    return [
+        (experiment, name, slot, address, group, planned[group]) for (address, group), slot in slots
+    ]
+
+
+def rejection_rows(experiment: int, position: int, fact: ExperiencesRejected) -> list[Row]:
+    """Return the rows of `rejection` that an event makes."""
+    return [
+        (experiment, fact.consumer, address, reason, position)
+        for address, reason in zip(fact.experiences, fact.reasons, strict=True)
+    ]
+
+
+def delivery_rows(experiment: int, fact: BatchLeased) -> list[Row]:
+    """Return the rows of `delivery` that an event makes."""
+    name, number, addresses = fact.consumer, fact.step, fact.annotations
+    if not fact.source:
+        return [(experiment, name, "", address, number) for address in addresses]
+    names = ("", *fact.sources)
+    return [
+        (experiment, name, names[of], address, number)
+        for of, address in zip(fact.source, addresses, strict=True)
+    ]
+
+
+def commit_columns(fact: StepsCommitted) -> dict[str, Any]:
+    """Return what the row of `step` of the last step of a commit takes from its event."""
+    return {
+        "checkpoint": fact.checkpoint,
+        "checkpoint_digest": fact.checkpoint_digest,
+        "chain": fact.chain,
+        "rows_by_rank": list(fact.rows_by_rank[-1]) if fact.rows_by_rank else None,
+    }
+
+
+NOT_COMMITTED: Mapping[str, None] = dict.fromkeys(
+    ("committed_at", "checkpoint", "checkpoint_digest", "chain", "rows_by_rank")
+)
+"""What a row of `step` says until it is committed on the live line, in the order of its columns."""

@@ -14,9 +14,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import PlacedFact
 from trinity_buffer.store import projections, sqlite, tables
-from trinity_buffer.store.sqlite_library import dbapi2
+from trinity_buffer.store.access import StoreFiles
+from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.sqlite_seats import SQLiteTransaction
-from trinity_buffer.store.store_files import StoreFiles
 from trinity_buffer.store.transaction import Transaction
 
 P = ParamSpec("P")

@@ -13,9 +13,8 @@ from sqlalchemy import delete as sql_delete
 
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.tables import archived, segment
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Prepared, Transaction
 
 
 def new_key() -> bytes:

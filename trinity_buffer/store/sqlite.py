@@ -11,7 +11,14 @@ from urllib.parse import quote
 
 from trinity_buffer.errors import ReadOnlyStoreError, UnknownStoreError, UnsafeStoreError
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store.sqlite_library import dbapi2
+
+# The wheel carries a release without the WAL-reset bug. For Linux on aarch64 there is none: there
+# Python's own library serves, if it is a fixed release; `require_safe_library` refuses others.
+try:
+    from pysqlite3 import dbapi2 as dbapi2
+except ModuleNotFoundError:
+    from sqlite3 import dbapi2 as dbapi2
+
 
 APPLICATION_ID = 0x54425546  # "TBUF": tells our files from other SQLite databases
 PAGE_SIZE_BYTES = 16384  # rows are blobs of 0.1 to 1 MB: 1.4 times the write rate of 4 KiB pages

@@ -20,8 +20,8 @@ from sqlalchemy.pool import StaticPool
 from typing_extensions import override
 
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store.sqlite_library import dbapi2
-from trinity_buffer.store.store_files import StoreFiles
+from trinity_buffer.store.access import StoreFiles
+from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.transaction import Transaction
 
 T = TypeVar("T")

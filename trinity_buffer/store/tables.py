@@ -1,10 +1,10 @@
-"""The single truth of the schema: every table, constraint and index; its triggers are `guards`.
+"""The single truth of the schema: every table, constraint and index; triggers are in `schema`.
 
 Truth is `experiment`, `event` and `segment`; triggers keep it immutable. `lease` and `presence`
 hold promises, which may be forgotten at any time. Everything else is a projection: written in the
 transaction of its event, droppable, and equal row for row when the log is folded again.
 
-An `address` is ``position * 2**20 + slot`` (see `address.py`): the row of an event that an entry
+An `address` is ``position * 2**20 + slot`` (see `rows.py`): the row of an event that an entry
 talks about.
 """
 
@@ -91,7 +91,7 @@ event = Table(
     # microseconds since 1970, for people: order is `position`
     Column("recorded_at", BigInteger, nullable=False),
     Column("body", LargeBinary, nullable=False),
-    # 32 bytes, see `heads`; None before the `ChainStarted` of a store that is older than heads
+    # 32 bytes, see `log.head_of`; None before the `ChainStarted` of an older store
     Column("head", LargeBinary),
     CheckConstraint("position >= 1", name="position"),
     CheckConstraint("kind <> ''", name="kind"),

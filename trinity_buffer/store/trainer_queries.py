@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, bindparam, func, or_, select
 
-from trinity_buffer.store.address import MAX_ROWS_PER_EVENT
-from trinity_buffer.store.prepared import Prepared
 from trinity_buffer.store.queries import consumer_row, newest_policy
-from trinity_buffer.store.rows import StepRow
+from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, StepRow
 from trinity_buffer.store.tables import (
     annotation,
     delivery,
@@ -18,7 +16,7 @@ from trinity_buffer.store.tables import (
     rejection,
     step,
 )
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Prepared, Transaction
 
 
 @dataclass(frozen=True, slots=True)

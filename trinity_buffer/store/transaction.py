@@ -1,18 +1,36 @@
-"""An open transaction, and several in a row, as the functions of the store get them: plain calls.
+"""An open transaction, several in a row, and their statements, as functions of the store get them.
 
 A function of the store is written once, for both databases: ``def f(tx, ...)``. Only `Database`
-waits for it.
+waits for it. The few places in which SQLite and PostgreSQL are written differently are here too.
 """
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from sqlalchemy import Connection, CursorResult, Executable, Table
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    CursorResult,
+    Executable,
+    Table,
+    Text,
+    bindparam,
+    cast,
+    func,
+    literal,
+    select,
+    text,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Dialect
 
-from trinity_buffer.errors import StoreError
+from trinity_buffer.errors import SchemaTooNewError, StoreError
+from trinity_buffer.store.tables import SCHEMA_REVISION
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -95,3 +113,101 @@ class Session(ReadSession, Protocol):
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Return ``f(tx, ...)`` of a writing transaction, which has committed."""
+
+
+class Prepared:
+    """A statement that is compiled once: it runs with plain values and gives plain tuples.
+
+    SQLAlchemy takes some 100 µs to build, look up and execute a statement of which SQLite itself
+    needs five. What runs in every transaction of a writer or a trainer is therefore compiled once
+    for each dialect, and on SQLite goes past SQLAlchemy to the driver. Values are bound by name.
+
+    Its columns must be of types that need no processing: numbers, texts, bytes. Booleans come back
+    from SQLite as 0 and 1.
+    """
+
+    def __init__(self, statement: Executable) -> None:
+        self._statement: Any = statement
+        self._compiled: dict[str, tuple[str, list[str], dict[str, Any]]] = {}
+
+    def rows(self, tx: Transaction, **values: object) -> list[tuple[Any, ...]]:
+        """Execute it, and return all rows that it gives."""
+        sql, names, known = self._of(tx.dialect)
+        return tx.rows(sql, tuple(self._bound(names, known, values)))
+
+    def change(self, tx: Transaction, **values: object) -> None:
+        """Execute it, which changes rows of one table, as `Transaction.change` does."""
+        sql, names, known = self._of(tx.dialect)
+        tx.change(self._statement.table.name, sql, tuple(self._bound(names, known, values)))
+
+    def value(self, tx: Transaction, **values: object) -> Any:
+        """Execute it, and return the first column of its first row; None if there is none."""
+        rows = self.rows(tx, **values)
+        return rows[0][0] if rows else None
+
+    @staticmethod
+    def _bound(
+        names: list[str], known: Mapping[str, object], values: Mapping[str, object]
+    ) -> list[object]:
+        return [values[name] if name in values else known[name] for name in names]
+
+    def _of(self, dialect: Dialect) -> tuple[str, list[str], dict[str, Any]]:
+        """Return the text, the names of its places in order, and the values it came with."""
+        if dialect.name not in self._compiled:
+            made = self._statement.compile(dialect=dialect)
+            names = list(made.positiontup or ())
+            self._compiled[dialect.name] = (str(made), names, dict(made.params))
+        return self._compiled[dialect.name]
+
+
+def among(
+    tx: Transaction, column: ColumnElement[Any], values: Iterable[int | str]
+) -> ColumnElement[bool]:
+    """Return ``column IN (values)`` with one bound parameter, however many values there are."""
+    listed = list(values)
+    if tx.dialect.name == "sqlite":
+        return column.in_(select(func.json_each(json.dumps(listed)).table_valued("value").c.value))
+    kind = Text() if listed and isinstance(listed[0], str) else BigInteger()
+    return column == func.any(cast(literal(listed, postgresql.ARRAY(kind)), postgresql.ARRAY(kind)))
+
+
+def among_given(dialect: str, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+    """Return `among` for a statement that is kept: ``name`` is bound to what `given` returns."""
+    if dialect == "sqlite":
+        each = func.json_each(bindparam(name, type_=Text())).table_valued("value")
+        return column.in_(select(each.c.value))
+    kind = postgresql.ARRAY(Text() if isinstance(column.type, Text) else BigInteger())
+    return column == func.any(cast(bindparam(name, type_=kind), kind))
+
+
+def given(tx: Transaction, values: Iterable[int | str]) -> Any:
+    """Return what a statement made with `among_given` takes for ``values``."""
+    listed = list(values)
+    return json.dumps(listed) if tx.dialect.name == "sqlite" else listed
+
+
+def upsert(tx: Transaction, table: Table) -> Any:
+    """Return an ``INSERT`` that has ``on_conflict_do_update`` and ``on_conflict_do_nothing``."""
+    return sqlite.insert(table) if tx.dialect.name == "sqlite" else postgresql.insert(table)
+
+
+def lock_experiment(tx: Transaction, experiment: int) -> None:
+    """Let this transaction be the only one that appends to ``experiment`` until it ends.
+
+    A position given out under the lock is committed before the next one is given out, so a reader
+    that has seen a position has seen every lower one. On SQLite, ``BEGIN IMMEDIATE`` has done it
+    already.
+
+    Raises:
+        SchemaTooNewError: the store was migrated since it was opened here. On SQLite every
+            transaction looks for itself.
+    """
+    if not tx.lock(experiment):
+        revision = tx.execute(_REVISION).scalar()
+        raise SchemaTooNewError(
+            f"the store was migrated to schema {revision} while it was open here (this is "
+            f"{SCHEMA_REVISION}): upgrade with `pip install --upgrade trinity-buffer`"
+        )
+
+
+_REVISION = text("SELECT max(version_num) FROM alembic_version")

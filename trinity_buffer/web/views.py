@@ -19,7 +19,7 @@ from trinity_buffer.inspect import (
 )
 from trinity_buffer.inspect.doctor import examine
 from trinity_buffer.inspect.source import Source
-from trinity_buffer.store.address import first_address
+from trinity_buffer.store.rows import first_address
 from trinity_buffer.web.asked import GREATEST, Asked, Page, View
 from trinity_buffer.web.diff_view import diff_page
 from trinity_buffer.web.rollout_view import rollout_page

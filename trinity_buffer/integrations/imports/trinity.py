@@ -20,7 +20,7 @@ from trinity_buffer.identity import EID
 from trinity_buffer.integrations.imports.plain_pickle import plain
 from trinity_buffer.integrations.imports.rows import rows
 from trinity_buffer.integrations.imports.texts import Texts
-from trinity_buffer.store.sqlite_library import dbapi2
+from trinity_buffer.store.sqlite import dbapi2
 
 MAGIC = b"TRXP"
 HEADER = struct.Struct("<BQQ")

@@ -31,8 +31,7 @@ from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.experiences import load_experiences, unreadable_among
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import reads
-from trinity_buffer.store.address import SLOT_BITS
-from trinity_buffer.store.rows import ExperienceRow
+from trinity_buffer.store.rows import SLOT_BITS, ExperienceRow
 from trinity_buffer.writer import StagedWriter
 
 Events = Mapping[int, ExperiencesRecorded]

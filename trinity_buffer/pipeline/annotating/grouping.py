@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.identity import order_of
-from trinity_buffer.store.address import first_address
-from trinity_buffer.store.rows import BatchRow, ExperienceRow
+from trinity_buffer.store.rows import BatchRow, ExperienceRow, first_address
 
 Unit = Literal["group", "batch"]
 GroupKey = tuple[str, str]

@@ -14,7 +14,7 @@ from trinity_buffer.algorithm.reward_scores import RewardScorer, ScoredGroups
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.pipeline.annotating.grouping import Group
 from trinity_buffer.rejections import invalid
-from trinity_buffer.store.address import MAX_ROWS_PER_EVENT, SLOT_BITS
+from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, SLOT_BITS
 
 Integers = NDArray[np.int64]
 Numbers = NDArray[np.float64]

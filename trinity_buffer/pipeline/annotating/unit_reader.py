@@ -25,9 +25,14 @@ from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, segments
-from trinity_buffer.store.address import position_of
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, rows_recorded_by
+from trinity_buffer.store.rows import (
+    BatchRow,
+    ConsumerRow,
+    ExperienceRow,
+    position_of,
+    rows_recorded_by,
+)
 from trinity_buffer.store.transaction import ReadSession, Transaction
 
 _logger = logging.getLogger(__name__)

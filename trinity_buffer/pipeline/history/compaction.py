@@ -30,9 +30,9 @@ from trinity_buffer.pipeline.history.refold import Progress, no_progress
 from trinity_buffer.pipeline.loading.segments import joined
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, retention, segments
-from trinity_buffer.store.address import position_of
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.retention import Held, Need
+from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.transaction import Transaction
 
 

@@ -24,9 +24,8 @@ from trinity_buffer.pipeline.history.refold import (
 from trinity_buffer.store import comparison, log
 from trinity_buffer.store.comparison import Difference
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 __all__ = ["RebuildReport", "diff_projections", "rebuild"]
 

@@ -16,8 +16,8 @@ from trinity_buffer.pipeline.events import decoded
 from trinity_buffer.pipeline.loading.blocks import stretches
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log
-from trinity_buffer.store.address import position_of, slot_of
 from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.rows import position_of, slot_of
 from trinity_buffer.store.transaction import ReadSession
 
 

@@ -14,9 +14,8 @@ from trinity_buffer.pipeline.archive_file import SegmentParts
 from trinity_buffer.pipeline.encoding import decode_experiences
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.segments import StoredSegments, joined, read_segments
-from trinity_buffer.store.address import position_of, slot_of
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.rows import ExperienceRow
+from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import ReadSession
 
 _logger = logging.getLogger(__name__)

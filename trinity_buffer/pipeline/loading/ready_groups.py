@@ -14,7 +14,7 @@ from trinity_buffer.pipeline.loading.blocks import stretches
 from trinity_buffer.pipeline.loading.event_cache import EventCache, Facts, facts_of
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import trainer_queries
-from trinity_buffer.store.address import first_address, position_of
+from trinity_buffer.store.rows import first_address, position_of
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import ReadSession, Transaction
 

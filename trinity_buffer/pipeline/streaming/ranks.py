@@ -34,7 +34,7 @@ from trinity_buffer.pipeline.streaming.trainer_lease import (
     place_of,
 )
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import leases, log
+from trinity_buffer.store import log, promises
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.transaction import Transaction
 
@@ -203,7 +203,7 @@ class RankSession:
             LeaseLostError: rank 0 is gone, or the ranks assembled anew without this one.
         """
         # First the lease, then the log: rank 0 lets go of it after its last word.
-        held = await self._database.read(leases.holder, self._experiment.key, self._name)
+        held = await self._database.read(promises.holder, self._experiment.key, self._name)
         await self._read()
         self._check()
         if self.ended is not None:
@@ -229,7 +229,7 @@ class RankSession:
 
         def append(tx: Transaction) -> list[log.Place]:
             if token is not None:
-                leases.require(tx, self._experiment.key, self._name, token=token)
+                promises.require(tx, self._experiment.key, self._name, token=token)
             key, name = self._experiment.key, self._name
             return log.append(tx, key, [event], actor=name, now_us=now_us())
 

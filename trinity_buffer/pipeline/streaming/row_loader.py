@@ -26,7 +26,7 @@ from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.tensor_columns import tensors_of
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries
-from trinity_buffer.store.address import position_of, slot_of
+from trinity_buffer.store.rows import position_of, slot_of
 from trinity_buffer.store.transaction import ReadSession
 
 FAMILIES = ("light", "tokens", "heavy")

@@ -17,11 +17,10 @@ from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.processes import start_of
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
-from trinity_buffer.store import leases, log
+from trinity_buffer.store import log, promises
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import NewEvent, Place
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 TTL_S = 30.0
 HEARTBEATS_PER_TTL = 4
@@ -50,7 +49,7 @@ def place_of(owner: str) -> str:
 
 
 Held: TypeAlias = tuple[str, int, int] | None
-"""(owner, token, expires_at) of a lease, as `leases.holder` returns it."""
+"""(owner, token, expires_at) of a lease, as `promises.holder` returns it."""
 
 
 class LeaseWatch:
@@ -113,7 +112,7 @@ class TrainerLease:
         wait_for_it = SpokenWait(self._database.changes, tell)
         while True:
             state = await self._database.changes.state()
-            held = await self._database.read(leases.holder, self._experiment, self.consumer)
+            held = await self._database.read(promises.holder, self._experiment, self.consumer)
             silent = watch.is_silent(held)
             free = held is None or is_dead(held[0]) or (silent if wait else held[2] <= now_us())
             if free and await self._database.write(self._take, held):
@@ -125,9 +124,9 @@ class TrainerLease:
     def _take(self, tx: Transaction, seen: Held) -> bool:
         """Take the lease if it is as it was ``seen``, with nobody alive; return whether it was."""
         lock_experiment(tx, self._experiment)
-        if leases.holder(tx, self._experiment, self.consumer) != seen:
+        if promises.holder(tx, self._experiment, self.consumer) != seen:
             return False
-        self.token = leases.acquire(
+        self.token = promises.acquire(
             tx,
             self._experiment,
             self.consumer,
@@ -146,7 +145,7 @@ class TrainerLease:
         Raises:
             LeaseLostError: a newer token exists.
         """
-        leases.require(tx, self._experiment, self.consumer, token=self.token)
+        promises.require(tx, self._experiment, self.consumer, token=self.token)
         of = self._experiment if experiment is None else experiment
         return log.append(tx, of, events, actor=self.consumer, now_us=now_us())
 
@@ -168,12 +167,12 @@ class TrainerLease:
 
     def _renew(self, tx: Transaction) -> None:
         expires = now_us() + self._ttl_us  # by the clock as it is once the transaction has begun
-        leases.renew(tx, self._experiment, self.consumer, token=self.token, expires_at_us=expires)
+        promises.renew(tx, self._experiment, self.consumer, token=self.token, expires_at_us=expires)
 
     async def release(self) -> None:
         """Give the lease back."""
         await self._database.write(
-            leases.release, self._experiment, self.consumer, token=self.token
+            promises.release, self._experiment, self.consumer, token=self.token
         )
 
 

@@ -19,7 +19,7 @@ from trinity_buffer.events import (
     StepMeasured,
 )
 from trinity_buffer.pipeline.verifying.findings import Problem
-from trinity_buffer.store.address import MAX_ROWS_PER_EVENT, first_address, written_as
+from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, first_address, written_as
 
 Integers = npt.NDArray[np.int64]
 

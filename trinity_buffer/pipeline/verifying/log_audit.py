@@ -45,8 +45,8 @@ from trinity_buffer.pipeline.event_chain import EventChain
 from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.trainer_audit import TrainerAudit
-from trinity_buffer.store.address import address_of, first_address, written_as
 from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.rows import address_of, first_address, written_as
 
 Integers = npt.NDArray[np.int64]
 

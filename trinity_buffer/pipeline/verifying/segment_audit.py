@@ -25,8 +25,8 @@ from trinity_buffer.pipeline.verifying.column_audit import wrong_columns
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import segments
-from trinity_buffer.store.address import address_of, written_as
 from trinity_buffer.store.database import Database
+from trinity_buffer.store.rows import address_of, written_as
 
 Parts = dict[tuple[bytes, str], list[tuple[int, int, bytes]]]
 

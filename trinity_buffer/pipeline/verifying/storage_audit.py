@@ -7,7 +7,7 @@ from trinity_buffer.pipeline.history.refold import readable_events
 from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import log, soundness
+from trinity_buffer.store import log, schema
 from trinity_buffer.store.database import Database
 
 _KINDS = kinds_of(WithSegment)
@@ -15,9 +15,9 @@ _KINDS = kinds_of(WithSegment)
 
 async def look(database: Database, cross: CrossAudit, *, quick: bool) -> list[Problem]:
     """Return what is wrong beside the log; a quick look asks for triggers and indexes alone."""
-    wrong = await database.read(soundness.unsound)
+    wrong = await database.read(schema.unsound)
     if not quick:
-        wrong += await database.read(soundness.damaged_pages)
+        wrong += await database.read(schema.damaged_pages)
     found = [Problem("database", database.name, what) for what in wrong]
     if quick:
         return found
@@ -26,7 +26,7 @@ async def look(database: Database, cross: CrossAudit, *, quick: bool) -> list[Pr
 
 async def _orphans(database: Database, cross: CrossAudit) -> list[Problem]:
     """Return the segments that no event of any experiment names."""
-    orphans = await database.read(soundness.segment_keys) - cross.named
+    orphans = await database.read(schema.segment_keys) - cross.named
     if not orphans:
         return []
     for key in (await database.read(log.experiment_names)).values():

@@ -20,7 +20,7 @@ from trinity_buffer.events import (
 from trinity_buffer.pipeline.gone_through import FIRST_LINK, chain
 from trinity_buffer.pipeline.streaming.manifest import Manifest, plans_of
 from trinity_buffer.pipeline.verifying.findings import Problem
-from trinity_buffer.store.address import written_as
+from trinity_buffer.store.rows import written_as
 
 Integers = npt.NDArray[np.int64]
 

@@ -20,9 +20,8 @@ from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, segments
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.dialect import lock_experiment
 from trinity_buffer.store.log import NewEvent, Place
-from trinity_buffer.store.transaction import Session, TakenKeyError, Transaction
+from trinity_buffer.store.transaction import Session, TakenKeyError, Transaction, lock_experiment
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,7 @@ from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.dialect import lock_experiment
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,20 @@
-"""Leases: a trainer's renewable claim on a consumer name. Promises: forgetting all is safe.
+"""Promises of processes, which may all be forgotten at any time: leases, and who is there.
 
-A lease can be acquired when one of three holds: nobody has it, it has expired, or its owner is
-asking. Acquiring always yields a token above every token seen before. Only a newer token fences: an
-expired lease that nobody took can still be renewed and committed.
+A lease is a trainer's renewable claim on a consumer name. It can be acquired when one of three
+holds: nobody has it, it has expired, or its owner is asking. Acquiring always yields a token above
+every token seen before. Only a newer token fences: an expired lease that nobody took can still be
+renewed and committed.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sqlalchemy import bindparam, delete, select, update
 
 from trinity_buffer.errors import LeaseHeldError, LeaseLostError
-from trinity_buffer.store.dialect import lock_experiment, upsert
-from trinity_buffer.store.prepared import Prepared
-from trinity_buffer.store.tables import consumer, lease
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.tables import consumer, lease, presence
+from trinity_buffer.store.transaction import Prepared, Transaction, lock_experiment, upsert
 
 
 def holder(tx: Transaction, experiment: int, name: str) -> tuple[str, int, int] | None:
@@ -111,3 +112,64 @@ def release(tx: Transaction, experiment: int, name: str, *, token: int) -> None:
     """Give the lease back, if it is still ours."""
     mine = (lease.c.experiment == experiment, lease.c.consumer == name, lease.c.token == token)
     tx.execute(delete(lease).where(*mine))
+
+
+FORGOTTEN_AFTER_US = 3_600_000_000
+"""What nobody has renewed for an hour is removed by the next process of that name."""
+
+
+@dataclass(frozen=True, slots=True)
+class PresenceRow:
+    """A process in a role of an experiment; times in microseconds since 1970.
+
+    Attributes:
+        role: ``explorer``, ``strategy`` or ``trainer``; of a rank above 0 ``rank N``.
+        name: actor, annotation set or trainer.
+        waiting_for: what it said last that it waits for; None: it works.
+    """
+
+    role: str
+    name: str
+    host: str
+    pid: int
+    started_at: int
+    last_seen: int
+    waiting_for: str | None
+
+
+def note_presence(tx: Transaction, experiment: int, row: PresenceRow) -> None:
+    """Write down that a process is there."""
+    who = {"experiment": experiment, "role": row.role, "name": row.name}
+    of_name = (
+        presence.c.experiment == experiment,
+        presence.c.role == row.role,
+        presence.c.name == row.name,
+    )
+    tx.execute(
+        delete(presence).where(*of_name, presence.c.last_seen < row.last_seen - FORGOTTEN_AFTER_US)
+    )
+    said = {"last_seen": row.last_seen, "waiting_for": row.waiting_for}
+    new = {**who, "host": row.host, "pid": row.pid, "started_at": row.started_at, **said}
+    statement = upsert(tx, presence).values(new)
+    keys = ["experiment", "role", "name", "host", "pid"]
+    tx.execute(statement.on_conflict_do_update(index_elements=keys, set_=said))
+
+
+def forget_presence(tx: Transaction, experiment: int, row: PresenceRow) -> None:
+    """Take back what `note_presence` wrote."""
+    tx.execute(
+        delete(presence).where(
+            presence.c.experiment == experiment,
+            presence.c.role == row.role,
+            presence.c.name == row.name,
+            presence.c.host == row.host,
+            presence.c.pid == row.pid,
+        )
+    )
+
+
+def everybody(tx: Transaction, experiment: int) -> list[PresenceRow]:
+    """Return everybody who said that he is there, the last one first."""
+    query = select(presence).where(presence.c.experiment == experiment)
+    rows = tx.execute(query.order_by(presence.c.last_seen.desc())).all()
+    return [PresenceRow(*row[1:]) for row in rows]
