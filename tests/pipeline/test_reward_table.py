@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -18,21 +18,16 @@ from tests.contract.making import assert_conserved, group, opened, rollout, rows
 from tests.pipeline.planting import beside_heads, unguarded
 from trinity_buffer import codec
 from trinity_buffer.algorithm.add_strategy import (
-    ADD_STRATEGY,
     AddStrategy,
     ASYMREAddStrategy,
     BestOfGroupAddStrategy,
-    CorrectBiasAddStrategy,
     GRPOAddStrategy,
     OPMDAddStrategy,
     RECAddStrategy,
     REINFORCEAddStrategy,
-    RewardStrategy,
     RewardVarianceAddStrategy,
     compose,
 )
-from trinity_buffer.algorithm.group_scores import Rewards
-from trinity_buffer.algorithm.reward_scores import ScoredGroups
 from trinity_buffer.events import ExperienceColumns, ExperiencesAnnotated, ExperiencesRecorded
 from trinity_buffer.experience import EID, Experience, order_of
 from trinity_buffer.pipeline.annotating.decision import Decision, Verdicts
@@ -71,6 +66,9 @@ STRATEGIES: dict[str, Made] = {
         w,
         ["best_of_group", "grpo", "opmd", "reward_variance"],
         {"best_of_group": {"num_kept": 3, "min_reward": 0.0}, "grpo": {"std_threshold": 0.1}},
+    ),
+    "grpo, then best": lambda w: compose(
+        w, ["grpo", "best_of_group"], {"grpo": {"std_threshold": 0.1}}
     ),
     "best two above zero": lambda w: BestOfGroupAddStrategy(w, 2, min_reward=0.0),
 }
@@ -192,69 +190,6 @@ class SlowGRPO(GRPOAddStrategy):
     def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
         """Do what GRPO does."""
         return super().group_experiences(exps)
-
-
-class Centred(RewardStrategy):
-    """A class of one's own, which declares itself."""
-
-    @override
-    def score_groups(self, rewards: Rewards) -> ScoredGroups:
-        """Return the distance from the largest reward."""
-        return ScoredGroups(scores=rewards - rewards.max(axis=-1, keepdims=True))
-
-
-class NeedsLogprobs(Centred):
-    """Needs what rewards do not tell, and yet writes `score_groups` anew."""
-
-    needs: ClassVar[tuple[str, ...]] = ("reward", "action_mask", "logprobs")
-
-    @override
-    def score_groups(self, rewards: Rewards) -> ScoredGroups:
-        """Return what the class above does."""
-        return super().score_groups(rewards)
-
-
-class Shaped(Centred):
-    """Looks at more than the reward to shape it."""
-
-    @override
-    def rewards_of(self, exps: Sequence[Experience]) -> Rewards:
-        """Return longer answers' rewards doubled."""
-        return super().rewards_of(exps) * 2
-
-    @override
-    def score_groups(self, rewards: Rewards) -> ScoredGroups:
-        """Return what the class above does."""
-        return super().score_groups(rewards)
-
-
-class Quiet(Centred):
-    """Changes the constructor alone."""
-
-    def __init__(self, writer: Any, **kwargs: Any) -> None:
-        super().__init__(writer, **kwargs)
-
-
-def test_a_class_is_scored_by_rewards_only_as_long_as_its_declaration_tells_all() -> None:
-    declared = {
-        name for name in ADD_STRATEGY.names() if _scorer(ADD_STRATEGY.get(name)) is not None
-    }
-    assert declared == {
-        *("grpo", "opmd", "asymre", "rec", "reinforce"),
-        *("reward_variance", "best_of_group"),
-    }
-    assert RECAddStrategy(StagedWriter(), drop="balance").from_rewards() is None
-    assert compose(StagedWriter(), ["dapo_dynamic_sampling", "grpo"]).from_rewards() is None
-    assert _scorer(Centred) is not None
-    assert _scorer(Quiet) is not None
-    for other in (SlowGRPO, CorrectBiasAddStrategy, NeedsLogprobs, Shaped):
-        assert _scorer(other) is None
-
-
-def _scorer(kind: type[AddStrategy]) -> object:
-    needed: dict[str, dict[str, Any]] = {"overlong_penalty": {"max_length": 8, "cache_length": 2}}
-    name = next((n for n in ADD_STRATEGY.names() if ADD_STRATEGY.get(n) is kind), "")
-    return kind(StagedWriter(), **needed.get(name, {})).from_rewards()
 
 
 async def annotated(experiment: Experiment, name: str) -> list[Any]:

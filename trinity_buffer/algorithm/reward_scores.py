@@ -67,6 +67,11 @@ def says_all(cls: type, method: str) -> bool:
     return False
 
 
+def inherits(cls: type, base: type, methods: Collection[str]) -> bool:
+    """Return whether ``cls`` has all of ``methods`` from ``base``: none was overridden."""
+    return all(getattr(cls, name) is getattr(base, name) for name in methods)
+
+
 def as_added(score: RewardScorer, reason: str) -> RewardScorer:
     """Return ``score`` as the consumer needs it.
 

@@ -27,6 +27,7 @@ from trinity_buffer.algorithm.reward_scores import (
     RewardScorer,
     ScoredGroups,
     as_added,
+    inherits,
     scorer_of,
 )
 from trinity_buffer.experience import Experience, group_by
@@ -214,6 +215,13 @@ class GroupAdvantageStrategy(AddStrategy):
             await self.writer.write_async(kept)
 
 
+_DECIDING = (
+    *("add", "calculate_group_advantage", "group_experiences", "needs_of", "rewards_of"),
+    *("refuse", "reject", "usable"),
+)
+"""What a `RewardStrategy` may override to decide otherwise than by `score_groups`."""
+
+
 class RewardStrategy(GroupAdvantageStrategy):
     """Scores the runs of each task by their rewards alone: write `score_groups`, and it is done."""
 
@@ -230,7 +238,7 @@ class RewardStrategy(GroupAdvantageStrategy):
     def from_rewards(self) -> RewardScorer | None:
         """Return `score_groups` with the reason and the names of metrics that `add` gives."""
         score = super().from_rewards()
-        if score is None or type(self).rewards_of is not RewardStrategy.rewards_of:
+        if score is None or not inherits(type(self), RewardStrategy, _DECIDING):
             return None
         return as_added(score, self.left_out)
 

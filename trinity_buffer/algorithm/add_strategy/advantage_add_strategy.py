@@ -16,9 +16,12 @@ from trinity_buffer.algorithm.advantage_fn import (
     REINFORCEGroupAdvantage,
 )
 from trinity_buffer.algorithm.copies import left_out
-from trinity_buffer.algorithm.reward_scores import RewardScorer, as_added
+from trinity_buffer.algorithm.reward_scores import RewardScorer, as_added, inherits
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.writer import BufferWriter
+
+_DECIDING = ("add", "refuse", "reject", "usable")
+"""What a subclass may override to decide otherwise than its advantage function."""
 
 
 class AdvantageAddStrategy(AddStrategy):
@@ -57,8 +60,9 @@ class AdvantageAddStrategy(AddStrategy):
     def from_rewards(self) -> RewardScorer | None:
         """Return what the advantage function decides by rewards alone, if it does."""
         score = self.advantage.from_rewards()
-        own = type(self).add is AdvantageAddStrategy.add
-        return as_added(score, "zero_variance") if own and score is not None else None
+        if score is None or not inherits(type(self), AdvantageAddStrategy, _DECIDING):
+            return None
+        return as_added(score, "zero_variance")
 
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:

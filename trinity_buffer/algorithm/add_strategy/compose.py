@@ -93,8 +93,7 @@ def _scored_in_turn(stages: Sequence[tuple[str, RewardScorer]], rewards: Rewards
             if found.scores is not None:
                 scores = np.zeros_like(rewards) if scores is None else scores
                 scores[at] = found.scores
-            if found.reasons is not None:
-                reasons[at] = found.reasons
+            reasons[at] = "filtered" if found.reasons is None else found.reasons
             if found.kept is not None:
                 kept[at] = found.kept
             for key, values in found.metrics.items():  # NaN: a group of which nothing was left

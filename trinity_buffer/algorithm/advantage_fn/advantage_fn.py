@@ -25,7 +25,12 @@ from trinity_buffer.algorithm.arguments import (
 from trinity_buffer.algorithm.batches import as_mapping
 from trinity_buffer.algorithm.group_scores import Rewards, as_rewards
 from trinity_buffer.algorithm.registry import Registry
-from trinity_buffer.algorithm.reward_scores import RewardScorer, ScoredGroups, scorer_of
+from trinity_buffer.algorithm.reward_scores import (
+    RewardScorer,
+    ScoredGroups,
+    inherits,
+    scorer_of,
+)
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
 
@@ -179,8 +184,17 @@ class GroupAdvantage(PipelineAdvantage):
         return kept, gather_groups([metrics for _, metrics in scored])
 
 
+_DECIDING = ("process", "problems", "needs_of", "group_experiences", "calculate_group_advantage")
+"""What a `RewardAdvantage` may override to decide otherwise than by `score_groups`."""
+
+
 class RewardAdvantage(GroupAdvantage):
     """Scores the runs of each task by their rewards alone: write `score_groups`."""
+
+    @override
+    def from_rewards(self) -> RewardScorer | None:
+        """Return `score_groups`, if nothing else decides."""
+        return super().from_rewards() if inherits(type(self), RewardAdvantage, _DECIDING) else None
 
     @abstractmethod
     def score_groups(self, rewards: Rewards) -> ScoredGroups:
