@@ -6,6 +6,7 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 from rich.live import Live
@@ -324,7 +325,9 @@ class Demo:
     def _accuracy(self, checkpoint: Path | None) -> float | None:
         """Return the exact-match accuracy of the last committed weights on fresh problems."""
         ends = ends_of(self.config)
-        policy = ends.policy() if checkpoint is None else ends.load(checkpoint / ends.policy_file)
+        policy: Any = (
+            ends.policy() if checkpoint is None else ends.load(checkpoint / ends.policy_file)
+        )
         return ends.accuracy(policy, problems=1000, seed=self.config.seed + 1_000_000)
 
     def _show(

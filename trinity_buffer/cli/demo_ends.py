@@ -74,7 +74,7 @@ def sampler_of(config: RunConfig) -> Sampler:
 
 @dataclass(frozen=True, slots=True)
 class DemoEnds:
-    """The ends of a demo's run; see `Ends`."""
+    """The ends of a demo's run: its small tasks, and its transformer."""
 
     config: RunConfig
 
@@ -93,7 +93,11 @@ class DemoEnds:
         return first_policy(self.config)
 
     def load(self, path: str | Path) -> TransformerPolicy:
-        """Return the policy in the file ``path``."""
+        """Return the policy in the file ``path``.
+
+        Raises:
+            CheckpointError: there is none.
+        """
         return TransformerPolicy.load(path)
 
     async def explore(

@@ -33,7 +33,7 @@ OURS = Path(trinity_buffer.__file__).parent / "cli"
 
 @dataclass(frozen=True, slots=True)
 class OwnEnds:
-    """The ends of a run of one's own; see `Ends`."""
+    """The ends of a run of one's own: its rollouts, and the model that its configuration names."""
 
     config: RunConfig
 
@@ -52,7 +52,11 @@ class OwnEnds:
         return self.load(self._model_path)
 
     def load(self, path: str | Path) -> CausalLM:
-        """Return the model in the folder ``path``."""
+        """Return the model in the folder ``path``.
+
+        Raises:
+            InvalidArgumentError: it cannot be loaded.
+        """
         _hush()
         return CausalLM(load_causal_lm(path))
 
@@ -92,7 +96,7 @@ class OwnEnds:
             raise _failed(f"rollout {config.rollout!r}", error) from error
 
     def accuracy(self, policy: CausalLM, *, problems: int, seed: int) -> float | None:  # noqa: ARG002
-        """Return what ``evaluate`` says of the model, which answers with its likeliest tokens."""
+        """Return what ``evaluate`` says of the model's likeliest answers, or None without it."""
         if self.config.evaluate is None:
             return None
         evaluate = self._named("evaluate", self.config.evaluate)

@@ -28,6 +28,7 @@ AfterStepOption = Annotated[
     int | None,
     typer.Option("--after", help="Only steps above this one. Default: the last ones.", min=0),
 ]
+StepLimitOption = Annotated[int, typer.Option("--limit", help="At most so many steps.", min=1)]
 MEASURED = ("loss_share", "ratio_mean", "ratio_max", "clipped", "kl", "entropy", "gap_mean")
 """What `blame` shows of what the trainer measured of each row."""
 
@@ -42,7 +43,7 @@ def steps(
     experiment: ExperimentOption = None,
     trainer: TrainerOption = None,
     after: AfterStepOption = None,
-    limit: Annotated[int, typer.Option(help="At most so many.", min=1)] = 20,
+    limit: StepLimitOption = 20,
     as_of: AsOfOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -225,7 +226,7 @@ def staleness(
     experiment: ExperimentOption = None,
     trainer: TrainerOption = None,
     after: AfterStepOption = None,
-    limit: Annotated[int, typer.Option(help="At most so many steps.", min=1)] = 100,
+    limit: StepLimitOption = 100,
     as_of: AsOfOption = None,
     as_json: JsonOption = False,
 ) -> None:
