@@ -145,8 +145,10 @@ class TrainerLease:
         Raises:
             LeaseLostError: a newer token exists.
         """
-        promises.require(tx, self._experiment, self.consumer, token=self.token)
         of = self._experiment if experiment is None else experiment
+        for key in sorted({of, self._experiment}):  # locks, always in one order
+            lock_experiment(tx, key)
+        promises.require(tx, self._experiment, self.consumer, token=self.token)
         return log.append(tx, of, events, actor=self.consumer, now_us=now_us())
 
     def _held_by(self, held: Held) -> str:
