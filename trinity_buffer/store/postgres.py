@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -123,14 +122,10 @@ class PostgresTransaction(Transaction):
     def roll_back(self) -> None:
         """End the transaction, if it began; a connection on which that fails is not used again."""
         if not self._begin and not self._adapted.driver_connection.is_closed():
-            ended = False
             try:
-                with suppress(DBAPIError, OSError):
-                    self._tell("ROLLBACK")
-                    ended = True
-            finally:
-                if not ended:  # where it was cancelled once more, it was not even sent
-                    self._connection.invalidate()
+                self._tell("ROLLBACK")
+            except (DBAPIError, OSError):
+                self._connection.invalidate()
 
     def _catch_up(self) -> None:
         """Begin, if that is still to be done, and send the changes that are kept."""
