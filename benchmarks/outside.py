@@ -1,6 +1,7 @@
 """Our adapters against other people's real packages, each in an environment of its own.
 
 python -m benchmarks.outside                 # all
+python -m benchmarks.outside --list          # what there is, and what of it is installed
 python -m benchmarks.outside trl --record    # one; append the result to docs/outside.jsonl
 python -m benchmarks.outside playwright --record   # and take the pictures of the documents anew
 
@@ -57,11 +58,7 @@ def run(package: str, pictures: Path | None = None) -> Outcome:
         package: the name of its folder.
         pictures: the folder where tests leave pictures, None: one of their own.
     """
-    folder = FOLDERS / package
-    pinned = re.search(
-        rf"^{package}==(\S+)", (folder / "requirements.lock").read_text(), re.MULTILINE
-    )
-    version = pinned[1] if pinned else None
+    folder, version = FOLDERS / package, _version(package)
     try:
         python = _environment(folder)
     except subprocess.CalledProcessError as error:
@@ -82,13 +79,29 @@ def run(package: str, pictures: Path | None = None) -> Outcome:
     return Outcome(package, version, ok=done.returncode == 0 and not skipped, said=lines[-1])
 
 
+def _version(package: str) -> str | None:
+    """Return which version of the package its lock names."""
+    lock = (FOLDERS / package / "requirements.lock").read_text()
+    pinned = re.search(rf"^{package}==(\S+)", lock, re.MULTILINE)
+    return pinned[1] if pinned else None
+
+
+def _is_installed(folder: Path) -> bool:
+    """Return whether the folder's environment is of its lock."""
+    ready = ENVIRONMENTS / folder.name / ".ready"
+    return ready.is_file() and ready.read_text() == _digest(folder)
+
+
+def _digest(folder: Path) -> str:
+    return hashlib.sha256((folder / "requirements.lock").read_bytes()).hexdigest()
+
+
 def _environment(folder: Path) -> Path:
     """Return the interpreter of the folder's environment, made if there is none for its lock."""
     place = ENVIRONMENTS / folder.name
     python, ready = place / "bin" / "python", place / ".ready"
     lock = folder / "requirements.lock"
-    digest = hashlib.sha256(lock.read_bytes()).hexdigest()
-    if ready.is_file() and ready.read_text() == digest:
+    if _is_installed(folder):
         return python
     print(f"{folder.name}: installing {lock.relative_to(ROOT)}", file=sys.stderr)
     subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
@@ -102,7 +115,7 @@ def _environment(folder: Path) -> Path:
     ]
     subprocess.run([*pip, "--no-deps", "-r", lock], check=True)
     subprocess.run([*pip, "--no-deps", "--editable", ROOT], check=True)
-    ready.write_text(digest)
+    ready.write_text(_digest(folder))
     return python
 
 
@@ -115,7 +128,13 @@ def main() -> None:
     parser.add_argument(
         "--record", action="store_true", help="append results to docs/outside.jsonl"
     )
+    parser.add_argument("--list", action="store_true", help="run nothing")
     asked = parser.parse_args()
+    if asked.list:
+        for name in asked.package or packages():
+            state = "installed" if _is_installed(FOLDERS / name) else "not installed"
+            print(f"{name} {_version(name)}: {state}")
+        return
     failed = False
     for name in asked.package or packages():
         outcome = run(name, RESULTS.parent if asked.record else None)

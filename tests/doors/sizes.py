@@ -19,11 +19,16 @@ SIZES = {
     "make test": "-n 0 tests/codec/test_bodies.py",
     "make bench": BENCH,
     "make proofs": "--only nothing",  # --run takes hours; tests/benchmarks runs it small
+    "make outside": "--list",  # what it runs is other people's packages, for many minutes
     "make migrate": "URL=runs/demo.db",
     "trinity-buffer demo": DEMO,
     "trinity-buffer explore": "--batches 10",
     "python benchmarks/learning.py": LEARNING,
     "python benchmarks/learning.py --all": f"{LEARNING} --algorithm sft",
+    "python -m benchmarks.loss_path": (
+        "--device cpu --ways ours,naive,products --sizes 64,512,16 --repetitions 1"
+    ),
+    "python -m benchmarks.outside": "--list",
     "python -m benchmarks.proofs": "--only nothing",
     "python -m benchmarks.run": BENCH,
     "python -m benchmarks.verify": "--experiences 64 --repetitions 1 --store runs/verify.db",
