@@ -215,8 +215,8 @@ async def main():
         await writer.write(group())
         child_says(lambda: asyncio.run(writer.write(group(task=1))))
         child_says(lambda: asyncio.run(experiment.newest_policy()))
-        await tb.run_strategy(experiment, "grpo")
         await writer.write(group(task=2))
+        await tb.run_strategy(experiment, "grpo")
 
 anyio.run(main)
 with tb.open_train_stream(sys.argv[1], experiment="run", strategy="grpo") as stream:

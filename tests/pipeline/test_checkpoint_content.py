@@ -11,7 +11,7 @@ import pytest
 from tests.contract.making import group, opened
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.checkpoint import digest_of, make_durable
+from trinity_buffer.pipeline.checkpoint import digest_of, make_durable, read_gone_through
 from trinity_buffer.pipeline.store import open_store
 
 
@@ -104,3 +104,23 @@ async def test_a_run_whose_folder_was_moved_goes_on(runs: Path, tmp_path: Path) 
         (moved / "step-1" / "weights").write_text("others")
         with pytest.raises(CheckpointError, match="is not the one that was committed"):
             await experiment.train_stream(strategy="grpo").__aenter__()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"manifests": 3}',
+        '{"manifests": ["zz"]}',
+        '{"manifests": [], "before": "", "length": 1e999}',
+        '{"manifests": [], "before": "", "length": null}',
+    ],
+)
+def test_manifests_that_cannot_be_read_are_an_error_of_the_checkpoint(
+    tmp_path: Path, said: str
+) -> None:
+    (tmp_path / "manifests.json").write_text(said)
+    with pytest.raises(CheckpointError, match=r"holds no manifests\.json of a trainer"):
+        read_gone_through(tmp_path)

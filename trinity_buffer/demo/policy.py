@@ -50,7 +50,7 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if value < 1:
-                raise InvalidArgumentError(f"PolicyConfig.{name} is {value}, it must be at least 1")
+                raise InvalidArgumentError(f"PolicyConfig.{name}={value}: it must be at least 1")
         if self.width % self.heads:
             raise InvalidArgumentError(
                 f"PolicyConfig.width is {self.width}, it must be a multiple of heads={self.heads}"

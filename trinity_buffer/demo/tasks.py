@@ -230,4 +230,4 @@ TASKS: dict[str, type[SortDigits] | type[GuessNumber]] = {
 
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
-        raise InvalidArgumentError(f"{name} is {value}, it must be at least {least}")
+        raise InvalidArgumentError(f"{name}={value}: it must be at least {least}")

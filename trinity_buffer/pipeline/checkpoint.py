@@ -125,7 +125,7 @@ def read_gone_through(folder: Path) -> GoneThrough:
         if "before" not in said:  # then they are all there, as old versions wrote them
             return GoneThrough(len(last), FIRST_LINK, last)
         return GoneThrough(int(said["length"]), bytes.fromhex(said["before"]), last)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(
             f"{folder} holds no {MANIFESTS_FILE} of a trainer: {error}"
         ) from error
