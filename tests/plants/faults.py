@@ -234,7 +234,7 @@ FAULTS = [
         "algorithm/reward_scores.py",
         "for name in own):\n            return False",
         "for name in own):\n            continue",
-        "tests/pipeline/test_reward_table.py::test_a_class_is_scored_by_rewards_only_as_long_as_its_declaration_tells_all",
+        "tests/pipeline/test_reward_declarations.py::test_a_class_is_scored_by_rewards_only_as_long_as_its_declaration_tells_all",
     ),
     Fault(
         "verify believes that one number can stand for a row",
