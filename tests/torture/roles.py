@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -78,13 +78,15 @@ def live(role: str, arguments: Mapping[str, Any], life: Life, log: str) -> None:
     special = {"ranks": life.ranks} if role == "trainer" else {}
     try:
         globals()[role](**arguments, **special)
-    except TrinityBufferError as error:
-        if "disk is full" in str(error):
+    except Exception as error:  # noqa: BLE001 - the parent reads it in the log
+        is_ours = isinstance(error, TrinityBufferError)
+        if is_ours and "disk is full" in str(error):
             note(folder, "disk full" if life.pages is None else "database full")
-        sys.stdout.write(f"ENDED {type(error).__name__}: {error}\n")
+        if is_ours:
+            sys.stdout.write(f"ENDED {type(error).__name__}: {error}\n")
         traceback.print_exc()
         sys.stdout.flush()
-        os._exit(REFUSED)
+        os._exit(REFUSED if is_ours else 1)  # whatever its threads wait for
 
 
 class _WrongClock:
@@ -277,14 +279,18 @@ def trainer(
 
 
 def _leave_a_step(opened: Callable[..., Any], ranks: int) -> None:
-    """Take a step as ``ranks`` ranks, and commit nothing."""
+    """Take a step as ``ranks`` ranks, and commit nothing.
+
+    As soon as one of them fails that is the error: the others may wait for it, and for ever.
+    """
 
     def take(rank: int) -> None:
         with opened(rank=rank, world_size=ranks) as stream:
             next(stream, None)
 
-    with ThreadPoolExecutor(ranks) as pool:
-        list(pool.map(take, range(ranks)))
+    pool = ThreadPoolExecutor(ranks)
+    for taken in as_completed([pool.submit(take, rank) for rank in range(ranks)]):
+        taken.result()
 
 
 async def _num_dealt(url: str, experiment: str) -> int:

@@ -17,6 +17,7 @@ from tests.torture.inflict import EXPERIMENT, SHARED, Fault, Scene
 from tests.torture.plan import Plan
 from tests.torture.sites import Site
 from trinity_buffer.cli.run_config import resolved
+from trinity_buffer.errors import StoreError
 from trinity_buffer.pipeline.store import open_store
 
 CONFIG = {
@@ -202,29 +203,37 @@ def _end_calmly(fleet: Fleet, site: Site, url: str, report: RoundReport) -> None
 
 def _go_on(fleet: Fleet, url: str, report: RoundReport, when: str, *, steps: int) -> bool:
     """Return True as soon as every trainer has committed so many more steps."""
-    before = anyio.run(_committed, url)
+    before: Mapping[str, int] | None = None
     deadline = time.monotonic() + CALM_LIMIT_S
     while not fleet.unexpected:
-        fleet.tend(time.monotonic() + 0.1)
         now = anyio.run(_committed, url)
-        if all(now.get(name, 0) >= before.get(name, 0) + steps for name in TRAINERS):
-            return True
+        if now is not None:
+            before = now if before is None else before
+            if all(now.get(name, 0) >= before.get(name, 0) + steps for name in TRAINERS):
+                return True
         if time.monotonic() > deadline:
             report.problems.append(f"{when}: trainers went only from {before} to {now}")
             return False
+        fleet.tend(time.monotonic() + 0.1)
     return False
 
 
 TRAINERS = (SHARED, "second")
 
 
-async def _committed(url: str) -> dict[str, int]:
-    """Return the last committed step of each trainer, as its events tell."""
+async def _committed(url: str) -> Mapping[str, int] | None:
+    """Return the last committed step of each trainer, as its events tell.
+
+    None while the server recovers: it may notice only now that a backend of it was killed.
+    """
     steps: dict[str, int] = {}
-    async with open_store(url, read_only=True) as store:
-        experiment = await store.experiment(EXPERIMENT)
-        async for event in experiment.events(kinds=("StepsCommitted",)):
-            steps[event.body["consumer"]] = event.body["steps"][-1]
+    try:
+        async with open_store(url, read_only=True) as store:
+            experiment = await store.experiment(EXPERIMENT)
+            async for event in experiment.events(kinds=("StepsCommitted",)):
+                steps[event.body["consumer"]] = event.body["steps"][-1]
+    except StoreError:
+        return None
     return steps
 
 

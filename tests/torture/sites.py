@@ -24,7 +24,7 @@ TABLESPACE_BYTES = 192 << 20
 """An empty database of PostgreSQL has 8 MiB, and the proof makes a copy."""
 
 TABLESPACE = "small"
-RECOVERY_S = 60.0
+RECOVERY_S = 300.0
 
 
 class Site(ABC):
