@@ -78,15 +78,13 @@ def live(role: str, arguments: Mapping[str, Any], life: Life, log: str) -> None:
     special = {"ranks": life.ranks} if role == "trainer" else {}
     try:
         globals()[role](**arguments, **special)
-    except Exception as error:  # noqa: BLE001 - the parent reads it in the log
-        is_ours = isinstance(error, TrinityBufferError)
-        if is_ours and "disk is full" in str(error):
+    except TrinityBufferError as error:
+        if "disk is full" in str(error):
             note(folder, "disk full" if life.pages is None else "database full")
-        if is_ours:
-            sys.stdout.write(f"ENDED {type(error).__name__}: {error}\n")
+        sys.stdout.write(f"ENDED {type(error).__name__}: {error}\n")
         traceback.print_exc()
         sys.stdout.flush()
-        os._exit(REFUSED if is_ours else 1)  # whatever its threads wait for
+        os._exit(REFUSED)  # whatever threads of it wait for
 
 
 class _WrongClock:

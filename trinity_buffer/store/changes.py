@@ -165,7 +165,12 @@ class PostgresChanges(Changes):
 
         async with self._lock:
             if self._connection is None or self._connection.is_closed():
-                self._gone = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
+                self._gone = (
+                    OSError,
+                    asyncpg.PostgresError,
+                    asyncpg.InterfaceError,
+                    asyncpg.InternalClientError,
+                )
                 try:
                     self._connection = await asyncpg.connect(
                         _dsn(self._url), server_settings={"application_name": APPLICATION}

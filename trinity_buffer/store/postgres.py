@@ -155,6 +155,8 @@ class PostgresTransaction(Transaction):
             raise IntegrityError(str(error), None, error) from error
         except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
             raise DBAPIError(str(error), None, error) from error
+        except asyncpg.InternalClientError as error:  # ended by the server, and not yet closed
+            raise DBAPIError(f"the connection is broken: {error}", None, error) from error
 
 
 _SPACE = 7

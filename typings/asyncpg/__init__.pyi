@@ -2,7 +2,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from asyncpg.exceptions import InterfaceError as InterfaceError, PostgresError as PostgresError
+from asyncpg.exceptions import InterfaceError as InterfaceError
+from asyncpg.exceptions import InternalClientError as InternalClientError
+from asyncpg.exceptions import PostgresError as PostgresError
 
 class Record:
     def __getitem__(self, key: str | int) -> Any: ...
