@@ -1,4 +1,4 @@
-"""What is practised: to find a number from 0 to 4 in a conversation of at most three guesses."""
+"""What is practised: to find a number from 0 to 3 in a conversation of at most three guesses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import anyio
 
 import trinity_buffer as tb
 
-HIGHEST, GUESSES = 4, 3
+HIGHEST, GUESSES = 3, 3
 
-tasks = [number for _ in range(20) for number in range(HIGHEST + 1)]
+tasks = [number for _ in range(25) for number in range(HIGHEST + 1)]
 """What is attempted, in this order: the hidden number of each task. Any values will do."""
 
 
