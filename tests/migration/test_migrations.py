@@ -20,6 +20,7 @@ from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import migrations, schema, sqlite, tables
 from trinity_buffer.store.database import open_database, open_for_migration
+from trinity_buffer.store.schema import clauses_of
 from trinity_buffer.store.transaction import Transaction
 
 SQLITE_SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"
@@ -40,27 +41,6 @@ POSTGRESQL_SCHEMA = (
     "SELECT attrelid::regclass || '.' || attname, attstorage::text FROM pg_attribute "
     "WHERE attnum > 0 AND attrelid = 'segment'::regclass",
 )
-
-
-def clauses_of(sql: str) -> tuple[str, ...]:
-    """Split a CREATE TABLE at the commas of its list, whose order the two roads may choose."""
-    flat = re.sub(r"\s+", " ", sql).replace('"', "").replace("( ", "(").replace(" )", ")")
-    head, _, rest = flat.partition("(")
-    body, _, tail = rest.rpartition(")")
-    parts, depth = [""], 0
-    for character in body:
-        depth += (character == "(") - (character == ")")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    is_table = head.upper().startswith("CREATE TABLE")
-    ordered = parts if not is_table else sorted(part.strip() for part in parts)
-    columns = [p.strip() for p in parts if is_table and not p.strip().startswith(_CONSTRAINTS)]
-    return (head.strip(), *ordered, *columns, tail.strip())
-
-
-_CONSTRAINTS = ("CONSTRAINT", "PRIMARY KEY", "UNIQUE", "CHECK", "FOREIGN")
 
 
 async def schema_of(url: str) -> set[tuple[str, ...]]:

@@ -20,13 +20,15 @@ PER_TEST = 10
 
 
 def everything(path: Path) -> dict[str, list[Any]]:
-    """Return all rows of all tables, and the schema."""
+    """Return all rows of all tables, and the schema but for its spaces."""
     with closing(dbapi2.connect(str(path))) as connection:
         connection.text_factory = bytes
         names = [row[0].decode() for row in connection.execute(TABLES)]
         found = {name: connection.execute(f'SELECT * FROM "{name}"').fetchall() for name in names}
         schema = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_master")
-        found["schema"] = schema.fetchall()
+        found["schema"] = [
+            tuple(b" ".join((word or b"").split()) for word in row) for row in schema
+        ]
         assert connection.execute("PRAGMA integrity_check").fetchall() == [(b"ok",)]
     return {name: sorted(rows, key=repr) for name, rows in found.items()}
 
@@ -61,12 +63,15 @@ def copy_flipped(original: Path, path: Path, place: int, bit: int) -> None:
 async def flip(story: Story, folder: Path, numbers: range) -> None:
     original, path = file_of(story), folder / "flipped.db"
     sound, size = everything(original), size_of(original)
+    unseen: list[str] = []
     for number in numbers:
         draw = random.Random(number)
         place, bit = draw.randrange(size), draw.randrange(8)
         copy_flipped(original, path, place, bit)
-        if not await is_named(replace(story, url=f"sqlite:///{path}")):
-            assert everything(path) == sound, f"flip {number}: byte {place}, bit {bit}"
+        named = await is_named(replace(story, url=f"sqlite:///{path}"))
+        if not named and everything(path) != sound:
+            unseen.append(f"flip {number}: byte {place}, bit {bit}")
+    assert not unseen
 
 
 @pytest.mark.parametrize("first", range(0, 40, PER_TEST))
@@ -77,10 +82,19 @@ async def test_a_flipped_bit_is_named_or_changes_nothing(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("first", range(40, 2040, 500))
 async def test_two_thousand_flipped_bits_are_named_or_change_nothing(
-    sqlite_story: Story, tmp_path: Path
+    sqlite_story: Story, tmp_path: Path, first: int
 ) -> None:
-    await flip(sqlite_story, tmp_path, range(40, 2040))
+    await flip(sqlite_story, tmp_path, range(first, first + 500))
+
+
+async def test_a_schema_that_is_no_text_is_named(sqlite_story: Story, tmp_path: Path) -> None:
+    """SQLite quotes it in its message, which Python then cannot read."""
+    path = tmp_path / "flipped.db"
+    place = file_of(sqlite_story).read_bytes().index(b"EATE TABLE annotation")
+    copy_flipped(file_of(sqlite_story), path, place, 7)
+    assert await is_named(replace(sqlite_story, url=f"sqlite:///{path}"))
 
 
 async def test_a_flipped_bit_in_a_unique_index_is_named(

@@ -174,6 +174,10 @@ class foreign_errors:  # noqa: N801 - read as a statement: `with foreign_errors(
             raise _translate(error, self.name) from error
         if isinstance(error, (ConnectionError, OSError)) and not isinstance(error, TimeoutError):
             raise StoreError(f"{self.name}: cannot reach the database: {error}") from error
+        if isinstance(error, UnicodeDecodeError):  # SQLite's message quotes a damaged schema
+            raise StoreError(
+                f"{self.name} is damaged, its schema is no text ({error}): put a copy back"
+            ) from error
 
 
 def _translate(error: Exception, name: str) -> Exception:

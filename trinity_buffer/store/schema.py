@@ -6,11 +6,13 @@ speaking names, for people who ask in SQL; nothing in here reads them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sqlalchemy import CheckConstraint, select, text
 from sqlalchemy import inspect as inspect_engine
-from sqlalchemy import select, text
+from sqlalchemy.schema import CreateIndex, CreateTable
 
 from trinity_buffer.errors import SchemaOutdatedError, SchemaTooNewError, UnknownStoreError
 from trinity_buffer.store import tables
@@ -151,6 +153,10 @@ KNOWN_REVISIONS = ("0001", "0002")
 """Revisions that can be migrated from, oldest first, up to `tables.SCHEMA_REVISION`."""
 
 _CREATE_LOCK = 0x54425546
+_REVISION_TABLE = (
+    "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL, "
+    "CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
+)
 
 
 def inspect(tx: Transaction, name: str) -> bool:
@@ -194,57 +200,107 @@ def create(tx: Transaction, name: str) -> None:
     tables.metadata.create_all(tx.connection)
     for statement in _besides_tables(tx.dialect.name):
         tx.connection.exec_driver_sql(statement)
-    tx.execute(
-        text(
-            "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL, "
-            "CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
-        )
-    )
+    tx.execute(text(_REVISION_TABLE))
     tx.execute(
         text("INSERT INTO alembic_version VALUES (:revision)"), {"revision": tables.SCHEMA_REVISION}
     )
 
 
-_DAMAGES_TOLD = 20
-_TRIGGERS = {
-    "sqlite": "SELECT name, sql FROM sqlite_master WHERE type = 'trigger'",
-    "postgresql": (
-        "SELECT tgname, pg_get_triggerdef(t.oid) || prosrc FROM pg_trigger t "
-        "JOIN pg_proc p ON p.oid = tgfoid WHERE NOT tgisinternal AND tgenabled <> 'D'"
-    ),
-}
-
-
-_VIEWS = {
-    "sqlite": "SELECT name, sql FROM sqlite_master WHERE type = 'view'",
-    "postgresql": "SELECT viewname, '' FROM pg_views WHERE schemaname = current_schema()",
-}
-
-
 def unsound(tx: Transaction) -> list[str]:
-    """Return what is wrong with triggers, indexes and views."""
-    return [*_lacking_guards(tx), *_lacking_indexes(tx), *_lacking_views(tx)]
+    """Return what is wrong with tables, triggers, indexes and views."""
+    if tx.dialect.name == "sqlite":
+        return list(_other_words(tx))
+    found = [*_other_tables(tx), *_lacking_guards(tx), *_lacking_indexes(tx)]
+    return [*found, *_lacking_views(tx)]
 
 
-def _lacking_views(tx: Transaction) -> Iterator[str]:
-    """Yield views that are gone, and on SQLite, which keeps their words, those that are others."""
-    dialect = tx.dialect.name
-    found: dict[str, str] = dict(tuple(row) for row in tx.execute(text(_VIEWS[dialect])))
+_GUARD_GONE = "trigger {guard.name} is gone or off: {guard.table} is not kept from change"
+_INDEX_GONE = "index {index.name} of {index.table.name} is gone or another"
+_VIEW_GONE = "view {name} is gone or another: who asks it in SQL is told something else"
+
+
+def _other_words(tx: Transaction) -> Iterator[str]:
+    """Yield what SQLite, which keeps every statement as it was given, has in other words."""
+    rows = tx.rows("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL", ())
+    found: dict[str, str] = {str(name): str(sql) for name, sql in rows}
+    for name, statement, gone in _made_with(tx):
+        if name not in found:
+            yield gone
+        elif clauses_of(found[name]) != clauses_of(statement):
+            yield f"{gone}; what stands there: {found[name]}"
+
+
+def _made_with(tx: Transaction) -> Iterator[tuple[str, str, str]]:
+    """Yield name, statement and what is wrong without it, of everything in a store on SQLite."""
+    for table in metadata.sorted_tables:
+        made = str(CreateTable(table).compile(dialect=tx.dialect))
+        yield table.name, made, f"table {table.name} is gone or another"
+        for index in table.indexes:
+            made = str(CreateIndex(index).compile(dialect=tx.dialect))
+            yield str(index.name), made, _INDEX_GONE.format(index=index)
+    yield "alembic_version", _REVISION_TABLE, "table alembic_version is gone or another"
+    for guard in guards("sqlite"):
+        yield guard.name, guard.statements("sqlite")[0], _GUARD_GONE.format(guard=guard)
     for name in VIEWS:
-        if found.get(name) != (view_created(name) if dialect == "sqlite" else ""):
-            yield f"view {name} is gone or another: who asks it in SQL is told something else"
+        yield name, view_created(name), _VIEW_GONE.format(name=name)
+
+
+def clauses_of(sql: str) -> tuple[str, ...]:
+    """Split what creates a table at its commas, and sort: a migration appends what is new.
+
+    Columns follow once more, in their order. Spaces and quotes do not count.
+    """
+    flat = re.sub(r"\s+", " ", sql.strip()).replace('"', "").replace("( ", "(").replace(" )", ")")
+    head, _, rest = flat.partition("(")
+    if not head.upper().startswith("CREATE TABLE"):
+        return (flat,)
+    body, _, tail = rest.rpartition(")")
+    parts, depth = [""], 0
+    for character in body:
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    parts = [part.strip() for part in parts]
+    columns = [part for part in parts if not part.startswith(_CONSTRAINTS)]
+    return (head.strip(), *sorted(parts), *columns, tail.strip())
+
+
+_CONSTRAINTS = ("CONSTRAINT", "PRIMARY KEY", "UNIQUE", "CHECK", "FOREIGN")
+
+
+def _other_tables(tx: Transaction) -> Iterator[str]:
+    """Yield tables whose columns or checks are others; PostgreSQL keeps no words of theirs."""
+    known, names = inspect_engine(tx.connection), list(metadata.tables)
+    columns = known.get_multi_columns(filter_names=names)
+    checks = known.get_multi_check_constraints(filter_names=names)
+    for table in metadata.sorted_tables:
+        key = (None, table.name)
+        there = {(str(c["name"]), bool(c["nullable"])) for c in columns.get(key, [])}
+        there |= {(str(check["name"]), False) for check in checks.get(key, [])}
+        wanted = {(c.name, bool(c.nullable)) for c in table.columns}
+        rules = (c for c in table.constraints if isinstance(c, CheckConstraint))
+        wanted |= {(str(rule.name), False) for rule in rules}
+        if there != wanted:
+            differ = ", ".join(sorted({name for name, _ in there ^ wanted}))
+            yield f"table {table.name} is gone or another: look at {differ}"
+
+
+_TRIGGERS = (
+    "SELECT tgname, pg_get_triggerdef(t.oid) || prosrc FROM pg_trigger t "
+    "JOIN pg_proc p ON p.oid = tgfoid WHERE NOT tgisinternal AND tgenabled <> 'D'"
+)
 
 
 def _lacking_guards(tx: Transaction) -> Iterator[str]:
-    dialect = tx.dialect.name
-    found: dict[str, str] = dict(tuple(row) for row in tx.execute(text(_TRIGGERS[dialect])))
-    for guard in guards(dialect):
-        if guard.name not in found:
-            yield f"trigger {guard.name} is gone or off: {guard.table} is not kept from change"
-        elif not all(
-            part.lower() in found[guard.name].lower() for part in (guard.message, guard.condition)
-        ):
-            yield f"trigger {guard.name} was replaced by {found[guard.name]}"
+    found: dict[str, str] = dict(tuple(row) for row in tx.execute(text(_TRIGGERS)))
+    for guard in guards("postgresql"):
+        there = found.get(guard.name, "").lower()
+        if not there:
+            yield _GUARD_GONE.format(guard=guard)
+        elif not all(part.lower() in there for part in (guard.message, guard.condition)):
+            yield f"{_GUARD_GONE.format(guard=guard)}; what stands there: {found[guard.name]}"
 
 
 def _lacking_indexes(tx: Transaction) -> Iterator[str]:
@@ -258,7 +314,16 @@ def _lacking_indexes(tx: Transaction) -> Iterator[str]:
         for index in table.indexes:
             wanted = ([column.name for column in index.columns], bool(index.unique))
             if found.get(str(index.name)) != wanted:
-                yield f"index {index.name} of {table.name} is gone or another"
+                yield _INDEX_GONE.format(index=index)
+
+
+def _lacking_views(tx: Transaction) -> Iterator[str]:
+    found = inspect_engine(tx.connection).get_view_names()
+    for name in sorted(set(VIEWS) - set(found)):
+        yield _VIEW_GONE.format(name=name)
+
+
+_DAMAGES_TOLD = 20
 
 
 def damaged_pages(tx: Transaction) -> list[str]:
