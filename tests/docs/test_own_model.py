@@ -15,7 +15,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "own_model.md"
 @pytest.mark.long
 def test_the_program_trains_and_replays(tmp_path: Path) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    (tmp_path / "runs").mkdir()
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
     )
