@@ -42,6 +42,10 @@ the one that was probably meant. What is your own goes under `extra`. `run_strat
 neither place have the default of that function. The demo's recipes change some of the
 defaults below.
 
+`strategy` may name several, filters first: `reward_variance+grpo`. With `decay_steps` the learning
+rate falls from the first step on, during the warm-up too. In a run of your own, explorers draw at
+random, whatever `seed` says, and `evaluate` decides how many problems it looks at.
+
 | key | type | unit | default | meaning |
 |---|---|---|---|---|
 """
@@ -76,7 +80,7 @@ def _unit(key: str) -> str:
 
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
-    return "null" if value is None else f"`{str(value).lower() if value is False else value}`"
+    return "null" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 if __name__ == "__main__":
