@@ -80,7 +80,8 @@ def _unit(key: str) -> str:
 
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
-    return "null" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else f"`{text}`"
 
 
 if __name__ == "__main__":
