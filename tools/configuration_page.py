@@ -39,12 +39,14 @@ An experiment that you make in Python has the same keys, and `schema`; another o
 the one that was probably meant. What is your own goes under `extra`. `run_strategy` reads
 `rollouts_per_group`, `deadline_s` and `incomplete` there, a train stream `groups_per_step`,
 `tokens_per_microbatch`, `layout` and `lease_ttl_s`; a keyword that you give wins. Keys that are in
-neither place have the default of that function. The demo's recipes change some of the
-defaults below.
+neither place have the default of that function. `writer.plan` reads `trainer`, `groups_per_step`,
+`max_waiting_groups` and `max_staleness`; without the last two there is no bound. The defaults below
+are those of the commands; the demo's recipes change some of them.
 
 `strategy` may name several, filters first: `reward_variance+grpo`. With `decay_steps` the learning
 rate falls from the first step on, during the warm-up too. In a run of your own, explorers draw at
-random, whatever `seed` says, and `evaluate` decides how many problems it looks at.
+random, whatever `seed` says, and `evaluate` decides how many problems it looks at. `exploring` and
+`max_tokens` are read in such a run alone, `task` in one of the demo's tasks.
 
 | key | type | unit | default | meaning |
 |---|---|---|---|---|
