@@ -6,12 +6,14 @@ from pathlib import Path
 
 import anyio
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import trinity_buffer as tb
 from tests.cli.calling import Cli
 from tests.stories import Story, rollout, tell
+from trinity_buffer.identity import FAMILIES
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +64,22 @@ def test_tokens_stand_one_a_line(cli: Cli, story: Story) -> None:
     assert len(found["tokens"]["id"]) == 9
 
 
+@pytest.mark.parametrize("named", ["of the tokenizer", "of the model, from that of the file"])
 def test_tokens_have_texts_where_the_experiment_names_a_tokenizer(
-    cli: Cli, sqlite_url: str, tmp_path: Path
+    cli: Cli, sqlite_url: str, tmp_path: Path, named: str
 ) -> None:
     words = {f"<{at}>": at for at in range(98)} | {"\x1b[31mred\n": 98}
-    Tokenizer(WordLevel(words, unk_token="<0>")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "model").mkdir()
+    Tokenizer(WordLevel(words, unk_token="<0>")).save(str(tmp_path / "model" / "tokenizer.json"))
+    config = {"tokenizer": str(tmp_path / "model")}
+    if named != "of the tokenizer":  # which is not where the command is called
+        config = {"model": "model", "folder": str(tmp_path)}
     given = rollout("b0", 0, 0, 1.0)
     given.tokens[0] = 98
 
     async def written() -> None:
         async with tb.open_store(sqlite_url) as store:
-            experiment = await store.experiment("named", config={"tokenizer": str(tmp_path)})
+            experiment = await store.experiment("named", config=config)
             await experiment.writer("e0").write([given])
 
     anyio.run(written)
@@ -82,6 +89,57 @@ def test_tokens_have_texts_where_the_experiment_names_a_tokenizer(
     shown = cli("show", "b0/0/0/0/", "--tokens", "--store", sqlite_url).out
     assert all(repr(text) in shown for text in texts)
     assert "\x1b" not in shown
+
+
+def test_what_was_rejected_is_found_by_its_kind_as_by_its_reason(cli: Cli, store_url: str) -> None:
+    some = [rollout("b0", 0, run, 1.0) for run in range(3)]
+    some[0].reward = some[1].reward = None
+    some[2].logprobs = torch.zeros(1)
+
+    async def written() -> None:
+        async with tb.open_store(store_url) as store:
+            experiment = await store.experiment("run", config={"rollouts_per_group": 2})
+            await experiment.writer("e0", on_invalid="quarantine").write(some)
+            await tb.run_strategy(experiment, "grpo")
+
+    anyio.run(written)
+    found = {
+        reason: {one["by"] for one in cli("rejected", "--store", store_url, "--json", *asked).json}
+        for reason in ("invalid", "invalid: reward", "inval", "Invalid", "invali_")
+        for asked in [("--reason", reason)]
+    }
+    assert found.pop("invalid") == {"grpo", "door"}
+    assert found.pop("invalid: reward") == {"grpo"}
+    assert set(map(len, found.values())) == {0}
+
+
+@pytest.mark.parametrize("field", FAMILIES["text"])
+def test_every_text_of_a_rollout_is_searched(cli: Cli, sqlite_url: str, field: str) -> None:
+    given = rollout("b0", 0, 0, 1.0)
+    setattr(given, field, "a NEEDLE" if field.endswith("_text") else [{"content": "a NEEDLE"}])
+
+    async def written() -> None:
+        async with tb.open_store(sqlite_url) as store:
+            await (await store.experiment("run", config={})).writer("e0").write([given])
+
+    anyio.run(written)
+    (found,) = cli("search", "needle", "--store", sqlite_url, "--json").json
+    assert found["field"].partition("[")[0] == field
+    told = " ".join(cli("search", "--help").out.replace("│", " ").split())
+    assert field.split("_")[-1].removesuffix("s") in told
+
+
+def test_a_follower_begins_with_the_last_events(cli: Cli, sqlite_url: str) -> None:
+    async def written() -> None:
+        async with tb.open_store(sqlite_url) as store:
+            experiment = await store.experiment("run", config={})
+            await experiment.writer("e0").write([rollout("b0", 0, 0, 1.0)])
+            await experiment.finish("enough")
+
+    anyio.run(written)
+    told = ("events", "--store", sqlite_url, "--follow", "--json")
+    assert [one["position"] for one in cli(*told, "--limit", 2).json] == [2, 3]
+    assert [one["position"] for one in cli(*told, "--limit", 1, "--after", 1).json] == [2, 3]
 
 
 def test_events_come_with_their_bodies_whole(cli: Cli, story: Story) -> None:

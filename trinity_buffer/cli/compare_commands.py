@@ -118,7 +118,13 @@ def _print_runs(found: RunDifference) -> None:
 
 
 def search(
-    text: Annotated[str, typer.Argument(help="What to look for in prompts and responses.")],
+    text: Annotated[
+        str,
+        typer.Argument(
+            help="What to look for in prompts, responses, messages (chosen and rejected ones too)"
+            " and tools."
+        ),
+    ],
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     exact: Annotated[

@@ -149,7 +149,13 @@ def events(
     ] = False,
     after: AfterOption = None,
     kind: KindOption = None,
-    limit: Annotated[int, typer.Option(help="How many, without --follow.", min=1)] = 20,
+    limit: Annotated[
+        int,
+        typer.Option(
+            help="How many; with --follow, how many of the last ones come first, without --after.",
+            min=1,
+        ),
+    ] = 20,
     as_json: JsonOption = False,
 ) -> None:
     """Print the events of the log, one a line: the last ones, or those after a position.

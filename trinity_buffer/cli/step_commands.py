@@ -174,7 +174,9 @@ def rejected(
         str | None,
         typer.Option(help="Only by this strategy or trainer; door: refused as it was written."),
     ] = None,
-    reason: Annotated[str | None, typer.Option(help="Only for this reason, as stale.")] = None,
+    reason: Annotated[
+        str | None, typer.Option(help="Only for this reason, or of this kind, as stale or invalid.")
+    ] = None,
     limit: Annotated[int, typer.Option(help="At most so many, the newest.", min=1)] = 20,
     as_of: AsOfOption = None,
     as_json: JsonOption = False,

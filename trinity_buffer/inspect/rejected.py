@@ -56,7 +56,7 @@ class Lease:
 
 
 class _Page(NamedTuple):
-    """Which rows: of one reason or any, at most so many, below an address."""
+    """Which rows: of one reason, a kind of them or any, at most so many, below an address."""
 
     reason: str | None
     limit: int
@@ -75,7 +75,8 @@ async def rejections(
 
     Args:
         by: only by this strategy or trainer; ``door``: what was late or invalid.
-        reason: only for this reason.
+        reason: only for this reason, or for those of this kind: ``invalid`` finds
+            ``invalid: reward`` too.
         limit: at most so many.
         before: only below this address; a page of one consumer begins where the last one ended.
 

@@ -45,7 +45,9 @@ async def search(
 ) -> AsyncIterator[Match]:
     """Yield each text of a rollout that holds ``text``, in order of the log, as soon as found.
 
-    Reads the texts of all rollouts, a page at a time; stop when there is enough.
+    Texts are those of the family ``text``: prompt, response, messages, tools, and the messages of
+    what was chosen and rejected. Reads those of all rollouts, a page at a time; stop when there is
+    enough.
 
     Args:
         source: the experiment.

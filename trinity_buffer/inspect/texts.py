@@ -19,7 +19,8 @@ async def token_texts(source: Source, ids: Iterable[Any]) -> list[str] | None:
     """Return the text of each token, special ones included.
 
     None where the experiment's configuration names no folder with a ``tokenizer.json`` that is on
-    this machine, or where the package ``tokenizers`` (extra ``hf``) is not installed.
+    this machine, seen from its ``folder``, or where the package ``tokenizers`` (extra ``hf``) is
+    not installed.
     """
     config = await source.read(queries.config_of, source.key)
     tokenizer = None if config is None else _named(config[0])
@@ -29,9 +30,10 @@ async def token_texts(source: Source, ids: Iterable[Any]) -> list[str] | None:
 
 
 def _named(config: Any) -> Any:
+    folder = Path(config.get("folder") or ".")
     for name in NAMES:
         value = config.get(name)
-        file = Path(value) / "tokenizer.json" if isinstance(value, str) else None
+        file = folder / value / "tokenizer.json" if isinstance(value, str) else None
         if file is not None and file.is_file():
             return _loaded(str(file), file.stat().st_mtime_ns)
     return None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, exists, func, select, text
+from sqlalchemy import ColumnElement, Select, exists, func, or_, select, text
 
 from trinity_buffer.identity import EID
 from trinity_buffer.sizes import sizes
@@ -302,11 +302,18 @@ def rejected(
     )
     query = query.where(rejection.c.experiment == experiment, rejection.c.consumer == name)
     if reason is not None:
-        query = query.where(rejection.c.reason == reason)
+        query = query.where(_for(rejection.c.reason, reason))
     if before is not None:
         query = query.where(rejection.c.address < before)
     rows = tx.execute(query.order_by(rejection.c.address.desc()).limit(limit)).all()
     return [RejectedRow(row.consumer, int(row.address), row.reason, row.position) for row in rows]
+
+
+def _for(recorded: ColumnElement[Any], reason: str) -> ColumnElement[bool]:
+    """Return the condition that a recorded reason is ``reason``, or is of that kind."""
+    # No LIKE, for which upper and lower case are the same in SQLite alone.
+    kind = f"{reason}:"
+    return or_(recorded == reason, func.substr(recorded, 1, len(kind)) == kind)
 
 
 def refused(
@@ -317,7 +324,7 @@ def refused(
         experience.c.experiment == experiment, experience.c.refused.is_not(None)
     )
     if reason is not None:
-        query = query.where(experience.c.refused == reason)
+        query = query.where(_for(experience.c.refused, reason))
     if before is not None:
         query = query.where(experience.c.address < before)
     rows = tx.execute(query.order_by(experience.c.address.desc()).limit(limit)).all()
