@@ -176,6 +176,17 @@ def test_a_run_that_is_refused_leaves_no_store_behind(
     assert "there is no store to read" in cli("stats", "--store", store).err
 
 
+@pytest.mark.parametrize("words", [("train",), ("explore", "--actor", "e0", "--batches", 1)])
+def test_who_makes_a_store_makes_its_folder(
+    cli: Cli, tmp_path: Path, words: tuple[object, ...]
+) -> None:
+    store = tmp_path / "runs" / "run.db"
+    assert cli(*words, "--store", store, "--set", "qq=1").code == 2
+    assert not store.parent.exists()
+    cli(*words, "--store", store, "--set", "seed=7")  # nobody annotates what would be trained
+    assert store.exists()
+
+
 @pytest.mark.parametrize(
     "command", [("stats",), ("annotate",), ("train", "--checkpoints", "c"), ("migrate",), ("demo",)]
 )

@@ -9,7 +9,7 @@ import typer
 
 from trinity_buffer.cli.asking import run
 from trinity_buffer.cli.escaping import escaped
-from trinity_buffer.cli.options import JsonOption, made_folder
+from trinity_buffer.cli.options import JsonOption, made_folder_of
 from trinity_buffer.cli.printing import print_json
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.integrations.imports.formats import (
@@ -43,8 +43,7 @@ def import_(
         known = "; ".join(f"{key}: {one.holds}" for key, one in FORMATS.items())
         raise UnknownNameError(f"no format {name!r} ({known})")
     require_readable(name, path, tokenizer=tokenizer)
-    if "://" not in store:
-        made_folder(Path(store).parent)
+    made_folder_of(store)
 
     async def main() -> Imported:
         async with open_store(store) as opened:

@@ -83,9 +83,20 @@ def chosen_store(store: str | None, config: Path | None = None) -> str:
 def store_of_file(config: Path | None) -> str | None:
     """Return the store that the file of a run names, its folder made; None: it names none."""
     store = None if config is None else store_in(config)
-    if store is not None and "://" not in store:
-        made_folder(Path(store).parent)
+    if store is not None:
+        made_folder_of(store)
     return store
+
+
+def made_folder_of(url: str) -> None:
+    """Make the folder that a store is to be created in; one on a server has none.
+
+    Raises:
+        InvalidArgumentError: it cannot be made.
+    """
+    path = url.removeprefix("sqlite:///")
+    if "://" not in path:
+        made_folder(Path(path).expanduser().parent)
 
 
 def made_folder(path: Path) -> Path:

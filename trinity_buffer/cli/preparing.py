@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from trinity_buffer.cli.demo_ends import require_policies
+from trinity_buffer.cli.options import made_folder_of
 from trinity_buffer.cli.run_algorithm import recorded, require_parts_of
 from trinity_buffer.cli.run_config import merged, of_experiment, overridden, require_model, resolved
 from trinity_buffer.errors import UnknownStoreError
@@ -18,7 +19,7 @@ async def prepare(
 ) -> str:
     """Return the experiment's name, after it was created or what changed was recorded.
 
-    A refusal records nothing, and makes no store.
+    A refusal records nothing, and makes neither a store nor its folder.
 
     Args:
         name: of the experiment; None: the only one there is, else ``run``.
@@ -32,6 +33,7 @@ async def prepare(
         async with open_store(url, create=False) as store:
             return await _record(store, name, file, overrides)
     _settings(file, overrides)
+    made_folder_of(url)
     async with open_store(url) as store:
         return await _record(store, name, file, overrides)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Annotated, Any
 
 import anyio
@@ -16,7 +15,7 @@ from trinity_buffer.cli.options import (
     StoreOption,
     chosen_experiment,
     chosen_store,
-    made_folder,
+    made_folder_of,
 )
 from trinity_buffer.cli.run_file import experiment_in
 from trinity_buffer.errors import InvalidArgumentError
@@ -146,13 +145,11 @@ def record(
         raise InvalidArgumentError(
             f"--host {host} lets others ask: give --token, which clients bring as their API key"
         )
-    url = store
-    if "://" not in url:
-        made_folder(Path(url).parent)
+    made_folder_of(store)
     settings = {"token": token, "ack": ack, "logprobs_mode": logprobs_mode}
     anyio.run(
         _record,
-        (url, experiment, actor, {"rollouts_per_group": rollouts_per_group}),
+        (store, experiment, actor, {"rollouts_per_group": rollouts_per_group}),
         (upstream, upstream_key),
         {**settings, "max_in_flight": max_in_flight},
         (host, port),
