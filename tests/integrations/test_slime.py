@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import trinity_buffer as tb
+from trinity_buffer.errors import InvalidArgumentError
 
 GROUPS, RUNS, PER_STEP, ROLLOUTS = 40, 3, 2, 20
 
@@ -119,6 +120,6 @@ def test_what_was_added_comes_back_once_also_after_a_restart(slime: Any, tmp_pat
     assert len(rows) == len(set(rows)) == GROUPS * RUNS
 
 
-def test_an_evaluation_is_refused(slime: Any, tmp_path: Path) -> None:
-    with pytest.raises(NotImplementedError, match="samples"):
+def test_an_evaluation_is_refused_with_the_remedy(slime: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="--eval-function-path"):
         slime.stored_rollout(args(tmp_path), 0, None, evaluation=True)

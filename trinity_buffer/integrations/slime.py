@@ -15,6 +15,7 @@ from typing import Any
 from anyio.from_thread import start_blocking_portal
 from slime.utils.types import Sample
 
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
 from trinity_buffer.inspect.overview import overview
@@ -103,10 +104,18 @@ class StoreDataSource:
 def stored_rollout(
     args: Any, rollout_id: int, data_source: StoreDataSource, *, evaluation: bool = False
 ) -> list[list[Sample]]:
-    """Return what slime trains on next: a ``--rollout-function-path`` where others sample."""
+    """Return what slime trains on next: a ``--rollout-function-path`` where others sample.
+
+    Raises:
+        InvalidArgumentError: slime evaluates with it, and nothing is sampled here.
+    """
     del rollout_id
     if evaluation:
-        raise NotImplementedError("evaluation needs a rollout function that samples")
+        raise InvalidArgumentError(
+            "stored_rollout hands out what is stored and samples nothing, so slime cannot evaluate "
+            "with it: name a function that samples by --eval-function-path, or leave out "
+            "--eval-interval"
+        )
     return data_source.get_samples(args.rollout_batch_size)
 
 
