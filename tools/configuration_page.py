@@ -43,10 +43,7 @@ neither place have the default of that function. `writer.plan` reads `trainer`, 
 `max_waiting_groups` and `max_staleness`; without the last two there is no bound. The defaults below
 are those of the commands; the demo's recipes change some of them.
 
-`strategy` may name several, filters first: `reward_variance+grpo`. With `decay_steps` the learning
-rate falls from the first step on, during the warm-up too. In a run of your own, explorers draw at
-random, whatever `seed` says, and `evaluate` decides how many problems it looks at. `exploring` and
-`max_tokens` are read in such a run alone, `task` in one of the demo's tasks.
+`exploring` and `max_tokens` are read in a run of your own alone, `task` in one of the demo's tasks.
 
 | key | type | unit | default | meaning |
 |---|---|---|---|---|

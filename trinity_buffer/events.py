@@ -207,7 +207,7 @@ MEASURED_TOKENS = "token_measures"
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasured:
-    """What a trainer measured in a step, row by row; recorded right behind its `StepsCommitted`.
+    """What a trainer measured in a step, row by row; recorded with its `StepsCommitted`, behind it.
 
     Attributes:
         segment: key of the columns; rows are those of the manifest, in the order it was served in.

@@ -42,6 +42,11 @@ def test_the_page_says_how_many_steps_were_needed_and_what_went_wrong(tmp_path: 
     assert page.count("not run") == 23
 
 
+def test_the_page_begins_as_the_next_report_will() -> None:
+    page = Path(__file__).parents[2] / "docs" / "learning.md"
+    assert page.read_text().startswith(learning_report.HEAD)
+
+
 def test_what_is_recorded_is_named_and_not_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,7 +53,9 @@ class OptimizerConfig(_Section):
 
     learning_rate: float = Field(1e-3, gt=0, description="the highest")
     warmup_steps: int = Field(0, ge=0, description="it rises from 0 over so many steps")
-    decay_steps: int | None = Field(None, ge=1, description="then it falls until this step")
+    decay_steps: int | None = Field(
+        None, ge=1, description="it falls over so many, counted from the first of the run"
+    )
     lowest_rate: float = Field(0.1, ge=0, le=1, description="to this fraction of itself")
     betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the two averages")
     weight_decay: float = Field(0.0, ge=0, description="per step, times the learning rate")
@@ -82,7 +84,9 @@ class EvaluationConfig(_Section):
     """Greedy answers to fresh problems, by the trainer, between steps."""
 
     every_steps: int = Field(10, ge=1, description="between two evaluations")
-    problems: int = Field(256, ge=1, description="that are answered each time")
+    problems: int = Field(
+        256, ge=1, description="that are answered each time; `evaluate` of one's own has its own"
+    )
     target_accuracy: float | None = Field(None, description="end the experiment when it is reached")
 
 
@@ -92,7 +96,9 @@ class ExploringConfig(_Section):
     epochs: int = Field(1, ge=1, description="how often the whole list is gone through")
     concurrency: int = Field(32, ge=1, description="rollouts at the same time, of one explorer")
     timeout_s: float | None = Field(None, gt=0, description="that one rollout may take")
-    attempts: int = Field(3, ge=1, description="at a rollout that fails by a lost connection")
+    attempts: int = Field(
+        3, ge=1, description="at a rollout that loses a connection or takes longer than `timeout_s`"
+    )
     on_failure: Literal["raise", "leave_out"] = Field(
         "raise", description="what becomes of a rollout whose last attempt failed"
     )
@@ -124,18 +130,27 @@ class RunConfig(_Section):
     )
     dialect: Literal["vllm", "sglang"] = Field("vllm", description="of the server")
     folder: str | None = Field(
-        None, description="of model, rollout, tasks and evaluate; by default that of the file"
+        None,
+        description="of model, tokenizer, rollout, tasks and evaluate; by default that of the file",
     )
     exploring: ExploringConfig = ExploringConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    seed: int = Field(0, gt=-(1 << 62), lt=1 << 62, description="of weights, problems and rollouts")
+    seed: int = Field(
+        0,
+        gt=-(1 << 62),
+        lt=1 << 62,
+        description="of weights, problems and rollouts; rollouts of one's own draw at random",
+    )
     algorithm: str = Field("grpo", description="registered name, see `trinity-buffer algorithms`")
     algorithm_args: dict[str, Any] = Field(
         default_factory=dict, description="parts and arguments, as of algorithm.build"
     )
-    strategy: str | None = Field(None, description="by default the algorithm's")
+    strategy: str | None = Field(
+        None,
+        description="by default the algorithm's; several, filters first: `reward_variance+grpo`",
+    )
     strategy_args: dict[str, Any] = Field(
         default_factory=dict, description="of its constructor; of several: name -> arguments"
     )
