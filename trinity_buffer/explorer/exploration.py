@@ -109,7 +109,8 @@ async def explore(
     Args:
         actor: name of this process; no two that live at the same time may share it.
         tasks: what is to be done. The keys of a mapping are the task ids of the `EID`; those of a
-            sequence are its positions. All actors must give the same list.
+            sequence are its positions. All actors must give the same list. Only the ids are
+            compared, so that another list of the same length is not noticed.
         rollout: makes one run. Its experiences get their `EID` here; ``eid.step`` counts them.
         model: what ``rollout`` is given. One that can ``load(uri)`` (see `Loadable`) is replaced
             by one with newer weights as they are published, and its version is noted as
@@ -117,7 +118,7 @@ async def explore(
         options: see `ExploreOptions`.
 
     Raises:
-        ConflictingPlanError: these batches were planned from another list, or cut otherwise.
+        ConflictingPlanError: these batches were planned with other task ids, or cut otherwise.
         InvalidExperienceError: a rollout returned what cannot be right.
     """
     sizes = ("groups_per_batch", "rollouts_per_group")
