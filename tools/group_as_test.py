@@ -10,7 +10,7 @@ import asyncio
 from pathlib import Path
 
 import trinity_buffer as tb
-from trinity_buffer.inspect import groups, ordered
+from trinity_buffer.inspect import groups
 
 CASE = '''"""Group {batch}/{task} of experiment {name!r}, as it was recorded."""
 
@@ -44,7 +44,7 @@ async def group_as_test(url: str) -> str:
     """Return the group whose rewards spread most as a test; nothing in the store is changed."""
     async with tb.open_store(url, read_only=True) as store:
         (name, *_) = await store.experiments()
-        found = ordered(await groups(await store.experiment(name), limit=100), "deviation")
+        found = await groups(await store.experiment(name), order="deviation", limit=100)
         group = next(g for g in found if all(run.advantage is not None for run in g.runs))
         return CASE.format(
             batch=group.batch,

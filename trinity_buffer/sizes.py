@@ -21,6 +21,7 @@ class Sizes:
         events_per_page: of the log, of one read transaction.
         experiences_per_page: that are decoded together; a scoring makes an event of them.
         rows_per_page: rows of projections, without tensors, of one query.
+        groups_per_page: that are looked at together where their order is not that of the log.
         waiting_rows_per_page: of what a strategy has seen and not decided.
         tail_events: that `rebuild` and `verify` may fold inside a transaction: some milliseconds.
         rows_per_transaction: a group of writes stops growing here, so that no transaction holds
@@ -59,6 +60,7 @@ class Sizes:
     events_per_page: int = 256
     experiences_per_page: int = 512
     rows_per_page: int = 1024
+    groups_per_page: int = 256
     waiting_rows_per_page: int = 4096
     tail_events: int = 64
     rows_per_transaction: int = 4096

@@ -55,6 +55,15 @@ def test_what_was_rejected_can_be_asked_as_it_was(cli: Cli, story: Story) -> Non
     assert "goes from 1 to" in beyond.err
 
 
+def test_groups_are_ordered_before_they_are_cut(cli: Cli, story: Story) -> None:
+    asked = ("groups", "--limit", 1, "--store", story.url, "--json")
+    tasks = {
+        order: [(one["batch"], one["task"]) for one in cli(*asked, "--sort", order).json]
+        for order in ("newest", "reward")
+    }
+    assert tasks == {"newest": [("b1", 0)], "reward": [("b0", 3)]}
+
+
 def test_tokens_stand_one_a_line(cli: Cli, story: Story) -> None:
     ended = cli("show", "b0/1/2/0/", "--tokens", "--store", story.url)
     lines = [line for line in ended.out.splitlines() if "  trained  " in line]

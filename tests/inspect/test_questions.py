@@ -13,10 +13,10 @@ import anyio
 import pytest
 from pysqlite3 import dbapi2
 
+from tests.conftest import Resize
 from tests.stories import Story, tell
 from trinity_buffer import inspect
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-from trinity_buffer.inspect.groups import ordered
 from trinity_buffer.inspect.source import Source, as_of
 from trinity_buffer.pipeline.store import open_store
 
@@ -151,10 +151,32 @@ async def test_leases_say_who_is_how_far(story: Story) -> None:
 
 async def test_groups_are_ordered_by_what_is_asked(story: Story) -> None:
     found = await asked(story, inspect.groups)
-    by_reward = [group.mean or 0.0 for group in ordered(found, "reward")]
-    assert by_reward == sorted(by_reward, reverse=True)
-    assert ordered(found, "deviation")[-1].deviation is None
-    assert ordered(found, "newest") == found
+    newest = [(group.batch, group.task) for group in found]
+    assert newest == [("b1", 0), ("b0", 0), ("b0", 3), ("b0", 2), ("b0", 1)]  # b0/0: what came late
+    by_reward = await asked(story, partial(inspect.groups, order="reward"))
+    assert [group.mean for group in by_reward] == [1.0, 0.5, 0.5, 0.5, 0.5]
+    by_deviation = await asked(story, partial(inspect.groups, order="deviation"))
+    assert [group.deviation is None for group in by_deviation] == [*[False] * 4, True]
+
+
+@pytest.mark.parametrize("per_page", [1, 2, 256])
+async def test_groups_are_ordered_before_they_are_cut(
+    story: Story, resize: Resize, per_page: int
+) -> None:
+    resize(groups_per_page=per_page)
+    named = [("b0", str(task)) for task in (1, 3, 2)]
+    for kept in ({}, {"batch": "b0"}, {"named": named}):
+        for order in ("newest", "reward", "deviation", "abs-advantage"):
+            whole = await asked(story, partial(inspect.groups, order=order, **kept))
+            for limit in range(1, len(whole) + 1):
+                first = await asked(
+                    story, partial(inspect.groups, order=order, limit=limit, **kept)
+                )
+                assert first == whole[:limit]
+        (best,) = await asked(story, partial(inspect.groups, order="reward", limit=1, **kept))
+        assert best.task == 3
+    newest = await asked(story, partial(inspect.groups, named=named))
+    assert [group.task for group in newest] == [3, 2, 1]
 
 
 async def test_sets_differ_where_their_rows_do(story: Story) -> None:
@@ -204,6 +226,7 @@ async def test_a_server_answers_as_a_file_does(
         inspect.rejections,
         inspect.staleness,
         lambda source: inspect.blame(source, 2),
+        partial(inspect.groups, batch="b0", order="reward"),
     ):
         one, two = await asked(story, question), await asked(other, question)
         assert untimed(one) == untimed(two)

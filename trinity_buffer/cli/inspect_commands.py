@@ -200,8 +200,8 @@ def groups(
         int | None, typer.Option(help="Only groups that this gradient step was trained on.", min=1)
     ] = None,
     trainer: TrainerOption = None,
-    sort: Annotated[GroupOrder, typer.Option(help="Which come first.")] = "newest",
-    limit: Annotated[int, typer.Option(help="At most so many, the newest.", min=1)] = 20,
+    sort: Annotated[GroupOrder, typer.Option(help="Which come first, of all.")] = "newest",
+    limit: Annotated[int, typer.Option(help="At most so many, the first ones.", min=1)] = 20,
     as_of: AsOfOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -217,11 +217,15 @@ def groups(
             eids = [parse_uid(row.uid) for row in contents.rows if row.uid and not row.experiment]
             named = list(dict.fromkeys((str(eid.batch), str(eid.task)) for eid in eids))
         return await questions.groups(
-            source, annotation_set=annotation_set, batch=batch, named=named, limit=limit
+            source,
+            annotation_set=annotation_set,
+            batch=batch,
+            named=named,
+            order=sort,
+            limit=limit,
         )
 
     found: list[GroupView] = asked_of(store, experiment, as_of, question)
-    found = questions.ordered(found, sort)
     if as_json:
         print_json(*found)
         return

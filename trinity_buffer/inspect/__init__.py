@@ -8,7 +8,7 @@ from trinity_buffer.inspect.compare import (
     compare_sets,
 )
 from trinity_buffer.inspect.events import EventLine, event_lines, line_of, position_before
-from trinity_buffer.inspect.groups import GroupView, RunView, groups, ordered
+from trinity_buffer.inspect.groups import GroupView, RunView, groups
 from trinity_buffer.inspect.overview import ExperimentOverview, Overview, overview
 from trinity_buffer.inspect.rejected import (
     Lease,
@@ -66,7 +66,6 @@ __all__ = [
     "leases",
     "line_of",
     "now",
-    "ordered",
     "overview",
     "position_before",
     "rejection_counts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from trinity_buffer.inspect.fates import Fate, fates
 from trinity_buffer.inspect.source import Source, now
 from trinity_buffer.inspect.tensors import mean_of
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import inspection, queries
 from trinity_buffer.store.rows import BatchRow, ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import Transaction
@@ -73,6 +75,14 @@ class _Found(NamedTuple):
     fates: dict[int, list[Fate]]
 
 
+class _Wanted(NamedTuple):
+    """Which groups, and whose advantages of them; see `groups`."""
+
+    annotation_set: str | None
+    batch: Key | None
+    named: Sequence[tuple[str, str]] | None
+
+
 Order = Literal["newest", "abs-advantage", "reward", "deviation"]
 
 
@@ -82,15 +92,18 @@ async def groups(
     annotation_set: str | None = None,
     batch: Key | None = None,
     named: Sequence[tuple[str, str]] | None = None,
+    order: Order = "newest",
     limit: int = 20,
     before: int | None = None,
 ) -> list[GroupView]:
-    """Return the newest groups, the newest first.
+    """Return the groups that come first in an order, the first one first.
 
     Args:
         annotation_set: whose advantages and decisions are shown; by default the first there is.
         batch: only groups of this batch.
         named: these groups, as (batch, task), and no others.
+        order: the newest, or those with the greatest advantage (its size), mean reward or deviation
+            of the rewards; of equal ones the newest, and last those without a value.
         limit: at most so many.
         before: only groups that were whole before this address: the last page's lowest ``newest``.
 
@@ -98,16 +111,22 @@ async def groups(
         UnknownNameError: no such annotation set.
         DamagedSegmentError: a checksum of the advantages does not hold.
     """
-    source = now(experiment)
+    source, wanted = now(experiment), _Wanted(annotation_set, batch, named)
+    if order == "newest":
+        return await _newest(source, wanted, limit, before)
+    first: list[GroupView] = []
+    while page := await _newest(source, wanted, sizes().groups_per_page, before):
+        first = heapq.nlargest(limit, [*first, *page], key=lambda group: _rank(group, order))
+        before = min(group.newest for group in page)
+    return first
 
+
+async def _newest(
+    source: Source, wanted: _Wanted, limit: int, before: int | None
+) -> list[GroupView]:
     def look(tx: Transaction) -> _Found:
-        chosen = _chosen_set(tx, source, annotation_set)
-        if named is not None:
-            keys = list(named[:limit])
-        elif batch is None:
-            keys = inspection.newest_groups(tx, source.key, limit, before)
-        else:
-            keys = inspection.groups_of_batch(tx, source.key, str(batch), limit)
+        chosen = _chosen_set(tx, source, wanted.annotation_set)
+        keys = _newest_keys(tx, source, wanted, limit, before)
         rows = inspection.members(tx, source.key, keys)
         batches = queries.batches(tx, source.key, sorted({key for key, _ in keys}))
         return _Found(chosen, keys, rows, batches, fates(tx, source.key, rows))
@@ -124,11 +143,19 @@ async def groups(
     return [_group(batches.get(key[0]), some, own, events) for key, some in members.items() if some]
 
 
-def ordered(found: Sequence[GroupView], order: Order) -> list[GroupView]:
-    """Return groups in another order, the greatest first; those without a value come last."""
-    if order == "newest":
-        return list(found)
-    return sorted(found, key=lambda group: _rank(group, order), reverse=True)
+def _newest_keys(
+    tx: Transaction, source: Source, wanted: _Wanted, limit: int, before: int | None
+) -> list[tuple[str, str]]:
+    if wanted.batch is not None:
+        return inspection.groups_of_batch(tx, source.key, str(wanted.batch), limit, before)
+    if wanted.named is None:
+        return inspection.newest_groups(tx, source.key, limit, before)
+    newest = {  # of the rows of a group, which are ordered by address, the last one counts
+        (str(row.eid.batch), str(row.eid.task)): row.address
+        for row in inspection.members(tx, source.key, wanted.named)
+    }
+    keys = [key for key, address in newest.items() if before is None or address < before]
+    return sorted(keys, key=newest.__getitem__, reverse=True)[:limit]
 
 
 def _rank(group: GroupView, order: Order) -> float:

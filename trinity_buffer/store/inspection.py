@@ -162,13 +162,16 @@ def _goes_on(address: int) -> ColumnElement[bool]:
 
 
 def groups_of_batch(
-    tx: Transaction, experiment: int, key: str, limit: int
+    tx: Transaction, experiment: int, key: str, limit: int, before: int | None = None
 ) -> list[tuple[str, str]]:
-    """Return (batch, task) of the groups of one batch, as they were recorded."""
-    query = select(experience.c.task, func.min(experience.c.address)).where(
+    """Return what `newest_groups` returns, of one batch."""
+    newest = func.max(experience.c.address)
+    query = select(experience.c.task, newest).where(
         experience.c.experiment == experiment, experience.c.batch == key
     )
-    query = query.group_by(experience.c.task).order_by(func.min(experience.c.address))
+    query = query.group_by(experience.c.task).order_by(newest.desc())
+    if before is not None:
+        query = query.having(newest < before)
     return [(key, row.task) for row in tx.execute(query.limit(limit)).all()]
 
 
