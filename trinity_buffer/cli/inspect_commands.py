@@ -200,7 +200,9 @@ def groups(
         int | None, typer.Option(help="Only groups that this gradient step was trained on.", min=1)
     ] = None,
     trainer: TrainerOption = None,
-    sort: Annotated[GroupOrder, typer.Option(help="Which come first, of all.")] = "newest",
+    sort: Annotated[
+        GroupOrder, typer.Option(help="Which come first; all are read, unless it is the newest.")
+    ] = "newest",
     limit: Annotated[int, typer.Option(help="At most so many, the first ones.", min=1)] = 20,
     as_of: AsOfOption = None,
     as_json: JsonOption = False,
