@@ -21,4 +21,4 @@ def test_a_question_of_the_page_is_a_command(command: str, rest: str) -> None:
     assert answer.exit_code == 0, answer.output
     assert [one for one in re.findall(r"--[a-z-]+", rest) if one not in answer.output] == []
     assert ("--as-of" in answer.output) == (command in FOLDED)
-    assert ("--json" in answer.output) == (command not in ("top", "report"))
+    assert ("--json" in answer.output) == (command not in ("top", "report", "track"))

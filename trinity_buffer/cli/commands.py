@@ -112,6 +112,11 @@ COMMANDS = {
         "trinity_buffer.cli.report_command:report",
         "Write a page about a run: one file that opens offline, without scripts.",
     ),
+    "track": Command(
+        "trinity_buffer.cli.track_command:track",
+        "Give the numbers of each committed step to TensorBoard or trackio, beside a run or after "
+        "it.",
+    ),
     "serve": Command(
         "trinity_buffer.cli.serve_command:serve",
         "Show a store in the browser: red flags, steps, groups, rollouts, events; and /metrics.",

@@ -1,0 +1,133 @@
+"""A tracker is given each committed step once, in order, beside the run or after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import anyio
+import pytest
+from typing_extensions import override
+
+from tests.stories import Story, rollout, tell
+from trinity_buffer import inspect
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.inspect import tracking
+from trinity_buffer.inspect.source import now
+from trinity_buffer.inspect.tracking import Tracker, numbers_of, track
+from trinity_buffer.integrations.trackers import tracker_of
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import open_store
+
+
+class Kept(Tracker):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, dict[str, float]]] = []
+        self._more = anyio.Event()
+
+    @override
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.steps.append((step, dict(metrics)))
+        self._more.set()
+        self._more = anyio.Event()
+
+    @override
+    def close(self) -> None:
+        raise AssertionError("who made it closes it")
+
+    async def given(self, count: int) -> None:
+        """Return once it has been given so many steps."""
+        while len(self.steps) < count:
+            await self._more.wait()
+
+    @property
+    def numbers(self) -> list[int]:
+        return [step for step, _ in self.steps]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """A store that no test changes."""
+    folder = tmp_path_factory.mktemp("story")
+    return anyio.run(tell, f"sqlite:///{folder / 'store.db'}", folder / "run")
+
+
+@pytest.mark.parametrize("page", [1, 256])
+async def test_every_committed_step_is_given_once(
+    story: Story, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "PAGE_STEPS", page)
+    kept = Kept()
+    async with open_store(story.url, read_only=True) as store:
+        experiment = await store.experiment(story.name)
+        assert await track(experiment, kept) == 2  # the third was handed out, not committed
+        lines = await inspect.steps(now(experiment), after=0)
+        assert kept.numbers == [1, 2]
+        assert [metrics["batch/reward"] for _, metrics in kept.steps] == [
+            line.reward for line in lines[:2]
+        ]
+        assert [metrics["batch/rows"] for _, metrics in kept.steps] == [
+            line.rows for line in lines[:2]
+        ]
+        assert await track(experiment, kept, after=1) == 2
+        assert kept.numbers == [1, 2, 2]
+        with pytest.raises(InvalidArgumentError, match="after=-1"):
+            await track(experiment, kept, after=-1)
+        with pytest.raises(UnknownNameError, match="no trainer 'nobody'"):
+            await track(experiment, kept, trainer="nobody")
+
+
+async def test_what_is_no_finite_number_is_left_out(story: Story) -> None:
+    async with open_store(story.url, read_only=True) as store:
+        (line, *_) = await inspect.steps(now(await store.experiment(story.name)))
+    measured = {"loss": 0.5, "broken": float("nan"), "skipped": "non_finite", "batch/rows": -1}
+    numbers = numbers_of(replace(line, metrics=measured))
+    assert numbers["loss"] == 0.5
+    assert not {"broken", "skipped"} & set(numbers)
+    assert numbers["batch/rows"] == line.rows  # what the log knows, nobody else says
+
+
+async def test_a_rewound_trainer_is_followed_through_its_steps_anew(tmp_path: Path) -> None:
+    url, kept = f"sqlite:///{tmp_path / 'store.db'}", Kept()
+    async with open_store(url) as store, anyio.create_task_group() as tasks:
+        experiment = await store.experiment("sort", config={"rollouts_per_group": 2, "model": {}})
+        writer = experiment.writer("e0")
+        await writer.plan("b0", [0, 1, 2], 2)
+        await writer.write([rollout("b0", task, run, run) for task in range(3) for run in (0, 1)])
+        await run_strategy(experiment, "grpo")
+        await train(experiment, 2)
+        tasks.start_soon(partial(track, experiment, kept, follow=True))
+        await kept.given(2)
+        await train(experiment, 3, resume_from=0)
+        await kept.given(5)
+        await experiment.finish("done")
+    assert kept.numbers == [1, 2, 1, 2, 3]
+    assert [metrics["loss"] for _, metrics in kept.steps] == [1.0, 2.0, 1.0, 2.0, 3.0]
+
+
+async def train(experiment: Experiment, steps: int, resume_from: int | None = None) -> None:
+    options = {"strategy": "grpo", "groups_per_step": 1, "resume_from": resume_from}
+    async with experiment.train_stream(**options) as stream:
+        async for step in stream:
+            await stream.commit(step, metrics={"loss": float(step.step)})
+            if step.step == steps:
+                return
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("tensorbord:runs/tb", "did you mean 'tensorboard'"),
+        ("trackio", "give name:place"),
+        ("tensorboard:runs/tb", "pip install 'trinity-buffer[tensorboard]'"),
+    ],
+)
+def test_a_target_that_is_none_is_refused(target: str, said: str) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        tracker_of(target)
+    assert said in str(refused.value)
