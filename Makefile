@@ -29,7 +29,7 @@ demo: setup      ## four processes train a small policy through one store
 test: setup      ## everything that a bare Linux can run, on all cores
 	$(PYTEST) -n $(WORKERS) --dist=worksteal $(ARGS)
 
-check: setup     ## what CI runs: format, lint, types, dead names, floors, all tests, a torture of each store
+check: setup     ## what CI runs: format, lint, types, dead names, floors, and all tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -37,11 +37,9 @@ check: setup     ## what CI runs: format, lint, types, dead names, floors, all t
 	$(BIN)/lint-imports
 	$(MAKE) --no-print-directory test
 	$(MAKE) --no-print-directory long
-	$(BIN)/python -m benchmarks.torture --minutes 1
-	$(BIN)/python -m benchmarks.torture --minutes 1 --store postgresql
 
 long: setup      ## the long tests, on all cores
-	$(PYTEST) -n logical --maxprocesses=4 --dist=load --maxschedchunk=1 -m long -o faulthandler_timeout=900 $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist=load --maxschedchunk=1 -m long -o faulthandler_timeout=900 $(ARGS)
 
 fmt: setup       ## format, and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .
