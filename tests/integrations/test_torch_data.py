@@ -87,15 +87,39 @@ def test_a_state_leads_back_to_where_its_checkpoint_was_made(url: str, tmp_path:
     reader = loaded(steps, workers=0)
     states = []
     for number in (1, 2, 3):
-        checkpoint = tmp_path / f"step-{number}"
-        checkpoint.mkdir()
-        (checkpoint / "weights").write_text(str(number))
-        steps.commit(next(reader), checkpoint)
+        steps.commit(next(reader), checkpoint(tmp_path, number))
         states.append(steps.state_dict())
     del reader
     back = dataset(url)
     back.load_state_dict(states[1])
     assert next(loaded(back, workers=0)).step == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_only_the_first_pass_goes_back_to_a_state(url: str, tmp_path: Path, workers: int) -> None:
+    """A later pass would supersede what was committed since, and train it again."""
+    steps = dataset(url)
+    reader = loaded(steps, workers=0)
+    steps.commit(next(reader), checkpoint(tmp_path, 1))
+    state = steps.state_dict()
+    steps.commit(next(reader), checkpoint(tmp_path, 2))
+    del reader
+    back = dataset(url)
+    back.load_state_dict(state)
+    for number in (2, 3):
+        reader = loaded(back, workers)
+        step = next(reader)
+        assert step.step == number
+        back.commit(step, checkpoint(tmp_path, 10 + number))
+        del reader
+
+
+def checkpoint(folder: Path, number: int) -> Path:
+    """Return a folder with other weights for each number."""
+    made = folder / f"step-{number}"
+    made.mkdir()
+    (made / "weights").write_text(str(number))
+    return made
 
 
 def test_a_commit_that_no_process_can_make_says_so(

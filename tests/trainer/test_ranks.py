@@ -13,10 +13,13 @@ from tests.conftest import Resize
 from tests.small_sizes import small
 from tests.trainer.data import recorded, rollouts
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
+from trinity_buffer.events import RankJoined
+from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
+from trinity_buffer.store import log
 
 OPTIONS = {"strategy": None, "groups_per_step": 2, "world_size": 2}
 Life = Callable[[TrainStream, int], Coroutine[Any, Any, None]]
@@ -202,6 +205,31 @@ async def test_a_rank_hears_that_rank_0_is_gone(sqlite_url: str) -> None:
     (error,) = raised.value.exceptions
     assert isinstance(error, LeaseLostError)
     assert "rank 0 of trainer 'trainer' is gone" in str(error)
+
+
+async def test_a_rank_hears_that_rank_0_started_again(store_url: str) -> None:
+    """If it is back before the others look, they see its lease and no gap."""
+    again = RankJoined(consumer="trainer", rank=0, world_size=2)
+
+    async def hear(stream: TrainStream, rank: int) -> None:
+        if rank == 0:
+            await anyio.sleep_forever()
+        await store.database.write(
+            log.append, experiment.key, [new_event(again)], actor="trainer", now_us=now_us()
+        )
+        with pytest.raises(LeaseLostError, match="rank 0 started again"):
+            async for _ in stream:
+                pass
+        raise HeardError
+
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        with pytest.RaisesGroup(HeardError):
+            await together(experiment, hear, follow=True)
+
+
+class HeardError(Exception):
+    """A rank heard what it was to hear."""
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -90,6 +90,7 @@ class StepDataset(IterableDataset[TrainStep]):
         else:
             self._ask(step, checkpoint)
         self._committed = step.step
+        self._go_on_after = None  # a pass that begins now supersedes nothing
 
     def _ask(self, step: TrainStep, checkpoint: str | Path | None) -> None:
         self._asking.send((step.step, None if checkpoint is None else str(checkpoint)))
@@ -107,7 +108,7 @@ class StepDataset(IterableDataset[TrainStep]):
         return {"step": self._committed}
 
     def load_state_dict(self, state: dict[str, int | None]) -> None:
-        """Go on after the step that `state_dict` told, later commits being superseded.
+        """Go on after the step that `state_dict` told; commits that are there now are superseded.
 
         Raises:
             InvalidArgumentError: what is given is no such state.

@@ -291,7 +291,7 @@ class RankSession:
                 )
             self._called |= join.rank == 0
             self._joins[join.rank] = position
-        elif self._rank == 0:
+        elif 0 in (self._rank, join.rank):
             self._superseded = f"rank {join.rank} started again"
 
     def _check(self) -> None:
