@@ -6,9 +6,10 @@ Rollout engines and trainers compute different log-probabilities for the same we
 is a choice of its own: the trainer multiplies the advantages by the weights, whatever the loss.
 
 That is the same as weighting the loss of a token wherever the loss is proportional to the size of
-the advantage: for all policy losses but REC's ``advantage`` weight and KL-Cov's penalty, which the
-weights do not reach, and GMPO, which sees a sequence's mean advantage. Tokens with weight 0 stay in
-the denominators.
+the advantage. It is not for REC: its ``advantage`` weight has the weighted advantage in the
+exponent too, and its regularizers are not weighted. Nor for Clip-Cov and KL-Cov, which choose
+tokens by the weighted advantages, and KL-Cov's penalty is not weighted; nor for GMPO, which sees a
+sequence's mean advantage. Tokens with weight 0 stay in the denominators.
 """
 
 from __future__ import annotations

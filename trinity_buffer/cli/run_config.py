@@ -87,7 +87,9 @@ class EvaluationConfig(_Section):
     problems: int = Field(
         256, ge=1, description="that are answered each time; `evaluate` of one's own has its own"
     )
-    target_accuracy: float | None = Field(None, description="end the experiment when it is reached")
+    target_accuracy: float | None = Field(
+        None, description="at which the trainer ends; with --follow, the experiment too"
+    )
 
 
 class ExploringConfig(_Section):
@@ -155,9 +157,13 @@ class RunConfig(_Section):
         default_factory=dict, description="of its constructor; of several: name -> arguments"
     )
     reference: str | None = Field(
-        None, description="policy file that divergences are measured from; by default version 0"
+        None,
+        description="that divergences are measured from: a policy file of the demo, a folder of "
+        "one's own model; by default version 0",
     )
-    teacher: str | None = Field(None, description="policy file to distil")
+    teacher: str | None = Field(
+        None, description="to distil: a policy file of the demo, a folder of one's own model"
+    )
     expert_experiment: str | None = Field(
         None, description="experiment of this store with an expert's rows"
     )
@@ -185,7 +191,11 @@ class RunConfig(_Section):
         default=True, description="with each commit, what its steps measured of each row"
     )
     record_tokens: bool = Field(default=False, description="and of each token: 16 bytes")
-    max_steps: int | None = Field(None, ge=1, description="after which the run ends; null: never")
+    max_steps: int | None = Field(
+        None,
+        ge=1,
+        description="after which the trainer ends; with --follow, the experiment too; null: never",
+    )
     max_skipped_steps: int = Field(
         3, ge=1, description="in a row, of a loss or gradient that is not finite; then it ends"
     )
