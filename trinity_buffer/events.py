@@ -82,21 +82,26 @@ class BatchLeased:
 
 @dataclass(frozen=True, kw_only=True)
 class StepDealt:
-    """A step that was leased and not committed is served to another number of ranks.
+    """A step that was leased and not committed is served otherwise from here on.
 
-    The rows, groups and denominators stay those of its `BatchLeased`. What ranks had reported of
-    the step before is void.
+    To another number of ranks: rows, groups and denominators stay those of its `BatchLeased`. Or
+    without rows that can never be read, which the trainer rejects in the same transaction. What
+    ranks had reported of the step before is void.
 
     Attributes:
         token: fences the trainers before it.
         leased_at: position of the `BatchLeased`.
         world_size: how many ranks there are now.
-        order: places of the rows in the `BatchLeased`, in the order in which they are served now.
+        order: places of the rows in the `BatchLeased`, in the order in which they are served now;
+            without those that were dropped, here or before.
         microbatches: per micro-batch [first row of that order, end, width, rank].
         digest: of all that decides what the step computes.
+        dropped: addresses of annotations: the rows that the step loses here.
+        dropped_from: per such row its experiment, "" for this one; empty: all are of this one.
+        num_groups: how many groups are left, where rows are dropped.
     """
 
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     consumer: str
     token: int
@@ -106,6 +111,9 @@ class StepDealt:
     order: Sequence[int]
     microbatches: Sequence[Sequence[int]]
     digest: bytes
+    dropped: Sequence[int] = optional(())
+    dropped_from: Sequence[str] = optional(())
+    num_groups: int | None = optional(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,11 +283,7 @@ class SegmentsArchived:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentsRestored:
-    """Segments that had left the store are in it again.
-
-    Attributes:
-        segments: their keys.
-    """
+    """Segments that had left the store are in it again; by their keys."""
 
     version: ClassVar[int] = 1
 
@@ -358,7 +362,9 @@ class PlacedFact:
 KINDS: Mapping[str, type[Recorded]] = {each.__name__: each for each in get_args(Recorded)}
 """Kind, as the log names it -> its class."""
 
-UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
+UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {
+    ("StepDealt", 1): lambda body: body,  # it dropped no rows
+}
 """(kind, version) -> returns a body of that version as one of the next."""
 
 

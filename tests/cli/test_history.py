@@ -76,6 +76,21 @@ def test_a_replay_from_a_checkpoint_begins_after_it(run: str, tmp_path: Path) ->
     assert "--from-checkpoint" in said
 
 
+def test_training_goes_on_without_rows_that_were_deleted_if_it_is_told_to(
+    run: str, tmp_path: Path
+) -> None:
+    assert command("compact", "--store", run, "--keep-steps", "0", "--delete")[0] == 0
+    words = ["train", "--store", run, "--checkpoints", str(tmp_path / "checkpoints")]
+    refused = CliRunner().invoke(app, [*words, "--resume-from", "3"])
+    assert "step 4 of trainer 'trainer'" in str(refused.exception)
+    assert "--drop-damaged-rows" in str(refused.exception)
+    done = CliRunner().invoke(app, [*words, "--drop-damaged-rows"])
+    assert done.exit_code == 0, done.exception
+    assert "step 4: loss 0.0000, reward 0.000, staleness 0.0, 0 rows" in done.stdout
+    last = str(max((tmp_path / "checkpoints").glob("step-*")))
+    assert command("verify", "--store", run, "--checkpoint", last)[0] == 0
+
+
 def test_a_second_set_stands_beside_the_first_and_old_tensors_leave(
     run: str, tmp_path: Path
 ) -> None:

@@ -185,6 +185,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--resume-from 0": TRAINS,
         "--resume-from 9": "resume_from=9",
         "--resume-from -1": "resume_from=-1",
+        "--drop-damaged-rows": TRAINS,
         "--keep-checkpoints 1": TRAINS,
         "--keep-checkpoints all": TRAINS,
         "--keep-checkpoints 0": "--keep-checkpoints 0",

@@ -1,4 +1,4 @@
-"""A process that notes what it was told is durable, and is killed at once."""
+"""Processes that are killed at once, behind what they were told or have recorded."""
 
 from __future__ import annotations
 
@@ -28,6 +28,18 @@ def write_and_die(url: str, noted: str, plant: str) -> None:
             some = [rollout("b0", 0, run, 1.0) for run in range(4)]
             Acknowledgements(Path(noted)).note(await experiment.writer("e0").write(some))
             os.kill(os.getpid(), signal.SIGKILL)
+
+    anyio.run(main)
+
+
+def open_and_die(url: str, options: dict[str, Any]) -> None:
+    """Open a train stream, which deals what an earlier life left, and die."""
+
+    async def main() -> None:
+        async with open_store(url) as store:
+            experiment = await store.experiment("run")
+            async with experiment.train_stream(**options):
+                os.kill(os.getpid(), signal.SIGKILL)
 
     anyio.run(main)
 

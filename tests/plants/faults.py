@@ -565,6 +565,34 @@ FAULTS = [
         "return self._invalid.get(eid)",
         "tests/contract/test_writing.py::test_late_experiences_are_recorded_as_rejected",
     ),
+    Fault(
+        "rows that leave a step are rejected nowhere",
+        "pipeline/streaming/dealing.py",
+        "self._lease.append(tx, [*mine, new_event(dealt)])",
+        "self._lease.append(tx, [new_event(dealt)])",
+        "tests/trainer/test_damaged_steps.py::test_rows_of_a_leased_step_are_dropped_and_the_rest_is_trained",
+    ),
+    Fault(
+        "rows that left a step stay in the hands of its trainer",
+        "store/projections.py",
+        "if gone := rows.dropped_rows(experiment, fact):",
+        "if gone := ():",
+        "tests/trainer/test_damaged_steps.py::test_rows_of_a_leased_step_are_dropped_and_the_rest_is_trained",
+    ),
+    Fault(
+        "another number of ranks is dealt the rows that an earlier one dropped",
+        "pipeline/streaming/dealing.py",
+        "kept, lost = sorted(found.order), dict[int, str]()",
+        "kept, lost = [*range(len(found.first.groups))], dict[int, str]()",
+        "tests/trainer/test_damaged_steps.py::test_ranks_come_and_go_before_and_behind_what_is_dropped",
+    ),
+    Fault(
+        "verify takes any rows for those that a step lost",
+        "pipeline/verifying/trainer_audit.py",
+        "if not each_once or not np.array_equal(np.sort(found.rows), all_rows):",
+        "if not each_once:",
+        "tests/trainer/test_damaged_steps.py::test_rows_that_leave_a_step_are_told_and_rejected",
+    ),
 ]
 
 

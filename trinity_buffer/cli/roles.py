@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import anyio
 import torch
@@ -26,7 +26,7 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport,
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.store import Store, open_store
-from trinity_buffer.pipeline.streaming.stream_options import CONFIGURED
+from trinity_buffer.pipeline.streaming.stream_options import CONFIGURED, GoingOn
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.store import queries
 from trinity_buffer.store.rows import ConsumerRow
@@ -211,8 +211,8 @@ def train(
     checkpoints: Path,
     keep_checkpoints: int | None = KEPT_CHECKPOINTS,
     follow: bool,
-    resume_from: int | None,
     say: Say,
+    **going_on: Unpack[GoingOn],
 ) -> None:
     """Train until the target is reached or the stream ends; then finish the experiment."""
     use_one_thread()
@@ -226,9 +226,9 @@ def train(
         strategy=strategy_of(algorithm),
         consumer=config.trainer,
         max_tokens=ends.max_tokens,
-        resume_from=resume_from,
         follow=follow,
         expert_experiment=config.expert_experiment,
+        **going_on,
         **config.model_dump(include=set(CONFIGURED)),
         **stream_options(
             algorithm,

@@ -235,6 +235,13 @@ def train(
         int | None,
         typer.Option(help="Rewind to this committed step first, one whose checkpoint is kept."),
     ] = None,
+    drop_damaged_rows: Annotated[
+        bool,
+        typer.Option(
+            "--drop-damaged-rows",
+            help="Go on without rows that were damaged or deleted since their step was handed out.",
+        ),
+    ] = False,
     keep_checkpoints: Annotated[
         str, typer.Option(help="How many stay on the disk, the newest: a number, or all.")
     ] = "2",
@@ -264,6 +271,7 @@ def train(
             keep_checkpoints=kept,
             follow=follow,
             resume_from=resume_from,
+            damaged_rows="drop" if drop_damaged_rows else "refuse",
             say=roles.plain,
         )
     )

@@ -21,6 +21,7 @@ from trinity_buffer.events import (
     ExperiencesRejected,
     ExperimentFinished,
     PolicyPublished,
+    StepDealt,
     StepsCommitted,
 )
 from trinity_buffer.pipeline.events import Event
@@ -36,6 +37,7 @@ Reads = (
     | ExperiencesAnnotated
     | ExperiencesRejected
     | BatchLeased
+    | StepDealt
     | StepsCommitted
     | PolicyPublished
     | ExperimentFinished
@@ -128,6 +130,8 @@ class RunNumbers:
                 self.rejected_rows += len(fact.experiences) if fact.by == "trainer" else 0
             case BatchLeased():
                 self.leased_rows += len(fact.annotations)
+            case StepDealt():
+                self.leased_rows -= len(fact.dropped)
             case StepsCommitted():
                 self._committed(fact, at)
             case PolicyPublished():

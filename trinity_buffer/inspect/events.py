@@ -116,7 +116,8 @@ def _summary(fact: Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one case per 
         case BatchLeased():
             return _leased(fact)
         case StepDealt():
-            return f"step {fact.step} of {fact.consumer} to {fact.world_size} ranks"
+            less = f", without {len(fact.dropped)} rows" if fact.dropped else ""
+            return f"step {fact.step} of {fact.consumer} to {fact.world_size} ranks{less}"
         case StepsCommitted():
             return _committed(fact)
         case StepMeasured():

@@ -16,7 +16,7 @@ def leased_steps(
 ) -> dict[int, BatchLeased]:
     """Return position -> manifest, for positions where a step says that it was handed out.
 
-    A step that was dealt anew to other ranks says so by a `StepDealt`: its rows come in that order.
+    A step that was dealt anew says so by a `StepDealt`: its rows are those, and come in that order.
 
     Raises:
         CodecError: the body of an event is damaged, or it is not of a handed out step.
@@ -48,6 +48,7 @@ def _as_dealt(lease: BatchLeased, dealt: StepDealt) -> BatchLeased:
         annotations=placed(lease.annotations),
         experiences=placed(lease.experiences),
         groups=placed(lease.groups),
+        num_groups=len({lease.groups[place] for place in dealt.order}),
         source=placed(lease.source) if lease.source else (),
         microbatches=dealt.microbatches,
         digest=dealt.digest,

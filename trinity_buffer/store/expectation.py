@@ -153,8 +153,6 @@ class Expectation:
             self._full.append(part)
             self._parts[key] = Part(*key, part.up_to, part.up_to)
 
-    # -- one event --------------------------------------------------------------------------------
-
     def _take(self, placed: PlacedFact) -> None:  # noqa: C901, PLR0912, PLR0915 - one case per kind
         at, fact = placed.position, placed.fact
         match fact:
@@ -166,8 +164,7 @@ class Expectation:
             case BatchPlanned():
                 self._plan(at, fact, placed.actor)
             case BatchSealed():
-                found = self._batch(fact.batch, placed.actor)
-                found.update(sealed_at=at, expected=fact.expected)
+                self._batch(fact.batch, placed.actor).update(sealed_at=at, expected=fact.expected)
             case ExperiencesRecorded():
                 made = rows.experience_rows(self.experiment, at, fact)
                 self._add(experience, made, _last_address(at))
@@ -267,8 +264,13 @@ class Expectation:
 
     def _dealt(self, position: int, fact: StepDealt) -> None:
         found = self._consumers[fact.consumer]
-        found.steps[fact.step].update(leased_at=position, manifest_digest=fact.digest)
+        found.steps[fact.step].update(rows.dealt_columns(position, fact))
         found.row["token"] = fact.token
+        if gone := set(rows.dropped_rows(self.experiment, fact)):
+            part = self._parts[delivery.name, fact.consumer]
+            if not gone.issubset(part.rows):  # compared already, or never there: fold again
+                raise ValueError("a step lost rows that it did not have, or long ago")
+            part.rows = [row for row in part.rows if row not in gone]
 
     def _committed(self, position: int, fact: StepsCommitted) -> None:
         found, last = self._consumers[fact.consumer], fact.steps[-1]
@@ -290,8 +292,6 @@ class Expectation:
     def _scored(self, fact: RewardsAssigned) -> None:
         for address, reward in zip(fact.experiences, fact.rewards, strict=True):
             self._rewards[fact.scoring, address] = reward
-
-    # -- all of it --------------------------------------------------------------------------------
 
     def _changing(self) -> dict[str, list[Row]]:
         """Return the rows of the tables whose rows later events change, all but `waiting`."""

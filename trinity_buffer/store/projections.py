@@ -316,10 +316,16 @@ _HANDED_OUT = Prepared(
 
 def _dealt(tx: Transaction, experiment: int, position: int, fact: StepDealt) -> None:
     mine = (step.c.experiment == experiment, step.c.consumer == fact.consumer)
-    served = {"leased_at": position, "manifest_digest": fact.digest}
+    served = rows.dealt_columns(position, fact)
     tx.execute(update(step).where(*mine, step.c.step == fact.step).values(served))
+    if gone := rows.dropped_rows(experiment, fact):
+        names = [f"{column.name}_" for column in delivery.c]
+        tx.execute(_DROP, [dict(zip(names, row, strict=True)) for row in gone])
     live = (consumer.c.experiment == experiment, consumer.c.name == fact.consumer)
     tx.execute(update(consumer).where(*live).values(token=fact.token))
+
+
+_DROP = delete(delivery).where(*(column == bindparam(f"{column.name}_") for column in delivery.c))
 
 
 def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommitted) -> None:

@@ -18,7 +18,7 @@ from trinity_buffer.store.tables import (
     rejection,
 )
 from trinity_buffer.store.tables import experiment as experiments
-from trinity_buffer.store.trainer_queries import Reader
+from trinity_buffer.store.trainer_queries import Reader, guest_name
 from trinity_buffer.store.transaction import Transaction
 
 EXPERTS_SET = "recorded"
@@ -143,9 +143,8 @@ def needs_of(tx: Transaction, experiment: int, *, keep_steps: int) -> list[Need]
     found = []
     for where, of, trainer, config, committed, source in tx.execute(query).all():
         mine = int(where) == experiment
-        reader = Reader(
-            int(where), trainer, "" if mine else source, trainer if mine else f"{of}/{trainer}"
-        )
+        rejecting = trainer if mine else guest_name(of, trainer)
+        reader = Reader(int(where), trainer, "" if mine else source, rejecting)
         annotation_set = config["strategy"] if mine else EXPERTS_SET
         found.append(Need(reader, annotation_set, int(committed) - keep_steps))
     return found

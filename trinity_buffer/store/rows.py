@@ -18,6 +18,7 @@ from trinity_buffer.events import (
     ExperiencesAnnotated,
     ExperiencesRecorded,
     ExperiencesRejected,
+    StepDealt,
     StepsCommitted,
 )
 from trinity_buffer.identity import EID, Key
@@ -263,6 +264,20 @@ def delivery_rows(experiment: int, fact: BatchLeased) -> list[Row]:
         (experiment, name, names[of], address, number)
         for of, address in zip(fact.source, addresses, strict=True)
     ]
+
+
+def dealt_columns(position: int, fact: StepDealt) -> dict[str, Any]:
+    """Return what the row of `step` of a step that is dealt anew takes from its event."""
+    served: dict[str, Any] = {"leased_at": position, "manifest_digest": fact.digest}
+    return served | {"rows": len(fact.order), "groups": fact.num_groups} if fact.dropped else served
+
+
+def dropped_rows(experiment: int, fact: StepDealt) -> list[Row]:
+    """Return the rows of `delivery` that an event takes away."""
+    name, number = fact.consumer, fact.step
+    sources = fact.dropped_from or ("",) * len(fact.dropped)
+    pairs = zip(sources, fact.dropped, strict=True)
+    return [(experiment, name, source, address, number) for source, address in pairs]
 
 
 def commit_columns(fact: StepsCommitted) -> dict[str, Any]:

@@ -44,6 +44,11 @@ class Reader:
         )
 
 
+def guest_name(experiment: str, trainer: str) -> str:
+    """Return by which name a trainer of ``experiment`` rejects in the others that it reads."""
+    return f"{experiment}/{trainer}"
+
+
 def annotated_positions(
     tx: Transaction, experiment: int, *, annotation_set: str, start: int, limit: int
 ) -> list[int]:

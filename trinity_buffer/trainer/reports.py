@@ -41,16 +41,17 @@ def report_of(
     step: TrainStep, metrics: dict[str, float], begin: float, *, committed: bool, skipped: bool
 ) -> StepReport:
     """Return what is said of a step that began at ``begin`` (`time.perf_counter`)."""
-    rewards = torch.cat([m["token_level_rewards"].flatten() for m in step.microbatches]).sum()
+    per_token = [m["token_level_rewards"].flatten() for m in step.microbatches]
+    rewards = float(torch.cat(per_token).sum()) if per_token else 0.0
     rows = len(step.manifest.experiences)
     return StepReport(
         step=step.step,
         loss=metrics["loss"],
-        reward=float(rewards) / max(rows, 1),
+        reward=rewards / max(rows, 1),
         gradient_norm=metrics["gradient_norm"],
         staleness=step.staleness or 0.0,
         rows=rows,
-        tokens=step.microbatches[0].layout.global_tokens,
+        tokens=step.microbatches[0].layout.global_tokens if per_token else 0,
         seconds=time.perf_counter() - begin,
         recorded=step.recorded,
         committed=committed,

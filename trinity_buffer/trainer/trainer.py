@@ -152,8 +152,8 @@ class Trainer:
             return
         for step in self._stream:
             begin = time.perf_counter()
-            meter = StepMeter(step, tokens=self._settings.record_tokens)
-            metrics = self._train(step, meter if self._settings.record_facts else None)
+            meter = self._meter(step)
+            metrics = self._train(step, meter)
             self._remember(step)
             if step.staleness is not None:
                 metrics["staleness"] = step.staleness
@@ -178,9 +178,15 @@ class Trainer:
     def _reached(self, step: int) -> bool:
         return self._settings.max_steps is not None and step >= self._settings.max_steps
 
-    def _measured(self, meter: StepMeter, metrics: dict[str, float]) -> StepMeasures | None:
-        """Return what was measured of a step, which its commit records; None: it was not asked."""
-        if not self._settings.record_facts:
+    def _meter(self, step: TrainStep) -> StepMeter | None:
+        """Return what measures a step; None: it was not asked, or there is nothing to measure."""
+        if not self._settings.record_facts or not step.microbatches:
+            return None
+        return StepMeter(step, tokens=self._settings.record_tokens)
+
+    def _measured(self, meter: StepMeter | None, metrics: dict[str, float]) -> StepMeasures | None:
+        """Return what was measured of a step, which its commit records."""
+        if meter is None:
             return None
         measures = meter.found(metrics, self._processes)
         self._stream.measure(measures)
@@ -188,6 +194,9 @@ class Trainer:
 
     def _train(self, step: TrainStep, meter: StepMeter | None) -> dict[str, float]:
         """Step the optimizers if all is finite; return the numbers of the step."""
+        if not step.microbatches:  # every row was dropped: it changes nothing
+            self._skipped_in_a_row = 0
+            return {"loss": 0.0, "gradient_norm": 0.0}
         coefficients = self._coefficients()
         reduce = self._processes.sum if self._processes.world_size > 1 else None
         found = prepare(

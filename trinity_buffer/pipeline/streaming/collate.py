@@ -92,7 +92,7 @@ def collate_step(
     """Return the micro-batches of one rank, each with the denominators of the whole step.
 
     A stored pair becomes two rows, the chosen one first. A micro-batch without rows has tensors of
-    the shapes ``[0, 1]``, packed ``[0]``.
+    the shapes ``[0, 1]``, packed ``[0]``. A step of which no row is left has no micro-batches.
 
     Args:
         manifest: of the step.
@@ -106,6 +106,8 @@ def collate_step(
         InvalidArgumentError: the step is dealt to another number of ranks.
     """
     _require_ranks(manifest, world)
+    if not manifest.groups:
+        return []
     columns, size = _columns(manifest, rows)
     layout = _layout_of_step(manifest, columns, size, world)
     plans = [plan for plan in manifest.microbatches if plan.rank == rank]

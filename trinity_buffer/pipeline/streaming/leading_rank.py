@@ -27,10 +27,10 @@ from trinity_buffer.pipeline.streaming.committing import (
     finite,
     skips,
 )
+from trinity_buffer.pipeline.streaming.dealing import Dealer
 from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.streaming.ranks import RankSession
 from trinity_buffer.pipeline.streaming.resuming import (
-    Dealer,
     has_set,
     last_commit,
     register,
@@ -120,7 +120,7 @@ class LeadingRank:
         chain = self._maker.go_on_after(done)
         if done:
             self.resume = await last_commit(self._experiment, row.name, done[-1], chain)
-        dealer = Dealer(self._experiment, self._lease, self._loader, self._options.world_size)
+        dealer = Dealer(self._experiment, self._lease, self._loader, self._options)
         self._recorded = deque(await dealer.dealt(leased))
         self._next_step = row.leased_step + 1
         await self._database.read(self._sampler.start)

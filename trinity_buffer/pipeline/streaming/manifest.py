@@ -78,7 +78,7 @@ class Manifest:
         return found
 
     def dealt(self, order: Sequence[int], microbatches: Sequence[MicroBatchPlan]) -> Manifest:
-        """Return it with row ``order[i]`` as row ``i``, in these micro-batches."""
+        """Return it with row ``order[i]`` as row ``i``, and no others, in these micro-batches."""
 
         def placed(column: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(column[place] for place in order)
@@ -213,7 +213,7 @@ def plan_microbatches(
         if by_length and layout == "padded" and tokens_per_microbatch is not None and not pairs:
             rows = sorted(rows, key=lambda row: -lengths[row])
         per_rank.append(_fill(rows, lengths, layout, tokens_per_microbatch, size))
-    most = max(len(chunks) for chunks in per_rank)
+    most = max(1, *map(len, per_rank))  # 1: a step of which nothing is left
     plans = []
     for rank, chunks in enumerate(per_rank):
         for chunk in _split_to(chunks, most):

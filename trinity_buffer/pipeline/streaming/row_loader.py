@@ -139,6 +139,8 @@ class RowLoader:
             ArchivedSegmentError: tensors have left the database, and cannot be fetched.
             UnknownExperimentError: rows come from an experiment that the store does not hold.
         """
+        if not manifest.groups:
+            return LoadedRows(no_facts(), {}, [], {})
         found = self._load(s, manifest)
         return replace(found, unrecorded=self._unrecorded(s, manifest, found))
 
@@ -216,6 +218,10 @@ class RowLoader:
             loader = self._other(s, manifest.sources[source - 1]) if source else self
             found.append(loader.eid_of(s, manifest.experiences[place]).uid)
         return found
+
+    def key_of(self, s: ReadSession, source: str) -> int:
+        """Return the key of another experiment that rows come from."""
+        return self._other(s, source).events.experiment
 
     def _other(self, s: ReadSession, name: str) -> RowLoader:
         """Return the loader of another experiment of the store."""

@@ -30,7 +30,7 @@ from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
 from trinity_buffer.rejections import invalid
 from trinity_buffer.store import queries
-from trinity_buffer.store.trainer_queries import Reader
+from trinity_buffer.store.trainer_queries import Reader, guest_name
 from trinity_buffer.store.transaction import Session, Transaction
 
 Unfit = Mapping[tuple[int, int], str]
@@ -72,7 +72,7 @@ class StepSampler:
         self._readers = [Reader(experiment.key, options.consumer, "", options.consumer)]
         self._ready = [ReadyGroups(self._set, self._readers[0], loader.events, 0)]
         if expert is not None:
-            known_as = f"{experiment.name}/{options.consumer}"
+            known_as = guest_name(experiment.name, options.consumer)
             reader = Reader(experiment.key, options.consumer, expert.name, known_as)
             self._experiments.append(expert)
             self._readers.append(reader)

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Required, TypedDict, TypeVar
+from typing import Any, Literal, Required, TypedDict, TypeVar
 
 from trinity_buffer.algorithm.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
 from trinity_buffer.errors import InvalidArgumentError
@@ -20,6 +20,9 @@ from trinity_buffer.pipeline.streaming.trainer_lease import TTL_S
 
 CONFIGURED = ("groups_per_step", "tokens_per_microbatch", "layout", "lease_ttl_s")
 """Options that are the experiment's configuration unless they are given."""
+
+
+DamagedRows = Literal["refuse", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,10 @@ class StreamOptions:
         wait_for_lease: wait for the holder of the lease, or raise `LeaseHeldError`.
         wait_for_set: with ``follow``, wait aloud for a set that nobody has annotated yet; otherwise
             it is refused at once, and nothing is registered.
+        damaged_rows: what becomes of rows that were damaged or deleted since their step was leased,
+            and can never be read again: ``"refuse"`` ends the trainer with an error that names
+            them; ``"drop"`` takes them out of the step, which a `StepDealt` records, and rejects
+            them (``damaged``, ``deleted``). What is left of the step is trained.
         resume_from: rewind to this committed step first; later commits are superseded.
         rank, world_size: this process of a data-parallel trainer. Rank 0 leases, the others read
             the manifests from the log; all must open the stream, and all must commit. Any number
@@ -74,6 +81,7 @@ class StreamOptions:
     lease_ttl_s: float = TTL_S
     wait_for_lease: bool = True
     wait_for_set: bool = True
+    damaged_rows: DamagedRows = "refuse"
     resume_from: int | None = None
     rank: int = 0
     world_size: int = 1
@@ -88,6 +96,10 @@ class StreamOptions:
         if self.layout not in ("padded", "packed"):
             raise InvalidArgumentError(
                 f"layout={self.layout!r}: accepted are 'padded' and 'packed'"
+            )
+        if self.damaged_rows not in ("refuse", "drop"):
+            raise InvalidArgumentError(
+                f"damaged_rows={self.damaged_rows!r}: accepted are 'refuse' and 'drop'"
             )
         _require_count("groups_per_step", self.groups_per_step)
         _require_count("prefetch", self.prefetch)
@@ -167,7 +179,14 @@ class Resume:
 F = TypeVar("F", bound=Callable[..., object])
 
 
-class StreamKeywords(TypedDict, total=False):
+class GoingOn(TypedDict, total=False):
+    """How a stream goes on from what its trainer was handed before."""
+
+    damaged_rows: DamagedRows
+    resume_from: int | None
+
+
+class StreamKeywords(GoingOn, total=False):
     """What `StreamOptions` takes, by keyword."""
 
     strategy: Required[str | None]
@@ -182,7 +201,6 @@ class StreamKeywords(TypedDict, total=False):
     lease_ttl_s: float
     wait_for_lease: bool
     wait_for_set: bool
-    resume_from: int | None
     rank: int
     world_size: int
     sample_strategy: str

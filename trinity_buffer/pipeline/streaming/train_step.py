@@ -19,8 +19,8 @@ from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.gone_through import FIRST_LINK, chain
 from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step, rows_in
 from trinity_buffer.pipeline.streaming.collate_buffers import StepMemory
+from trinity_buffer.pipeline.streaming.dealing import leased_step, load_leased
 from trinity_buffer.pipeline.streaming.manifest import Manifest
-from trinity_buffer.pipeline.streaming.resuming import leased_step
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.store.rows import StepRow
@@ -39,7 +39,7 @@ class TrainStep:
     Attributes:
         step: 1, 2, ... of this trainer.
         microbatches: mappings of tensors, those of this rank; accumulate their gradients, then step
-            the optimizer.
+            the optimizer. Empty where every row was dropped: commit the step like any other.
         manifest: the rows in their order, as recorded in the log.
         chain: link of the manifest chain after this step; keep it with the weights that went
             through the step.
@@ -94,6 +94,8 @@ class TrainStep:
         Per-token tensors that it adds or replaces are put back into the micro-batches. With another
         action mask come other denominators.
         """
+        if not self.microbatches:
+            return {}
         batch, layout = _joined(self.microbatches)
         before = dict(batch)
         metrics = change(batch, layout)
@@ -231,11 +233,15 @@ class StepMaker:
         )
 
     async def leased(self, row: StepRow) -> TrainStep:
-        """Return a step that was leased before, as the log has it."""
+        """Return a step that was leased before, as the log has it.
+
+        Raises:
+            ArchivedSegmentError, CodecError, DamagedSegmentError: as `load_leased`.
+        """
 
         def load(s: ReadSession) -> TrainStep:
             found = leased_step(s, self._experiment, row)
-            rows = self._loader.load(s, found.manifest)
+            rows = load_leased(s, self._loader, found.manifest, self._options.consumer)
             microbatches = s.compute(self.collate, found.manifest, rows)
             step = self.step(found.manifest, rows, microbatches, found.log_head)
             return replace(step, recorded=True)

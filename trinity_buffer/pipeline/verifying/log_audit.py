@@ -128,6 +128,7 @@ class LogAudit:
         self.problems: list[Problem] = []
         self.uids = Names()
         self.trainers: dict[str, TrainerAudit] = {}
+        self._guests: dict[str, TrainerAudit] = {}  # trainers of other experiments
         self.archived: dict[bytes, str | None] = {}
         self.files: dict[str, tuple[int, str | None]] = {}
         self._counts: Counter[str] = Counter()
@@ -245,7 +246,6 @@ class LogAudit:
 
     def _leased(self, position: int, fact: BatchLeased) -> None:
         self._counts["step"] += 1
-        self._counts["delivery"] += len(fact.annotations)
         self._tell(self._trainer(fact.consumer).leased(position, fact))
 
     def _scored(self, fact: RewardsAssigned) -> None:
@@ -308,7 +308,13 @@ class LogAudit:
             found.rejections += count
             found.decided.append(np.array(fact.experiences, np.int64))
         else:
-            self._trainer(fact.consumer).rejected(position, fact)
+            self._rejecting(fact.consumer).rejected(position, fact)
+
+    def _rejecting(self, name: str) -> TrainerAudit:
+        """Return the audit of a trainer, which may be one of another experiment."""
+        if name in self.trainers or "/" not in name:
+            return self._trainer(name)
+        return self._guests.setdefault(name, TrainerAudit(name))
 
     # -- at the end -------------------------------------------------------------------------------
 
@@ -319,7 +325,7 @@ class LogAudit:
         for head in sorted(self.chain.unproven):
             what = "no event has it: the log that it was kept of is another, or was cut"
             self.problems.append(Problem("chain", f"head {head.hex()}", what))
-        for trainer in self.trainers.values():
+        for trainer in (*self.trainers.values(), *self._guests.values()):
             self._tell(trainer.finish())
         recorded = _joined(self._recorded)
         for name, strategy in self._strategies.items():
@@ -342,7 +348,8 @@ class LogAudit:
             seen = int(np.searchsorted(recorded, address_of(strategy.seen + 1, 0)))
             waiting += seen - sum(map(len, strategy.decided))
             annotations += strategy.rows
-        names = ("plan", "experience", "consumer", "rejection", "delivery", "step", "policy")
+        names = ("plan", "experience", "consumer", "rejection", "step", "policy")
+        steps = [step for trainer in self.trainers.values() for step in trainer.steps.values()]
         return {
             "configuration": 1,
             "batch": len(self._batches),
@@ -350,6 +357,7 @@ class LogAudit:
             "annotation": annotations,
             "assigned_reward": sum(len(np.unique(_joined(s))) for s in self._scores.values()),
             "archived": len(self.archived),
+            "delivery": sum(len(step.rows) for step in steps),
             **{name: counts[name] for name in names},
         }
 

@@ -61,8 +61,8 @@ class LeasedManifest:
         position: where it was leased.
         step: which step it is.
         digest: of the manifest as it is served now.
-        rows: its annotation rows; those of other experiments are told apart by what
-            `_OTHER_EXPERIMENT` adds to them.
+        rows: its annotation rows, without those that it lost; those of other experiments are told
+            apart by what `_OTHER_EXPERIMENT` adds to them.
         by_rank: how many rows it deals to each rank now.
         kept: the manifest as it was leased.
     """
@@ -105,6 +105,7 @@ class TrainerAudit:
         self.commits: list[Commit] = []
         self._sources: dict[str, int] = {"": 0}
         self._rejected: list[tuple[int, Integers]] = []
+        self._dropped: list[tuple[int, Integers]] = []
         self._links: dict[int, bytes] = {0: FIRST_LINK}
         self._before: dict[bytes, tuple[bytes, bytes]] = {}  # link -> (the one before, digest)
         self._ranks: dict[int, int] = {}  # fencing token -> ranks that assembled under it
@@ -119,13 +120,20 @@ class TrainerAudit:
         if manifest.step != len(self.steps) + 1:
             what = f"step {manifest.step} was leased, the next one is {len(self.steps) + 1}"
             yield Problem("manifests", place, what)
-        rows = np.array(manifest.annotations, np.int64)
-        if manifest.source:
-            numbers = [self._number_of("")] + [self._number_of(one) for one in manifest.sources]
-            rows += np.array(numbers, np.int64)[list(manifest.source)] * _OTHER_EXPERIMENT
+        rows, by_rank = self._rows_of(manifest), manifest.rows_by_rank()
         self.steps[manifest.step] = LeasedManifest(
-            position, manifest.step, fact.digest, rows, manifest.rows_by_rank(), _Kept.of(manifest)
+            position, manifest.step, fact.digest, rows, by_rank, _Kept.of(manifest)
         )
+
+    def _rows_of(self, manifest: Manifest) -> Integers:
+        """Return what `LeasedManifest.rows` says of all rows of a manifest."""
+        sources = [manifest.sources[of - 1] if of else "" for of in manifest.source]
+        return self._apart(manifest.annotations, sources)
+
+    def _apart(self, addresses: Sequence[int], sources: Sequence[str]) -> Integers:
+        """Return addresses of these experiments, each of which is told apart; none: of this one."""
+        numbers = np.array([*map(self._number_of, sources)] or 0, np.int64)
+        return np.array(addresses, np.int64) + numbers * _OTHER_EXPERIMENT
 
     def dealt(self, position: int, fact: StepDealt) -> Iterator[Problem]:
         """Take in a ``StepDealt``: the rows of its step, each once, whole groups on one rank."""
@@ -134,22 +142,28 @@ class TrainerAudit:
             what = f"step {fact.step} was dealt anew, and was not leased or is committed"
             yield self._dealt_wrongly(position, what)
             return
-        first = found.kept.manifest()
-        manifest = first
-        if sorted(fact.order) == [*range(len(first.groups))]:
-            manifest = first.dealt(fact.order, plans_of(fact))
-        else:
+        manifest = found.kept.manifest()
+        each_once = len(set(fact.order)) == len(fact.order) and min(fact.order, default=0) >= 0
+        if each_once:
+            manifest = manifest.dealt(fact.order, plans_of(fact))
+        rows, lost = self._rows_of(manifest), self._apart(fact.dropped, fact.dropped_from)
+        all_rows = np.sort(np.concatenate([rows, lost]))
+        if not each_once or not np.array_equal(np.sort(found.rows), all_rows):
             yield self._dealt_wrongly(position, f"step {fact.step} was dealt with other rows")
+        if len(lost) and fact.num_groups != manifest.num_groups:
+            what = f"step {fact.step} was dealt with {manifest.num_groups} groups"
+            yield self._dealt_wrongly(position, f"{what}, recorded are {fact.num_groups}")
+        self._dropped.append((position, lost[lost < _OTHER_EXPERIMENT]))
         if manifest.digest != fact.digest:
             what = f"step {fact.step} as it was dealt has the digest {manifest.digest.hex()}"
             yield self._dealt_wrongly(position, f"{what}, recorded is {fact.digest.hex()}")
         if _splits_groups(manifest):
             yield self._dealt_wrongly(position, f"a group of step {fact.step} lies on two ranks")
         by_rank = manifest.rows_by_rank()
-        if len(by_rank) != fact.world_size or sum(by_rank) != len(first.groups):
+        if len(by_rank) != fact.world_size or sum(by_rank) != len(rows):
             what = f"step {fact.step} was dealt to {fact.world_size} ranks as {by_rank} rows"
-            yield self._dealt_wrongly(position, f"{what}, it has {len(first.groups)}")
-        self.steps[fact.step] = replace(found, digest=fact.digest, by_rank=by_rank)
+            yield self._dealt_wrongly(position, f"{what}, it has {len(rows)}")
+        self.steps[fact.step] = replace(found, digest=fact.digest, rows=rows, by_rank=by_rank)
 
     def _dealt_wrongly(self, position: int, what: str) -> Problem:
         return Problem("manifests", self._place(position), what)
@@ -244,6 +258,7 @@ class TrainerAudit:
 
     def finish(self) -> Iterator[Problem]:
         """Yield what only the whole log tells: a row is handed out once, or rejected once."""
+        yield from self._neither()
         rows = [leased.rows for leased in self.steps.values()]
         rows += [gone for _, gone in self._rejected]
         places = [leased.position for leased in self.steps.values()]
@@ -259,6 +274,15 @@ class TrainerAudit:
             told = written_as(int(row) % _OTHER_EXPERIMENT)
             what = f"annotation {told} was given out at position {first} before"
             yield Problem("conservation", self._place(int(second)), what)
+
+    def _neither(self) -> Iterator[Problem]:
+        """Yield the rows that a step lost and the trainer did not reject."""
+        rejected = [rows for _, rows in self._rejected]
+        known = np.concatenate([*rejected, np.empty(0, np.int64)])
+        for position, lost in self._dropped:
+            for row in lost[~np.isin(lost, known)].tolist():
+                what = f"annotation {written_as(row)} was taken out of its step and not rejected"
+                yield Problem("conservation", self._place(position), what)
 
     def _number_of(self, source: str) -> int:
         return self._sources.setdefault(source, len(self._sources))

@@ -1,0 +1,294 @@
+"""Steps that were leased and not committed: as the log has them, and how they are dealt anew.
+
+A step belongs to its rows and not to the ranks that were there when it was leased. Whoever resumes
+with another number of them deals what is not committed anew, and records it: the rows, the groups,
+their order within a group and the denominators stay, so that the gradient does.
+
+Rows that were damaged or deleted since the step was leased can never be served again. By default
+that ends the trainer; where it is told to drop them, they leave the step by the same event, and the
+trainer rejects them in its transaction. What is left of their groups is trained, as it is of groups
+that lost rows before they were leased: denominators count what is left, advantages stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from trinity_buffer.errors import (
+    ArchivedSegmentError,
+    CodecError,
+    DamagedSegmentError,
+    TrinityBufferError,
+)
+from trinity_buffer.events import BatchLeased, ExperiencesRejected, StepDealt
+from trinity_buffer.pipeline.diagnosis import counted
+from trinity_buffer.pipeline.events import decoded, fact_at, new_event
+from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
+from trinity_buffer.pipeline.streaming.collate import row_lengths
+from trinity_buffer.pipeline.streaming.manifest import (
+    Manifest,
+    MicroBatchPlan,
+    plan_microbatches,
+    plans_of,
+)
+from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
+from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
+from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
+from trinity_buffer.store import log, trainer_queries
+from trinity_buffer.store.rows import StepRow
+from trinity_buffer.store.transaction import ReadSession, Session, Transaction
+
+UNREADABLE = (ArchivedSegmentError, CodecError, DamagedSegmentError)
+"""What loading rows raises where some cannot be read."""
+
+NAMED_ROWS = 3
+"""So many of the rows that cannot be read are named."""
+
+_logger = logging.getLogger(__name__)
+
+
+class LeasedStep(NamedTuple):
+    """A step as the log holds it: where it was leased, its first manifest, and how it is served.
+
+    ``order`` are the places of the rows in the first manifest, as they are served; ``log_head`` is
+    of the event that says how.
+    """
+
+    leased_at: int
+    first: Manifest
+    order: Sequence[int]
+    manifest: Manifest
+    log_head: bytes | None
+
+
+def leased_step(s: ReadSession, experiment: ExperimentHandle, row: StepRow) -> LeasedStep:
+    """Return the manifest of a step that was handed out.
+
+    Raises:
+        CodecError: the body of its event is damaged.
+    """
+    (stored,) = s.read(log.read_at, experiment.key, [row.leased_at])
+    dealt, head = decoded(experiment.name, stored).fact, stored.head
+    if not isinstance(dealt, StepDealt):
+        first = Manifest.of(fact_at(experiment.name, stored, BatchLeased))
+        return LeasedStep(row.leased_at, first, range(len(first.groups)), first, head)
+    (stored,) = s.read(log.read_at, experiment.key, [dealt.leased_at])
+    first = Manifest.of(fact_at(experiment.name, stored, BatchLeased))
+    manifest = first.dealt(dealt.order, plans_of(dealt))
+    return LeasedStep(dealt.leased_at, first, dealt.order, manifest, head)
+
+
+def load_leased(s: ReadSession, loader: RowLoader, manifest: Manifest, trainer: str) -> LoadedRows:
+    """Return the rows of a step that ``trainer`` was handed.
+
+    Raises:
+        ArchivedSegmentError, CodecError, DamagedSegmentError: some cannot be read; the message
+            names the step, such rows, and the ways out.
+    """
+    try:
+        return loader.load(s, manifest)
+    except UNREADABLE as error:
+        lost = loader.unreadable(s, manifest)
+        raise _refusal(s, loader, manifest, trainer, lost, error) from error
+
+
+def _refusal(
+    s: ReadSession,
+    loader: RowLoader,
+    manifest: Manifest,
+    trainer: str,
+    lost: Mapping[int, str],
+    error: Exception,
+) -> TrinityBufferError:
+    """Return the error for a step of which rows cannot be read.
+
+    Args:
+        lost: places of those that can never be read -> why.
+        error: what loading them raised; it names the segment.
+    """
+    kind = type(error) if isinstance(error, UNREADABLE) else DamagedSegmentError
+    step = f"step {manifest.step} of trainer {trainer!r} was leased and"
+    if not lost:
+        return kind(f"{step} cannot be read now: {error}")
+    why = ", ".join(sorted(set(lost.values())))
+    return kind(
+        f"{step} {len(lost)} of its {len(manifest.groups)} rows can never be read ({why}): "
+        f"{_named(s, loader, manifest, lost)}. {error}. If no backup has it, let the trainer go on "
+        "without these rows: damaged_rows='drop', or `trinity-buffer train --drop-damaged-rows`"
+    )
+
+
+def _named(s: ReadSession, loader: RowLoader, manifest: Manifest, lost: Mapping[int, str]) -> str:
+    uids = loader.uids(s, manifest, sorted(lost)[:NAMED_ROWS])
+    return ", ".join(uids) + (" ..." if len(lost) > NAMED_ROWS else "")
+
+
+def dealt_to(
+    world_size: int, first: Manifest, rows: LoadedRows, kept: Sequence[int] | None = None
+) -> tuple[list[int], list[MicroBatchPlan]]:
+    """Return an order of the rows of a manifest, and micro-batches over it for so many ranks.
+
+    No micro-batch computes more than the largest one that was recorded.
+
+    Args:
+        world_size: how many ranks there are.
+        first: the manifest.
+        rows: the columns of the rows that are kept.
+        kept: places of these rows in the manifest, in order; None: all.
+    """
+    places = [*range(len(first.groups))] if kept is None else [*kept]
+    if first.world_size == world_size and len(places) == len(first.groups):
+        return places, [*first.microbatches]
+    left = first.dealt(places, first.microbatches)
+    pairs = bool(rows.field("chosen").blocks)
+    padded = first.layout == "padded"
+    height = 2 if pairs else 1
+    sizes = [
+        height * (plan.stop - plan.start) * plan.width if padded else plan.width
+        for plan in first.microbatches
+    ]
+    order, plans = plan_microbatches(
+        row_lengths(left, rows) if pairs else rows.facts.lengths,
+        left.groups,
+        layout=first.layout,
+        tokens_per_microbatch=max(*sizes, 1),
+        world_size=world_size,
+        pairs=pairs,
+        by_length=False,  # rows of a group stay in their order
+    )
+    return [places[row] for row in order], plans
+
+
+class Dealer:
+    """Deals the steps that a trainer has not committed to the ranks that are there now.
+
+    Args:
+        experiment: the trainer's own.
+        lease: of the trainer.
+        loader: of its rows.
+        options: of the stream.
+    """
+
+    def __init__(
+        self,
+        experiment: ExperimentHandle,
+        lease: TrainerLease,
+        loader: RowLoader,
+        options: StreamOptions,
+    ) -> None:
+        self._experiment = experiment
+        self._lease = lease
+        self._loader = loader
+        self._world_size = options.world_size
+        self._drops = options.damaged_rows == "drop"
+
+    async def dealt(self, steps: Sequence[StepRow]) -> list[StepRow]:
+        """Return ``steps``, each dealt to the ranks that there are; record how, where it is new.
+
+        Raises:
+            LeaseLostError: another process took over.
+            ArchivedSegmentError, CodecError, DamagedSegmentError: as `load_leased`.
+        """
+        if not steps:
+            return []
+        database, name = self._experiment.database, self._lease.consumer
+        await database.session(lambda s: self._deal(s, steps))
+        after = steps[0].step - 1
+        return await database.read(trainer_queries.steps, self._experiment.key, name, after=after)
+
+    def _deal(self, s: Session, steps: Sequence[StepRow]) -> None:
+        for row in steps:
+            found = leased_step(s, self._experiment, row)
+            if self._drops or found.manifest.world_size != self._world_size:
+                self._deal_anew(s, found)
+
+    def _deal_anew(self, s: Session, found: LeasedStep) -> None:
+        """Record how a step is served from here on, if that is new."""
+        kept, rows, lost = self._readable(s, found)
+        if not lost and found.manifest.world_size == self._world_size:
+            return
+        order, plans = s.compute(dealt_to, self._world_size, found.first, rows, kept)
+        dealt = self._dealt(found, order, plans, sorted(lost))
+        rejected = [*self._rejections(s, found.first, lost)]
+        s.write(self._record, dealt, rejected)
+        if lost:
+            why, which = sorted(set(lost.values())), _named(s, self._loader, found.first, lost)
+            told = (counted(len(lost), "row"), found.first.step, ", ".join(why), which)
+            _logger.warning("trainer %r drops %s of step %d (%s): %s", self._lease.consumer, *told)
+
+    def _readable(
+        self, s: ReadSession, found: LeasedStep
+    ) -> tuple[list[int], LoadedRows, dict[int, str]]:
+        """Return the rows of a step that can be read, and those that it loses here.
+
+        By their places in its first manifest: those that stay, in order; their columns; place ->
+        why of the others.
+        """
+        kept, lost = sorted(found.order), dict[int, str]()
+        while True:
+            manifest = found.first.dealt(kept, found.first.microbatches)
+            try:
+                return kept, self._loader.load(s, manifest), lost
+            except UNREADABLE as error:
+                gone = self._loader.unreadable(s, manifest)
+                if not (self._drops and gone):
+                    name = self._lease.consumer
+                    raise _refusal(s, self._loader, manifest, name, gone, error) from error
+            lost |= {kept[place]: why for place, why in gone.items()}
+            kept = [place for place in kept if place not in lost]
+
+    def _dealt(
+        self,
+        found: LeasedStep,
+        order: list[int],
+        plans: Sequence[MicroBatchPlan],
+        lost: Sequence[int],
+    ) -> StepDealt:
+        first, manifest = found.first, found.first.dealt(order, plans)
+        names = ("", *first.sources)
+        sources = [names[first.source[place]] for place in lost] if first.source else []
+        return StepDealt(
+            consumer=self._lease.consumer,
+            token=self._lease.token,
+            step=first.step,
+            leased_at=found.leased_at,
+            world_size=self._world_size,
+            order=order,
+            microbatches=[[m.start, m.stop, m.width, m.rank] for m in plans],
+            digest=manifest.digest,
+            dropped=[first.annotations[place] for place in lost],
+            dropped_from=sources if any(sources) else (),
+            num_groups=manifest.num_groups if lost else None,
+        )
+
+    def _rejections(
+        self, s: ReadSession, first: Manifest, lost: Mapping[int, str]
+    ) -> Iterator[tuple[int, ExperiencesRejected]]:
+        """Yield the rejections of rows, each with the experiment that they are of."""
+        key, trainer = self._experiment.key, self._lease.consumer
+        for number, source in enumerate(("", *first.sources)):
+            places = [place for place in first.rows_of(number) if place in lost]
+            if not places:
+                continue
+            guest = trainer_queries.guest_name(self._experiment.name, trainer)
+            rejected = ExperiencesRejected(
+                consumer=guest if source else trainer,
+                by="trainer",
+                experiences=[first.annotations[place] for place in places],
+                reasons=[lost[place] for place in places],
+                planned_groups=0,  # they count as handed out, with the step
+            )
+            yield self._loader.key_of(s, source) if source else key, rejected
+
+    def _record(
+        self, tx: Transaction, dealt: StepDealt, rejected: Sequence[tuple[int, ExperiencesRejected]]
+    ) -> None:
+        """Append all of it; the rows of another experiment are rejected in its log."""
+        own = self._experiment.key
+        for key, fact in rejected:
+            if key != own:  # first, so that both locks are taken in their order
+                self._lease.append(tx, [new_event(fact)], experiment=key)
+        mine = [new_event(fact) for key, fact in rejected if key == own]
+        self._lease.append(tx, [*mine, new_event(dealt)])
