@@ -519,8 +519,8 @@ FAULTS = [
     Fault(
         "skipped steps count though others lie between them",
         "trainer/trainer.py",
-        "            self._skipped_in_a_row = 0\n",
-        "",
+        "numbers)\n            self._skipped_in_a_row = 0\n",
+        "numbers)\n",
         "tests/trainer/test_non_finite.py::test_skipped_steps_with_another_between_them_are_not_in_a_row",
     ),
     Fault(
@@ -585,6 +585,13 @@ FAULTS = [
         "kept, lost = sorted(found.order), dict[int, str]()",
         "kept, lost = [*range(len(found.first.groups))], dict[int, str]()",
         "tests/trainer/test_damaged_steps.py::test_ranks_come_and_go_before_and_behind_what_is_dropped",
+    ),
+    Fault(
+        "a segment that lacks a column family is whole",
+        "pipeline/loading/experiences.py",
+        "return bool(blobs) and blobs.keys() >= set(families)",
+        "return bool(blobs)",
+        "tests/trainer/test_damaged_steps.py::test_rows_of_a_leased_step_are_dropped_and_the_rest_is_trained",
     ),
     Fault(
         "verify takes any rows for those that a step lost",

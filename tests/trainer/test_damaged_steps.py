@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from sqlalchemy import select
 
 from tests.crash.forking import CONTEXT
 from tests.pipeline.edits import Edit, in_body
@@ -33,6 +34,7 @@ from trinity_buffer.pipeline.history.compaction import compact
 from trinity_buffer.pipeline.history.refold import diff_projections
 from trinity_buffer.pipeline.history.replay import open_replay_stream, replayed_steps
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.streaming.row_loader import FAMILIES
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
@@ -69,8 +71,8 @@ async def left(url: str, steps: int, **options: Any) -> list[TrainStep]:
         return [await anext(stream) for _ in range(steps)]
 
 
-async def harmed(url: str, *uids: str, of: str = "run", gone: bool = False) -> None:
-    """Flip a bit in the segments of these rows of an experiment, or take them away."""
+async def harmed(url: str, *uids: str, of: str = "run", gone: tuple[str, ...] = ()) -> None:
+    """Flip a bit in the segments of these rows of an experiment, or take families of them away."""
     async with open_store(url, read_only=True) as store:
         events = (await store.experiment(of)).events(kinds=("ExperiencesRecorded",))
         facts = [event.fact async for event in events]
@@ -80,15 +82,14 @@ async def harmed(url: str, *uids: str, of: str = "run", gone: bool = False) -> N
 
     def change(tx: Transaction) -> None:
         for key in keys:
-            chosen = (segment.c.key == key) & (segment.c.family == "tokens")
+            mine = segment.c.key == key
             if gone:
-                tx.execute(segment.delete().where(segment.c.key == key))
+                tx.execute(segment.delete().where(mine, segment.c.family.in_(gone)))
                 continue
-            (data,) = tx.execute(
-                segment.select().with_only_columns(segment.c.data).where(chosen)
-            ).one()
+            mine &= segment.c.family == "tokens"
+            ((data,),) = tx.execute(select(segment.c.data).where(mine)).all()
             flipped = bytes([*data[:-1], data[-1] ^ 1])
-            tx.execute(segment.update().where(chosen).values(data=flipped))
+            tx.execute(segment.update().where(mine).values(data=flipped))
 
     await unguarded(url, change, chained=False)
 
@@ -121,9 +122,9 @@ async def replays(experiment: Experiment, served: list[TrainStep]) -> None:
             assert all(torch.equal(mine[name], its[name]) for name in mine)
 
 
-@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("gone", [(), FAMILIES, ("light",)], ids="-".join)
 async def test_a_leased_step_that_cannot_be_read_is_refused_with_the_ways_out(
-    store_url: str, gone: bool
+    store_url: str, gone: tuple[str, ...]
 ) -> None:
     await filled(store_url)
     await left(store_url, 2)
@@ -146,7 +147,8 @@ async def test_rows_of_a_leased_step_are_dropped_and_the_rest_is_trained(
 ) -> None:
     await filled(store_url, tmp_path / "e0.ack")
     before = await left(store_url, 2)
-    await harmed(store_url, "b0/0/1/0/", *THIRD_TASK)
+    await harmed(store_url, "b0/0/1/0/")
+    await harmed(store_url, *THIRD_TASK, gone=("light",))
     async with opened(store_url) as experiment:
         served, last = await trained(experiment, tmp_path / "weights")
         assert [step.rows for step in served] == [7, 4]
@@ -183,7 +185,7 @@ async def test_a_trainer_that_is_killed_behind_the_event_goes_on_without_asking_
 ) -> None:
     await filled(store_url)
     await left(store_url, 2)
-    await harmed(store_url, "b0/0/1/0/", gone=True)
+    await harmed(store_url, "b0/0/1/0/", gone=FAMILIES)
     process = CONTEXT.Process(target=open_and_die, args=(store_url, DROP))
     process.start()
     await anyio.to_thread.run_sync(process.join)
@@ -226,7 +228,7 @@ async def test_ranks_come_and_go_before_and_behind_what_is_dropped(store_url: st
     assert await lives(2, 0) == 16
     await harmed(store_url, "b0/0/1/0/")
     assert await lives(2, 0) == 15  # as many ranks as before
-    await harmed(store_url, *THIRD_TASK, gone=True)
+    await harmed(store_url, *THIRD_TASK, gone=FAMILIES)
     assert await lives(1, 0) == 11  # fewer, and more is lost
     assert await lives(3, 0) == 11
     assert await lives(2, 1) == 11

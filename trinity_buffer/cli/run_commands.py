@@ -236,11 +236,7 @@ def train(
         typer.Option(help="Rewind to this committed step first, one whose checkpoint is kept."),
     ] = None,
     drop_damaged_rows: Annotated[
-        bool,
-        typer.Option(
-            "--drop-damaged-rows",
-            help="Go on without rows that were damaged or deleted since their step was handed out.",
-        ),
+        bool, typer.Option("--drop-damaged-rows", help="Go on without what can never be read.")
     ] = False,
     keep_checkpoints: Annotated[
         str, typer.Option(help="How many stay on the disk, the newest: a number, or all.")

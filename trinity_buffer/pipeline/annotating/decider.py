@@ -166,9 +166,9 @@ class Decider:
             if not bad:
                 return found
         except ArchivedSegmentError:
-            keys = (row.segment for row in rows)
+            wanted = {row.segment: () for row in rows}
             reasons = await self._experiment.database.read_session(
-                lambda s: unreadable_among(s, keys, self._families)
+                lambda s: unreadable_among(s, wanted, self._families)
             )
             if not reasons:
                 raise

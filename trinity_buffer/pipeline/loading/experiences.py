@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from trinity_buffer.codec import decode_segment
 from trinity_buffer.errors import CodecError, CodecVersionError, DamagedSegmentError
@@ -22,36 +22,39 @@ _logger = logging.getLogger(__name__)
 
 
 def unreadable_among(
-    s: ReadSession, keys: Iterable[bytes], families: Sequence[str]
+    s: ReadSession, wanted: Mapping[bytes, Collection[str]], families: Sequence[str]
 ) -> dict[bytes, str]:
-    """Return of those of ``keys`` that can never be read why: ``deleted``, else ``damaged``.
+    """Return of segments that can never be read why: ``deleted``, else ``damaged``.
 
     What was deleted comes alone, the damaged with the next call. An archive that cannot be read now
     is neither.
+
+    Args:
+        wanted: key -> those of ``families`` that it must have, if that is known.
+        families: which are read.
     """
-    wanted = list(dict.fromkeys(keys))
     found = read_segments(s, wanted, families)
     deleted = {key: "deleted" for key, absence in found.absent.items() if absence.deleted}
-    readable = [] if deleted else [key for key in wanted if key not in found.absent]
+    readable = {} if deleted else {k: v for k, v in wanted.items() if k not in found.absent}
     return deleted or dict.fromkeys(s.compute(_damaged, found.parts, readable), "damaged")
 
 
-def _damaged(parts: SegmentParts, keys: Sequence[bytes]) -> list[bytes]:
-    """Return those of ``keys`` that are not there, or not whole."""
-    by_key: dict[bytes, SegmentParts] = {key: {} for key in keys}
+def _damaged(parts: SegmentParts, wanted: Mapping[bytes, Collection[str]]) -> list[bytes]:
+    """Return the keys of segments that are not there, or not whole."""
+    by_key: dict[bytes, SegmentParts] = {key: {} for key in wanted}
     for (key, family), some in parts.items():
         by_key[key][key, family] = some
-    return [key for key in keys if not _whole(key, by_key[key])]
+    return [key for key, families in wanted.items() if not _whole(key, by_key[key], families)]
 
 
-def _whole(key: bytes, parts: SegmentParts) -> bool:
+def _whole(key: bytes, parts: SegmentParts, families: Collection[str]) -> bool:
     try:
         blobs = joined(parts).get(key, {})
         for blob in blobs.values():
             decode_segment(blob)
     except (CodecError, DamagedSegmentError):
         return False
-    return bool(blobs)
+    return bool(blobs) and blobs.keys() >= set(families)
 
 
 async def load_experiences(

@@ -95,10 +95,8 @@ def collate_step(
     the shapes ``[0, 1]``, packed ``[0]``. A step of which no row is left has no micro-batches.
 
     Args:
-        manifest: of the step.
-        rows: what it names.
-        rank: whose micro-batches.
-        world: how many ranks there are.
+        manifest, rows: of the step, and what it names.
+        rank, world: whose micro-batches, of how many ranks.
         device: where the tensors are put.
         memory: of earlier steps, to be used again.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -191,19 +191,17 @@ class RowLoader:
         self, s: ReadSession, manifest: Manifest, places: Sequence[int]
     ) -> dict[int, str]:
         """Return which of ``places``, all of this experiment, and why; see `unreadable`."""
-        recorded = self._keys_of(s, [manifest.experiences[place] for place in places])
-        annotated = self._keys_of(s, [manifest.annotations[place] for place in places])
-        given = (key for key in recorded if key)
-        computed = (key for key in annotated if key)
-        bad = unreadable_among(s, given, FAMILIES)
-        bad |= unreadable_among(s, computed, ANNOTATION)
-        keys = zip(places, recorded, annotated, strict=True)
-        return {place: bad[key] for place, *used in keys for key in used if key in bad}
-
-    def _keys_of(self, s: ReadSession, addresses: Sequence[int]) -> list[bytes | None]:
-        """Return of each row the key of its segment; None: it has no tensors."""
-        events = self.events.events(s, {position_of(address) for address in addresses})
-        return [events[position_of(address)].segment for address in addresses]
+        found: dict[int, str] = {}
+        for addresses, families in (
+            (manifest.experiences, FAMILIES),
+            (manifest.annotations, ANNOTATION),
+        ):
+            at = {place: position_of(addresses[place]) for place in places}
+            events = self.events.events(s, set(at.values()))
+            wanted = _families_of(events.values(), families)
+            bad = unreadable_among(s, wanted, families)
+            found |= {p: bad[k] for p in places if (k := events[at[p]].segment) in bad}
+        return found
 
     def eid_of(self, s: ReadSession, address: int) -> EID:
         """Return the name of an experience of this experiment."""
@@ -254,8 +252,9 @@ class RowLoader:
         parts: SegmentParts,
     ) -> LoadedRows:
         blobs = joined(parts)
+        wanted = _families_of(events.values(), (*FAMILIES, *ANNOTATION))
         for key in missing:
-            if key not in blobs:
+            if key not in blobs or not wanted[key] <= blobs[key].keys():
                 raise DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")
             self._segments.add(key, blobs[key])
         fields: dict[str, Field] = {}
@@ -294,6 +293,11 @@ class RowLoader:
                 elif column.shapes.shape[1] == 1 or column.encoding == "scaled_mask":
                     field = fields.setdefault(name, Field())
                     field.blocks += blocks_of(column, order[a:z], slots)
+
+
+def _families_of(events: Iterable[WithSegment], families: Collection[str]) -> dict[bytes, set[str]]:
+    """Return the key of each segment of ``events`` -> those of ``families`` that it has."""
+    return {one.segment: one.families.keys() & families for one in events if one.segment}
 
 
 def _left(fields: Mapping[str, Field], name: str, computed: Field, rows: int) -> list[Block]:
