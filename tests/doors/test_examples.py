@@ -15,13 +15,17 @@ IN_PROCESSES = {"demo"}
 """They start processes of their own."""
 WITH_SERVERS = {"record", "serve", "sync-weights"}
 """They serve, or talk to a server; `tests/explorer`, `tests/recorder` and `tests/web` have one."""
+WITH_PACKAGES = {"track"}
+"""They need a package that is installed for `make outside` alone; `tests/outside/tensorboard`."""
 
 
 def test_every_command_shows_an_example() -> None:
     assert sorted(EXAMPLES) == sorted(helps())
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - IN_PROCESSES - WITH_SERVERS))
+@pytest.mark.parametrize(
+    "name", sorted(EXAMPLES.keys() - IN_PROCESSES - WITH_SERVERS - WITH_PACKAGES)
+)
 def test_the_example_of_a_help_runs(site: Path, name: str) -> None:
     code, said = call(EXAMPLES[name])
     assert code == 0, f"{EXAMPLES[name]}\n{said}"
