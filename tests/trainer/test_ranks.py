@@ -113,6 +113,27 @@ async def test_a_step_is_committed_once_and_after_all_parts(store_url: str) -> N
     assert order == ["StepPartDone", "StepsCommitted"]
 
 
+async def test_a_commit_of_several_steps_waits_for_the_last_of_each_rank(store_url: str) -> None:
+    committed = anyio.Event()
+
+    async def two(stream: TrainStream, rank: int) -> None:
+        first, second = await anext(stream), await anext(stream)
+        if rank == 0:
+            await stream.commit(second)
+            committed.set()
+            return
+        await stream.commit(first)
+        with anyio.move_on_after(0.3):  # without rank 1, it takes some milliseconds
+            await committed.wait()
+        assert not committed.is_set()
+        await stream.commit(second)
+
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        await together(experiment, two)
+    assert committed.is_set()
+
+
 async def test_after_a_crash_all_ranks_are_served_the_uncommitted_steps(store_url: str) -> None:
     served: list[list[TrainStep]] = [[], []]
 

@@ -43,6 +43,17 @@ async def test_groups_that_are_too_old_are_rejected_whole(store_url: str) -> Non
     assert [reason for e in events for reason in e.body["reasons"]] == ["stale"] * RUNS
 
 
+async def test_a_group_may_be_just_as_old_as_is_allowed(store_url: str) -> None:
+    made = [*rollouts("first", version=0, tasks=1), *rollouts("second", version=1, tasks=1)]
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", made)
+        await run_strategy(experiment, "grpo")
+        choice = {"sample_strategy": "staleness_control", "max_staleness": 0, "groups_per_step": 1}
+        async with experiment.train_stream(strategy="grpo", **choice) as stream:
+            await stream.commit(await anext(stream))
+            assert (await anext(stream)).policy_versions == [1] * RUNS
+
+
 async def test_a_group_rejected_before_its_turn_hides_no_older_one(store_url: str) -> None:
     made = [*rollouts("new", version=9, tasks=8), *rollouts("old", version=0, tasks=1)]
     served: list[tuple[int, ...]] = []
