@@ -42,8 +42,9 @@ class Kept(Tracker):
 
     async def given(self, count: int) -> None:
         """Return once it has been given so many steps."""
-        while len(self.steps) < count:
-            await self._more.wait()
+        with anyio.fail_after(60):
+            while len(self.steps) < count:
+                await self._more.wait()
 
     @property
     def numbers(self) -> list[int]:
