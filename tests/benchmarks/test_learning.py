@@ -39,7 +39,7 @@ def test_the_page_says_how_many_steps_were_needed_and_what_went_wrong(tmp_path: 
         "| rollouts + teacher | 0.9 | 240 | 20, not reached (0.50) (lost 3, duplicated 0) | 1 of 2"
     )
     assert row in page
-    assert page.count("not run") == 23
+    assert page.count("| not run |") == 23
 
 
 def test_the_page_begins_as_the_next_report_will() -> None:
