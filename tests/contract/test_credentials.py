@@ -8,11 +8,14 @@ import subprocess
 import sys
 import traceback
 
+import anyio.to_thread
 import pytest
 from sqlalchemy import make_url
 
 from tests.contract.making import contents, group, opened
-from trinity_buffer.errors import TrinityBufferError
+from trinity_buffer.cli.maintenance_commands import migrate
+from trinity_buffer.cli.options import chosen_experiment
+from trinity_buffer.errors import TrinityBufferError, UnknownExperimentError
 from trinity_buffer.pipeline.store import open_store
 
 PASSWORD = "s3cret-hunter2"
@@ -68,6 +71,19 @@ def test_the_command_line_does_not_tell_it_either() -> None:
     assert done.returncode == 2, done.stderr
     assert PASSWORD not in done.stdout + done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+async def test_neither_do_commands_about_a_store_that_is_there(
+    postgres_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = with_password(postgres_url)
+    async with opened(url):
+        with pytest.raises(UnknownExperimentError, match="holds no experiment 'sorf'") as raised:
+            await chosen_experiment(url, "sorf")
+    await anyio.to_thread.run_sync(lambda: migrate(url, as_json=True))
+    said = capsys.readouterr().out + str(raised.value)
+    assert said.count("***") == 2
+    assert PASSWORD not in said
 
 
 @pytest.mark.parametrize("name", ["sslmode", "ssl"])

@@ -19,6 +19,7 @@ from trinity_buffer.integrations.imports.formats import (
     require_readable,
 )
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store.database import named
 
 
 def import_(
@@ -57,7 +58,7 @@ def import_(
         return
     typer.echo(
         escaped(
-            f"{done.written} experiences in {done.batches} batches written to {store}, "
+            f"{done.written} experiences in {done.batches} batches written to {named(store)}, "
             f"{done.duplicates} were there already"
         )
     )

@@ -24,6 +24,7 @@ from trinity_buffer.pipeline.history.rebuild import rebuild as rebuild_projectio
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import VerifyReport
 from trinity_buffer.pipeline.verifying.verify import verify as verify_experiment
+from trinity_buffer.store.database import named
 
 PROBLEMS_SHOWN = 50
 
@@ -181,14 +182,14 @@ def migrate(
     from trinity_buffer.pipeline.history.migrate import migrate as migrate_store  # noqa: PLC0415 - alembic
 
     url = chosen_store(store)
-
     before, after = run(partial(migrate_store, url, wait=wait))
+    name = named(url)
     if as_json:
-        print_json({"store": url, "before": before, "after": after})
+        print_json({"store": name, "before": before, "after": after})
     elif before == after:
-        console().print(f"{url} is up to date (schema {after})", markup=False)
+        console().print(f"{name} is up to date (schema {after})", markup=False)
     else:
-        console().print(f"{url}: schema {before} -> {after}", markup=False)
+        console().print(f"{name}: schema {before} -> {after}", markup=False)
 
 
 def algorithms(as_json: JsonOption = False) -> None:

@@ -120,17 +120,17 @@ async def chosen_experiment(url: str, experiment: str | None) -> str:
         InvalidArgumentError: there are several and none is named.
     """
     async with open_store(url, read_only=True) as store:
-        names = await store.experiments()
+        names, where = await store.experiments(), store.url
     if experiment is not None and experiment in names:
         return experiment
     if experiment is not None or not names:
         known = ", ".join(names) or "none"
         raise UnknownExperimentError(
-            f"{url} holds no experiment {experiment or ''!r} (there: {known})"
+            f"{where} holds no experiment {experiment or ''!r} (there: {known})"
         )
     if len(names) > 1:
         raise InvalidArgumentError(
-            f"{url} holds several experiments, say which with --experiment: {', '.join(names)}"
+            f"{where} holds several experiments, say which with --experiment: {', '.join(names)}"
         )
     return names[0]
 

@@ -84,7 +84,9 @@ def to_arrow(
         async with open_store(url, read_only=True) as store:
             names = await store.experiments()
             if experiment is None and len(names) != 1:
-                raise InvalidArgumentError(f"{url}: say experiment=, one of {', '.join(names)}")
+                raise InvalidArgumentError(
+                    f"{store.url}: say experiment=, one of {', '.join(names)}"
+                )
             found = await store.experiment(experiment or names[0])
             async with as_of(found, as_of_position) as source:
                 batches = [batch async for batch in record_batches(source, wanted)]

@@ -74,6 +74,12 @@ def parse_url(url: StoreURL) -> URL:
     raise InvalidArgumentError(f"a store cannot live in {backend!r}; {_ACCEPTED}")
 
 
+def named(url: StoreURL) -> str:
+    """Return the URL of a store without its password, for messages."""
+    parsed = parse_url(url)
+    return parsed.set(drivername=parsed.get_backend_name()).render_as_string(hide_password=True)
+
+
 _POSTGRESQL_QUERY = frozenset({"host", "port", "sslmode"})
 _ACCEPTED = "accepted are sqlite:///path/to/file.db and postgresql://user@host/database"
 

@@ -29,14 +29,14 @@ async def migrate(url: StoreURL, *, wait: bool = False) -> tuple[str, str]:
         StoreBusyError: a process has the store open, and ``wait`` is False.
     """
     async with open_for_migration(url) as database:
-        before = await database.read(migrations.current, database.name)
+        before, name = await database.read(migrations.current, database.name), database.name
     if before == SCHEMA_REVISION:
         return before, before
     while who := await _users(url):
         if not wait:
             raise StoreBusyError(
-                f"{url} is open in {', '.join(who)}: end every process of the run, or migrate with "
-                "--wait"
+                f"{name} is open in {', '.join(who)}: end every process of the run, or migrate "
+                "with --wait"
             )
         await anyio.sleep(LOOK_AGAIN_S)
     async with open_for_migration(url) as database:
