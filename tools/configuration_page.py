@@ -35,8 +35,9 @@ What a file for `--config` (TOML or YAML) may hold, and `--set KEY=VALUE` change
 `optimizer.learning_rate` is `learning_rate` in `[optimizer]`. The resolved configuration is the
 first event of the experiment (`trinity-buffer stats --config`); a later change is an event too.
 
-An experiment that you make in Python has the same keys, and `schema`; another one is refused with
-the one that was probably meant. What is your own goes under `extra`. `run_strategy` reads
+An experiment that you make in Python has the same keys, and `schema`; another one is refused, with
+the one that was probably meant if one is like it. What is your own goes under `extra`. Values, and
+the keys of a section, are checked there by whoever reads them. `run_strategy` reads
 `rollouts_per_group`, `deadline_s` and `incomplete` there, a train stream `groups_per_step`,
 `tokens_per_microbatch`, `layout` and `lease_ttl_s`; a keyword that you give wins. Keys that are in
 neither place have the default of that function. `writer.plan` reads `trainer`, `groups_per_step`,

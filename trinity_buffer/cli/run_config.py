@@ -194,7 +194,8 @@ class RunConfig(_Section):
     max_steps: int | None = Field(
         None,
         ge=1,
-        description="after which the trainer ends; with --follow, the experiment too; null: never",
+        description="after which the trainer ends; with --follow, the experiment too; "
+        "null: no bound",
     )
     max_skipped_steps: int = Field(
         3, ge=1, description="in a row, of a loss or gradient that is not finite; then it ends"
