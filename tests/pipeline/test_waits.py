@@ -205,8 +205,8 @@ async def test_ranks_say_whose_commit_or_step_they_wait_for(
                 tasks.start_soon(idle, experiment)
                 await train(experiment, **options, rank=0)
 
-        late = "rank 0 of trainer 'trainer' waits for rank 1 to commit step 1: every rank"
-        async with spoken(caplog, both, late):
+        late = (f"rank 0 of trainer 'trainer' waits for rank 1 ({HERE}, seen ", "to commit step 1:")
+        async with spoken(caplog, both, *late):
             next_step = f"rank 1 of trainer 'trainer' waits for rank 0 ({HERE}) to hand out"
             while next_step not in caplog.text:
                 await anyio.lowlevel.checkpoint()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from sqlalchemy import update
 
 from tests.conftest import Resize
 from tests.small_sizes import small
@@ -19,7 +22,8 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
-from trinity_buffer.store import log
+from trinity_buffer.store import log, tables
+from trinity_buffer.store.transaction import Transaction
 
 OPTIONS = {"strategy": None, "groups_per_step": 2, "world_size": 2}
 Life = Callable[[TrainStream, int], Coroutine[Any, Any, None]]
@@ -212,6 +216,35 @@ async def test_rank_0_does_not_go_on_with_a_rank_that_started_again(store_url: s
         experiment = await recorded(store, "run", "experience", rollouts())
         await together(experiment, start_rank_1_again)
         assert await events_of(experiment, "StepsCommitted") == []
+
+
+async def test_rank_0_hears_that_the_process_of_another_is_gone(store_url: str) -> None:
+    async def wait_for_the_dead(stream: TrainStream, rank: int) -> None:
+        step = await anext(stream)
+        if rank == 1:
+            await store.database.write(end_process_of, "rank 1")
+            await anyio.sleep_forever()
+        await stream.commit(step)
+
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        with pytest.raises(ExceptionGroup) as raised:
+            await together(experiment, wait_for_the_dead)
+        assert await events_of(experiment, "StepsCommitted") == []
+    (error,) = raised.value.exceptions
+    assert isinstance(error, LeaseLostError)
+    found = re.fullmatch(
+        r"rank 1 of trainer 'trainer' \(pid .*\) is gone: start all .*", str(error)
+    )
+    assert found, error
+
+
+def end_process_of(tx: Transaction, role: str) -> None:
+    """Have said of a role that its process was one that has ended."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    mine = tables.presence.c.role == role
+    assert tx.execute(update(tables.presence).where(mine).values(pid=ended.pid)).rowcount == 1
 
 
 async def test_a_rank_hears_that_rank_0_is_gone(sqlite_url: str) -> None:

@@ -11,8 +11,8 @@ from contextlib import suppress
 import anyio
 
 from trinity_buffer.errors import StoreBusyError, StoreError
+from trinity_buffer.pipeline import processes
 from trinity_buffer.pipeline.events import now_us
-from trinity_buffer.pipeline.processes import has_ended
 from trinity_buffer.store import promises
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.promises import PresenceRow
@@ -97,8 +97,13 @@ class Presence:
 def is_here(row: PresenceRow) -> bool:
     """Return whether a process is there, as far as can be told from this machine."""
     if row.host == socket.gethostname():
-        return not has_ended(row.pid, row.started_at)
+        return not has_ended(row)
     return now_us() - row.last_seen < UNSEEN_S * 1e6
+
+
+def has_ended(row: PresenceRow) -> bool:
+    """Return whether a process is certainly gone: one of this machine, which has ended."""
+    return row.host == socket.gethostname() and processes.has_ended(row.pid, row.started_at)
 
 
 def place_of(row: PresenceRow) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import anyio
+
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.streaming.committing import Commit, DeliveredSteps
 from trinity_buffer.pipeline.streaming.ranks import RankSession
@@ -67,8 +69,11 @@ class FollowingRank:
             self.queue.fail(error)
         finally:
             self.queue.end()
-            if self._ranks.presence is not None:
-                await self._ranks.presence.gone()
+        assert self._ranks.presence is not None
+        try:
+            await anyio.sleep_forever()  # rank 0 waits for the commits of this process
+        finally:
+            await self._ranks.presence.gone()
 
     async def _feed(self) -> None:
         while True:

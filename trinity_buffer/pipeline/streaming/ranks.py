@@ -24,7 +24,8 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
-from trinity_buffer.pipeline.presence import Presence
+from trinity_buffer.pipeline.presence import Presence, has_ended
+from trinity_buffer.pipeline.presence import place_of as seen_at
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.trainer_lease import (
@@ -71,7 +72,9 @@ class RankSession:
         role = f"rank {self._rank}"
         # Rank 0 is present as the trainer.
         self.presence = (
-            Presence(self._database, experiment.key, role, self._name) if self._rank else None
+            Presence(self._database, experiment.key, role, self._name, at_once=True)
+            if self._rank
+            else None
         )
         self._lacking = ""
         self.wait = SpokenWait(self._database.changes, self._waiting_for, self.presence)
@@ -125,7 +128,8 @@ class RankSession:
             Of each step, how many rows each rank took.
 
         Raises:
-            LeaseLostError: another process took over, or a rank started again.
+            LeaseLostError: another process took over, or a rank started again, or its process is
+                certainly gone.
         """
         others = range(1, self._world)
         while self._world > 1:
@@ -136,8 +140,8 @@ class RankSession:
             if not late:
                 break
             self._lacking = (
-                f"{_ranks(late)} to commit step {steps[-1]}: every rank calls commit, and if one "
-                "is gone, start all of them again"
+                f"{await self._late(late, steps[-1])} to commit step {steps[-1]}: every rank calls "
+                "commit, and if one is gone, start all of them again"
             )
             await self.wait.changed(state, timeout_s=self._ttl_s / 4)
             if lease.lost is not None:
@@ -148,6 +152,28 @@ class RankSession:
             [mine, *(self._rows.get((rank, step), 0) for rank in others)]
             for step, mine in zip(steps, own, strict=True)
         ]
+
+    async def _late(self, ranks: Sequence[int], step: int) -> str:
+        """Return who these ranks are, whose part of ``step`` is not done, and when each was seen.
+
+        Raises:
+            LeaseLostError: the process of one is certainly gone.
+        """
+        everybody = await self._database.read(promises.everybody, self._experiment.key)
+        told = []
+        for rank in ranks:
+            who = (f"rank {rank}", self._name)
+            lives = [row for row in everybody if (row.role, row.name) == who]
+            place = seen_at(lives[0]) if lives else "which is not there"
+            if lives and all(map(has_ended, lives)):
+                await self._read()  # it may have done its part just before
+                if self._parts.get(rank, 0) < step:
+                    raise LeaseLostError(
+                        f"rank {rank} of trainer {self._name!r} ({place}) is gone: start all ranks "
+                        "again; they resume from the last commit"
+                    )
+            told.append(f"rank {rank} ({place})")
+        return " and ".join(told)
 
     async def end(self, last_step: int) -> None:
         """Tell the other ranks that there are no steps after ``last_step``."""
@@ -220,6 +246,8 @@ class RankSession:
     # ------------------------------------------------------------------------------------------
 
     async def _join(self) -> None:
+        if self.presence is not None:
+            await self.presence.seen()
         here = RankJoined(consumer=self._name, rank=self._rank, world_size=self._world)
         self._joined = self._read_up_to = await self._append(here)
         self._called = False
