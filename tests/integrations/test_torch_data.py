@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -44,8 +46,8 @@ def url(tmp_path: Path) -> str:
     return found
 
 
-def dataset(url: str) -> StepDataset:
-    return StepDataset(url, experiment="run", strategy="grpo", lease_ttl_s=2)
+def dataset(url: str, **options: Any) -> StepDataset:
+    return StepDataset(url, experiment="run", strategy="grpo", lease_ttl_s=2, **options)
 
 
 def loaded(steps: StepDataset, workers: int) -> Iterator[TrainStep]:
@@ -112,6 +114,25 @@ def test_only_the_first_pass_goes_back_to_a_state(url: str, tmp_path: Path, work
         assert step.step == number
         back.commit(step, checkpoint(tmp_path, 10 + number))
         del reader
+
+
+def test_a_worker_that_stays_begins_its_next_pass_after_the_last_commit(
+    url: str, tmp_path: Path
+) -> None:
+    steps = dataset(url, wait_for_lease=False)
+    loader = DataLoader(steps, batch_size=None, num_workers=1, persistent_workers=True)
+    first = list(islice(loader, 3))
+    for number in (0, 1):
+        steps.commit(first[number], checkpoint(tmp_path, number))
+    states = [steps.state_dict()]
+    again = []
+    for step in loader:
+        again.append(step.step)
+        steps.commit(step, checkpoint(tmp_path, step.step))
+    assert again == [3, 4, 5, 6]
+    assert list(loader) == []
+    steps.load_state_dict(states[0])
+    assert [step.step for step in loader] == [3, 4, 5, 6]
 
 
 def checkpoint(folder: Path, number: int) -> Path:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -18,6 +18,9 @@ from trinity_buffer.errors import InvalidArgumentError, StoreError, TrinityBuffe
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
 
+NOWHERE = -1
+"""A pass goes on after the last commit."""
+
 COMMIT_S = 60.0
 """A worker that has not committed by then is gone."""
 
@@ -27,7 +30,8 @@ class StepDataset(IterableDataset[TrainStep]):
 
     The store is opened where the steps are made: in this process, or in the one worker that serves
     them (the others of ``num_workers`` have nothing to do). Commits go there too. A step that was
-    handed out and not committed comes again after a restart, whatever the loader had prefetched.
+    handed out and not committed comes again after a restart, or in the next pass, whatever the
+    loader had prefetched; so does it with ``persistent_workers=True``.
 
     Args:
         url: of the store.
@@ -41,8 +45,9 @@ class StepDataset(IterableDataset[TrainStep]):
         self._options = options
         self._here: SyncTrainStream | None = None
         self._committed: int | None = None
-        self._go_on_after: int | None = None
+        self._go_on_after = mp.Value("q", NOWHERE)  # a worker that stays reads it again
         self._asking, self._asked = mp.Pipe()
+        self._worker: _Worker | None = None
 
     @override
     def __iter__(self) -> Iterator[TrainStep]:
@@ -54,7 +59,8 @@ class StepDataset(IterableDataset[TrainStep]):
         worker = get_worker_info()
         if worker is not None:
             if worker.id == 0:
-                yield from self._in_worker()
+                self._worker = self._worker or _Worker(self._asked)
+                yield from self._worker.steps(self._open())
             return
         with self._open() as self._here:
             try:
@@ -64,20 +70,9 @@ class StepDataset(IterableDataset[TrainStep]):
 
     def _open(self) -> AbstractContextManager[SyncTrainStream]:
         options = dict(self._options)
-        if self._go_on_after is not None:
-            options["resume_from"] = self._go_on_after
+        if self._go_on_after.value != NOWHERE:
+            options["resume_from"] = self._go_on_after.value
         return open_train_stream(self._url, experiment=self._experiment, **options)
-
-    def _in_worker(self) -> Iterator[TrainStep]:
-        """Yield the steps; the stream stays open for commits until the worker's process ends."""
-        stack = ExitStack()
-        stream = stack.enter_context(self._open())
-        Finalize(None, stack.close, exitpriority=10)
-        handed: dict[int, TrainStep] = {}
-        Thread(target=_commit, args=(stream, handed, self._asked), daemon=True).start()
-        for step in stream:
-            handed[step.step] = step
-            yield step
 
     def commit(self, step: TrainStep, checkpoint: str | Path | None = None) -> None:
         """Record that every step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`.
@@ -90,7 +85,7 @@ class StepDataset(IterableDataset[TrainStep]):
         else:
             self._ask(step, checkpoint)
         self._committed = step.step
-        self._go_on_after = None  # a pass that begins now supersedes nothing
+        self._go_on_after.value = NOWHERE  # a pass that begins now supersedes nothing
 
     def _ask(self, step: TrainStep, checkpoint: str | Path | None) -> None:
         self._asking.send((step.step, None if checkpoint is None else str(checkpoint)))
@@ -115,18 +110,55 @@ class StepDataset(IterableDataset[TrainStep]):
         """
         if set(state) != {"step"}:
             raise InvalidArgumentError(f"state {state!r}: expected what state_dict() returned")
-        self._committed = self._go_on_after = state["step"]
+        self._committed = state["step"]
+        self._go_on_after.value = NOWHERE if state["step"] is None else state["step"]
 
 
-def _commit(stream: SyncTrainStream, handed: dict[int, TrainStep], asked: Connection) -> None:
-    """Commit what the trainer's process asks for, and tell it when that is done."""
-    while True:
-        number, checkpoint = asked.recv()
+class _Worker:
+    """Serves the steps of one pass after another in a worker, and commits what it is asked to.
+
+    A stream stays open for commits until the next pass begins, or the worker's process ends.
+    """
+
+    def __init__(self, asked: Connection) -> None:
+        self._asked = asked
+        self._lock = Lock()
+        self._open = ExitStack()
+        self._stream: SyncTrainStream | None = None
+        self._handed: dict[int, TrainStep] = {}
+        self._committed = 0
+        Finalize(None, self._open.close, exitpriority=10)
+        Thread(target=self._commit_all, daemon=True).start()
+
+    def steps(self, opened: AbstractContextManager[SyncTrainStream]) -> Iterator[TrainStep]:
+        """Yield the steps of a stream that is opened here; the one before is over."""
+        with self._lock:
+            self._open.close()
+            self._handed = {}
+            self._stream = stream = self._open.enter_context(opened)
+            self._committed = 0 if stream.resume is None else stream.resume.step
+        for step in stream:
+            self._handed[step.step] = step
+            yield step
+
+    def _commit_all(self) -> None:
+        while True:
+            number, checkpoint = self._asked.recv()
+            with self._lock:
+                failure = self._commit(number, checkpoint)
+            self._asked.send(failure)
+
+    def _commit(self, number: int, checkpoint: str | None) -> str | None:
+        """Commit a step; return why that failed."""
+        if number <= self._committed:
+            return None
+        if self._stream is None or number not in self._handed:
+            return "it was handed out by an earlier pass; this one hands it out again"
         try:
-            stream.commit(handed[number], checkpoint)
+            self._stream.commit(self._handed[number], checkpoint)
         except TrinityBufferError as error:
-            asked.send(str(error))
-        else:
-            for done in [step for step in handed if step <= number]:
-                del handed[done]
-            asked.send(None)
+            return str(error)
+        self._committed = number
+        for done in [step for step in self._handed if step <= number]:
+            del self._handed[done]
+        return None
