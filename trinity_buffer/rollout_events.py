@@ -57,6 +57,7 @@ class BatchPlanned:
         batch: unique in the experiment.
         tasks: the prompts.
         rollouts_per_group: runs of each task.
+        contents: digest of what stands behind the tasks, where they are no more than positions.
     """
 
     version: ClassVar[int] = 1
@@ -64,6 +65,7 @@ class BatchPlanned:
     batch: Key
     tasks: Sequence[Key]
     rollouts_per_group: int
+    contents: bytes | None = optional(None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -269,6 +269,42 @@ async def test_another_list_or_another_cut_is_refused(
             await tb.explore(experiment, actor="e1", tasks=tasks, groups_per_batch=size, **common)
 
 
+@pytest.mark.parametrize("made", ["not the last", "all"])
+async def test_another_list_of_the_same_length_is_refused(made: str, store_url: str) -> None:
+    other = ("ant", "bee", "cat", "dog", "fox")
+    async with tb.open_store(store_url) as store:
+        experiment = await store.experiment("run", config={})
+        common: dict[str, Any] = {"rollout": answer, "model": None, **SMALL}
+        if made == "all":
+            await tb.explore(experiment, actor="e0", tasks=TASKS, **common)
+        else:
+            failing = Rollouts({"eel": [ValueError()]})
+            with pytest.raises(ValueError):  # noqa: PT011 - it ends in the last batch
+                await tb.explore(
+                    experiment, actor="e0", tasks=TASKS, **common | {"rollout": failing}
+                )
+        with pytest.raises(ConflictingPlanError, match="'epoch0-2' was planned for other tasks at"):
+            await tb.explore(experiment, actor="e0", tasks=other, **common)
+        await tb.explore(experiment, actor="e0", tasks=list(TASKS), **common)
+        await tb.explore(experiment, actor="e0", tasks=dict(enumerate(other)), **common)
+        assert await runs(experiment) == all_runs()
+
+
+async def test_tasks_that_json_cannot_say_are_not_compared(sqlite_url: str) -> None:
+    async def make(task: object, model: object) -> list[tb.Experience]:
+        return [experience()]
+
+    async with tb.open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        for actor in ("e0", "e1"):
+            await tb.explore(
+                experiment, actor=actor, tasks=[object()], rollout=make, model=None, **SMALL
+            )
+        assert "contents" not in [
+            key async for event in experiment.events(kinds=("BatchPlanned",)) for key in event.body
+        ]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"concurrency": 0}, "concurrency=0"), ({"on_failure": "ignore"}, "'leave_out'")],

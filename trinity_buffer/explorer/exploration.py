@@ -8,15 +8,9 @@ whatever dies when, and nothing but the log is shared.
 
 from __future__ import annotations
 
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+import hashlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -34,6 +28,7 @@ from trinity_buffer.explorer.weights import Loadable, Weights
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.writing.planning import require_same_contents
 from trinity_buffer.store.rows import BatchRow
 
 T = TypeVar("T")
@@ -41,6 +36,8 @@ M = TypeVar("M")
 
 Rollout = Callable[[T, M], Awaitable[Sequence[Experience]]]
 """One attempt at a task with a model: the experiences of the run, one per step, in order."""
+
+DIGEST_BYTES = 16
 
 BATCHES_PER_LOOK = 256
 """Of how many batches one query asks who has them."""
@@ -109,8 +106,8 @@ async def explore(
     Args:
         actor: name of this process; no two that live at the same time may share it.
         tasks: what is to be done. The keys of a mapping are the task ids of the `EID`; those of a
-            sequence are its positions. All actors must give the same list. Only the ids are
-            compared, so that another list of the same length is not noticed.
+            sequence are its positions. All actors must give the same list. Of a mapping the keys
+            are compared; of a sequence the tasks, where JSON can say what they are.
         rollout: makes one run. Its experiences get their `EID` here; ``eid.step`` counts them.
         model: what ``rollout`` is given. One that can ``load(uri)`` (see `Loadable`) is replaced
             by one with newer weights as they are published, and its version is noted as
@@ -118,19 +115,13 @@ async def explore(
         options: see `ExploreOptions`.
 
     Raises:
-        ConflictingPlanError: these batches were planned with other task ids, or cut otherwise.
+        ConflictingPlanError: these batches were planned with other tasks, or cut otherwise.
         InvalidExperienceError: a rollout returned what cannot be right.
     """
     sizes = ("groups_per_batch", "rollouts_per_group")
     known = {name: experiment.config[name] for name in sizes if name in experiment.config}
     settings = ExploreOptions(**{**known, **options})
-    pairs: Iterable[tuple[Key, T]] = (
-        tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
-    )
-    listed = dict(pairs)
-    if not listed:
-        raise InvalidArgumentError("tasks is empty: give at least one task")
-    await _Exploration(experiment, actor, listed, rollout, model, settings).run()
+    await _Exploration(experiment, actor, tasks, rollout, model, settings).run()
 
 
 @dataclass(slots=True)
@@ -159,13 +150,17 @@ class _Exploration:
         self,
         experiment: Experiment,
         actor: str,
-        tasks: Mapping[Key, Any],
+        tasks: Sequence[Any] | Mapping[Any, Any],
         rollout: Rollout[Any, Any],
         model: Any,
         options: ExploreOptions,
     ) -> None:
+        if not tasks:
+            raise InvalidArgumentError("tasks is empty: give at least one task")
         self._writer = experiment.writer(actor)
-        self._tasks = tasks
+        self._is_named = isinstance(tasks, Mapping)
+        pairs = tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
+        self._tasks: dict[Key, Any] = dict(pairs)
         self._rollout = rollout
         self._model = model
         self._weights = Weights(experiment, model) if isinstance(model, Loadable) else None
@@ -201,9 +196,11 @@ class _Exploration:
         batches = self._batches()
         while page := dict(islice(batches, BATCHES_PER_LOOK)):
             rows = await self._writer.batches(list(page))
+            known = await self._writer.contents_of(list(rows.values()))
             for batch, tasks in page.items():
                 row = rows.get(batch)
                 if row is not None and row.sealed_at is not None and self._is(row, tasks):
+                    require_same_contents(batch, known, self._contents(tasks))
                     continue
                 try:
                     planned = await self._plan(batch, tasks)
@@ -230,7 +227,18 @@ class _Exploration:
             tasks,
             self._options.rollouts_per_group,
             policy_version=None if self._weights is None else self._version,
+            contents=self._contents(tasks),
         )
+
+    def _contents(self, tasks: Sequence[Key]) -> bytes | None:
+        """Return the digest of tasks that have no keys of their own, None if JSON cannot say it."""
+        if self._is_named:
+            return None
+        try:
+            said = json.dumps([self._tasks[task] for task in tasks], sort_keys=True)
+        except (TypeError, ValueError, RecursionError):
+            return None
+        return hashlib.sha256(said.encode()).digest()[:DIGEST_BYTES]
 
     def _version(self) -> int:
         assert self._weights is not None

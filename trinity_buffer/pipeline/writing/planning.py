@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -17,7 +17,7 @@ from trinity_buffer.errors import (
 from trinity_buffer.events import BatchPlanned, BatchSealed
 from trinity_buffer.identity import Key, problem_of_key
 from trinity_buffer.pipeline import diagnosis
-from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.rejection_watch import FAULTS, MAX_REJECTED_STEPS, WARN_AFTER_STEPS
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
@@ -125,19 +125,16 @@ async def plan(
     database: Database,
     experiment: int,
     presence: Presence,
-    batch: Key,
-    tasks: Sequence[Key],
-    rollouts_per_group: int,
+    wanted: BatchPlanned,
     policy_version: int | Callable[[], int] | None,
 ) -> bool:
-    """Plan ``batch`` as soon as admission allows; see `SQLWriter.plan`.
+    """Plan a batch as soon as admission allows; see `SQLWriter.plan`.
 
     ``presence`` is that of the actor whose batch it is.
     """
-    actor = presence.name
-    _check(batch, tasks, rollouts_per_group)
+    actor, batch = presence.name, wanted.batch
+    _check(batch, wanted.tasks, wanted.rollouts_per_group)
     database.require_writable()  # who may not plan need not wait for it
-    wanted = BatchPlanned(batch=batch, tasks=list(tasks), rollouts_per_group=rollouts_per_group)
     event = new_event(wanted)
 
     def append(tx: Transaction, own: int | None) -> Look:
@@ -202,7 +199,8 @@ def _look(
     """Return whether it may be planned now."""
     existing = queries.batch_row(tx, experiment, wanted.batch)
     if existing is not None:
-        _require_same_plan(existing, actor, wanted)
+        _require_same_plan(tx, experiment, existing, wanted)
+        _require_own(existing, actor)
         return Look(Answer.PLANNED)
     if queries.count_in_batch(tx, experiment, wanted.batch):
         raise ConflictingPlanError(
@@ -237,7 +235,9 @@ def _is_in_vain(
     return trainer_queries.rejects_all(tx, experiment, rules.trainer, faults=FAULTS, rows=rows)
 
 
-def _require_same_plan(existing: store_rows.BatchRow, actor: str, wanted: BatchPlanned) -> None:
+def _require_same_plan(
+    tx: Transaction, experiment: int, existing: store_rows.BatchRow, wanted: BatchPlanned
+) -> None:
     key = wanted.batch
     if existing.planned_at is None:
         raise ConflictingPlanError(
@@ -250,10 +250,41 @@ def _require_same_plan(existing: store_rows.BatchRow, actor: str, wanted: BatchP
             f"{existing.rollouts_per_group} rollouts, which is "
             "not what this plan says; a plan cannot be changed, choose another batch id"
         )
+    if wanted.contents is not None:
+        require_same_contents(key, contents_of(tx, experiment, [existing]), wanted.contents)
+
+
+def contents_of(
+    tx: Transaction, experiment: int, batches: Iterable[store_rows.BatchRow]
+) -> dict[str, bytes]:
+    """Return batch -> digest of what stands behind its tasks, where its plan says that."""
+    positions = [row.planned_at for row in batches if row.planned_at is not None]
+    name = log.experiment_name(tx, experiment)
+    facts = [decoded(name, stored).fact for stored in log.read_at(tx, experiment, positions)]
+    plans = [fact for fact in facts if isinstance(fact, BatchPlanned)]
+    return {str(plan.batch): plan.contents for plan in plans if plan.contents is not None}
+
+
+def require_same_contents(batch: Key, known: Mapping[str, bytes], wanted: bytes | None) -> None:
+    """Return if the tasks of a planned batch are the same as before, or nothing is known of them.
+
+    Raises:
+        ConflictingPlanError: others stand at their positions.
+    """
+    if wanted is not None and known.get(str(batch), wanted) != wanted:
+        raise ConflictingPlanError(
+            f"batch {batch!r} was planned for other tasks at the same positions of the list: give "
+            "the list that this experiment began with, or explore the other one in another "
+            "experiment; if they only look different, give a mapping, dict(enumerate(tasks)), of "
+            "which the keys alone are compared"
+        )
+
+
+def _require_own(existing: store_rows.BatchRow, actor: str) -> None:
     if existing.actor != actor:
         raise BatchTakenError(
-            f"batch {key!r} is planned by {existing.actor!r}; a batch has one actor, so {actor!r} "
-            "needs an id of its own"
+            f"batch {existing.batch!r} is planned by {existing.actor!r}; a batch has one actor, so "
+            f"{actor!r} needs an id of its own"
         )
 
 

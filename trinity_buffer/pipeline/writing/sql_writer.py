@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.events import BatchPlanned
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.presence import Presence
@@ -83,6 +84,7 @@ class SQLWriter(BufferWriter):
         rollouts_per_group: int,
         *,
         policy_version: int | Callable[[], int] | None = None,
+        contents: bytes | None = None,
     ) -> bool:
         """Record what the batch will hold, before it is generated; the same again is a no-op.
 
@@ -93,6 +95,8 @@ class SQLWriter(BufferWriter):
             policy_version: the version that will generate, for the bound on staleness; a function
                 is asked again at each look, so that an explorer that loads newer weights meanwhile
                 gets on.
+            contents: digest of what stands behind ``tasks``; who plans the batch again with another
+                one is refused.
 
         Returns:
             True once planned; False if the experiment finished before there was room.
@@ -101,14 +105,14 @@ class SQLWriter(BufferWriter):
             ConflictingPlanError: the batch is planned with other tasks.
             BatchTakenError: another actor has planned it, with the same tasks.
         """
+        wanted = BatchPlanned(
+            batch=batch,
+            tasks=list(tasks),
+            rollouts_per_group=rollouts_per_group,
+            contents=contents,
+        )
         return await planning.plan(
-            self._database,
-            self._experiment,
-            self._presence,
-            batch,
-            tasks,
-            rollouts_per_group,
-            policy_version,
+            self._database, self._experiment, self._presence, wanted, policy_version
         )
 
     @override
@@ -130,6 +134,10 @@ class SQLWriter(BufferWriter):
     async def batches(self, batches: Sequence[str]) -> dict[str, BatchRow]:
         """Return those of ``batches`` that somebody has planned or sealed."""
         return await self._database.read(queries.batches, self._experiment, batches)
+
+    async def contents_of(self, batches: Sequence[BatchRow]) -> dict[str, bytes]:
+        """Return batch -> digest of what stands behind its tasks, where its plan says that."""
+        return await self._database.read(planning.contents_of, self._experiment, batches)
 
     async def planned(self, batch: Key) -> tuple[tuple[Key, ...], int]:
         """Return the tasks of a planned batch and how many rollouts each shall have.
