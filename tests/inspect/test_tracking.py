@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import anyio
 import pytest
@@ -20,7 +21,7 @@ from trinity_buffer.inspect.tracking import Tracker, numbers_of, track
 from trinity_buffer.integrations.trackers import tracker_of
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Store, open_store
 
 
 class Kept(Tracker):
@@ -96,11 +97,7 @@ async def test_what_is_no_finite_number_is_left_out(story: Story) -> None:
 async def test_a_rewound_trainer_is_followed_through_its_steps_anew(tmp_path: Path) -> None:
     url, kept = f"sqlite:///{tmp_path / 'store.db'}", Kept()
     async with open_store(url) as store, anyio.create_task_group() as tasks:
-        experiment = await store.experiment("sort", config={"rollouts_per_group": 2, "model": {}})
-        writer = experiment.writer("e0")
-        await writer.plan("b0", [0, 1, 2], 2)
-        await writer.write([rollout("b0", task, run, run) for task in range(3) for run in (0, 1)])
-        await run_strategy(experiment, "grpo")
+        experiment = await annotated(store)
         await train(experiment, 2)
         tasks.start_soon(partial(track, experiment, kept, follow=True))
         await kept.given(2)
@@ -109,6 +106,72 @@ async def test_a_rewound_trainer_is_followed_through_its_steps_anew(tmp_path: Pa
         await experiment.finish("done")
     assert kept.numbers == [1, 2, 1, 2, 3]
     assert [metrics["loss"] for _, metrics in kept.steps] == [1.0, 2.0, 1.0, 2.0, 3.0]
+
+
+class Slow(Kept):
+    """While it takes the first step, another thread trains on, and rewinds."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+
+    @override
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if not self.steps:
+            thread = Thread(target=anyio.run, args=(self._go_on,))
+            thread.start()
+            thread.join()
+        super().log(metrics, step)
+
+    async def _go_on(self) -> None:
+        async with open_store(self._url) as store:
+            experiment = await store.experiment("sort")
+            await train(experiment, 2)
+            await train(experiment, 3, resume_from=0)
+            await experiment.finish("done")
+
+
+async def test_who_lags_behind_a_rewind_is_given_each_step_of_either_line_once(
+    tmp_path: Path,
+) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    kept = Slow(url)
+    async with open_store(url) as store:
+        experiment = await annotated(store)
+        await train(experiment, 1)
+        assert await track(experiment, kept, follow=True) == 3
+    assert kept.numbers == [1, 1, 2, 3]
+
+
+async def annotated(store: Store) -> Experiment:
+    """Return an experiment of three groups."""
+    experiment = await store.experiment("sort", config={"rollouts_per_group": 2, "model": {}})
+    writer = experiment.writer("e0")
+    await writer.plan("b0", [0, 1, 2], 2)
+    await writer.write([rollout("b0", task, run, run) for task in range(3) for run in (0, 1)])
+    await run_strategy(experiment, "grpo")
+    return experiment
+
+
+async def test_a_follower_may_begin_before_the_trainer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_BUFFER_WAIT_REPORT_S", "0.01")
+    kept = Kept()
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        experiment = await store.experiment("sort", config={"rollouts_per_group": 2, "model": {}})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(track, experiment, kept, follow=True))
+            with anyio.fail_after(60):
+                while "track waits for a trainer in 'sort', where there is none" not in caplog.text:
+                    await anyio.lowlevel.checkpoint()
+            await annotated(store)
+            await train(experiment, 2)
+            await kept.given(2)
+            await experiment.finish("done")
+        assert kept.numbers == [1, 2]
+        with pytest.raises(UnknownNameError, match="no trainer 'nobody'"):
+            await track(experiment, kept, trainer="nobody", follow=True)
 
 
 async def train(experiment: Experiment, steps: int, resume_from: int | None = None) -> None:

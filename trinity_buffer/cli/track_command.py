@@ -16,13 +16,16 @@ from trinity_buffer.pipeline.experiment import Experiment
 
 
 def track(
-    to: Annotated[str, typer.Option("--to", help="tensorboard:FOLDER or trackio:PROJECT.")],
+    to: Annotated[str, typer.Option("--to", help="tensorboard:FOLDER or trackio:PROJECT[/RUN].")],
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     trainer: TrainerOption = None,
     after: Annotated[int, typer.Option(help="Go on after this gradient step.", min=0)] = 0,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Wait for more, until the experiment ends.")
+        bool,
+        typer.Option(
+            "--follow", "-f", help="Wait for the trainer, and for more until the experiment ends."
+        ),
     ] = False,
 ) -> None:
     """Give the numbers of each committed step to TensorBoard or trackio, beside a run or after it.

@@ -10,11 +10,13 @@ import math
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import StepsCommitted, TrainerRewound, kinds_of
 from trinity_buffer.inspect.source import now
 from trinity_buffer.inspect.steps import StepLine, steps, trainer_of
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.spoken_wait import SpokenWait
+from trinity_buffer.store import queries
 
 PAGE_STEPS = 256
 
@@ -45,18 +47,20 @@ async def track(
     Args:
         trainer: its name; None: the only one, or the busiest.
         after: go on after this gradient step, as who was interrupted does.
-        follow: wait for more, until the experiment is finished.
+        follow: wait for the trainer and for more, until the experiment is finished.
 
     Raises:
         InvalidArgumentError: ``after`` is negative.
-        UnknownNameError: no such trainer.
+        UnknownNameError: no such trainer, and none is waited for.
     """
     if after < 0:
         raise InvalidArgumentError(f"after={after}: name a gradient step, or 0 for all")
     source = now(experiment)
-    name = await trainer_of(source, trainer)
+    name = await (_awaited(experiment, trainer) if follow else trainer_of(source, trainer))
     seen, last = await source.head(), after
-    last = await _given(experiment, tracker, name, last)
+    async for line in _committed(experiment, name, last, seen):
+        tracker.log(numbers_of(line), line.step)
+        last = line.step
     if not follow:
         return last
     kinds = kinds_of(StepsCommitted | TrainerRewound)
@@ -65,23 +69,52 @@ async def track(
             case TrainerRewound(consumer=consumer, step=step) if consumer == name:
                 last = min(last, step)
             case StepsCommitted(consumer=consumer) if consumer == name:
-                last = await _given(experiment, tracker, name, last)
+                async for line in _committed(experiment, name, last, event.position):
+                    tracker.log(numbers_of(line), line.step)
+                    last = line.step
     return last
 
 
-async def _given(experiment: Experiment, tracker: Tracker, trainer: str, last: int) -> int:
-    async for line in _committed_after(experiment, trainer, last):
-        tracker.log(numbers_of(line), line.step)
-        last = line.step
-    return last
+async def _awaited(experiment: Experiment, trainer: str | None) -> str:
+    """Return the trainer as soon as there is one, or the experiment is finished."""
+    changes = experiment.database.changes
+
+    async def tell() -> str:
+        named = "a trainer" if trainer is None else f"trainer {trainer!r}"
+        return (
+            f"track waits for {named} in {experiment.name!r}, where "
+            f"{await _known(experiment)}: start it (`trinity-buffer train`), or name another one"
+        )
+
+    wait = SpokenWait(changes, tell)
+    while True:
+        state = await changes.state()
+        is_finished = await experiment.is_finished()
+        try:
+            return await trainer_of(now(experiment), trainer)
+        except UnknownNameError:
+            if is_finished:
+                raise
+        await wait.changed(state)
 
 
-async def _committed_after(
-    experiment: Experiment, trainer: str, last: int
+async def _known(experiment: Experiment) -> str:
+    consumers = await experiment.database.read(queries.consumers, experiment.key)
+    names = [repr(row.name) for row in consumers.values() if row.kind == "trainer"]
+    return f"there {'is' if len(names) < 2 else 'are'} {', '.join(names) or 'none'}"
+
+
+async def _committed(
+    experiment: Experiment, trainer: str, last: int, up_to: int
 ) -> AsyncIterator[StepLine]:
+    """Yield the steps above ``last`` that were committed up to a position of the log.
+
+    A reader that lags behind the log meets a rewind later than what was trained anew after it:
+    that is given when its own commit is read.
+    """
     while page := await steps(now(experiment), trainer=trainer, after=last, limit=PAGE_STEPS):
         for line in page:
-            if line.state != "committed":
+            if line.committed_at is None or line.committed_at > up_to:
                 return
             yield line
         last = page[-1].step

@@ -45,14 +45,16 @@ class Trackio(Tracker):
 
     Args:
         project: its name.
-        run: of this run; None: trackio makes one up.
+        run: of this run, which is gone on with where it is there; None: a new one, whose name
+            trackio makes up.
 
     Raises:
         InvalidArgumentError: the extra ``trackio`` is not installed.
     """
 
     def __init__(self, project: str, run: str | None = None) -> None:
-        self._run: Any = extra("trackio", "trackio").init(project=project, name=run)
+        resume = "never" if run is None else "allow"
+        self._run: Any = extra("trackio", "trackio").init(project=project, name=run, resume=resume)
 
     @override
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -63,8 +65,11 @@ class Trackio(Tracker):
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[str], Tracker]] = {"tensorboard": TensorBoard, "trackio": Trackio}
-"""Name -> what makes one of a place: a folder, or a project."""
+TRACKERS: dict[str, Callable[[str], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "trackio": lambda place: Trackio(*place.split("/", 1)),
+}
+"""Name -> what makes one of a place: a folder, or a project, or a run of one."""
 
 
 def tracker_of(target: str) -> Tracker:
@@ -76,7 +81,7 @@ def tracker_of(target: str) -> Tracker:
     name, _, place = target.partition(":")
     if name not in TRACKERS or not place:
         raise InvalidArgumentError(
-            f"--to {target}: give name:place, tensorboard:FOLDER or trackio:PROJECT"
+            f"--to {target}: give name:place, tensorboard:FOLDER or trackio:PROJECT[/RUN]"
             f"{did_you_mean(name, TRACKERS)}"
         )
     return TRACKERS[name](place)

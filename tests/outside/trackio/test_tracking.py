@@ -14,7 +14,7 @@ from tests.outside.small_run import STEPS, told
 
 READ = (
     "import json; from trackio.sqlite_storage import SQLiteStorage as S; "
-    "(run,) = S.get_run_records('sort'); "
+    "(run,) = S.get_run_records('sort'); "  # one, though two processes wrote it
     "print(json.dumps(S.get_logs('sort', run['name'], run_id=run['id'])))"
 )
 
@@ -29,7 +29,9 @@ def test_trackio_keeps_what_the_log_says(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    said("-m", "trinity_buffer", "track", "--store", url, "--to", "trackio:sort")
+    track = ("-m", "trinity_buffer", "track", "--store", url, "--to", "trackio:sort/first")
+    said(*track)
+    said(*track, "--after", str(STEPS))
     kept = json.loads(said("-c", READ).splitlines()[-1])
     steps = [
         json.loads(line)
