@@ -82,6 +82,33 @@ async def test_a_trainer_that_mixes_names_the_expert_who_records_nothing(
             pass
 
 
+async def test_a_trainer_takes_a_smaller_step_only_when_nothing_more_can_come(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes: list[int] = []
+
+    async with opened(store_url, rollouts_per_group=2) as experiment:
+        writer = experiment.writer("e0")
+
+        async def read() -> None:
+            options = {"strategy": "grpo", "groups_per_step": 2, "follow": True}
+            async with experiment.train_stream(**options) as stream:
+                async for step in stream:
+                    sizes.append(len(set(step.manifest.groups)))
+
+        await writer.write(group(task=0, runs=2))
+        await run_strategy(experiment, "grpo")
+        async with spoken(caplog, read, "waits for 2 groups of set 'grpo' (1 ready)"):
+            for task in (1, 2):
+                await writer.write(group(task=task, runs=2))
+                await run_strategy(experiment, "grpo")
+            await experiment.finish("done")
+            with anyio.fail_after(60):
+                while sum(sizes) < 3:
+                    await anyio.lowlevel.checkpoint()
+    assert sizes == [2, 1]
+
+
 async def test_a_strategy_names_the_groups_that_lack_runs_and_their_explorer(
     store_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
