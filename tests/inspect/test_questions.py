@@ -14,10 +14,10 @@ import pytest
 from pysqlite3 import dbapi2
 
 from tests.conftest import Resize
-from tests.stories import Story, tell
+from tests.stories import Story, rollout, tell
 from trinity_buffer import inspect
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-from trinity_buffer.inspect.source import Source, as_of
+from trinity_buffer.inspect.source import Source, as_of, now
 from trinity_buffer.pipeline.store import open_store
 
 SLOTS = 1 << 20
@@ -204,6 +204,22 @@ async def test_search_finds_every_text_once(story: Story) -> None:
 
     (found,) = await asked(story, question)
     assert (found.uid, found.field, found.excerpt) == ("b0/1/2/0/", "response_text", "1 and 2")
+
+
+async def test_an_excerpt_holds_what_was_found_behind_letters_that_fold_to_more(
+    tmp_path: Path,
+) -> None:
+    texts = [letter * 100 + "Needle" + "ß" * 100 for letter in "ßİﬃa"]
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        experiment = await store.experiment("run", config={})
+        made = [rollout("b", task, 0, 1.0) for task in range(5)]
+        for one, text in zip(made, [*texts, "Straße"], strict=True):
+            one.response_text = text
+        await experiment.writer("e0").write(made)
+        found = [one async for one in inspect.search(now(experiment), "nEEDLE")]
+        (other,) = [one async for one in inspect.search(now(experiment), "SSE")]
+    assert [one.excerpt for one in found] == [text[60:146] for text in texts]
+    assert other.excerpt == "Straße"
 
 
 async def test_an_older_position_shows_what_was_known_then(story: Story) -> None:

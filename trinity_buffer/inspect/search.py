@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from trinity_buffer.codec import Segment
@@ -80,8 +82,16 @@ def _matches(
 
 
 def _excerpt(value: str, text: str, *, exact: bool) -> str | None:
-    at = value.find(text) if exact else value.casefold().find(text.casefold())
-    return None if at < 0 else value[max(0, at - AROUND) : at + len(text) + AROUND]
+    at, size = value.find(text), len(text)
+    if not exact:
+        folded, wanted = value.casefold(), text.casefold()
+        at, size = folded.find(wanted), len(wanted)
+        if at >= 0 and len(folded) != len(value):  # such as "ss" for "ß"
+            ends = list(accumulate(len(character.casefold()) for character in value))
+            last = bisect_right(ends, at + size - 1)
+            at = bisect_right(ends, at)
+            size = last + 1 - at
+    return None if at < 0 else value[max(0, at - AROUND) : at + size + AROUND]
 
 
 def _fields(segments: Iterable[Segment], slot: int) -> Iterator[tuple[str, str]]:
