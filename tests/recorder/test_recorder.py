@@ -163,6 +163,22 @@ async def test_of_several_choices_each_is_a_run_and_the_chosen_one_goes_on(
     assert {one.eid.run: one.reward for one in await stored(store_url)} == {4: 4, 5: 5, 6: 6}
 
 
+async def test_the_chosen_one_goes_on_after_the_recorder_was_started_again(
+    store_url: str, upstream: str
+) -> None:
+    asked: Any = {"model": "tiny"}
+    async with recording(store_url, upstream) as url, client(f"{url}/rollouts/t/4") as agent:
+        answer = await agent.chat.completions.create(messages=HELLO, n=3, **asked)
+        texts = [choice.message.content for choice in answer.choices]
+        assert len(set(texts)) == 3
+        assert (await reward(url, "t/4", 4)).status_code == 200
+    async with recording(store_url, upstream) as url, client(f"{url}/rollouts/t/4") as agent:
+        chosen = {"role": "assistant", "content": texts[2]}
+        await agent.chat.completions.create(messages=[*HELLO, chosen, *HELLO], **asked)
+    turns = await stored(store_url, "agent.turns")
+    assert sorted(one.eid.run for one in turns) == [4, 5, 6, 6]
+
+
 async def test_a_recorder_that_was_killed_is_followed_by_one_that_knows(
     store_url: str, upstream: str
 ) -> None:

@@ -121,14 +121,16 @@ class Recording:
                 found.turns.append(turn)
 
     async def continued(self, rollout: Rollout, messages: Sequence[Mapping[str, Any]]) -> Rollout:
-        """Return which of the choices that began at ``rollout`` the ``messages`` go on with."""
+        """Return which of the choices that began at ``rollout`` the ``messages`` go on with.
+
+        Also of choices that a recorder before this one has stored.
+        """
         answers = [m.get("content") for m in messages if m.get("role") == "assistant"]
-        run = rollout.run
-        while answers and (one := rollout._replace(run=run)) in self._open:
-            turns = self._open[one].turns
-            if turns and turns[-1].completion.text == (answers[-1] or ""):
+        one = rollout
+        while answers and ((found := await self._of(one)).turns or found.is_closed):
+            if found.turns and found.turns[-1].completion.text == (answers[-1] or ""):
                 return one
-            run += 1
+            one = one._replace(run=one.run + 1)
         return rollout
 
     async def close(self, rollout: Rollout, reward: float | None) -> WriteReceipt:
