@@ -135,7 +135,7 @@ KEYS: dict[str, dict[str, str]] = {
 # Command -> options -> what the refusal says. The first option of each is the one that is tried.
 OPTIONS: dict[str, dict[str, str]] = {
     "demo": {
-        "--store other.db": TRAINS,
+        "--store runs/of/mine/other.db": TRAINS,
         "--store postgresql://nobody@127.0.0.1:1/x": "127.0.0.1:1",
         "--name é": TRAINS,
         "--name a/b": "--name 'a/b'",

@@ -187,6 +187,15 @@ def test_who_makes_a_store_makes_its_folder(
     assert store.exists()
 
 
+def test_a_demo_makes_the_folder_of_its_store(cli: Cli, tmp_path: Path) -> None:
+    store = tmp_path / "runs" / "of mine" / "run.db"
+    assert cli("demo", "--store", store, "--set", "qq=1").code == 2
+    assert not store.parent.exists()
+    ended = cli("demo", "--store", store, "--name", "\n")  # which no experiment can have
+    assert "control characters" in ended.err
+    assert store.exists()
+
+
 @pytest.mark.parametrize(
     "command", [("stats",), ("annotate",), ("train", "--checkpoints", "c"), ("migrate",), ("demo",)]
 )

@@ -14,7 +14,7 @@ from rich.live import Live
 from trinity_buffer.cli.demo_own import make_model
 from trinity_buffer.cli.demo_sources import expert_batches, expert_of, needs_of_run, teacher_of
 from trinity_buffer.cli.ends import ends_of
-from trinity_buffer.cli.options import made_folder
+from trinity_buffer.cli.options import made_folder, made_folder_of
 from trinity_buffer.cli.printing import Terminal, progress
 from trinity_buffer.cli.roles import explore
 from trinity_buffer.cli.run_algorithm import algorithm_of, recorded
@@ -108,6 +108,7 @@ class Demo:
     async def run_in_loop(self) -> int:
         """Run to the end, in an event loop that is there already; return the exit code."""
         begin = time.monotonic()
+        made_folder_of(self.paths.store)
         async with open_store(self.paths.store) as store:
             for folder in (self.paths.logs, self.paths.checkpoints, self.paths.acknowledgements):
                 made_folder(folder)  # after the store was opened: it may be refused
@@ -384,7 +385,6 @@ def store_path(store: str | None, name: str) -> DemoPaths:
         raise InvalidArgumentError(f"--name {name!r}: must be a text without '/'")
     base = Path("runs") / name
     if store is None:
-        made_folder(base.parent)
         return DemoPaths(f"sqlite:///{base}.db", base)
     plain = store.removeprefix("sqlite:///")
     return DemoPaths(store, base if "://" in plain else Path(plain).expanduser().with_suffix(""))
