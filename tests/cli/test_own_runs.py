@@ -202,15 +202,6 @@ def test_killed_and_started_again_it_ends_at_the_same_bits(own: Path) -> None:
     run(folder, "verify", "--store", "runs/own.db")
 
 
-@pytest.mark.long
-def test_the_demo_of_a_model_of_transformers_learns(tmp_path: Path) -> None:
-    said = run(tmp_path, "demo", "--model", "hf", "--limit", "840")
-    *_, accuracy, conserved = said.splitlines()
-    assert "cut short" not in said
-    assert float(accuracy.removeprefix("accuracy ")) > 0.9, said
-    assert conserved == "lost 0, duplicated 0"
-
-
 def test_a_demo_of_answers_that_nobody_knows_is_refused(cli: Cli, tmp_path: Path) -> None:
     ended = cli("demo", "--model", "hf", "--algorithm", "sft", "--store", tmp_path / "x.db")
     assert ended.code == 2

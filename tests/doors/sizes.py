@@ -25,6 +25,7 @@ SIZES = {
     "trinity-buffer explore": "--batches 10",
     "python benchmarks/learning.py": LEARNING,
     "python benchmarks/learning.py --all": f"{LEARNING} --algorithm sft",
+    "python -m benchmarks.learning_hf": "--small --seeds 7",
     "python -m benchmarks.loss_path": (
         "--device cpu --ways ours,naive,products --sizes 64,512,16 --repetitions 1"
     ),
