@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.mutant_tests import write_order
 from benchmarks.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +51,7 @@ def make(root: Path) -> None:
     done = _mutmut(root, "run", NOTHING)
     if "but nothing matches" not in done.stderr:
         raise SystemExit(f"mutmut found no mutants to run:\n{done.stdout[-4000:]}{done.stderr}")
+    write_order(root / "mutants")
 
 
 def results(root: Path) -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import mutants
+from benchmarks import mutant_tests, mutants
 
 FILES = {
     "pyproject.toml": """\
@@ -88,3 +88,31 @@ def test_survivors_are_told_until_they_are_killed_or_named(
     (root / "docs" / "mutants.md").write_text(f"- {SAME}: zero is zero.\n")
     assert mutants.main(["--again"], root) == 0
     assert "1 equivalent" in capsys.readouterr().out
+
+
+ORDER = {"narrow": (2, 0.1), "slow": (9, 50.0), "wide": (30, 0.2), "last": (31, 0.1)}
+
+
+def test_the_narrowest_tests_come_first_and_none_begins_after_the_budget() -> None:
+    assert mutant_tests.chosen(["last", "wide", "slow", "narrow"], ORDER, 50.2) == [
+        "narrow",
+        "slow",
+        "wide",
+    ]
+    assert mutant_tests.chosen(["last", "wide", "slow", "narrow"], ORDER, 50.1) == [
+        "narrow",
+        "slow",
+    ]
+
+
+def test_a_test_that_is_not_known_yet_is_run() -> None:
+    assert mutant_tests.chosen(["wide", "new"], ORDER, 0.1) == ["new", "wide"]
+
+
+def test_what_mutmut_learns_of_a_test_is_kept_small(tmp_path: Path) -> None:
+    called = {"f": ["a", "b"], "g": ["b"]}
+    stats = {"tests_by_mangled_function_name": called, "duration_by_test": {"a": 0.5, "b": 2.0}}
+    (tmp_path / mutant_tests.STATS).write_text(json.dumps(stats))
+    mutant_tests.write_order(tmp_path)
+    kept = json.loads((tmp_path / mutant_tests.ORDER).read_text())
+    assert kept == {"a": [1, 0.5], "b": [2, 2.0]}
