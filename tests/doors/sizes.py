@@ -14,6 +14,7 @@ DEMO = (
 BENCH = "--only write,stream --tasks 2 --repetitions 1"
 LEARNING = "--small --seeds 0 --results runs/learning.jsonl"
 SIZES = {
+    "python -m benchmarks.chain": "--tasks 32 --repetitions 1",
     "python -m benchmarks.recorder": "--minutes 0.5 --rate 5",
     "make demo": DEMO,
     "make test": "-n 0 tests/codec/test_bodies.py",
