@@ -113,7 +113,6 @@ def cost(
         "ratio_low": round(ratios[0], 4),
         "ratio_high": round(ratios[-1], 4),
         "repetitions": repetitions,
-        **provenance(f"python -m benchmarks.chain --repetitions {repetitions}", None),
     }
 
 
@@ -126,6 +125,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=TASKS, help="groups of 8 runs each")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    origin = provenance(f"python -m benchmarks.chain --repetitions {asked.repetitions}", None)
     given = calls(experiences(asked.tasks), PER_CALL)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -138,7 +138,8 @@ def main() -> None:
             ("decision", DIGESTS, lambda: asyncio.run(decide(url))),
             ("step of 256 and its commit", HEADS, partial(step, url, "grpo")),
         ):
-            print(json.dumps(cost(what, of, work, asked.repetitions)), flush=True)
+            row = cost(what, of, work, asked.repetitions)
+            print(json.dumps({**row, **origin}), flush=True)
 
 
 async def _annotate(url: str) -> None:

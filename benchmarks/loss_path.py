@@ -146,6 +146,7 @@ def measure(
 
 def _in_turns(asked: argparse.Namespace, cases: list[tuple[str, int]]) -> None:
     """Run every case in a process of its own, round by round; print the medians."""
+    origin = provenance("python -m benchmarks.loss_path")
     results: dict[tuple[str, int], list[list[float]]] = {case: [] for case in cases}
     for _ in range(asked.repetitions):
         for way, power in cases:
@@ -159,7 +160,7 @@ def _in_turns(asked: argparse.Namespace, cases: list[tuple[str, int]]) -> None:
         seconds, megabytes = (statistics.median(column) for column in zip(*pairs, strict=True))
         row = {"way": way, "chunk_logits": 2**power, "sizes": asked.sizes, "device": asked.device}
         row |= {"seconds": round(seconds, 3), "megabytes": round(megabytes)}
-        print(json.dumps({**row, **provenance("python -m benchmarks.loss_path")}), flush=True)
+        print(json.dumps({**row, **origin}), flush=True)
 
 
 def main() -> None:

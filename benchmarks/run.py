@@ -46,9 +46,10 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         for name in asked.only.split(","):
+            origin = provenance(_command(name, asked))
             with site(asked.backend, Path(folder)) as place:
                 for figure in OPERATIONS[name](place, asked.tasks, asked.repetitions):
-                    row = {**asdict(figure), **provenance(_command(name, asked))}
+                    row = {**asdict(figure), **origin}
                     print(json.dumps(row), flush=True)
                     if asked.record:
                         record(row)

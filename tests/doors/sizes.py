@@ -28,7 +28,7 @@ SIZES = {
     "python benchmarks/learning.py --all": f"{LEARNING} --algorithm sft",
     "python -m benchmarks.learning_hf": "--small --seeds 7",
     "python -m benchmarks.loss_path": (
-        "--device cpu --ways ours,naive,products --sizes 64,512,16 --repetitions 1"
+        "--device cpu --ways ours,naive --chunks 10 --sizes 64,512,16 --repetitions 1"
     ),
     "python -m benchmarks.outside": "--list",
     "python -m benchmarks.proofs": "--only nothing",
