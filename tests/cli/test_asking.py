@@ -237,6 +237,8 @@ ASKING = (
     ("verify",),
     ("rebuild",),
     ("migrate",),
+    ("compact", "--keep-steps", "1000", "--delete"),
+    ("restore",),
 )
 
 ASK_AND_LIST_MODULES = """
@@ -255,9 +257,9 @@ for command in json.loads(sys.argv[1]):
 """
 
 
-def test_who_only_asks_does_not_wait_for_torch(story: Story) -> None:
+def test_who_only_asks_does_not_wait_for_torch(own_story: Story) -> None:
     """One process for all: what a command imports stays until the next is asked."""
-    commands = json.dumps([[*args, "--store", story.url] for args in ASKING])
+    commands = json.dumps([[*args, "--store", own_story.url] for args in ASKING])
     done = subprocess.run(
         [sys.executable, "-c", ASK_AND_LIST_MODULES, commands],
         capture_output=True,

@@ -16,7 +16,7 @@ from trinity_buffer import codec
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import CodecError, DamagedSegmentError, InvalidArgumentError
 from trinity_buffer.events import ExperiencesRecorded, SegmentsArchived
-from trinity_buffer.experience import FAMILIES
+from trinity_buffer.identity import FAMILIES
 from trinity_buffer.pipeline.archive_columns import Written
 from trinity_buffer.pipeline.archive_file import (
     ArchiveFile,
