@@ -8,6 +8,7 @@ import torch
 from tests.trainer.data import RUNS, pairs, recorded, rollouts, solutions
 from trinity_buffer.algorithm import ADVANTAGE_FN, build
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
@@ -122,6 +123,43 @@ async def test_a_row_without_logprobs_is_rejected_and_the_others_trained(store_u
         events = [e async for e in experiment.events(kinds=("ExperiencesRejected",))]
     assert len(step.manifest.experiences) == 2 * RUNS - 1
     assert [e.body["reasons"] for e in events] == [["invalid: logprobs"]]
+
+
+async def served(url: str, made: list[Experience], algorithm: str) -> tuple[list[int], list[str]]:
+    """Return which rows a first step has, and why the others are rejected."""
+    async with open_store(url) as store:
+        experiment = await recorded(store, "run", "experience", made)
+        options = stream_options(build(algorithm), teacher=True)
+        async with experiment.train_stream(strategy=None, groups_per_step=2, **options) as stream:
+            step = await anext(stream)
+        events = [e async for e in experiment.events(kinds=("ExperiencesRejected",))]
+    slots = sorted(address & 0xFFFFF for address in step.manifest.experiences)
+    return slots, [reason for e in events for reason in e.body["reasons"]]
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "ppo", "reinforceplusplus", "grpo_verl"])
+async def test_a_row_without_a_reward_is_rejected_where_the_trainer_computes_advantages_of_it(
+    algorithm: str, store_url: str
+) -> None:
+    made = rollouts(tasks=2)
+    made[1].reward = None
+    assert await served(store_url, made, algorithm) == ([0, 2, 3, 4, 5], ["invalid: reward"])
+
+
+async def test_a_row_with_a_reward_for_each_token_has_a_reward(store_url: str) -> None:
+    made = rollouts(tasks=2)
+    made[1].reward = None
+    made[1].token_level_reward = torch.zeros(len(made[1].tokens) - made[1].prompt_length)
+    assert await served(store_url, made, "ppo") == ([0, 1, 2, 3, 4, 5], [])
+
+
+async def test_a_row_needs_no_reward_where_a_teacher_gives_the_advantages(store_url: str) -> None:
+    made = rollouts(tasks=2)
+    made[1].reward = None
+    for algorithm in ("on_policy_distill", "jsd"):
+        assert not {"reward"} & set(stream_options(build(algorithm), teacher=True)["needs"])
+    found = await served(store_url, made, "on_policy_distill")
+    assert found == ([0, 1, 2, 3, 4, 5], [])
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

@@ -168,6 +168,8 @@ def stream_options(
         needs.append("advantages")
     if _reads_rollouts(algorithm, recomputed=recompute_old_logprob):
         needs.append("logprobs")
+    if algorithm.advantage is not None and algorithm.advantage.reads_rewards:
+        needs.append("reward")
     if not teacher and algorithm.advantage is not None:
         needs += ["teacher_logprobs"] * ("teacher_logprob" in algorithm.advantage.tensors)
     sampling = algorithm.choices["sample_strategy"]

@@ -46,6 +46,7 @@ class AdvantageFn(ABC):
         reference_args: constructor arguments with which the class computes what the reference does.
         reads_old_logprob: whether it reads the log-probabilities that the explorer recorded, which
             every row must have then.
+        reads_rewards: the same of rewards, where the advantages are computed in the trainer.
 
     Args:
         on_unknown: ``"ignore"`` swallows misspelt arguments.
@@ -57,6 +58,7 @@ class AdvantageFn(ABC):
 
     reference_args: ClassVar[Mapping[str, Any]] = {}
     reads_old_logprob: ClassVar[bool] = False
+    reads_rewards: ClassVar[bool] = True
     runtime_args: ClassVar[tuple[str, ...]] = ("on_unknown", "rng")
 
     def __init__(self, *, on_unknown: Literal["error", "ignore"] = "error", **kwargs: Any) -> None:

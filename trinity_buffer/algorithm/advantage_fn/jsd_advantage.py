@@ -80,6 +80,7 @@ class JSDAdvantage(TrainerAdvantage):
 
     tensors: ClassVar[tuple[str, ...]] = ("teacher_logprob",)
     reads_old_logprob: ClassVar[bool] = True
+    reads_rewards: ClassVar[bool] = False
     reference_args: ClassVar[Mapping[str, Any]] = {"estimator": "log_ratio"}
 
     def __init__(

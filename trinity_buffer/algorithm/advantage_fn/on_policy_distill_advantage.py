@@ -23,6 +23,7 @@ class OnPolicyDistillAdvantage(TrainerAdvantage):
 
     tensors: ClassVar[tuple[str, ...]] = ("teacher_logprob",)
     reads_old_logprob: ClassVar[bool] = True
+    reads_rewards: ClassVar[bool] = False
 
     def __init__(self, kl_coef: float = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)

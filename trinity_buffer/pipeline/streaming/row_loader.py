@@ -64,6 +64,15 @@ class LoadedRows:
         """Return the column ``name``, which may be empty."""
         return self.fields.get(name) or Field()
 
+    def lacking(self, name: str) -> list[int]:
+        """Return the rows without the field ``name``; a reward for each token is a reward."""
+        missing = self.field("token_level_reward" if name == "reward" else name).missing(
+            len(self.facts)
+        )
+        if name == "reward":
+            return [row for row in missing if self.facts.rewards[row] is None]
+        return missing
+
     def values(self, name: str) -> list[Value]:
         """Return the values of one column, None where a row has none."""
         return self.field(name).values(len(self.facts))

@@ -381,8 +381,7 @@ def _joined(columns: Iterable[Sequence[int]]) -> list[int]:
 
 def _rows_without(rows: LoadedRows, field: str, sources: Sequence[int]) -> list[int]:
     """Return the places of the rows of the trainer's own experiment that lack a stored column."""
-    missing = rows.field(field).missing(len(rows.facts))
-    return [place for place in missing if not (sources and sources[place])]
+    return [place for place in rows.lacking(field) if not (sources and sources[place])]
 
 
 def _source_of(manifest: Manifest, place: int) -> int:

@@ -66,7 +66,8 @@ class StreamOptions:
         expert_data_ratio: ``mix``: share of the expert's groups in ``groups_per_step``.
         recompute_old_logprob: leave ``old_logprob`` out, for the trainer to compute.
         needs: stored columns that every row must have. A set without ``advantages`` is refused
-            before its first step; a row that lacks another one is rejected (``invalid``).
+            before its first step; a row that lacks another one is rejected (``invalid``). A row
+            with a ``token_level_reward`` does not lack its ``reward``.
     """
 
     strategy: str | None
