@@ -17,10 +17,10 @@ HEAD = """# Does it learn?
 Every algorithm of the registry has a recipe with which it trains a transformer of two layers on a
 task of the demo, from random weights, by `trinity-buffer demo --algorithm NAME`: explorers,
 trainer and, where the algorithm has one, strategy are processes of their own on one store, and what
-else an algorithm needs (solutions, pairs, a teacher, an expert) is made by the demo. A run has
-learnt, and ends, when the trainer's greedy answers to 256 fresh problems reach the threshold;
-`within` is where its recipe would end it. `sort` is three digits to be sorted (chance: 0.1 %);
-`guess` is a number below 8 to be found in four turns.
+else an algorithm needs (solutions, pairs, a teacher, an expert) is made by the demo. A run of the
+table has learnt, and ends, when the trainer's greedy answers to 256 fresh problems reach the
+threshold (the plain command goes on to 0.95); `within` is where its recipe would end it. `sort` is
+three digits to be sorted (chance: 0.1 %); `guess` is a number below 8 to be found in four turns.
 Each run ended with `lost 0, duplicated 0` unless it says otherwise, and was then replayed from its
 log: the column before the last says for how many of them the weights came out the same, bit for
 bit. `not run`: not with the recipe that the algorithm has now; what earlier ones came to is in
