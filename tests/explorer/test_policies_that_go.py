@@ -17,6 +17,7 @@ from trinity_buffer.demo.tasks import SortDigits
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings
+from trinity_buffer.explorer.weights import Weights
 from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.checkpoint import digest_of
 from trinity_buffer.pipeline.experiment import Experiment
@@ -124,6 +125,45 @@ async def test_a_newest_policy_that_nobody_can_load_is_one_error_that_names_it(
         await experiment.publish_policy(1, str(path), digest=digest)
         with pytest.raises(CheckpointError, match=POLICY_FILE):
             await explored(experiment, TaskSampler(policy(), TASK, 0))
+
+
+@dataclass
+class OfFolder:
+    """A model whose weights are a folder, as those of transformers are."""
+
+    def load(self, uri: str) -> OfFolder:
+        assert (Path(uri) / "config.json").is_file()
+        return self
+
+
+def with_another_shard(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"other weights")
+
+
+def with_one_file_more(folder: Path) -> None:
+    (folder / "adapter.safetensors").write_bytes(b"more weights")
+
+
+@pytest.mark.parametrize("breaks", [None, with_another_shard, with_one_file_more])
+async def test_a_folder_is_loaded_only_if_it_is_the_one_that_was_published(
+    breaks: Callable[[Path], None] | None, sqlite_url: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"the weights")
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        await experiment.publish_policy(1, str(folder), digest=digest_of(folder))
+        weights = Weights(experiment, OfFolder())
+        if breaks is None:
+            await weights.load_newest()
+            assert weights.version == 1
+            return
+        breaks(folder)
+        with pytest.raises(CheckpointError, match="model is not the one that was committed"):
+            await weights.load_newest()
+    assert weights.version == 0
 
 
 async def test_an_explorer_outlives_a_trainer_that_commits_and_removes_without_pause(

@@ -71,6 +71,6 @@ class Weights(Generic[M]):
     def _load(self, policy: PublishedPolicy) -> M:
         """Return the model with these weights, which stay while they are loaded."""
         with being_read(Path(policy.uri)):
-            if policy.digest and Path(policy.uri).is_file():
+            if policy.digest and Path(policy.uri).exists():
                 require_digest(Path(policy.uri), policy.digest)
             return self.model.load(policy.uri)
