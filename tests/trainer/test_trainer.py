@@ -9,11 +9,13 @@ import anyio
 import pytest
 import torch
 
-from tests.trainer.data import CONFIG, policy, prepared
+from tests.trainer.data import CONFIG, policy, prepared, rollouts
 from tests.trainer.gradients import train
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build
 from trinity_buffer.demo.policy import TransformerCritic
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.trainer.checkpoint_folder import read_step
 from trinity_buffer.trainer.critic import ValueLossFn
@@ -101,6 +103,31 @@ def test_a_missing_teacher_is_named_with_the_ways_out(sqlite_url: str, tmp_path:
         Trainer(stream, policy(), algorithm, TrainerSettings(checkpoints=tmp_path)).run(
             lambda _: None
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "compares"), [("grpo", "grpo", "grpo"), ("rloo", None, "rloo")]
+)
+def test_an_algorithm_that_compares_runs_is_refused_an_experiment_of_one_run_of_a_task(
+    name: str, strategy: str | None, compares: str, sqlite_url: str, tmp_path: Path
+) -> None:
+    async def recorded_alone() -> None:
+        async with open_store(sqlite_url) as store:
+            experiment = await store.experiment("run", config={"rollouts_per_group": 1})
+            await experiment.writer("test").write(rollouts())
+            if strategy is not None:
+                await run_strategy(experiment, strategy)
+
+    anyio.run(recorded_alone)
+    with (
+        open_train_stream(sqlite_url, experiment="run", strategy=strategy) as stream,
+        pytest.raises(
+            InvalidArgumentError,
+            match=f"needs several runs of a task, which '{compares}' compares: "
+            "rollouts_per_group=1; give 2 or more",
+        ),
+    ):
+        Trainer(stream, policy(), build(name), TrainerSettings(checkpoints=tmp_path))
 
 
 def test_recomputed_logprobs_are_those_of_the_policy_before_the_step(

@@ -126,6 +126,12 @@ class SyncTrainStream(StepStream):
         """Of the experiences."""
         return str(self._experiment.config.get("schema", "experience"))
 
+    @property
+    def rollouts_per_group(self) -> int | None:
+        """Runs of a task, as the experiment is configured; None: it does not say."""
+        found: int | None = self._experiment.config.get("rollouts_per_group")
+        return found
+
     def columns(self) -> frozenset[str] | None:
         """Return what the first stored experience has, None where there is none yet."""
         return self._call(self._experiment.columns)

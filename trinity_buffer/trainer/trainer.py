@@ -103,6 +103,7 @@ class Trainer:
                 algorithm,
                 schema=stream.schema,
                 columns=stream.columns(),
+                rollouts_per_group=stream.rollouts_per_group,
                 teacher=teacher is not None,
                 expert=stream.expert_experiment,
             )
