@@ -9,7 +9,8 @@ That is the same as weighting the loss of a token wherever the loss is proportio
 the advantage. It is not for REC: its ``advantage`` weight has the weighted advantage in the
 exponent too, and its regularizers are not weighted. Nor for Clip-Cov and KL-Cov, which choose
 tokens by the weighted advantages, and KL-Cov's penalty is not weighted; nor for GMPO, which sees a
-sequence's mean advantage. Tokens with weight 0 stay in the denominators.
+sequence's mean advantage; nor for TOPR with an ``advantage_threshold`` other than 0, which the
+weighted advantages are compared with. Tokens with weight 0 stay in the denominators.
 """
 
 from __future__ import annotations

@@ -142,7 +142,11 @@ def _demo_settings(
 
 def explore(
     actor: Annotated[
-        str, typer.Option(help="Name of this explorer; its batches are ACTOR-0, ACTOR-1, ...")
+        str,
+        typer.Option(
+            help="Name of this explorer; its batches are ACTOR-0, ACTOR-1, ...; with tasks of your "
+            "own all explorers share epoch0-0, epoch0-1, ..."
+        ),
     ],
     store: StoreOption = None,
     experiment: ExperimentOption = None,

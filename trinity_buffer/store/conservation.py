@@ -1,7 +1,9 @@
 """What became of everything, counted in the projections, and what is not there yet.
 
-Each function needs one transaction. Every term is counted by itself, none as what is left of the
-others: a row that is lost or there twice breaks the equation.
+Each function needs one transaction. What an equation adds up to and what it adds are counted by
+themselves, so that a row that is lost or there twice breaks it. Two numbers are differences: rows
+that are ``leased`` are those handed out less the committed ones, and planned rollouts that are
+``missing`` those planned less the stored ones.
 """
 
 from __future__ import annotations

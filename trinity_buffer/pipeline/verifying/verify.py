@@ -54,7 +54,8 @@ async def verify(
     """Check everything that the log, its segments and its projections say of each other.
 
     Whether something was lost is no question to the store: ``lost`` and ``duplicated`` compare the
-    log's events (never a projection) with what explorers and checkpoints noted for themselves.
+    log's events (never a projection) with what explorers and checkpoints noted for themselves;
+    ``duplicated`` also counts what the log itself holds twice.
     Others may go on writing meanwhile; no transaction is long.
 
     Args:
