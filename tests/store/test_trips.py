@@ -9,9 +9,11 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import anyio
 import anyio.lowlevel
 import pytest
 from sqlalchemy import bindparam, make_url, update
+from sqlalchemy.util import await_only
 
 from tests.contract.making import group, opened, rows
 from tests.postgres import PostgresServer
@@ -26,8 +28,8 @@ from trinity_buffer.store.tables import consumer, policy
 from trinity_buffer.store.transaction import Prepared, TakenKeyError, Transaction
 
 SOCKET = ".s.PGSQL.5432"
-READY, GIVE_ROWS = b"Z", b"G"
-"""What the server says when it has answered, and when it waits for the rows of a COPY."""
+READY, GIVE_ROWS, REFUSAL = b"Z", b"G", b"E"
+"""What the server says when it has answered, waits for the rows of a COPY, or refuses."""
 
 
 class Wire:
@@ -36,6 +38,8 @@ class Wire:
     def __init__(self) -> None:
         self.trips: Counter[str] = Counter()
         self.counting = ""
+        self.refused: anyio.Event | None = None
+        self.asked_again = anyio.Event()
 
     @contextmanager
     def count(self, what: str) -> Iterator[None]:
@@ -65,6 +69,9 @@ class Wire:
     async def _pass_on(self, source: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
         while some := await source.read(1 << 16):
             to.write(some)
+            if self.refused is not None and self.refused.is_set():
+                self.asked_again.set()
+        self.asked_again.set()
         to.close()
 
     async def _listen(self, source: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
@@ -73,6 +80,10 @@ class Wire:
             rest = await source.readexactly(int.from_bytes(size) - 4)
             self.trips[self.counting] += head in (READY, GIVE_ROWS)
             to.write(head + size + rest)
+            if head == REFUSAL and self.refused is not None:
+                self.refused.set()
+        if self.refused is not None:  # the end of the socket comes later than it could
+            await self.asked_again.wait()
         to.close()
 
 
@@ -155,3 +166,29 @@ async def test_a_connection_that_is_lost_is_told_of_once_at_most(
         await database.write(lambda tx: tx.rows("SELECT 1", ()))
         await experiment.writer("e0").write(group(task=1))
         assert (await verify(experiment)).experiences == 8
+
+
+async def test_a_connection_that_is_ended_and_not_yet_closed_is_an_error_of_the_store(
+    wire: tuple[Wire, str], postgres_server: PostgresServer
+) -> None:
+    """So it is for a moment: the last word of the server comes before the end of the socket."""
+    counted, url = wire
+    refused = anyio.Event()
+
+    async def hear() -> None:
+        await refused.wait()
+        for _ in range(10):  # it is on its way to the driver
+            await anyio.lowlevel.checkpoint()
+
+    def go_on(tx: Transaction) -> None:
+        (own,) = tx.rows("SELECT pg_backend_pid()", ())
+        counted.refused = refused
+        postgres_server.execute(f"SELECT pg_terminate_backend({own[0]}, 10000)")
+        await_only(hear())
+        tx.rows("SELECT 1", ())
+
+    async with opened(url) as experiment:
+        with pytest.raises(StoreError, match="the connection is broken"):
+            await experiment.database.write(go_on)
+        await experiment.writer("e0").write(group(task=0))
+        assert (await verify(experiment)).experiences == 4

@@ -156,7 +156,7 @@ class PostgresTransaction(Transaction):
         except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
             raise DBAPIError(str(error), None, error) from error
         except asyncpg.InternalClientError as error:  # ended by the server, and not yet closed
-            raise DBAPIError(f"the connection is broken: {error}", None, error) from error
+            raise ConnectionError(f"the connection is broken: {error}") from error
 
 
 _SPACE = 7
