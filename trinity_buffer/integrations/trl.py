@@ -23,6 +23,9 @@ from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 
+MEANS_OVER_ROWS = ("grpo", "dr_grpo", "sapo", "luspo")
+"""The losses of TRL that divide by the number of rows."""
+
 
 class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
     """A `GRPOTrainer` whose completions, old log-probs and advantages are those of a train stream.
@@ -75,9 +78,19 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     @override
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        if not self.model.training:
-            raise InvalidArgumentError("evaluation needs completions of the policy as it is now")
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Return the loss of one accumulation step; see `transformers.Trainer.training_step`.
+
+        A step of which every row was dropped leaves the weights as they are.
+        """
+        if self._step % self.args.steps_per_generation == 0:
+            self.trained = self._next_step()
+        if self.trained is None or self.trained.microbatches:
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
+        self._step += 1
+        return torch.zeros((), device=self.accelerator.device)
+
+    def _next_step(self) -> TrainStep:
         step = self._upcoming or next(self.stream, None)
         if step is None:
             raise InvalidArgumentError("the stream has no step to train on")
@@ -86,15 +99,18 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
                 f"TRL is at step {self.state.global_step}, the stream hands out step {step.step}: "
                 "train from the checkpoint of the last commit"
             )
-        self._upcoming, self.trained = None, step
-        batch = trl_batch(step.microbatches, pad=self._tokenizer.pad_token_id)
-        rows, parts = len(batch["advantages"]), self.args.steps_per_generation
-        if rows % parts:
-            raise InvalidArgumentError(
-                f"step {step.step} has {rows} rows, which {parts} accumulation steps cannot share "
-                "equally: choose gradient_accumulation_steps to divide it"
-            )
-        tokens = step.microbatches[0].layout.total.tokens
+        self._upcoming = None
+        return step
+
+    @override
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        if not self.model.training:
+            raise InvalidArgumentError("evaluation needs completions of the policy as it is now")
+        assert self.trained is not None, "training_step() comes first"
+        microbatches = self.trained.microbatches
+        batch = trl_batch(microbatches, pad=self._tokenizer.pad_token_id)
+        batch = _filled_up(batch, self.args.steps_per_generation, self.args.loss_type)
+        tokens = microbatches[0].layout.total.tokens
         batch["num_items_in_batch"] = torch.tensor(tokens)
         return {name: value.to(self.accelerator.device) for name, value in batch.items()}
 
@@ -165,6 +181,22 @@ def trl_batch(microbatches: Sequence[MicroBatch], *, pad: int) -> dict[str, Tens
         found[names[name]] = pad_sequence(values, batch_first=True)
     found["tool_mask"] = found["tool_mask"].long()
     return found
+
+
+def _filled_up(batch: dict[str, Tensor], parts: int, loss_type: str) -> dict[str, Tensor]:
+    """Return a step with rows of no weight added, until ``parts`` share it equally.
+
+    The loss stays what it was.
+    """
+    rows = len(batch["advantages"])
+    lacking = -rows % parts
+    if not lacking:
+        return batch
+    full = {name: value[[*range(rows), *[0] * lacking]] for name, value in batch.items()}
+    full["tool_mask"][rows:] = 0
+    if loss_type in MEANS_OVER_ROWS:
+        full["advantages"] *= (rows + lacking) / rows
+    return full
 
 
 def _require_served(args: GRPOConfig) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import anyio
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from trl import GRPOConfig
 
 import trinity_buffer as tb
@@ -36,8 +39,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
 
 
-async def record(url: str) -> None:
-    """Write prompts and answers of several lengths, each with a token that nobody trains."""
+async def record(url: str, *, at_once: int = RUNS) -> None:
+    """Write prompts and answers of several lengths, each with a token that nobody trains.
+
+    Args:
+        at_once: so many rows of a group are a segment.
+    """
     draw = torch.Generator().manual_seed(1)
     async with tb.open_store(url) as store:
         experiment = await store.experiment("run", config={"rollouts_per_group": RUNS})
@@ -59,7 +66,8 @@ async def record(url: str) -> None:
                         reward=float(torch.rand((), generator=draw)),
                     )
                 )
-            await writer.write(rows)
+            for first in range(0, RUNS, at_once):
+                await writer.write(rows[first : first + at_once])
         await tb.run_strategy(experiment, "grpo")
 
 
@@ -89,26 +97,28 @@ def settings(folder: Path, **given: object) -> GRPOConfig:
     return GRPOConfig(**{**chosen, **given})
 
 
+class Watched(StoredGRPOTrainer):
+    """Notes our loss of each step, in ``expected``."""
+
+    def _generate_and_score_completions(self, inputs: object) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = super()._generate_and_score_completions(inputs)
+        modes = {"grpo": "seq-mean-token-mean", "dapo": "token-mean"}
+        mode = modes[self.args.loss_type]
+        ours = POLICY_LOSS_FN.get("ppo")(clip_range=0.2, loss_agg_mode=mode)
+        loss = 0.0
+        for batch in self.trained.microbatches:
+            with torch.no_grad():
+                scores = tb.token_scores(self.model, batch)
+            names = ("action_mask", "advantages", "old_logprob")
+            kept = {name: batch[name] for name in names}
+            loss += float(ours(scores.logprob, layout=batch.layout, **kept)[0])
+        self.expected.append(loss)
+        return found
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_the_loss_of_each_step_is_ours(recorded: bytes, tmp_path: Path, loss_type: str) -> None:
     (tmp_path / "run.db").write_bytes(recorded)
-    modes = {"grpo": "seq-mean-token-mean", "dapo": "token-mean"}
-    ours = POLICY_LOSS_FN.get("ppo")(clip_range=0.2, loss_agg_mode=modes[loss_type])
-    expected: list[float] = []
-
-    class Watched(StoredGRPOTrainer):
-        def _generate_and_score_completions(self, inputs: object) -> dict[str, torch.Tensor]:
-            found: dict[str, torch.Tensor] = super()._generate_and_score_completions(inputs)
-            loss = 0.0
-            for batch in self.trained.microbatches:
-                with torch.no_grad():
-                    scores = tb.token_scores(self.model, batch)
-                names = ("action_mask", "advantages", "old_logprob")
-                kept = {name: batch[name] for name in names}
-                loss += float(ours(scores.logprob, layout=batch.layout, **kept)[0])
-            expected.append(loss)
-            return found
-
     with tb.open_train_stream(
         f"sqlite:///{tmp_path}/run.db", experiment="run", strategy="grpo", groups_per_step=2
     ) as stream:
@@ -118,10 +128,66 @@ def test_the_loss_of_each_step_is_ours(recorded: bytes, tmp_path: Path, loss_typ
             args=settings(tmp_path / "out", loss_type=loss_type),
             processing_class=tokenizer(),
         )
+        trainer.expected = []
         trainer.train()
-    seen = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    assert len(seen) == 20
-    assert seen == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert len(losses(trainer)) == 20
+    assert losses(trainer) == pytest.approx(trainer.expected, rel=1e-5, abs=1e-5)
+
+
+def losses(trainer: StoredGRPOTrainer) -> list[float]:
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def damage(path: Path, rows: list[int]) -> None:
+    """Flip a bit in the tokens of these rows, counted as they were written."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        named = "SELECT sql FROM sqlite_master WHERE name = 'segment_forbids_update'"
+        (guard,) = database.execute(named).fetchone()
+        database.execute("DROP TRIGGER segment_forbids_update")
+        families = "SELECT rowid, data FROM segment WHERE family = 'tokens' ORDER BY rowid"
+        found = database.execute(families).fetchall()
+        for place, data in (found[row] for row in rows):
+            flipped = bytes([*data[:-1], data[-1] ^ 1])
+            database.execute("UPDATE segment SET data = ? WHERE rowid = ?", (flipped, place))
+        database.execute(guard)
+
+
+class Weights(TrainerCallback):
+    """Keeps what the weights are after each step."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+
+    def on_step_end(self, *_: object, model: torch.nn.Module, **__: object) -> None:
+        self.found.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_rows_that_were_dropped_do_not_count(tmp_path: Path, loss_type: str) -> None:
+    url = f"sqlite:///{tmp_path}/run.db"
+    anyio.run(partial(record, at_once=1), url)
+    options = {"experiment": "run", "strategy": "grpo", "groups_per_step": 2}
+    with tb.open_train_stream(url, **options) as stream:
+        assert [next(stream).step, next(stream).step] == [1, 2]
+    damage(tmp_path / "run.db", [1, *range(2 * RUNS, 4 * RUNS)])
+    weights = Weights()
+    with tb.open_train_stream(url, **options, damaged_rows="drop") as stream:
+        trainer = Watched(
+            fresh_model(),
+            stream=stream,
+            args=settings(tmp_path / "out", loss_type=loss_type, max_steps=3, save_steps=1),
+            processing_class=tokenizer(),
+            callbacks=[weights],
+        )
+        trainer.expected = []
+        trainer.train()
+    first, second, third = weights.found
+    assert torch.equal(first, second)
+    assert not torch.equal(second, third)
+    trained = trainer.expected
+    assert losses(trainer) == pytest.approx([trained[0], 0.0, trained[1]], rel=1e-5, abs=1e-5)
+    with tb.open_replay_stream(url, experiment="run") as replay:
+        assert [len(step.manifest.groups) for step in replay] == [2 * RUNS - 1, 0, 2 * RUNS]
 
 
 def test_killed_and_resumed_each_group_is_trained_once(recorded: bytes, tmp_path: Path) -> None:
