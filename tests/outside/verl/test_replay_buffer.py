@@ -225,6 +225,7 @@ def test_a_group_that_the_strategy_rejects_is_made_up_for(queue: None, tmp_path:
     config = configured(f"sqlite:///{tmp_path}/run.db", tmp_path, strategy="reward_variance")
     trainer = Trainer(config, {"reward": 0.5})
     assert len(trained(trainer)) == PROMPTS * RUNS
+    assert not (tq.kv_list() or {}).get("train")  # what is not sampled has left it, too
     trainer.replay_buffer.close()
     report = told(tmp_path)[1]
     assert report.ok, report.problems
