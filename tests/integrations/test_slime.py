@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -118,6 +119,17 @@ def test_what_was_added_comes_back_once_also_after_a_restart(slime: Any, tmp_pat
     with tb.open_replay_stream(f"sqlite:///{tmp_path}/run.db", experiment="run") as replay:
         rows = [row for step in replay for row in step.manifest.experiences]
     assert len(rows) == len(set(rows)) == GROUPS * RUNS
+
+
+def test_a_process_ends_that_never_closes_its_source(slime: Any, tmp_path: Path) -> None:
+    before = {*threading.enumerate()}
+    source = slime.StoreDataSource(args(tmp_path))
+    source.add_samples([group(number) for number in range(PER_STEP)])
+    slime.stored_rollout(source.args, 0, source)
+    begun = {*threading.enumerate()} - before
+    source.close()
+    assert begun
+    assert {thread.name for thread in begun if not thread.daemon} == set()
 
 
 def test_an_evaluation_is_refused_with_the_remedy(slime: Any, tmp_path: Path) -> None:

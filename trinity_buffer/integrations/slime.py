@@ -12,7 +12,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from anyio.from_thread import start_blocking_portal
 from slime.utils.types import Sample
 
 from trinity_buffer.errors import InvalidArgumentError
@@ -24,6 +23,7 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.streaming.row_loader import experiences_of
+from trinity_buffer.pipeline.sync_stream import LoopThread
 
 
 class StoreDataSource:
@@ -41,7 +41,9 @@ class StoreDataSource:
         self.args = args
         self._strategy = getattr(args, "store_strategy", "grpo")
         self._stack = ExitStack()
-        self._portal = self._stack.enter_context(start_blocking_portal())
+        loop = LoopThread()  # which does not outlive a process of slime: that never calls `close`
+        self._stack.callback(loop.close)
+        self._portal = loop.portal
         self._store: Store = self._entered(open_store(args.store_url))
         self._experiment: Experiment = self._portal.call(
             lambda: self._store.experiment(args.store_experiment, config={})

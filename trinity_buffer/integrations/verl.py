@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 import transfer_queue as tq
-from anyio.from_thread import start_blocking_portal
 from transfer_queue import KVBatchMeta
 from typing_extensions import override
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
@@ -35,6 +34,7 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.row_loader import experiences_of
+from trinity_buffer.pipeline.sync_stream import LoopThread
 
 TRAIN = "train"
 OWN = ("prompts", "responses", "response_mask", "loss_mask", "input_ids")
@@ -74,7 +74,9 @@ class StoreReplayBuffer(ReplayBuffer):  # type: ignore[misc]  # verl is untyped
         self._config = dict(options.pop("config", {}))
         self._options = {"strategy": "grpo", **options}
         self._stack = ExitStack()
-        self._portal = self._stack.enter_context(start_blocking_portal())
+        loop = LoopThread()  # which does not outlive a process of verl: that never calls `close`
+        self._stack.callback(loop.close)
+        self._portal = loop.portal
         self._store = self._entered(open_store(self._url))
         self._experiment: Experiment = self._portal.call(
             lambda: self._store.experiment(self._name, config=self._config)

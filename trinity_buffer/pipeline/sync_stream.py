@@ -184,7 +184,7 @@ def in_portal(opened: AbstractAsyncContextManager[T]) -> Iterator[tuple[Blocking
     child that was forked meanwhile leaves both to its parent.
     """
     pid = os.getpid()
-    loop = _Loop()
+    loop = LoopThread()
     try:
         entered = loop.portal.wrap_async_context_manager(opened)
         stream = entered.__enter__()
@@ -198,11 +198,15 @@ def in_portal(opened: AbstractAsyncContextManager[T]) -> Iterator[tuple[Blocking
             loop.close()
 
 
-class _Loop:
-    """An event loop that runs in a thread, until it is closed.
+class LoopThread:
+    """An event loop that runs in a thread, until it is closed or the process ends.
 
     Not `anyio.from_thread.start_blocking_portal`: what is left of that in a forked child, which has
-    no such thread, waits for the thread when it is collected.
+    no such thread, waits for the thread when it is collected; and a process that never closes it
+    never ends.
+
+    Attributes:
+        portal: what other threads call the loop by.
     """
 
     def __init__(self) -> None:
@@ -217,5 +221,6 @@ class _Loop:
             await portal.sleep_until_stopped()
 
     def close(self) -> None:
+        """End the loop; what runs in it is cancelled."""
         self.portal.call(self.portal.stop, True)  # noqa: FBT003 - only positional
         self._thread.join()

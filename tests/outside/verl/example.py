@@ -30,4 +30,3 @@ while trainer.global_steps <= STEPS:
         trainer._save_checkpoint()
     tq.kv_clear(keys=batch.keys, partition_id=batch.partition_id)
     trainer.global_steps += 1
-trainer.replay_buffer.close()
