@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -121,15 +121,22 @@ def test_what_was_added_comes_back_once_also_after_a_restart(slime: Any, tmp_pat
     assert len(rows) == len(set(rows)) == GROUPS * RUNS
 
 
-def test_a_process_ends_that_never_closes_its_source(slime: Any, tmp_path: Path) -> None:
-    before = {*threading.enumerate()}
-    source = slime.StoreDataSource(args(tmp_path))
-    source.add_samples([group(number) for number in range(PER_STEP)])
-    slime.stored_rollout(source.args, 0, source)
-    begun = {*threading.enumerate()} - before
-    source.close()
-    assert begun
-    assert {thread.name for thread in begun if not thread.daemon} == set()
+LEFT_OPEN = """
+import sys
+from types import ModuleType, SimpleNamespace
+for name in ("slime", "slime.utils", "slime.utils.types"):
+    sys.modules[name] = ModuleType(name)
+sys.modules["slime.utils.types"].Sample = object
+from trinity_buffer.integrations.slime import StoreDataSource
+left = StoreDataSource(SimpleNamespace(store_url=sys.argv[1], store_experiment="run"))
+"""
+
+
+@pytest.mark.long
+def test_a_process_ends_that_leaves_its_source_open(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/run.db"
+    subprocess.run([sys.executable, "-c", LEFT_OPEN, url], check=True, timeout=120)
+    assert (tmp_path / "run.db").exists()
 
 
 def test_an_evaluation_is_refused_with_the_remedy(slime: Any, tmp_path: Path) -> None:
