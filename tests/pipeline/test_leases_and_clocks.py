@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+from dataclasses import replace
+
 import anyio
 import pytest
 
 from tests.postgres import PostgresServer
 from trinity_buffer.errors import LeaseHeldError
 from trinity_buffer.pipeline import events
+from trinity_buffer.pipeline.presence import has_ended
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming import trainer_lease
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease, hold_lease, place_of
+from trinity_buffer.store.promises import PresenceRow
 
 HOUR_US = 3_600_000_000
 HOURS_AHEAD, HOURS_BEHIND = 5 * HOUR_US, -5 * HOUR_US
+
+
+@pytest.mark.parametrize("offset_us", [HOURS_AHEAD, HOURS_BEHIND])
+def test_a_moved_clock_makes_no_process_of_this_machine_a_dead_one(offset_us: int) -> None:
+    """The system's clock moves the time of its boot too, by which a process would have begun."""
+    began = events.now_us() - offset_us
+    mine = PresenceRow("rank 1", "trainer", socket.gethostname(), os.getpid(), began, began, None)
+    assert not has_ended(mine)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert has_ended(replace(mine, pid=gone.pid))
+    assert not has_ended(replace(mine, pid=gone.pid, host="elsewhere"))
 
 
 @pytest.mark.parametrize("offset_us", [HOURS_AHEAD, HOURS_BEHIND])

@@ -97,13 +97,16 @@ class Presence:
 def is_here(row: PresenceRow) -> bool:
     """Return whether a process is there, as far as can be told from this machine."""
     if row.host == socket.gethostname():
-        return not has_ended(row)
+        return not processes.has_ended(row.pid, row.started_at)
     return now_us() - row.last_seen < UNSEEN_S * 1e6
 
 
 def has_ended(row: PresenceRow) -> bool:
-    """Return whether a process is certainly gone: one of this machine, which has ended."""
-    return row.host == socket.gethostname() and processes.has_ended(row.pid, row.started_at)
+    """Return whether a process is certainly gone: of this machine, where none has its number.
+
+    When it started is not asked: a clock that was set forward would end whoever is there.
+    """
+    return row.host == socket.gethostname() and not processes.start_of(row.pid)
 
 
 def place_of(row: PresenceRow) -> str:
