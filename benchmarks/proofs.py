@@ -63,6 +63,11 @@ RECORDS = (
         _learning_command,
         "python benchmarks/learning.py --report",
     ),
+    Record(
+        "docs/learning_hf.jsonl",
+        lambda row: f"learning of a model of transformers, seed {row['seed']}",
+        lambda row: str(row["command"]),
+    ),
     Record("docs/torture.jsonl", _torture_figure, lambda row: f"{row['command']} --record"),
     Record(
         "docs/performance.jsonl",
