@@ -118,13 +118,13 @@ class RunConfig(_Section):
         None, description="folder of a tokenizer, by which tokens are shown; null: the model's"
     )
     rollout: str | None = Field(
-        None, description="`module:function` that attempts a task; null: the demo's own tasks"
+        None, description="async `module:function` that attempts a task; null: the demo's own tasks"
     )
     tasks: str | None = Field(
         None, description="`module:name` of a list, or of a function that returns one"
     )
     evaluate: str | None = Field(
-        None, description="`module:function` from a model to its accuracy; null: none is measured"
+        None, description="async `module:function` from a model to its accuracy; null: not measured"
     )
     server: str | None = Field(
         None,
