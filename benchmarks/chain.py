@@ -2,8 +2,9 @@
 
 python -m benchmarks.chain --repetitions 9   # a line for a write of 64, a decision and a step
 
-Without them, the functions that compute them give a constant at once; all else is the same. What is
-compared is processor time, of all threads; the cost is the median over neighbouring pairs.
+Without them, the functions that compute them give a constant at once; all else is the same. What
+is compared is processor time, of all threads; `ratio` is the median over neighbouring pairs, and
+`share` that of the time that is spent inside these functions, which noise does not reach.
 """
 
 from __future__ import annotations
@@ -47,6 +48,24 @@ def without(module: object, name: str, constant: bytes) -> Iterator[None]:
     setattr(module, name, lambda *_: constant)
     try:
         yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextmanager
+def timed(module: Any, name: str, _: bytes) -> Iterator[list[float]]:
+    """Have a function of ``module`` append how many seconds each of its calls took."""
+    original, seconds = getattr(module, name), list[float]()
+
+    def call(*given: object) -> Any:
+        began = time.thread_time()
+        result = original(*given)
+        seconds.append(time.thread_time() - began)
+        return result
+
+    setattr(module, name, call)
+    try:
+        yield seconds
     finally:
         setattr(module, name, original)
 
@@ -104,11 +123,15 @@ def cost(
             return work()
 
     ours, limit = interleaved(work, bare, repetitions)
+    with timed(*of) as inside:
+        whole = work()
     ratios = sorted(a / b for a, b in zip(ours, limit, strict=True))
     return {
         "what": what,
         "without": of[1],
         "cpu_s": round(statistics.median(ours), 4),
+        "share": round(sum(inside) / whole, 4),
+        "calls": len(inside),
         "ratio": round(statistics.median(ratios), 4),
         "ratio_low": round(ratios[0], 4),
         "ratio_high": round(ratios[-1], 4),

@@ -110,4 +110,5 @@ KINDS: tuple[Kind, ...] = (
     Kind(name="write sent twice at once"),
     Kind(name="changed write sent"),
     Kind(name="bit flipped", at_the_end=True),
+    Kind(name="file replaced", where="sqlite", at_the_end=True),
 )

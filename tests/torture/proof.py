@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import torch
 
 from tests.crash.forking import CONTEXT
 from tests.torture.effects import note
@@ -16,6 +17,8 @@ from tests.torture.inflict import EXPERIMENT
 from tests.torture.plan import Plan
 from tests.torture.roles import Life, live
 from tests.torture.sites import Site
+from trinity_buffer.errors import StoreReplacedError
+from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
@@ -38,7 +41,13 @@ def examine(report: RoundReport, plan: Plan, site: Site, url: str, folder: Path)
     for consumer, process in replays.items():
         process.join(REPLAY_LIMIT_S)
         _take_replay(report, folder, consumer, process)
-    if "bit flipped" not in plan.without:
+    ends = {kind.name for kind in plan.comes() if kind.at_the_end}
+    if "file replaced" in ends:
+        copy = site.copy(url)
+        if anyio.run(_write_while_replaced, report, site, copy):
+            note(folder, "file replaced")
+        site.remove(copy)
+    if "bit flipped" in ends:
         copy = site.copy(url)
         key, family = site.flip(copy, random.Random(f"{plan.seed}/{plan.number}/flip").random())
         if anyio.run(_go_on_damaged, report, copy, key, family):
@@ -113,6 +122,42 @@ def _take_replay(report: RoundReport, folder: Path, consumer: str, process: Any)
     report.different += len(found["different"])
     if found["different"] or not found["compared"] or found["compared"] != found["recorded"]:
         report.problems.append(f"replay of {consumer!r} came out otherwise: {found}")
+
+
+async def _write_while_replaced(report: RoundReport, site: Site, url: str) -> bool:
+    """Replace the store's file under writers: what is acknowledged must be in the new one.
+
+    Returns whether all who wrote afterwards were told.
+    """
+    acknowledged, told = set[int](), set[int]()
+
+    async def write(task: int) -> None:
+        said = {"tokens": torch.tensor([1, 2]), "prompt_length": 1, "reward": 1.0}
+        try:
+            await writer.write([Experience(eid=EID("b", task, 0), **said)])
+        except StoreReplacedError:
+            told.add(task)
+        else:
+            acknowledged.add(task)
+
+    before, afterwards = range(4), range(4, 8)
+    async with open_store(url) as store:
+        experiment = await store.experiment("replaced", config={"rollouts_per_group": 1})
+        writer = experiment.writer(actor="e0")
+        await writer.plan("b", [*before, *afterwards], 1)
+        for task in before:
+            await write(task)
+        site.replace(url)
+        async with anyio.create_task_group() as group:
+            for task in afterwards:
+                group.start_soon(write, task)
+    async with open_store(url, read_only=True) as store:
+        experiment = await store.experiment("replaced")
+        lost = acknowledged - {one.eid.task async for one in experiment.read()}
+        report.problems += map(str, (await verify(experiment)).problems)
+    report.lost += len(lost)
+    report.problems += [f"file replaced: task {task} was acknowledged and lost" for task in lost]
+    return told == set(afterwards)
 
 
 async def _go_on_damaged(report: RoundReport, url: str, key: str, family: str) -> bool:

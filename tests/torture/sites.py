@@ -56,6 +56,10 @@ class Site(ABC):
     def flip(self, url: str, draw: float) -> tuple[str, str]:
         """Flip one bit of one segment; return its key in hex and its family."""
 
+    def replace(self, url: str) -> None:
+        """Put a copy in the place of a store's files, under whoever has it open."""
+        raise NotImplementedError
+
     def hit(self, kind: str, url: str, draw: float) -> bool:
         """Do ``kind`` to the store; return whether there was something to do it to."""
         raise NotImplementedError
@@ -113,6 +117,14 @@ class SQLiteSite(Site):
             return
         for suffix in ("", "-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+    @override
+    def replace(self, url: str) -> None:
+        folder, path = Path(tempfile.mkdtemp(dir=self._folder)), _path_of(url)
+        self.keep(url, folder)
+        for copy in folder.iterdir():
+            copy.replace(path.with_name(copy.name.replace("store.db", path.name)))
+        folder.rmdir()
 
     @override
     def flip(self, url: str, draw: float) -> tuple[str, str]:

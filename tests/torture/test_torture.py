@@ -33,7 +33,7 @@ PROCESSES = {
     "bit flipped",
 }  # fmt: skip
 GUARANTEED = {
-    "sqlite": PROCESSES | {"database full"},
+    "sqlite": PROCESSES | {"database full", "file replaced"},
     "postgresql": PROCESSES | {"backend terminated", "backend killed", "server killed"},
 }
 
