@@ -19,9 +19,9 @@ from typing_extensions import override
 from tests.postgres import PostgresServer
 from trinity_buffer.store.schema import guards
 
-DISK_BYTES = 64 << 20
-TABLESPACE_BYTES = 192 << 20
-"""An empty database of PostgreSQL has 8 MiB, and the proof makes a copy."""
+DISK_BYTES = 192 << 20
+"""SQLite's log grows by 4 MB a second while a process that reads is stopped: one that fills the
+disk can no longer be copied into the database. PostgreSQL's proof makes a copy of its database."""
 
 TABLESPACE = "small"
 RECOVERY_S = 300.0
@@ -198,7 +198,7 @@ def _mounted(folder: Path, size_bytes: int) -> Iterator[Path]:
 
 
 class SmallDiskSite(SQLiteSite):
-    """Files on a file system of 64 MiB, which can be filled."""
+    """Files on a file system of 192 MiB, which can be filled."""
 
     kind = "sqlite on a small disk"
 
@@ -357,8 +357,7 @@ def opened(store: str, folder: Path) -> Iterator[Site]:
     with ExitStack() as stack:
         disk: Path | None = None
         with suppress(OSError, subprocess.CalledProcessError):
-            size_bytes = DISK_BYTES if store == "sqlite" else TABLESPACE_BYTES
-            disk = stack.enter_context(_mounted(folder, size_bytes))
+            disk = stack.enter_context(_mounted(folder, DISK_BYTES))
         if store == "sqlite":
             yield SQLiteSite(folder) if disk is None else SmallDiskSite(disk)
             return
