@@ -75,7 +75,7 @@ def test_what_an_algorithm_asks_of_the_stream() -> None:
 
     assert asked("grpo")["needs"] == ("advantages", "logprobs")
     assert asked("grpo", recompute_old_logprob=True)["needs"] == ("advantages",)
-    assert asked("rloo")["needs"] == ("logprobs",)
+    assert asked("rloo")["needs"] == ("logprobs", "reward")
     assert asked("sft")["needs"] == asked("dpo")["needs"] == ()
     assert asked("jsd")["needs"] == ("logprobs", "teacher_logprobs")
     assert asked("jsd", teacher=True)["needs"] == ("logprobs",)
