@@ -132,9 +132,10 @@ async def _write_while_replaced(report: RoundReport, site: Site, url: str) -> bo
     acknowledged, told = set[int](), set[int]()
 
     async def write(task: int) -> None:
-        said = {"tokens": torch.tensor([1, 2]), "prompt_length": 1, "reward": 1.0}
+        tokens = torch.tensor([1, 2])
+        one = Experience(eid=EID("b", task, 0), tokens=tokens, prompt_length=1, reward=1.0)
         try:
-            await writer.write([Experience(eid=EID("b", task, 0), **said)])
+            await writer.write([one])
         except StoreReplacedError:
             told.add(task)
         else:
