@@ -42,9 +42,10 @@ the keys of a section, are checked there by whoever reads them. `run_strategy` r
 `rollouts_per_group`, `deadline_s` and `incomplete` there, a train stream `groups_per_step`,
 `tokens_per_microbatch`, `layout` and `lease_ttl_s`; a keyword that you give wins. Keys that are in
 neither place have the default of that function. `writer.plan` reads `trainer`, `groups_per_step`,
-`max_waiting_groups` and `max_staleness`; without the last two there is no bound. All three read
-`max_rejected_steps`, and `tb.explore` reads `groups_per_batch` and `rollouts_per_group`. The
-defaults below are those of the commands; the demo's recipes change some of them.
+`max_waiting_groups` (below `groups_per_step` it counts as that) and `max_staleness`; without the
+last two there is no bound. All three read `max_rejected_steps`, and `tb.explore` reads
+`groups_per_batch` and `rollouts_per_group`. The defaults below are those of the commands; the
+demo's recipes change some of them.
 
 `exploring` and `max_tokens` are read in a run of your own alone, `task` in one of the demo's tasks.
 
