@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import anyio
@@ -15,6 +16,7 @@ from tests.migration.test_kept_stores import copied_to_postgresql, laid_down
 from trinity_buffer.errors import SchemaTooNewError, StoreBusyError
 from trinity_buffer.pipeline.history import migrate as module
 from trinity_buffer.pipeline.history.migrate import migrate
+from trinity_buffer.pipeline.spoken_wait import WAIT_REPORT
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.tables import SCHEMA_REVISION
 from trinity_buffer.store.transaction import Transaction
@@ -25,10 +27,13 @@ READ = "SELECT count(*) FROM event"
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setenv(WAIT_REPORT, "0.02")
 
 
-async def migrated_once_nobody_has_it(url: str, leave: anyio.Event) -> None:
-    """Migrate ``url``, which somebody has open: refused; then wait, and say when it is waited."""
+async def migrated_once_nobody_has_it(
+    url: str, leave: anyio.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Migrate ``url``, which somebody has open: refused; then wait aloud until nobody has."""
     with pytest.raises(StoreBusyError, match=r"is open in .*--wait"):
         await migrate(url)
     done: list[tuple[str, str]] = []
@@ -38,15 +43,19 @@ async def migrated_once_nobody_has_it(url: str, leave: anyio.Event) -> None:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wait)
-        for _ in range(50):
-            await anyio.lowlevel.checkpoint()
+        with anyio.fail_after(60):
+            while "migrate waits: " not in caplog.text:  # noqa: ASYNC110 - a log wakes nobody
+                await anyio.sleep(0.01)
+        assert re.search(r"migrate waits: .* is open in .*; it goes on when these end", caplog.text)
         assert done == []
         leave.set()
     assert done == [("0001", SCHEMA_REVISION)]
 
 
 @pytest.mark.usefixtures("soon")
-async def test_a_file_that_somebody_has_open_is_not_migrated(tmp_path: Path) -> None:
+async def test_a_file_that_somebody_has_open_is_not_migrated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source, leave = laid_down("0001", tmp_path), anyio.Event()
     other = dbapi2.connect(str(source))
     other.execute(READ).fetchall()
@@ -57,12 +66,12 @@ async def test_a_file_that_somebody_has_open_is_not_migrated(tmp_path: Path) -> 
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(close)
-        await migrated_once_nobody_has_it(f"sqlite:///{source}", leave)
+        await migrated_once_nobody_has_it(f"sqlite:///{source}", leave, caplog)
 
 
 @pytest.mark.usefixtures("soon")
 async def test_a_database_that_somebody_has_open_is_not_migrated(
-    postgres_url: str, tmp_path: Path
+    postgres_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     await copied_to_postgresql(laid_down("0001", tmp_path), "0001", postgres_url)
     other, leave = await asyncpg.connect(postgres_url), anyio.Event()
@@ -73,7 +82,7 @@ async def test_a_database_that_somebody_has_open_is_not_migrated(
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(close)
-        await migrated_once_nobody_has_it(postgres_url, leave)
+        await migrated_once_nobody_has_it(postgres_url, leave, caplog)
 
 
 async def test_who_has_a_store_open_while_it_is_migrated_is_told_what_to_install(

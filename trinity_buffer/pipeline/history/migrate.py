@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import time
+
 import anyio
 import anyio.to_thread
 
 from trinity_buffer.errors import StoreBusyError
+from trinity_buffer.pipeline.spoken_wait import REPEATED_AFTER, wait_report_s
 from trinity_buffer.store import migrations, sqlite
 from trinity_buffer.store.database import StoreURL, open_for_migration
 from trinity_buffer.store.postgres import others
@@ -13,6 +17,8 @@ from trinity_buffer.store.tables import SCHEMA_REVISION
 
 LOOK_AGAIN_S = 1.0
 """Between two looks at who has a store open: nobody says when he leaves."""
+
+_logger = logging.getLogger(__name__)
 
 
 async def migrate(url: StoreURL, *, wait: bool = False) -> tuple[str, str]:
@@ -32,12 +38,18 @@ async def migrate(url: StoreURL, *, wait: bool = False) -> tuple[str, str]:
         before, name = await database.read(migrations.current, database.name), database.name
     if before == SCHEMA_REVISION:
         return before, before
+    due = time.monotonic() + wait_report_s()
     while who := await _users(url):
         if not wait:
             raise StoreBusyError(
                 f"{name} is open in {', '.join(who)}: end every process of the run, or migrate "
                 "with --wait"
             )
+        if time.monotonic() >= due:
+            _logger.warning(
+                "migrate waits: %s is open in %s; it goes on when these end", name, ", ".join(who)
+            )
+            due = time.monotonic() + REPEATED_AFTER * wait_report_s()
         await anyio.sleep(LOOK_AGAIN_S)
     async with open_for_migration(url) as database:
         await database.write(migrations.upgrade)
