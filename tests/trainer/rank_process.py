@@ -1,8 +1,7 @@
-"""One rank of a data-parallel trainer; its arguments are FOLDER, PORT, RANK and NAMES."""
+"""One rank of a data-parallel trainer; its arguments are FOLDER, RANK and NAMES."""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -17,11 +16,11 @@ TRAINED = {"grpo", "ppo"}
 OF_ONE_GROUP = {"grpo", "ppo", "rloo", "reinforceplusplus", "dpo", "sft", "gspo"}
 
 
-def main(folder: Path, port: str, rank: str, names: str) -> None:
+def main(folder: Path, rank: str, names: str) -> None:
     """Write the gradient of the first step of each algorithm, and what two steps of some make."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=int(rank), world_size=2)
+    meeting = f"file://{folder / 'ranks'}"  # a port that was free may be taken by then
+    torch.distributed.init_process_group("gloo", meeting, rank=int(rank), world_size=2)
     for name in names.split(","):
         url = f"sqlite:///{folder}/{name}.db"
         found = gradient(url, build(name), "ranks", processes=TorchProcesses())
@@ -40,4 +39,4 @@ def main(folder: Path, port: str, rank: str, names: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:5])
+    main(Path(sys.argv[1]), *sys.argv[2:4])

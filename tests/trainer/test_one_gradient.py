@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -71,13 +70,10 @@ def test_in_float64_it_is_one_to_the_last_digits(name: str, sqlite_url: str) -> 
 
 @pytest.mark.parametrize("names", ON_TWO_RANKS)
 def test_two_ranks_have_the_gradient_of_one(names: tuple[str, ...], tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     urls = {name: f"sqlite:///{tmp_path}/{name}.db" for name in names}
     for name, url in urls.items():
         anyio.run(prepared, url, build(name))
-    command = [sys.executable, "-m", "tests.trainer.rank_process", str(tmp_path), str(port)]
+    command = [sys.executable, "-m", "tests.trainer.rank_process", str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank), ",".join(urls)]) for rank in range(2)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
     for name, url in urls.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from importlib import import_module
@@ -37,10 +36,7 @@ def bare(*, tied: bool) -> dict[str, Tensor]:
 @pytest.mark.long
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_two_ranks_have_the_gradient_of_one(wrapper: str, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "tests.trainer.wrapped_rank", str(tmp_path), port]
+    command = [sys.executable, "-m", "tests.trainer.wrapped_rank", str(tmp_path)]
     ranks = [
         subprocess.Popen([*command, rank, wrapper], stderr=subprocess.PIPE, text=True)
         for rank in "01"

@@ -1,8 +1,7 @@
-"""One of two ranks with a wrapped model; its arguments are FOLDER, PORT, RANK and WRAPPER."""
+"""One of two ranks with a wrapped model; its arguments are FOLDER, RANK and WRAPPER."""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -14,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.trainer.wrapped import gradients, loss, model_of, rows_of
 
 
-def main(folder: Path, port: str, rank: str, wrapper: str) -> None:
+def main(folder: Path, rank: str, wrapper: str) -> None:
     """Write the gradient of every weight, whole, as this rank sees it."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=int(rank), world_size=2)
+    meeting = f"file://{folder / 'ranks'}"  # a port that was free may be taken by then
+    torch.distributed.init_process_group("gloo", meeting, rank=int(rank), world_size=2)
     for tied in (False, True):
         own = model_of(tied=tied)
         model = own
@@ -38,4 +37,4 @@ def main(folder: Path, port: str, rank: str, wrapper: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:5])
+    main(Path(sys.argv[1]), *sys.argv[2:4])
