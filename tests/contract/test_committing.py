@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from trinity_buffer.errors import (
     ConflictingStrategyError,
     InvalidArgumentError,
     LeaseHeldError,
+    StoreError,
 )
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.store.sqlite import dbapi2
 
 GROUPS = 4
 OPTIONS: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 1}
@@ -223,3 +226,55 @@ async def test_a_name_stands_for_one_set_and_one_kind_of_consumer(store_url: str
         with pytest.raises(ConflictingStrategyError, match="'trainer' is a trainer on 'grpo'"):
             async with experiment.train_stream(strategy="other"):
                 pass
+
+
+async def test_commits_at_the_same_time_are_recorded_one_after_the_other(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with annotated(store_url) as experiment:
+        async with experiment.train_stream(**OPTIONS) as stream:
+            first, second = await anext(stream), await anext(stream)
+            large = checkpoint_of(tmp_path, 1)
+            (large / "weights").write_bytes(bytes(20_000_000))  # the later commit would be quicker
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(stream.commit, first, large)
+                tasks.start_soon(stream.commit, second, checkpoint_of(tmp_path, 2))
+        stream, again = await resumed(experiment)
+        assert stream.resume is not None
+        assert (stream.resume.step, [step.step for step in again]) == (2, [3, 4])
+        assert (await verify(experiment)).problems == ()
+
+
+async def test_a_commit_that_was_cancelled_and_went_on_is_not_made_once_more(
+    sqlite_store_url: str, tmp_path: Path
+) -> None:
+    async with annotated(sqlite_store_url) as experiment:
+        with closing(dbapi2.connect(experiment.database.path, isolation_level=None)) as other:
+            async with experiment.train_stream(**OPTIONS) as stream:
+                first, second = await anext(stream), await anext(stream)
+                other.execute("BEGIN IMMEDIATE")
+                # Cancelled as asyncio does it, the call ends while its transaction waits on.
+                call = asyncio.ensure_future(stream.commit(first, checkpoint_of(tmp_path, 1)))
+                await asyncio.wait([call], timeout=0.3)
+                call.cancel()
+                await asyncio.wait([call])
+                call = asyncio.ensure_future(stream.commit(second, checkpoint_of(tmp_path, 2)))
+                await asyncio.wait([call], timeout=0.3)
+                other.execute("ROLLBACK")
+                with suppress(StoreError):  # if the first one was quicker
+                    await call
+        assert (await kinds(experiment)).count("StepsCommitted") == 1
+        assert (await verify(experiment)).problems == ()
+
+
+async def test_a_step_of_another_stream_is_not_committed(store_url: str) -> None:
+    async with annotated(store_url) as experiment:
+        await run_strategy(experiment, "grpo", {"epsilon": 0.5}, name="other")
+        async with (
+            experiment.train_stream(**OPTIONS, consumer="a") as stream,
+            experiment.train_stream(strategy="other", groups_per_step=2, consumer="b") as others,
+        ):
+            await anext(stream)
+            with pytest.raises(InvalidArgumentError, match="step 1 was not delivered by this"):
+                await stream.commit(await anext(others))
+        assert (await verify(experiment)).problems == ()

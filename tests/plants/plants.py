@@ -204,9 +204,10 @@ def positions_come_from_a_sequence(patch: Patch) -> None:
 
 def a_lease_does_not_fence(patch: Patch) -> None:
     """8: whoever has trained may commit, whoever took over meanwhile."""
+    usual = promises.require
 
-    def trusting(tx: Any, experiment: int, name: str, *, token: int) -> None:
-        return
+    def trusting(tx: Any, experiment: int, name: str, *, token: int) -> int:
+        return usual(tx, experiment, name, token=token + 1_000)
 
     patch.setattr(promises, "require", trusting)
 
@@ -215,11 +216,12 @@ def a_lease_is_a_timeout(patch: Patch) -> None:
     """8: what expired is lost, though nobody took it."""
     usual = promises.require
 
-    def impatient(tx: Any, experiment: int, name: str, *, token: int) -> None:
-        usual(tx, experiment, name, token=token)
+    def impatient(tx: Any, experiment: int, name: str, *, token: int) -> int:
+        committed = usual(tx, experiment, name, token=token)
         held = promises.holder(tx, experiment, name)
         if held is None or held[2] < now_us():
             raise LeaseLostError("expired")
+        return committed
 
     patch.setattr(promises, "require", impatient)
 

@@ -38,6 +38,7 @@ _NEWEST = Prepared(
         select(lease.c.owner).where(*_HELD).scalar_subquery(),
         select(lease.c.token).where(*_HELD).scalar_subquery(),
         _RECORDED.scalar_subquery(),
+        _RECORDED.with_only_columns(consumer.c.committed_step).scalar_subquery(),
     )
 )
 
@@ -88,8 +89,8 @@ def renew(tx: Transaction, experiment: int, name: str, *, token: int, expires_at
     tx.execute(update(lease).where(*mine).values(expires_at=expires_at_us))
 
 
-def require(tx: Transaction, experiment: int, name: str, *, token: int) -> None:
-    """Do nothing if ``token`` is still the newest, of the lease and of the log.
+def require(tx: Transaction, experiment: int, name: str, *, token: int) -> int:
+    """Return the last committed step if ``token`` is still the newest, of the lease and of the log.
 
     It stays the newest until the transaction ends: nobody can acquire meanwhile.
 
@@ -97,7 +98,7 @@ def require(tx: Transaction, experiment: int, name: str, *, token: int) -> None:
         LeaseLostError: it is not.
     """
     lock_experiment(tx, experiment)
-    ((owner, held, recorded),) = _NEWEST.rows(tx, of=experiment, by=name)
+    ((owner, held, recorded, committed),) = _NEWEST.rows(tx, of=experiment, by=name)
     newest = max(recorded or 0, held or 0)
     if newest > token:
         who = owner or "another process"
@@ -106,6 +107,7 @@ def require(tx: Transaction, experiment: int, name: str, *, token: int) -> None:
             "since the last commit "
             "is not recorded, restart to resume from that commit"
         )
+    return int(committed or 0)
 
 
 def release(tx: Transaction, experiment: int, name: str, *, token: int) -> None:

@@ -52,17 +52,19 @@ class DeliveredSteps:
         """Note that ``step`` was delivered."""
         self._steps[step.step] = _Delivered(step.manifest, step.rows)
 
-    def between(self, committed: int, last: int) -> list[int]:
+    def up_to(self, last: TrainStep, committed: int) -> list[int]:
         """Return the steps after ``committed`` up to ``last``.
 
         Raises:
-            InvalidArgumentError: one of them was not delivered.
+            InvalidArgumentError: one of them was not delivered, or ``last`` is another stream's.
         """
-        steps = list(range(committed + 1, last + 1))
+        steps = list(range(committed + 1, last.step + 1))
         missing = [number for number in steps if number not in self._steps]
+        if not missing and self._steps[last.step].manifest.digest != last.manifest.digest:
+            missing = [last.step]
         if missing:
             raise InvalidArgumentError(
-                f"commit of step {last}: step {missing[0]} was not delivered by this stream"
+                f"commit of step {last.step}: step {missing[0]} was not delivered by this stream"
             )
         return steps
 

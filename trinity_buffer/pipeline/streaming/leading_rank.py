@@ -292,15 +292,15 @@ class LeadingRank:
         measured = delivered.measured(steps)
         records = await commit_records(commit, kept.checkpoint, kept.policy, measured)
         reached("before-commit")
-        await self._append_commit(records, step)
+        await self._append_commit(records, steps)
         reached("after-commit")
 
-    async def _append_commit(self, records: CommitRecords, step: TrainStep) -> None:
+    async def _append_commit(self, records: CommitRecords, steps: Sequence[int]) -> None:
         name, key = self._options.consumer, self._experiment.key
 
         def append(tx: Transaction) -> None:
             segments.write(tx, records.segment_rows)
-            self._lease.append(tx, records.events)
+            self._lease.append(tx, records.events, committed=steps[0] - 1)
             reached("inside-commit")
 
         try:
@@ -309,5 +309,5 @@ class LeadingRank:
             # The connection may have been lost after the commit: read its key back, never send it
             # again blindly.
             row = await self._database.read(queries.consumer_row, key, name)
-            if row is None or row.committed_step < step.step or row.token != self._lease.token:
+            if row is None or row.committed_step < steps[-1] or row.token != self._lease.token:
                 raise

@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import anyio
+
 from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError, UnknownExperimentError
 from trinity_buffer.pipeline.background import running, settle_imports
@@ -72,6 +74,7 @@ class TrainStream:
         self._rank = rank
         self._loader = loader
         self._delivered = DeliveredSteps()
+        self._committing = anyio.Lock()
 
     @property
     def incomplete_groups(self) -> int:
@@ -142,13 +145,14 @@ class TrainStream:
         await self.record(step, Commit(checkpoint, policy, environment, metrics, skipped))
 
     async def record(self, step: TrainStep, kept: Commit) -> None:
-        """Do what `commit` says."""
-        if step.step <= self._rank.committed:
-            return
-        steps = self._delivered.between(self._rank.committed, step.step)
-        await self._rank.commit(step, steps, self._delivered, kept)
-        self._rank.committed = step.step
-        self._delivered.forget(steps)
+        """Do what `commit` says, one call after the other."""
+        async with self._committing:
+            if step.step <= self._rank.committed:
+                return
+            steps = self._delivered.up_to(step, self._rank.committed)
+            await self._rank.commit(step, steps, self._delivered, kept)
+            self._rank.committed = step.step
+            self._delivered.forget(steps)
 
     def measure(self, measures: StepMeasures) -> None:
         """Keep what was measured of a step that was delivered: its commit records that."""

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import anyio
 
-from trinity_buffer.errors import LeaseHeldError, LeaseLostError
+from trinity_buffer.errors import LeaseHeldError, LeaseLostError, StoreError
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.processes import start_of
@@ -138,17 +138,31 @@ class TrainerLease:
         return True
 
     def append(
-        self, tx: Transaction, events: Sequence[NewEvent], *, experiment: int | None = None
+        self,
+        tx: Transaction,
+        events: Sequence[NewEvent],
+        *,
+        experiment: int | None = None,
+        committed: int | None = None,
     ) -> list[Place]:
         """Append ``events`` of the trainer, by default to its own experiment; return their places.
 
+        Args:
+            committed: the last committed step that the events follow; None: they follow any.
+
         Raises:
             LeaseLostError: a newer token exists.
+            StoreError: another step is the last committed one.
         """
         of = self._experiment if experiment is None else experiment
         for key in sorted({of, self._experiment}):  # locks, always in one order
             lock_experiment(tx, key)
-        promises.require(tx, self._experiment, self.consumer, token=self.token)
+        last = promises.require(tx, self._experiment, self.consumer, token=self.token)
+        if committed not in (None, last):  # by a call that was cancelled, and went on all the same
+            raise StoreError(
+                f"trainer {self.consumer!r}: step {last} is the last committed one, where this "
+                f"commit follows step {committed}: open the stream again, it resumes from there"
+            )
         return log.append(tx, of, events, actor=self.consumer, now_us=now_us())
 
     def _held_by(self, held: Held) -> str:
