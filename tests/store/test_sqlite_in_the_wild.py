@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import cast
@@ -85,11 +86,34 @@ def test_where_the_wheel_is_missing_a_fixed_library_of_python_serves(
     assert done.stdout.startswith(said)
 
 
-@pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs", "cifs", "9p"])
+FUSE = ["sshfs", "gcsfuse", "s3fs", "juicefs", "blobfuse2", "goofys", "rclone", "mountpoint-s3"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["nfs4", "lustre", "cifs", "9p", *(f"fuse.{name}" for name in FUSE)]
+)
 def test_a_network_file_system_is_refused_with_the_ways_out(tmp_path: Path, kind: str) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path} {kind} rw 0 0\n")
     with pytest.raises(UnsafeStoreError, match=rf"{kind}.*local disk.*postgresql://"):
+        sqlite.check_path(tmp_path / "run.db", read_only=False, mounts=mounts)
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "network"),
+    [
+        ("mountpoint-s3", "fuse", True),
+        ("/dev/sda1", "fuse", False),
+        ("/dev/sda1", "fuseblk", False),
+        ("a:b", "fuse.mergerfs", False),
+    ],
+)
+def test_fuse_alone_makes_no_network_file_system(
+    tmp_path: Path, source: str, kind: str, network: bool
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"{source} {tmp_path} {kind} rw 0 0\n")
+    with pytest.raises(UnsafeStoreError) if network else nullcontext():
         sqlite.check_path(tmp_path / "run.db", read_only=False, mounts=mounts)
 
 

@@ -32,12 +32,14 @@ _FIRST_AFFECTED = (3, 7, 0)
 
 _NETWORK_FILE_SYSTEMS = frozenset(
     {
-        "9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.gpfs",
-        "fuse.juicefs", "fuse.rclone", "fuse.s3fs", "fuse.sshfs", "glusterfs", "gpfs", "lustre",
-        "ncpfs", "nfs", "nfs4",
-        "orangefs", "panfs", "smb3", "smbfs", "wekafs",
+        "9p", "afs", "alluxio-fuse", "beegfs", "blobfuse", "blobfuse2", "ceph", "ceph-fuse", "cifs",
+        "cosfs", "cunofs", "curlftpfs", "davfs", "gcsfuse", "geesefs", "glusterfs", "goofys",
+        "gpfs", "hdfs", "juicefs", "lustre", "mfs", "moosefs", "mountpoint-s3", "ncpfs", "nfs",
+        "nfs4", "objectivefs", "obsfs", "orangefs", "ossfs", "ossfs2", "panfs", "rclone",
+        "s3fs", "s3ql", "seaweedfs", "smb3", "smbfs", "smbnetfs", "sshfs", "tigrisfs", "wekafs",
     }
 )  # fmt: skip
+"""Types, those of FUSE without their ``fuse.``."""
 
 
 def require_safe_library(library: ModuleType = dbapi2) -> str:
@@ -69,11 +71,13 @@ def file_system_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     target = str(path.resolve())
     best, kind = -1, ""
     for line in lines:
-        _, mount_point, file_system, *_ = line.split(" ")
+        source, mount_point, file_system, *_ = line.split(" ")
         mount_point = mount_point.replace("\\040", " ")
         inside = target == mount_point or target.startswith(mount_point.rstrip("/") + "/")
         if inside and len(mount_point) >= best:
-            best, kind = len(mount_point), file_system
+            # One of FUSE that names no type may name itself as its source, as mountpoint-s3 does.
+            kind = f"fuse.{source}" if file_system == "fuse" else file_system
+            best = len(mount_point)
     return kind
 
 
@@ -102,7 +106,7 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
     if read_only and not exists:
         raise nothing_at(path)
     kind = file_system_of(folder, mounts)
-    if kind in _NETWORK_FILE_SYSTEMS:
+    if kind.removeprefix("fuse.") in _NETWORK_FILE_SYSTEMS:
         raise UnsafeStoreError(
             f"{path} is on a network file system ({kind}), where SQLite's locks and shared memory "
             "do not hold: put the "
