@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import anyio
 import pytest
@@ -47,6 +48,42 @@ async def test_a_database_may_have_any_isolation_level_by_default(
             assert report.problems == ()
     finally:
         postgres_server.execute("ALTER ROLE postgres RESET default_transaction_isolation")
+
+
+@pytest.mark.parametrize(
+    ("said", "used"),
+    [("off", "on"), ("local", "local"), ("remote_write", "remote_write"), ("on", "on")],
+)
+@pytest.mark.parametrize("where", ["DATABASE own", "ROLE postgres"])
+async def test_a_commit_waits_for_the_disk_whatever_the_default_is(
+    postgres_server: PostgresServer, own: str, where: str, said: str, used: str
+) -> None:
+    postgres_server.execute(f"ALTER {where} SET synchronous_commit = '{said}'")
+    try:
+        async with open_store(postgres_server.url(own)) as store:
+            rows = await store.database.read(lambda tx: tx.rows("SHOW synchronous_commit", ()))
+            assert rows == [(used,)]
+    finally:
+        postgres_server.execute("ALTER ROLE postgres RESET synchronous_commit")
+
+
+@pytest.mark.long
+async def test_what_was_acknowledged_survives_a_crash_of_a_server_that_would_not_wait() -> None:
+    with PostgresServer() as server:
+        url = server.create_database("own")
+        async with open_store(url) as store:
+            await store.experiment("before", config={})
+        server.execute("ALTER DATABASE own SET synchronous_commit = off")
+        server.execute("ALTER SYSTEM SET wal_writer_delay = '10s'")
+        server.stop()
+        server.start()
+        with suppress(Exception):  # the connections that are closed are gone
+            async with open_store(url) as store:
+                await store.experiment("acknowledged", config={})
+                server.kill9()
+        server.start()
+        async with open_store(url) as store:
+            assert await store.experiments() == ["before", "acknowledged"]
 
 
 async def test_a_database_that_cannot_store_every_text_is_refused(

@@ -209,6 +209,7 @@ class Server:
             isolation_level="AUTOCOMMIT",
             connect_args={"server_settings": {"application_name": APPLICATION}},
         )
+        listen(self._engine.sync_engine, "connect", _wait_for_the_disk)
         listen(self._engine.sync_engine, "checkout", _replace_if_lost)
 
     async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
@@ -268,12 +269,24 @@ class Server:
         await self._engine.dispose()
 
 
+def _wait_for_the_disk(connection: Any, _record: object) -> None:
+    """Let commits of a new connection be durable, whatever the default is or becomes.
+
+    With ``synchronous_commit=off`` one that was acknowledged could be lost in a crash.
+    """
+    connection.run_async(lambda pg: pg.execute(_DURABLE))
+
+
 def _replace_if_lost(connection: Any, _record: object, _proxy: object) -> None:
     """Let the pool replace a connection that was lost while nobody used it, and all older ones."""
     if connection.driver_connection.is_closed():
         raise InvalidatePoolError
 
 
+_DURABLE = (
+    "SELECT set_config('synchronous_commit', CASE found WHEN 'off' THEN 'on' ELSE found END, false)"
+    " FROM current_setting('synchronous_commit') AS found"
+)
 _ABOUT = "SELECT current_setting('server_version'), current_setting('server_encoding')"
 _SET_MARK = "SELECT set_config('trinity_buffer.session', $1, false)"
 _GET_MARK = "SELECT current_setting('trinity_buffer.session', true)"
