@@ -23,8 +23,8 @@ threshold (the plain command goes on to 0.95); `within` is where its recipe woul
 three digits to be sorted (chance: 0.1 %); `guess` is a number below 8 to be found in four turns.
 Each run ended with `lost 0, duplicated 0` unless it says otherwise, and was then replayed from its
 log: the column before the last says for how many of them the weights came out the same, bit for
-bit. `not run`: not with the recipe that the algorithm has now; what earlier ones came to is in
-`learning.jsonl`.
+bit. `commit`: every one that a run was made at. `not run`: not with the recipe
+that the algorithm has now; what earlier ones came to is in `learning.jsonl`.
 
 ```sh
 python benchmarks/learning.py --all      # half a minute to three minutes of two cores per run
@@ -58,7 +58,7 @@ def _row(name: str, newest: Mapping[tuple[str, int], Line]) -> str:
         f"{recipe.max_steps}",
         ", ".join(map(_steps, found)) or "not run",
         f"{sum(line['identical'] for line in found)} of {len(found)}",
-        found[-1]["commit"] if found else "-",
+        ", ".join(dict.fromkeys(line["commit"] for line in found)) or "-",
     )
     return "| " + " | ".join(cells) + " |"
 

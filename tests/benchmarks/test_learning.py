@@ -42,6 +42,16 @@ def test_the_page_says_how_many_steps_were_needed_and_what_went_wrong(tmp_path: 
     assert page.count("| not run |") == 23
 
 
+@pytest.mark.long
+def test_the_page_names_every_commit_that_its_runs_were_made_at(tmp_path: Path) -> None:
+    result = learning.result_of("jsd", 1, Outcome([(10, 0.95)], 0, 0, identical=True))
+    made = [(3, "ccccccc"), (1, "aaaaaaa"), (2, "bbbbbbb"), (4, "aaaaaaa")]
+    lines = [result | {"seed": seed, "commit": commit} for seed, commit in made]
+    learning_report.write_report(lines, tmp_path)
+    page = (tmp_path / "learning.md").read_text()
+    assert "| 4 of 4 | aaaaaaa, bbbbbbb, ccccccc |" in page
+
+
 def test_the_page_begins_as_the_next_report_will() -> None:
     page = Path(__file__).parents[2] / "docs" / "learning.md"
     assert page.read_text().startswith(learning_report.HEAD)
