@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from pysqlite3 import dbapi2
 from tests.cli.calling import Cli
 from tests.stories import Story, tell
 
+DUMP = str(Path(__file__).parents[1] / "integrations" / "dumps" / "trinity.db")
+OWN_RUN = 'model = "m"\nrollout = "nowhere_at_all:f"\ntasks = "nowhere_at_all:t"\n'
 SECRET = "s3cret"
 CLOSED = f"postgresql://me:{SECRET}@127.0.0.1:1/db"
 
@@ -174,6 +177,37 @@ def test_a_run_that_is_refused_leaves_no_store_behind(
     settings = [part for word in words for part in ("--set", word)]
     assert cli("explore", "--store", store, "--actor", "e0", *settings).code == 2
     assert "there is no store to read" in cli("stats", "--store", store).err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("train", "--experiment", "a\nb", "--set", "seed=7"), "an experiment's name is 'a\\nb'"),
+        (("explore", "--actor", "a\nb", "--set", "seed=7"), "--actor is 'a\\nb'"),
+        (("explore", "--actor", "e0", "--set", "model=m"), "the run names no rollout"),
+        (("explore", "--actor", "e0", "--config", "run.toml"), "rollout = 'nowhere_at_all:f'"),
+        (("train", "--config", "wrong.toml"), "there is no key 'qq'"),
+        (("import", "trinity-rft", DUMP, "--experiment", "a\nb"), "an experiment's name is"),
+        (("import", "trinity-rft", "refused.db"), "reward is inf"),
+    ],
+)
+def test_whoever_is_refused_leaves_no_file_behind(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = 'store = "runs/run.db"\n'
+    Path("run.toml").write_text(place + OWN_RUN)
+    Path("wrong.toml").write_text(f"{place}qq = 1\n")
+    shutil.copy(DUMP, "refused.db")
+    with closing(dbapi2.connect("refused.db")) as connection, connection:
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE name LIKE '%_blob'")
+        ((blobs,),) = tables.fetchall()
+        connection.execute(f'UPDATE "{blobs.removesuffix("_blob")}" SET reward = 9e999')
+    before = sorted(tmp_path.rglob("*"))
+    place_too = () if "--config" in words else ("--store", "runs/run.db")
+    ended = cli(*words, *place_too)
+    assert (ended.code, said in ended.err) == (2, True), ended.err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("words", [("train",), ("explore", "--actor", "e0", "--batches", 1)])

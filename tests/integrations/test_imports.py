@@ -6,7 +6,9 @@ The files of Trinity-RFT in `dumps` are by the real package, 0.6.0 (`tests/outsi
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import ipc, parquet
+from safetensors.torch import load, save
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -25,9 +28,15 @@ import trinity_buffer as tb
 from trinity_buffer.cli.main import app
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.integrations.imports import trinity
-from trinity_buffer.integrations.imports.formats import FORMATS, Imported, import_file
+from trinity_buffer.integrations.imports.formats import (
+    FORMATS,
+    Imported,
+    import_file,
+    require_readable,
+)
 from trinity_buffer.integrations.imports.plain_pickle import plain
 from trinity_buffer.integrations.imports.texts import Texts
+from trinity_buffer.store.sqlite import dbapi2
 
 DUMPS = Path(__file__).with_name("dumps")
 WORDS = ["<e>", "<user>", "<assistant>", *["one", "two", "three", "four", "five"]]
@@ -271,6 +280,33 @@ def test_what_cannot_be_imported_is_told(
         imported(sqlite_url, name, path)
 
 
+def test_pairs_of_trinity_are_told_where_they_belong(tmp_path: Path) -> None:
+    lines, file = tmp_path / "pairs.jsonl", tmp_path / "pairs.db"
+    row = {"eid": {"batch": 1, "task": 1, "run": 1, "step": 0}, **PAIRS["texts"]}
+    lines.write_text(json.dumps(row))
+    shutil.copy(DUMPS / "trinity.db", file)
+    with closing(dbapi2.connect(file)) as connection, connection:
+        connection.create_function("paired", 1, _paired)
+        names = connection.execute("SELECT name FROM sqlite_master WHERE name LIKE '%_blob'")
+        for (name,) in names.fetchall():
+            connection.execute(f'UPDATE "{name}" SET experience_bytes = paired(experience_bytes)')
+    for path in (lines, file):
+        with pytest.raises(InvalidArgumentError, match=r"chosen and rejected.*`preferences`"):
+            require_readable("trinity-rft", path)
+    del row["eid"]
+    lines.write_text(json.dumps(row))
+    with pytest.raises(InvalidArgumentError, match="--tokenizer"):  # it has what is asked for
+        require_readable("preferences", lines)
+
+
+def _paired(blob: bytes) -> bytes:
+    """Return an experience of Trinity-RFT that is a pair."""
+    _, told, _ = trinity.HEADER.unpack_from(blob, len(trinity.MAGIC))
+    start = len(trinity.MAGIC) + trinity.HEADER.size + told
+    tensors = {**load(blob[start:]), **{f"0:{k}": torch.ones(2) for k in ("chosen", "rejected")}}
+    return blob[:start] + save(tensors)
+
+
 def test_a_pickle_that_calls_something_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="GLOBAL is no plain data"):
         plain(b"cos\nsystem\n(S'true'\ntR.")
@@ -289,6 +325,18 @@ def test_what_cannot_be_imported_leaves_no_store_behind(
     asked = ["import", name, str(path), "--store", str(store)]
     assert isinstance(CliRunner().invoke(app, asked).exception, InvalidArgumentError)
     assert not store.exists()
+
+
+def test_a_bad_line_behind_a_good_one_leaves_no_store_behind(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    path, store = rows_of(tmp_path / "x.jsonl", [DEMONSTRATIONS["texts"]]), tmp_path / "run.db"
+    path.write_text(path.read_text() + "\n[]\n")
+    asked = ["import", "sft", str(path), "--store", str(store), "--tokenizer", str(tokenizer)]
+    error = CliRunner().invoke(app, asked).exception
+    assert isinstance(error, InvalidArgumentError)
+    assert "x.jsonl:2: a row must be a JSON object" in str(error)
+    assert not list(tmp_path.glob("run.db*"))
 
 
 def test_the_command_says_what_it_took(tmp_path: Path) -> None:

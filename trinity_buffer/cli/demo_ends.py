@@ -100,6 +100,14 @@ class DemoEnds:
         """
         return TransformerPolicy.load(path)
 
+    def require_explorable(self) -> None:
+        """Return if there is something to explore with.
+
+        Raises:
+            InvalidArgumentError: the algorithm takes solutions, and the task has none.
+        """
+        sampler_of(self.config)
+
     async def explore(
         self,
         experiment: Experiment,

@@ -12,6 +12,7 @@ from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.options import JsonOption, made_folder_of
 from trinity_buffer.cli.printing import print_json
 from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.identity import require_name
 from trinity_buffer.integrations.imports.formats import (
     FORMATS,
     Imported,
@@ -43,14 +44,14 @@ def import_(
     if name not in FORMATS:
         known = "; ".join(f"{key}: {one.holds}" for key, one in FORMATS.items())
         raise UnknownNameError(f"no format {name!r} ({known})")
+    target = experiment or path.stem
+    require_name("an experiment's name", target)
     require_readable(name, path, tokenizer=tokenizer)
     made_folder_of(store)
 
     async def main() -> Imported:
         async with open_store(store) as opened:
-            return await import_file(
-                opened, experiment or path.stem, name, path, tokenizer=tokenizer
-            )
+            return await import_file(opened, target, name, path, tokenizer=tokenizer)
 
     done: Imported = run(main)
     if as_json:

@@ -81,11 +81,8 @@ def chosen_store(store: str | None, config: Path | None = None) -> str:
 
 
 def store_of_file(config: Path | None) -> str | None:
-    """Return the store that the file of a run names, its folder made; None: it names none."""
-    store = None if config is None else store_in(config)
-    if store is not None:
-        made_folder_of(store)
-    return store
+    """Return the store that the file of a run names; None: it names none."""
+    return None if config is None else store_in(config)
 
 
 def made_folder_of(url: str) -> None:

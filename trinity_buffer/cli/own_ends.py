@@ -60,6 +60,15 @@ class OwnEnds:
         _hush()
         return CausalLM(load_causal_lm(path))
 
+    def require_explorable(self) -> None:
+        """Return if there are a rollout and tasks to explore with.
+
+        Raises:
+            InvalidArgumentError: none is named, or what is named cannot be imported.
+        """
+        self._rollout()
+        self._named("tasks", str(self.config.tasks))
+
     async def explore(
         self,
         experiment: Experiment,

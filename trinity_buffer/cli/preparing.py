@@ -4,75 +4,95 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from trinity_buffer.cli.demo_ends import require_policies
+from trinity_buffer.cli.ends import ends_of
 from trinity_buffer.cli.options import made_folder_of
 from trinity_buffer.cli.run_algorithm import recorded, require_parts_of
 from trinity_buffer.cli.run_config import merged, of_experiment, overridden, require_model, resolved
 from trinity_buffer.errors import UnknownStoreError
+from trinity_buffer.identity import require_name
 from trinity_buffer.pipeline.store import Store, open_store
+
+DEFAULT_NAME = "run"
 
 
 async def prepare(
-    url: str, name: str | None, file: Mapping[str, Any], overrides: Sequence[str]
+    url: str,
+    name: str | None,
+    file: Mapping[str, Any],
+    overrides: Sequence[str],
+    *,
+    explores: bool = False,
 ) -> str:
     """Return the experiment's name, after it was created or what changed was recorded.
 
     A refusal records nothing, and makes neither a store nor its folder.
 
     Args:
-        name: of the experiment; None: the only one there is, else ``run``.
+        name: of the experiment; None: the only one there is, else `DEFAULT_NAME`.
         file: what a configuration file says.
         overrides: as ``optimizer.learning_rate=3e-4``.
+        explores: what rollouts are made with must be there too.
 
     Raises:
         InvalidArgumentError: says which key is wrong, or what the run lacks.
     """
+    wanted = _Wanted(file, overrides, explores)
     with suppress(UnknownStoreError):
         async with open_store(url, create=False) as store:
-            return await _record(store, name, file, overrides)
-    _settings(file, overrides)
+            return await _record(store, name, wanted)
+    require_name("an experiment's name", name or DEFAULT_NAME)
+    wanted.settings()
     made_folder_of(url)
     async with open_store(url) as store:
-        return await _record(store, name, file, overrides)
+        return await _record(store, name, wanted)
 
 
-async def _record(
-    store: Store, name: str | None, file: Mapping[str, Any], overrides: Sequence[str]
-) -> str:
+async def _record(store: Store, name: str | None, wanted: _Wanted) -> str:
     names = await store.experiments()
-    name = name or (names[0] if len(names) == 1 else "run")
+    name = name or (names[0] if len(names) == 1 else DEFAULT_NAME)
     if name not in names:
-        await store.experiment(name, config=_settings(file, overrides, names=names))
+        await store.experiment(name, config=wanted.settings(names))
         return name
     opened = await store.experiment(name)
     before = opened.config
-    changed = _settings(file, overrides, names, before, await opened.columns())
-    require_model(name, {**before, **file})
+    changed = wanted.settings(names, before, await opened.columns())
+    require_model(name, {**before, **wanted.file})
     # What is recorded beside a run's own keys stays.
     await store.experiment(name, config={**before, **changed})
     return name
 
 
-def _settings(
-    file: Mapping[str, Any],
-    overrides: Sequence[str],
-    names: Collection[str] = (),
-    before: Mapping[str, Any] | None = None,
-    columns: Collection[str] | None = None,
-) -> dict[str, Any]:
-    """Return what the experiment shall record, if all that it needs is there."""
-    before = before or {}
-    values = merged(of_experiment(before).model_dump(), file)
-    settings = resolved(overridden(values, overrides))
-    changed = recorded(settings)
-    # What nobody knows, or what cannot be trained, must not be what everybody reads.
-    require_policies(settings)
-    require_parts_of(
-        settings,
-        schema=before.get("schema", changed["schema"]),
-        columns=columns,
-        experiments=names,
-    )
-    return changed
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a command says of its run; see `prepare`."""
+
+    file: Mapping[str, Any]
+    overrides: Sequence[str]
+    explores: bool
+
+    def settings(
+        self,
+        names: Collection[str] = (),
+        before: Mapping[str, Any] | None = None,
+        columns: Collection[str] | None = None,
+    ) -> dict[str, Any]:
+        """Return what the experiment shall record, if all that it needs is there."""
+        before = before or {}
+        values = merged(of_experiment(before).model_dump(), self.file)
+        settings = resolved(overridden(values, self.overrides))
+        changed = recorded(settings)
+        # What nobody knows, or what cannot be trained, must not be what everybody reads.
+        require_policies(settings)
+        require_parts_of(
+            settings,
+            schema=before.get("schema", changed["schema"]),
+            columns=columns,
+            experiments=names,
+        )
+        if self.explores:
+            ends_of(settings).require_explorable()
+        return changed

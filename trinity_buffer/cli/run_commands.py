@@ -27,6 +27,7 @@ from trinity_buffer.cli.options import (
 from trinity_buffer.cli.printing import print_json
 from trinity_buffer.cli.run_file import experiment_in
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.identity import require_name
 
 if TYPE_CHECKING:
     from trinity_buffer.cli.run_config import RunConfig
@@ -169,9 +170,10 @@ def explore(
         url = chosen_store(store, config)
         if not actor or "/" in actor:
             raise InvalidArgumentError(f"--actor {actor!r}: must be a text without '/'")
+        require_name("--actor", actor)
         if acknowledge is not None:
             made_folder(acknowledge)
-        name = await _prepared(url, experiment, config, overrides)
+        name = await _prepared(url, experiment, config, overrides, explores=True)
         path = None if acknowledge is None else acknowledge / f"{actor}.ack"
         await roles.explore(
             url, name, actor=actor, acknowledgements=path, max_batches=batches, say=roles.plain
@@ -305,7 +307,12 @@ def _beside(url: str) -> Path:
 
 
 async def _prepared(
-    url: str, experiment: str | None, config: Path | None, overrides: list[str] | None
+    url: str,
+    experiment: str | None,
+    config: Path | None,
+    overrides: list[str] | None,
+    *,
+    explores: bool = False,
 ) -> str:
     """Return the experiment's name; with a configuration, create it or record what changed."""
     if config is None and not overrides:
@@ -315,4 +322,4 @@ async def _prepared(
 
     file = {} if config is None else read_file(config)
     named = experiment or (None if config is None else experiment_in(config))
-    return await prepare(url, named, file, overrides or [])
+    return await prepare(url, named, file, overrides or [], explores=explores)

@@ -14,6 +14,7 @@ from trinity_buffer.integrations.imports import preferences, prime_rl, sft, trin
 from trinity_buffer.integrations.imports.texts import Texts
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store
+from trinity_buffer.pipeline.writing.validation import validate
 
 PER_WRITE = 256
 
@@ -66,14 +67,16 @@ class Imported:
 
 
 def require_readable(name: str, path: Path, *, tokenizer: Path | None = None) -> None:
-    """Return if the first experience can be read: asked before a store is made for it.
+    """Return if what goes in first can be read and stored: asked before a store is made for it.
 
     Raises:
         InvalidArgumentError: nothing is there, or what is there is not of the format ``name``.
     """
     if not path.exists():
         raise InvalidArgumentError(f"{path}: there is no such file or folder")
-    next(FORMATS[name].read(path, Texts(tokenizer)), None)
+    chosen = FORMATS[name]
+    for one in islice(chosen.read(path, Texts(tokenizer)), PER_WRITE):
+        validate(one, chosen.schema)
 
 
 async def import_file(

@@ -25,7 +25,9 @@ from trinity_buffer.store.sqlite import dbapi2
 MAGIC = b"TRXP"
 HEADER = struct.Struct("<BQQ")
 PLAIN = ("truncate_status", "info", "metrics", "response_text", "prompt_text", "messages", "tools")
-PAIRED = ("chosen_messages", "rejected_messages")
+AS_PREFERENCES = (
+    "write pairs as rows of prompt, chosen and rejected, and import these as `preferences`"
+)
 
 
 def read(path: Path, texts: Texts) -> Iterator[Experience]:
@@ -86,6 +88,8 @@ def _from_blob(where: str, blob: bytes) -> Iterator[Experience]:
     for index, item in enumerate(items):
         prefix = f"{index}:"
         own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        if "chosen" in own:
+            raise InvalidArgumentError(f"{where}: a preference pair; {AS_PREFERENCES}")
         yield _experience(item, own)
 
 
@@ -105,7 +109,7 @@ def _experience(item: dict[str, Any], tensors: dict[str, Any]) -> Experience:
         prompt_length=item["prompt_length"],
         multi_modal_inputs=inputs or None,
         custom_fields=custom,
-        **{name: item[name] for name in (*PLAIN, *PAIRED)},
+        **{name: item[name] for name in PLAIN},
         **tensors,
     )
 
@@ -134,7 +138,6 @@ def _said(where: str, row: dict[str, Any]) -> tuple[Any, Any]:
         return row["messages"][:-1], row["messages"][-1:]
     if row.get("prompt_text") is None or row.get("response_text") is None:
         raise InvalidArgumentError(
-            f"{where}: neither messages nor prompt_text and response_text; pairs are imported from "
-            "Trinity's SQLite"
+            f"{where}: neither messages nor prompt_text and response_text; {AS_PREFERENCES}"
         )
     return row["prompt_text"], row["response_text"]
