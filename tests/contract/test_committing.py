@@ -246,7 +246,7 @@ async def test_commits_at_the_same_time_are_recorded_one_after_the_other(
 
 
 async def test_a_commit_that_was_cancelled_and_went_on_is_not_made_once_more(
-    sqlite_store_url: str, tmp_path: Path
+    sqlite_store_url: str,
 ) -> None:
     async with annotated(sqlite_store_url) as experiment:
         with closing(dbapi2.connect(experiment.database.path, isolation_level=None)) as other:
@@ -254,11 +254,11 @@ async def test_a_commit_that_was_cancelled_and_went_on_is_not_made_once_more(
                 first, second = await anext(stream), await anext(stream)
                 other.execute("BEGIN IMMEDIATE")
                 # Cancelled as asyncio does it, the call ends while its transaction waits on.
-                call = asyncio.ensure_future(stream.commit(first, checkpoint_of(tmp_path, 1)))
+                call = asyncio.ensure_future(stream.commit(first))
                 await asyncio.wait([call], timeout=0.3)
                 call.cancel()
                 await asyncio.wait([call])
-                call = asyncio.ensure_future(stream.commit(second, checkpoint_of(tmp_path, 2)))
+                call = asyncio.ensure_future(stream.commit(second))
                 await asyncio.wait([call], timeout=0.3)
                 other.execute("ROLLBACK")
                 with suppress(StoreError):  # if the first one was quicker

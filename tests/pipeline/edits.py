@@ -237,5 +237,8 @@ EDITS: dict[str, Edit] = {
             )
         ),
     ],
+    "trigger: one more, which swallows events": sql(
+        "CREATE TRIGGER eats BEFORE INSERT ON event BEGIN SELECT RAISE(IGNORE); END"
+    ),
     "index: uq_experience_eid is gone": sql("DROP INDEX uq_experience_eid"),
 }

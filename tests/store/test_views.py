@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+from tests.conftest import STORE
+from tests.postgres import PostgresServer
 from tests.stories import tell
 from trinity_buffer.identity import EID
 from trinity_buffer.inspect import blame, overview, rejection_counts, steps
@@ -98,3 +100,38 @@ async def test_a_view_that_was_replaced_is_named(store_url: str, tmp_path: Path)
         assert told.startswith("view rollouts is gone")
         await store.database.write(lambda tx: tx.execute(text(view_created("rollouts"))))
         assert (await verify(await store.experiment(story.name))).ok
+
+
+CHANGES = {
+    "trigger evil on event": "CREATE FUNCTION evil() RETURNS trigger LANGUAGE plpgsql AS "
+    "$$ BEGIN RETURN NULL; END $$; "
+    "CREATE TRIGGER evil BEFORE INSERT ON event FOR EACH ROW EXECUTE FUNCTION evil()",
+    "rule evil on segment": "CREATE RULE evil AS ON INSERT TO segment DO INSTEAD NOTHING",
+    "row security on experience": "ALTER TABLE experience ENABLE ROW LEVEL SECURITY",
+    "trigger event_forbids_update is gone": "ALTER TABLE event ENABLE REPLICA TRIGGER "
+    "event_forbids_update",
+    "trigger event_forbids_delete is gone": "CREATE OR REPLACE FUNCTION event_forbids_delete() "
+    "RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+    "/* event: DELETE is forbidden, the log is append-only */ RETURN NULL; END $$",
+    "trigger event_forbids_truncate is gone": "DROP TRIGGER event_forbids_truncate ON event; "
+    "CREATE TRIGGER event_forbids_truncate BEFORE UPDATE ON event "
+    "EXECUTE FUNCTION event_forbids_truncate()",
+    "index uq_experience_eid": "DROP INDEX uq_experience_eid; CREATE UNIQUE INDEX "
+    "uq_experience_eid ON experience (experiment, batch, task, run, step, suffix) "
+    "WHERE address < 0",
+    "view rejected_rollouts": "ALTER VIEW rejected_rollouts RENAME TO shown; CREATE VIEW "
+    "rejected_rollouts AS SELECT * FROM shown WHERE reward > 0",
+}
+"""What verify says -> what somebody with psql did before."""
+
+
+async def test_what_is_done_to_the_schema_of_a_server_is_named(
+    postgres_server: PostgresServer, postgres_store_url: str
+) -> None:
+    async with open_store(postgres_store_url) as store:
+        assert await store.database.read(unsound) == []
+        for statements in CHANGES.values():
+            postgres_server.execute(statements, database=STORE)
+        told = await store.database.read(unsound)
+    assert [sum(one.startswith(name) for one in told) for name in CHANGES] == [1] * len(CHANGES)
+    assert len(told) == len(CHANGES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import CheckConstraint, select, text
 from sqlalchemy import inspect as inspect_engine
@@ -209,9 +210,31 @@ def create(tx: Transaction, name: str) -> None:
 def unsound(tx: Transaction) -> list[str]:
     """Return what is wrong with tables, triggers, indexes and views."""
     if tx.dialect.name == "sqlite":
-        return list(_other_words(tx))
-    found = [*_other_tables(tx), *_lacking_guards(tx), *_lacking_indexes(tx)]
-    return [*found, *_lacking_views(tx)]
+        return [*_other_words(tx), *_foreign(tx, _FOREIGN_ON_SQLITE)]
+    other = list(_other_tables(tx))
+    views = () if other else _lacking_views(tx)  # which cannot be planned on other tables
+    found = [*other, *_lacking_guards(tx), *_lacking_indexes(tx), *views]
+    return [*found, *_foreign(tx, _FOREIGN_ON_POSTGRESQL)]
+
+
+_FOREIGN_ON_SQLITE = "SELECT 'trigger', name, tbl_name FROM sqlite_master WHERE type = 'trigger'"
+_FOREIGN_ON_POSTGRESQL = (
+    "SELECT 'trigger', tgname, relname FROM pg_trigger t JOIN pg_class c ON c.oid = tgrelid "
+    "WHERE NOT tgisinternal AND relnamespace = current_schema()::regnamespace "
+    "UNION ALL SELECT 'rule', rulename, tablename FROM pg_rules "
+    "WHERE schemaname = current_schema() "
+    "UNION ALL SELECT 'row security', '', relname FROM pg_class "
+    "WHERE relrowsecurity AND relnamespace = current_schema()::regnamespace"
+)
+
+
+def _foreign(tx: Transaction, query: str) -> Iterator[str]:
+    """Yield what stands on our tables and is not ours: it may swallow or change what is written."""
+    ours = {guard.name for guard in guards(tx.dialect.name)}
+    for kind, name, table in tx.rows(query, ()):
+        if table in metadata.tables and name not in ours:
+            what = f"{kind} {name}".strip()
+            yield f"{what} on {table} is none of ours: writes may be changed or lost, drop it"
 
 
 _GUARD_GONE = "trigger {guard.name} is gone or off: {guard.table} is not kept from change"
@@ -288,39 +311,57 @@ def _other_tables(tx: Transaction) -> Iterator[str]:
 
 
 _TRIGGERS = (
-    "SELECT tgname, pg_get_triggerdef(t.oid) || prosrc FROM pg_trigger t "
-    "JOIN pg_proc p ON p.oid = tgfoid WHERE NOT tgisinternal AND tgenabled <> 'D'"
+    "SELECT tgname, pg_get_triggerdef(t.oid), prosrc FROM pg_trigger t "
+    "JOIN pg_proc p ON p.oid = tgfoid WHERE NOT tgisinternal AND tgenabled IN ('O', 'A')"
 )
 
 
 def _lacking_guards(tx: Transaction) -> Iterator[str]:
-    found: dict[str, str] = dict(tuple(row) for row in tx.execute(text(_TRIGGERS)))
+    found = {name: (made, body) for name, made, body in tx.rows(_TRIGGERS, ())}
     for guard in guards("postgresql"):
-        there = found.get(guard.name, "").lower()
+        function, made = guard.statements("postgresql")
+        there, body = found.get(guard.name, ("", ""))
         if not there:
             yield _GUARD_GONE.format(guard=guard)
-        elif not all(part.lower() in there for part in (guard.message, guard.condition)):
-            yield f"{_GUARD_GONE.format(guard=guard)}; what stands there: {found[guard.name]}"
+        elif body != function.split("$$")[1] or _plain(there, guard) != _plain(made, guard):
+            yield f"{_GUARD_GONE.format(guard=guard)}; what stands there: {there} {body}"
+
+
+def _plain(made: str, guard: Guard) -> str:
+    """Return the statement of a trigger without what PostgreSQL adds: brackets and schemas."""
+    bare = re.sub(r"[()]", "", made).lower()
+    return re.sub(rf"\b\w+\.({guard.table}|{guard.name})\b", r"\1", bare)
 
 
 def _lacking_indexes(tx: Transaction) -> Iterator[str]:
     known = inspect_engine(tx.connection).get_multi_indexes(filter_names=list(metadata.tables))
     found = {
-        index["name"]: (index["column_names"], bool(index["unique"]))
+        index["name"]: (index["column_names"], bool(index["unique"]), _is_partial(index))
         for indexes in known.values()
         for index in indexes
     }
     for table in metadata.sorted_tables:
         for index in table.indexes:
-            wanted = ([column.name for column in index.columns], bool(index.unique))
+            partial = index.dialect_options["postgresql"]["where"] is not None
+            wanted = ([column.name for column in index.columns], bool(index.unique), partial)
             if found.get(str(index.name)) != wanted:
                 yield _INDEX_GONE.format(index=index)
 
 
+def _is_partial(index: Any) -> bool:
+    return bool(index.get("dialect_options", {}).get("postgresql_where"))
+
+
 def _lacking_views(tx: Transaction) -> Iterator[str]:
+    """Yield views that are gone, or that the server plans in another way than our words."""
     found = inspect_engine(tx.connection).get_view_names()
-    for name in sorted(set(VIEWS) - set(found)):
-        yield _VIEW_GONE.format(name=name)
+    for name, words in sorted(VIEWS.items()):
+        if name not in found or _plan(tx, name) != _plan(tx, f"({words})"):
+            yield _VIEW_GONE.format(name=name)
+
+
+def _plan(tx: Transaction, source: str) -> list[tuple[Any, ...]]:
+    return tx.rows(f"EXPLAIN (VERBOSE, COSTS OFF) SELECT * FROM {source} AS shown", ())
 
 
 _DAMAGES_TOLD = 20
