@@ -205,11 +205,8 @@ def check_aggregate(case: Case) -> list[str]:
 
 
 def check_api(case: Case) -> list[str]:
-    """default_args may have more entries, rec and clipv their constructor's; five flags."""
+    """default_args may have more entries; five flags."""
     out, e, diffs = run(case), case.outputs, []
-    ctor = {"rec": {"epsilon_low_prime": 0.4, "epsilon_high_prime": 0.4}, "clipv": {"mu": 2.0}}.get(
-        case.registry, {}
-    )
     if out.error:
         return unexpected(out)
     entries = [
@@ -217,6 +214,6 @@ def check_api(case: Case) -> list[str]:
     ]
     for what, k, v in entries:
         a = out.value[what].get(k, "<missing>") if k != "use_rollout" else v
-        diffs += [] if a in (v, ctor.get(k, v)) else [f"{what}/{k}: {a!r} != {v!r}"]
+        diffs += [] if a == v else [f"{what}/{k}: {a!r} != {v!r}"]
     keys, expected = out.value.get("select_keys", []), e.get("select_keys_verl", [])
     return diffs + ([] if set(keys) == set(expected) else [f"select_keys: {keys} != {expected}"])

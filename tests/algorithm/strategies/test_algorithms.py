@@ -95,6 +95,7 @@ def test_a_new_attribute_may_be_added_and_a_subclass_may_differ() -> None:
 
 def test_the_users_argument_beats_the_recipes_and_this_the_tuned_and_this_the_signature() -> None:
     assert build("ppo").choices["policy_loss_fn"].args["clip_range"] == 0.2  # tuned
+    assert build("ppo", advantage_fn="clipv").choices["advantage_fn"].args["mu"] == 8.5
     assert build("dapo").choices["policy_loss_fn"].args["clip_range_high"] == 0.28  # recipe
     mine = build("dapo", policy_loss_fn_args={"clip_range_high": 0.3})
     assert mine.choices["policy_loss_fn"].args["clip_range_high"] == 0.3

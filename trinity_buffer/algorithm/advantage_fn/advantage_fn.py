@@ -47,6 +47,7 @@ class AdvantageFn(ABC):
         reads_old_logprob: whether it reads the log-probabilities that the explorer recorded, which
             every row must have then.
         reads_rewards: the same of rewards, where the advantages are computed in the trainer.
+        tuned: defaults for configurations where they differ from the constructor's.
 
     Args:
         on_unknown: ``"ignore"`` swallows misspelt arguments.
@@ -59,6 +60,7 @@ class AdvantageFn(ABC):
     reference_args: ClassVar[Mapping[str, Any]] = {}
     reads_old_logprob: ClassVar[bool] = False
     reads_rewards: ClassVar[bool] = True
+    tuned: ClassVar[Mapping[str, Any]] = {}
     runtime_args: ClassVar[tuple[str, ...]] = ("on_unknown", "rng")
 
     def __init__(self, *, on_unknown: Literal["error", "ignore"] = "error", **kwargs: Any) -> None:
@@ -72,8 +74,8 @@ class AdvantageFn(ABC):
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """Return the defaults of the constructor, without run-time arguments."""
-        return default_arguments(cls, leave_out=cls.runtime_args)
+        """Return the arguments for a configuration: the constructor's defaults, then `tuned`."""
+        return default_arguments(cls, leave_out=cls.runtime_args) | dict(cls.tuned)
 
     @classmethod
     @abstractmethod
