@@ -8,7 +8,7 @@ from typing import Any
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.cli.run_config import RunConfig
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.trainer.requirements import RECORDED, require, strategy_of
+from trinity_buffer.trainer.requirements import require, strategy_of
 
 
 def require_parts_of(
@@ -38,7 +38,7 @@ def require_parts_of(
     require(
         algorithm,
         schema=schema,
-        columns=columns or RECORDED,
+        columns=columns,
         rollouts_per_group=config.rollouts_per_group,
         teacher=config.teacher is not None,
         expert=config.expert_experiment,

@@ -50,7 +50,8 @@ def require(
     Args:
         algorithm: what is trained.
         schema: of the data.
-        columns: what the rows have or will have beside their tokens; None: nobody knows yet.
+        columns: what the rows have beside their tokens; None: there are none yet, and they will
+            have what our own explorers record.
         rollouts_per_group: runs of a task; None: the algorithm's own number.
         teacher: whether the trainer has a teacher policy.
         expert: experiment with the expert's rows.
@@ -76,9 +77,9 @@ def require(
 def _lacking_models(
     algorithm: Algorithm, columns: Collection[str] | None, *, teacher: bool
 ) -> Iterator[str]:
-    if teacher or columns is None or "teacher_logprob" not in _reads(algorithm):
+    if teacher or "teacher_logprob" not in _reads(algorithm):
         return
-    if "teacher_logprobs" not in columns:
+    if "teacher_logprobs" not in (columns or RECORDED):
         yield (
             "teacher_logprobs: store them with the experiences, or give the trainer a teacher "
             "policy (teacher=FILE)"
