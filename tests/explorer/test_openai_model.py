@@ -158,6 +158,20 @@ async def test_weights_are_pushed_between_pause_and_resume(
     assert report.checksum in (None, said.weight_checksum)
 
 
+@pytest.mark.parametrize(
+    ("dialect", "resume"), [("vllm", "resume"), ("sglang", "continue_generation")]
+)
+async def test_a_server_that_names_other_weights_is_not_resumed(
+    url: str, vllm: VLLM, published: PublishedPolicy, dialect: Any, resume: str
+) -> None:
+    vllm.renames = False
+    async with Server(url) as server:
+        with pytest.raises(InferenceServerError, match=r"holds weights '0' .*stays paused"):
+            await push_weights(server, published, dialect=dialect)
+    assert vllm.said
+    assert resume not in vllm.said
+
+
 async def test_a_server_that_could_not_load_stays_paused(
     url: str, vllm: VLLM, published: PublishedPolicy, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ class VLLM:
         said: paths of the control endpoints, in the order they were called.
         before_answer: called before a completion leaves.
         calls: what its messages hold beside their content, such as ``tool_calls``.
+        renames: whether it takes the names of its weights that it is told.
     """
 
     def __init__(self, folder: Path, *, has_dev_mode: bool = True) -> None:
@@ -44,6 +45,7 @@ class VLLM:
         self.said: list[str] = []
         self.before_answer: list[Any] = []
         self.calls: dict[str, Any] = {}
+        self.renames = True
         self._running = anyio.Event()
         self._running.set()
         self._has_dev_mode = has_dev_mode
@@ -59,6 +61,7 @@ class VLLM:
         if self._has_dev_mode:
             routes += [
                 Route("/weight_info", self.weight_info),
+                Route("/model_info", self.weight_info),
                 Route("/weight_checker", self.weight_checker, methods=["POST"]),
                 Route("/{control}", self.control, methods=["POST"]),
             ]
@@ -188,13 +191,16 @@ class VLLM:
                 self._load(body["kwargs"]["weights_path"])
             case "update_weights_from_disk":
                 self._load(body["model_path"])
-                self.version = body["weight_version"]
+                self._rename(body["weight_version"])
                 return JSONResponse({"success": True, "message": ""})
             case "update_weight_version":
-                self.version = body["new_version"]
+                self._rename(body["new_version"])
             case _:
                 return JSONResponse({"detail": "Not Found"}, status_code=404)
         return JSONResponse({})
+
+    def _rename(self, version: str) -> None:
+        self.version = version if self.renames else self.version
 
     def _load(self, path: str) -> None:
         """Take the weights at ``path``, and fail where there are none."""

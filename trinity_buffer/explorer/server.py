@@ -5,12 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
 from trinity_buffer.extras import extra
 
 NOT_FOUND = 404
+
+Dialect = Literal["vllm", "sglang"]
+
+VERSION_AT: dict[Dialect, tuple[str, ...]] = {
+    "vllm": ("/weight_info",),
+    "sglang": ("/model_info", "/get_model_info"),
+}
+"""Where a server names its weights; the newest place first."""
 
 
 class Server:
@@ -114,14 +122,16 @@ class Server:
         except (self._httpx.HTTPError, OSError, ValueError) as error:
             raise self._unreachable(url, error) from error
 
-    async def weight_version(self) -> str | None:
-        """Return the name of the weights that vLLM holds now; None: it does not tell.
+    async def weight_version(self, dialect: Dialect = "vllm") -> str | None:
+        """Return the name of the weights that the server holds now; None: it does not tell.
 
         vLLM tells with ``VLLM_SERVER_DEV_MODE=1``.
         """
-        found = await self.get("/weight_info")
-        version = None if found is None else found.get("weight_version")
-        return None if version is None else str(version)
+        for path in VERSION_AT[dialect]:
+            version = (await self.get(path) or {}).get("weight_version")
+            if version is not None:
+                return str(version)
+        return None
 
     async def weight_checksum(self) -> str | None:
         """Return a digest of the checksums that vLLM computes of its weights; None: it does not."""

@@ -1,4 +1,4 @@
-"""Brings the weights that a trainer publishes to inference servers: pause, load, name, resume."""
+"""Brings the weights that a trainer publishes to inference servers: pause, load, check, resume."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import anyio.to_thread
 
 from trinity_buffer.errors import CheckpointError, InferenceServerError
 from trinity_buffer.events import PolicyPublished, kinds_of
-from trinity_buffer.explorer.server import Server
+from trinity_buffer.explorer.server import Dialect, Server
 from trinity_buffer.pipeline.checkpoint import being_read, require_digest
 from trinity_buffer.pipeline.experiment import Experiment, PublishedPolicy
 
-Dialect = Literal["vllm", "sglang"]
 PauseMode = Literal["wait", "keep", "abort"]
 
 
@@ -41,8 +40,9 @@ async def push_weights(
 ) -> PushReport:
     """Have ``server`` load the weights of ``policy`` and call them by its version.
 
-    The server reads the folder itself, so it must see the same path. A server that fails on the way
-    stays paused, since nobody knows what its weights are.
+    The server reads the folder itself, so it must see the same path. A server that fails on the
+    way, or names other weights before it is resumed, stays paused: nothing is sampled from weights
+    that nobody knows.
 
     Args:
         mode: what becomes of requests under way: ``"wait"`` lets them end, ``"keep"`` goes on with
@@ -50,7 +50,7 @@ async def push_weights(
 
     Raises:
         CheckpointError: the weights are not there any more, or are others.
-        InferenceServerError: the server refuses, or holds other weights afterwards.
+        InferenceServerError: the server refuses, or names other weights afterwards.
     """
     path, version = Path(policy.uri), str(policy.version)
     with being_read(path):
@@ -65,14 +65,8 @@ async def push_weights(
                 f"{error} (while it took policy {version}; it stays paused until weights are "
                 "pushed again)"
             ) from error
-    if dialect == "sglang":
-        return PushReport(server.root, policy.version, None)
-    held = await server.weight_version()
-    if held != version:
-        raise InferenceServerError(
-            f"{server.root} holds weights {held!r} after policy {version} was pushed"
-        )
-    return PushReport(server.root, policy.version, await server.weight_checksum())
+    checksum = None if dialect == "sglang" else await server.weight_checksum()
+    return PushReport(server.root, policy.version, checksum)
 
 
 async def _into_vllm(server: Server, path: str, version: str, mode: PauseMode) -> None:
@@ -81,6 +75,7 @@ async def _into_vllm(server: Server, path: str, version: str, mode: PauseMode) -
         "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}
     )
     await server.post("/update_weight_version", {"new_version": version})
+    await _require_version(server, version, "vllm")
     await server.post("/resume")
 
 
@@ -92,7 +87,15 @@ async def _into_sglang(server: Server, path: str, version: str, mode: PauseMode)
     )
     if not answer.get("success"):
         raise InferenceServerError(f"{server.root} did not load {path}: {answer.get('message')}")
+    await _require_version(server, version, "sglang")
     await server.post("/continue_generation")
+
+
+async def _require_version(server: Server, version: str, dialect: Dialect) -> None:
+    """Return if the server names the weights ``version``; an SGLang that names none is believed."""
+    held = await server.weight_version(dialect)
+    if held != version and not (held is None and dialect == "sglang"):
+        raise InferenceServerError(f"{server.root} holds weights {held!r} instead of {version!r}")
 
 
 async def sync_weights(
