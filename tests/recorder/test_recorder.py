@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -161,6 +162,30 @@ async def test_of_several_choices_each_is_a_run_and_the_chosen_one_goes_on(
     turns = await stored(store_url, "agent.turns")
     assert sorted(one.eid.run for one in turns) == [4, 5, 5, 6]
     assert {one.eid.run: one.reward for one in await stored(store_url)} == {4: 4, 5: 5, 6: 6}
+
+
+async def test_of_choices_that_only_call_tools_the_chosen_one_goes_on(
+    store_url: str, upstream: str, vllm: VLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = vllm._choice
+
+    def calling(body: dict[str, Any], index: int, made: Any) -> dict[str, Any]:
+        function = {"name": "look", "arguments": json.dumps({"at": index})}
+        call = {"id": "c", "type": "function", "function": function}
+        choice = original(body, index, made)
+        choice["message"] |= {"content": None, "tool_calls": [call]}
+        return choice
+
+    monkeypatch.setattr(vllm, "_choice", calling)
+    async with recording(store_url, upstream) as url, client(f"{url}/rollouts/t/4") as agent:
+        tools: Any = [{"type": "function", "function": {"name": "look"}}]
+        asked: Any = {"model": "tiny", "tools": tools}
+        answer = await agent.chat.completions.create(messages=HELLO, n=3, **asked)
+        chosen = answer.choices[1].message.model_dump(exclude_none=True)
+        told = {"role": "tool", "tool_call_id": "c", "content": "a wall"}
+        await agent.chat.completions.create(messages=[*HELLO, chosen, told], **asked)
+    turns = await stored(store_url, "agent.turns")
+    assert sorted(one.eid.run for one in turns) == [4, 5, 5, 6]
 
 
 async def test_the_chosen_one_goes_on_after_the_recorder_was_started_again(

@@ -8,6 +8,7 @@ it once.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -125,10 +126,10 @@ class Recording:
 
         Also of choices that a recorder before this one has stored.
         """
-        answers = [m.get("content") for m in messages if m.get("role") == "assistant"]
+        answers = [_answer(m) for m in messages if m.get("role") == "assistant"]
         one = rollout
         while answers and ((found := await self._of(one)).turns or found.is_closed):
-            if found.turns and found.turns[-1].completion.text == (answers[-1] or ""):
+            if found.turns and _answer(found.turns[-1].completion.message()) == answers[-1]:
                 return one
             one = one._replace(run=one.run + 1)
         return rollout
@@ -221,6 +222,23 @@ def _said(stored: Experience) -> Said:
             **{key: stored.info.get(key) for key in (*KEPT, "logprobs_mode")},
         ),
     )
+
+
+def _answer(message: Mapping[str, Any]) -> tuple[str, list[tuple[Any, ...]]]:
+    """Return the text and the tool calls of a message, by which an answer is known again."""
+    return message.get("content") or "", [
+        (call.get("id"), function.get("name"), _parsed(function.get("arguments")))
+        for call in message.get("tool_calls") or ()
+        for function in [call.get("function") or {}]
+    ]
+
+
+def _parsed(arguments: Any) -> Any:
+    """Return the arguments of a tool call as JSON, which a client may have written anew."""
+    try:
+        return json.loads(arguments)
+    except (TypeError, ValueError):
+        return arguments
 
 
 def _closed(turns: Sequence[Said], reward: float | None) -> list[Experience]:
