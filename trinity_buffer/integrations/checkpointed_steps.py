@@ -12,6 +12,7 @@ from trinity_buffer.errors import CheckpointError
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
+from trinity_buffer.store import trainer_queries
 
 
 @dataclass(slots=True)
@@ -19,34 +20,46 @@ class CheckpointedSteps:
     """A train stream after the steps that the weights of a checkpoint went through.
 
     What the weights have seen is committed with the checkpoint that holds it, once the trainer says
-    that this is whole; what they have not seen comes again after a crash.
+    that this is whole; what they have not seen comes again after a crash. Steps are numbered as the
+    trainer counts them: one of which every row was dropped is not handed to it, and is committed
+    with the next one.
+
+    Attributes:
+        newest: the last step that the weights went through or the trainer was handed.
     """
 
     stream: TrainStream
-    _committed: int
+    newest: int
     _handed: dict[int, TrainStep] = field(default_factory=dict)
 
     async def take(self) -> TrainStep:
-        """Return the next step.
+        """Return the next step that has rows.
 
         Raises:
             StopAsyncIteration: the stream has ended.
         """
         step = await anext(self.stream)
-        self._handed[step.step] = replace(step, microbatches=[])
+        while not step.microbatches:
+            step = await anext(self.stream)
+        self.newest += 1
+        self._hand(step)
         return step
 
-    @property
-    def newest(self) -> int:
-        """The last step that was handed out and is not committed, 0 if there is none."""
-        return max(self._handed, default=0)
+    async def pass_over(self, last: int) -> None:
+        """Take the steps of the stream up to ``last``: `newest` of the trainer, as it is now."""
+        step = await anext(self.stream)
+        while step.step < last:
+            step = await anext(self.stream)
+        self._hand(step)
+
+    def _hand(self, step: TrainStep) -> None:
+        self._handed[self.newest] = replace(step, microbatches=[])
 
     async def commit(self, step: int, checkpoint: Path | None) -> None:
         """Commit what is in ``checkpoint``: everything up to ``step``; again is a no-op."""
-        if step <= self._committed or step not in self._handed:
+        if step not in self._handed:
             return
         await self.stream.commit(self._handed[step], checkpoint)
-        self._committed = step
         self._handed = {n: taken for n, taken in self._handed.items() if n > step}
 
 
@@ -59,19 +72,23 @@ async def checkpointed_steps(
     Raises:
         CheckpointError: the weights have seen nothing of what was committed.
     """
-    last = await experiment.committed_step(str(options.get("consumer", "trainer")))
-    if last > trained:
+    consumer = str(options.get("consumer", "trainer"))
+    committed = await experiment.committed_step(consumer)
+    # Before the stream is open: what it drops now, the weights may have seen.
+    seen = await experiment.database.read(
+        trainer_queries.step_with_rows, experiment.key, consumer, trained
+    )
+    if committed > seen:
         if not trained:
             raise CheckpointError(
                 f"the trainer starts with step 1, and experiment {experiment.name!r} has committed "
-                f"step {last}: give it the checkpoint, or this trainer another consumer="
+                f"step {committed}: give it the checkpoint, or this trainer another consumer="
             )
-        options["resume_from"] = trained
+        options["resume_from"] = seen
     async with experiment.train_stream(**options) as stream:
-        steps = CheckpointedSteps(stream, min(last, trained))
-        seen = min(last, trained)
-        while seen < trained:
-            seen = (await steps.take()).step
+        steps = CheckpointedSteps(stream, trained)
+        if committed < seen:
+            await steps.pass_over(seen)
         yield steps
 
 

@@ -122,7 +122,8 @@ class StoreSampleStrategy(SampleStrategy):  # type: ignore[misc]  # trinity is u
         experiment: its name.
         strategy: the annotation set.
         checkpoints: Trinity's ``checkpoint_job_dir``; None: commits name no checkpoint.
-        options: of the stream; see `StreamOptions`.
+        options: of the stream; see `StreamOptions`. It follows what explorers record until the
+            experiment is finished; with ``follow=False`` it ends with what is stored.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class StoreSampleStrategy(SampleStrategy):  # type: ignore[misc]  # trinity is u
     ) -> None:
         super().__init__(buffer_config)
         self._url, self._name = url, experiment
-        self._options = {"strategy": strategy, **options}
+        self._options = {"strategy": strategy, "follow": True, **options}
         self._checkpoints = None if checkpoints is None else Path(checkpoints)
         self._stack = AsyncExitStack()
         self._opened: tuple[Experiment, CheckpointedSteps] | None = None

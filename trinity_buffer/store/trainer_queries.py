@@ -117,6 +117,22 @@ def steps(
     return [StepRow(*row[2:]) for row in tx.execute(query).all()]
 
 
+def step_with_rows(tx: Transaction, experiment: int, name: str, number: int) -> int:
+    """Return the ``number``-th step of a trainer that has rows; 0 for the 0th.
+
+    Those that were not handed out yet are taken to have some.
+    """
+    if number < 1:
+        return 0
+    of = (step.c.experiment == experiment, step.c.consumer == name)
+    query = select(step.c.step).where(*of, step.c.rows > 0).order_by(step.c.step)
+    found = tx.execute(query.offset(number - 1).limit(1)).scalar()
+    if found is not None:
+        return int(found)
+    empty = select(func.count()).select_from(step).where(*of, step.c.rows == 0)
+    return number + int(tx.execute(empty).scalar_one())
+
+
 def steps_at_start(tx: Transaction, experiment: int, name: str) -> list[StepRow]:
     """Return the steps from the last commit on the live line on: what a trainer starts from.
 

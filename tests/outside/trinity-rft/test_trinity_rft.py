@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import anyio
@@ -113,6 +115,49 @@ def test_killed_and_resumed_each_group_is_trained_once(tmp_path: Path) -> None:
     with tb.open_replay_stream(url, experiment="run", last=20) as replay:
         rows = [row for step in replay for row in step.manifest.experiences]
     assert len(rows) == len(set(rows)) == BATCHES * TASKS * RUNS
+
+
+def test_a_trainer_beside_its_explorer_waits_for_it(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/run.db"
+
+    async def both() -> int:
+        await explore(url, range(0))
+        strategy = trinity_rft.StoreSampleStrategy(url=url, experiment="run", groups_per_step=2)
+        (found, _, _), _ = await asyncio.gather(strategy.sample(1), explore(url, range(1)))
+        await strategy.close()
+        return len(found)
+
+    assert asyncio.run(both()) == 2 * RUNS
+
+
+def damage(path: Path, batch: int) -> None:
+    """Flip a bit in the tokens of a batch, which was written at once."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        named = "SELECT sql FROM sqlite_master WHERE name = 'segment_forbids_update'"
+        (guard,) = database.execute(named).fetchone()
+        database.execute("DROP TRIGGER segment_forbids_update")
+        families = "SELECT rowid, data FROM segment WHERE family = 'tokens' ORDER BY rowid"
+        place, data = database.execute(families).fetchall()[batch]
+        flipped = bytes([*data[:-1], data[-1] ^ 1])
+        database.execute("UPDATE segment SET data = ? WHERE rowid = ?", (flipped, place))
+        database.execute(guard)
+
+
+def test_a_step_of_which_every_row_was_dropped_is_passed_over(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/run.db"
+    asyncio.run(explore(url, range(3)))
+
+    async def sampled(*steps: int) -> list[set[int]]:
+        strategy = trinity_rft.StoreSampleStrategy(
+            url=url, experiment="run", groups_per_step=TASKS, damaged_rows="drop"
+        )
+        found = [(await strategy.sample(step))[0] for step in steps]
+        await strategy.close()
+        return [{one.eid.batch for one in rows} for rows in found]
+
+    assert asyncio.run(sampled(1, 2)) == [{0}, {1}]
+    damage(tmp_path / "run.db", 1)
+    assert asyncio.run(sampled(2)) == [{2}]
 
 
 def padded(values: list[torch.Tensor], width: int) -> torch.Tensor:
