@@ -37,7 +37,7 @@ def state() -> TrainerState[TransformerPolicy]:
 WRITES = [
     (TransformerPolicy, "save"),
     (checkpoint_folder, "save_file"),
-    (checkpoint_folder, "_optimizer_tensors"),
+    (checkpoint_folder, "_random_of"),
 ]
 
 
@@ -97,6 +97,58 @@ def test_a_folder_that_is_there_is_never_written_into(tmp_path: Path) -> None:
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     assert load_checkpoint(second, optimizer_of, policy()).step == 7
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer that keeps more than tensors of each parameter."""
+
+    def __init__(self, parameters: Any, **kept: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        for one in self.param_groups[0]["params"]:
+            self.state[one] = {"moment": torch.ones_like(one), **kept}
+
+
+def test_plain_numbers_of_an_optimizer_are_saved_and_restored(tmp_path: Path) -> None:
+    kept = {"steps": 3, "scale": 0.1, "is_warm": True, "last": None}
+    begun = state()
+    folder = save_checkpoint(
+        tmp_path, replace(begun, optimizer=Counting(begun.policy.parameters(), **kept))
+    )
+
+    def optimizer_of(model: Any, *, is_critic: bool = False) -> torch.optim.Optimizer:
+        assert not is_critic
+        return Counting(model.parameters(), steps=0)
+
+    found = load_checkpoint(folder, optimizer_of, policy()).optimizer.state_dict()["state"]
+    for index, entries in found.items():
+        assert bool((entries.pop("moment") == 1).all())
+        assert entries == kept, index
+        assert entries["is_warm"] is True
+
+
+@pytest.mark.parametrize(
+    ("kept", "says"),
+    [
+        ({"seen": {1, 2}}, r"Counting keeps a set as state '0\.seen'"),
+        ({"name": "warm"}, r"Counting keeps a str as state '0\.name'"),
+    ],
+)
+def test_what_a_checkpoint_cannot_hold_of_an_optimizer_is_named(
+    kept: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    begun = state()
+    with pytest.raises(CheckpointError, match=says):
+        save_checkpoint(
+            tmp_path, replace(begun, optimizer=Counting(begun.policy.parameters(), **kept))
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_among_the_settings_of_an_optimizer_is_named(tmp_path: Path) -> None:
+    begun = state()
+    optimizer = torch.optim.AdamW(begun.policy.parameters(), lr=torch.tensor(0.1))
+    with pytest.raises(CheckpointError, match=r"a Tensor as param_groups\[0\]\['lr'\]"):
+        save_checkpoint(tmp_path, replace(begun, optimizer=optimizer))
 
 
 def folders(root: Path, *names: str) -> list[str]:

@@ -26,6 +26,7 @@ from trinity_buffer.pipeline.checkpoint import (
     write_gone_through,
 )
 from trinity_buffer.pipeline.gone_through import GoneThrough
+from trinity_buffer.trainer.optimizer_state import OptimizerState
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Trainable, all_finite
 
 POLICY_FILE = "policy.safetensors"
@@ -87,13 +88,14 @@ def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
     """Write the checkpoint of ``state`` into a fresh folder under ``root`` and return it.
 
     Raises:
-        CheckpointError: somebody removed the folder meanwhile.
+        CheckpointError: somebody removed the folder meanwhile; or an optimizer keeps what is
+            neither a tensor nor a number, and no folder is left.
         NonFiniteError: a weight or a number of an optimizer is NaN or infinite; no folder is left.
     """
     folder = _fresh_folder(root, state.step)
     try:
         _write(folder, state)
-    except NonFiniteError:
+    except (CheckpointError, NonFiniteError):
         shutil.rmtree(folder, ignore_errors=True)
         raise
     except (OSError, SafetensorError) as error:
@@ -107,38 +109,41 @@ def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
     return folder
 
 
-def _require_finite(state: TrainerState[Any]) -> None:
-    """Return if all weights, and all that the optimizers keep, are finite; one look at a device."""
-    pairs = [(state.policy, state.optimizer), *([] if state.critic is None else [state.critic])]
-    for model, optimizer in pairs:
-        values = (value for entries in optimizer.state.values() for value in entries.values())
-        kept = [value for value in values if isinstance(value, torch.Tensor)]
-        for what, tensors in (("the weights", [*model.parameters()]), ("the optimizer", kept)):
-            if not all_finite(tensors):
-                raise NonFiniteError(
-                    f"no checkpoint of step {state.step} was written: {what} of a "
-                    f"{type(model).__name__} hold NaN or Inf; lower the learning rate or "
-                    "max_gradient_norm, and go on from the last checkpoint"
-                )
+def _require_finite(step: int, model: Trainable, optimizer: OptimizerState) -> None:
+    """Return if all weights, and all that the optimizer keeps, are finite."""
+    finite = {
+        "the weights": all_finite([*model.parameters()]),
+        "the optimizer": optimizer.is_finite,
+    }
+    for what, is_finite in finite.items():
+        if not is_finite:
+            raise NonFiniteError(
+                f"no checkpoint of step {step} was written: {what} of a {type(model).__name__} "
+                "hold NaN or Inf; lower the learning rate or max_gradient_norm, and go on from the "
+                "last checkpoint"
+            )
 
 
 def _write(folder: Path, state: TrainerState[Any]) -> None:
-    _require_finite(state)
-    state.policy.save(folder / state.policy.file_name)
-    tensors, groups = _optimizer_tensors(state.optimizer)
-    states = state.random or [torch.get_rng_state()]
-    tensors |= {_random_of(rank): one for rank, one in enumerate(states)}
-    save_file(tensors, folder / OPTIMIZER_FILE)
+    kept = OptimizerState.of(state.optimizer)
+    _require_finite(state.step, state.policy, kept)
     numbers = {
         "step": state.step,
-        "optimizer": groups,
+        "optimizer": kept.groups,
+        "optimizer_numbers": kept.numbers,
         "coefficients": dict(state.coefficients),
     }
     if state.critic is not None:
         critic, optimizer = state.critic
+        of_critic = OptimizerState.of(optimizer)
+        _require_finite(state.step, critic, of_critic)
         critic.save(folder / CRITIC_FILE)
-        tensors, numbers["critic_optimizer"] = _optimizer_tensors(optimizer)
-        save_file(tensors, folder / CRITIC_OPTIMIZER_FILE)
+        save_file(of_critic.tensors, folder / CRITIC_OPTIMIZER_FILE)
+        numbers["critic_optimizer"] = of_critic.groups
+    state.policy.save(folder / state.policy.file_name)
+    states = state.random or [torch.get_rng_state()]
+    random = {_random_of(rank): one for rank, one in enumerate(states)}
+    save_file(kept.tensors | random, folder / OPTIMIZER_FILE)
     (folder / STATE_FILE).write_text(json.dumps(numbers))
     write_gone_through(folder, state.manifests, state.log_head)
 
@@ -194,12 +199,13 @@ def load_checkpoint(
     policy.restore(folder / policy.file_name)
     optimizer = optimizer_of(policy)
     _restore_random(tensors, rank)
-    optimizer.load_state_dict(_optimizer_state(tensors, state["optimizer"]))
+    numbers = state.get("optimizer_numbers", {})  # older checkpoints have none
+    OptimizerState(tensors, numbers, state["optimizer"]).restore(optimizer)
     trained = None
     if trains_critic and critic is not None:
         critic.restore(folder / CRITIC_FILE)
         trained = (critic, optimizer_of(critic, is_critic=True))
-        trained[1].load_state_dict(_optimizer_state(of_critic, state["critic_optimizer"]))
+        OptimizerState(of_critic, {}, state["critic_optimizer"]).restore(trained[1])
     coefficients = state.get("coefficients", {})
     step, head = state["step"], read_head(folder).hex()
     return TrainerState(policy, optimizer, step, manifests, trained, coefficients, head)
@@ -242,24 +248,3 @@ def _place_of(folder: Path) -> tuple[int, int]:
     """Return the step of a checkpoint, and which one of those of that step it is."""
     _, step, *number = folder.name.split("-")
     return int(step), int(number[0]) if number else 1
-
-
-def _optimizer_tensors(
-    optimizer: torch.optim.Optimizer,
-) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    state = optimizer.state_dict()
-    tensors = {
-        f"{index}.{name}": value.detach().contiguous()
-        for index, entries in state["state"].items()
-        for name, value in entries.items()
-        if value is not None  # as the momentum of an optimizer without
-    }
-    return tensors, state["param_groups"]
-
-
-def _optimizer_state(tensors: dict[str, torch.Tensor], groups: list[Any]) -> dict[str, Any]:
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in tensors.items():
-        index, _, name = key.partition(".")
-        state.setdefault(int(index), {})[name] = value
-    return {"state": state, "param_groups": groups}

@@ -1,0 +1,86 @@
+"""What an optimizer keeps, taken apart for a checkpoint: tensors, plain numbers, groups."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from trinity_buffer.errors import CheckpointError
+from trinity_buffer.trainer.policy import all_finite
+
+
+class OptimizerState(NamedTuple):
+    """The state of an optimizer.
+
+    Attributes:
+        tensors: by ``PARAMETER.NAME``, for safetensors.
+        numbers: the rest of what it keeps of its parameters, by the same names, for JSON.
+        groups: its parameter groups, for JSON.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    numbers: dict[str, float | None]
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerState:
+        """Return the state of ``optimizer``.
+
+        Raises:
+            CheckpointError: it keeps what is neither a tensor nor a number.
+        """
+        found = optimizer.state_dict()
+        name = type(optimizer).__name__
+        tensors: dict[str, torch.Tensor] = {}
+        numbers: dict[str, float | None] = {}
+        for key, value in _entries(found["state"], name):
+            if isinstance(value, torch.Tensor):
+                tensors[key] = value.detach().contiguous()
+            elif value is None or isinstance(value, int | float):
+                numbers[key] = value
+            else:
+                raise _refusal(name, f"state {key!r}", value)
+        for number, group in enumerate(found["param_groups"]):
+            for key, value in group.items():
+                _require_json(name, f"param_groups[{number}][{key!r}]", value)
+        return cls(tensors, numbers, found["param_groups"])
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no number of the state is NaN or infinite; one look at a device."""
+        plain = all(value is None or math.isfinite(value) for value in self.numbers.values())
+        return plain and all_finite([*self.tensors.values()])
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put the state into ``optimizer``."""
+        state: dict[int, dict[str, Any]] = {}
+        for key, value in {**self.tensors, **self.numbers}.items():
+            index, _, name = key.partition(".")
+            state.setdefault(int(index), {})[name] = value
+        optimizer.load_state_dict({"state": state, "param_groups": self.groups})
+
+
+def _entries(state: Mapping[Any, Any], optimizer: str) -> Iterator[tuple[str, Any]]:
+    """Yield what is kept of each parameter, as ``PARAMETER.NAME`` and its value."""
+    for index, entries in state.items():
+        if not isinstance(index, int) or not isinstance(entries, Mapping):
+            raise _refusal(optimizer, f"state {index!r}", entries)
+        yield from ((f"{index}.{name}", value) for name, value in entries.items())
+
+
+def _require_json(optimizer: str, place: str, value: Any) -> None:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise _refusal(optimizer, place, value) from error
+
+
+def _refusal(optimizer: str, place: str, value: Any) -> CheckpointError:
+    return CheckpointError(
+        f"no checkpoint was written: {optimizer} keeps a {type(value).__name__} as {place}; a "
+        "checkpoint holds tensors and numbers of each parameter, and JSON of each group"
+    )
