@@ -136,7 +136,8 @@ async def _held(experiment: Experiment) -> tuple[str, int]:
     return held[:2]
 
 
-async def _take_over(experiment: Experiment) -> None:
+async def take_over(experiment: Experiment) -> None:
+    """Take the lease of a trainer that lives, as its successor does once it is silent."""
     owner, _ = await _held(experiment)
     await experiment.database.write(
         promises.acquire,
@@ -151,7 +152,7 @@ async def _take_over(experiment: Experiment) -> None:
 
 async def a_newer_token_fences(url: str, folder: Path) -> None:
     async with _leased(url) as (experiment, stream, step):
-        await _take_over(experiment)
+        await take_over(experiment)
         with pytest.raises(LeaseLostError):
             await stream.commit(step)
         kinds = [event.kind async for event in experiment.events()]
@@ -184,14 +185,14 @@ async def nobody_takes_a_lease_between_its_check_and_the_commit(url: str, folder
             promises.require(tx, experiment.key, "trainer", token=token)
             dawdle(tx)
 
-        async def take_over() -> None:
+        async def successor() -> None:
             await checked.wait()
-            await _take_over(other)
+            await take_over(other)
             taken_at.append(release.is_set())
 
         async with anyio.create_task_group() as group:
             group.start_soon(experiment.database.write, commit_slowly)
-            group.start_soon(take_over)
+            group.start_soon(successor)
             await checked.wait()
             with anyio.move_on_after(BLOCKED_S):
                 while not taken_at:

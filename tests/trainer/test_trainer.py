@@ -9,6 +9,7 @@ import anyio
 import pytest
 import torch
 
+from tests.plants.trainer_checks import take_over
 from tests.trainer.data import CONFIG, policy, prepared, rollouts
 from tests.trainer.gradients import train
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build
@@ -16,6 +17,7 @@ from trinity_buffer.demo.policy import TransformerCritic
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.trainer.checkpoint_folder import read_step
 from trinity_buffer.trainer.critic import ValueLossFn
@@ -103,6 +105,49 @@ def test_a_missing_teacher_is_named_with_the_ways_out(sqlite_url: str, tmp_path:
         Trainer(stream, policy(), algorithm, TrainerSettings(checkpoints=tmp_path)).run(
             lambda _: None
         )
+
+
+@pytest.mark.parametrize("name", ["on_policy_distill", "jsd"])
+def test_a_missing_teacher_is_named_before_anything_is_stored(
+    name: str, sqlite_url: str, tmp_path: Path
+) -> None:
+    async def begun() -> None:
+        async with open_store(sqlite_url) as store:
+            await store.experiment("run", config={})
+
+    anyio.run(begun)
+    with (
+        open_train_stream(sqlite_url, experiment="run", strategy=None) as stream,
+        pytest.raises(InvalidArgumentError, match="needs teacher_logprobs"),
+    ):
+        Trainer(stream, policy(), build(name), TrainerSettings(checkpoints=tmp_path))
+
+
+def test_who_was_taken_over_behind_its_commit_removes_nothing(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = build("grpo")
+    anyio.run(prepared, sqlite_url, algorithm)
+
+    async def taken_over() -> None:
+        async with open_store(sqlite_url) as store:
+            await take_over(await store.experiment("run"))
+
+    def commit_and_pause(step: TrainStep, *given: Any, **kept: Any) -> None:
+        commit(step, *given, **kept)
+        if step.step == 3:
+            anyio.run(taken_over)
+            (tmp_path / "step-00000001").mkdir()  # of the successor, which has gone back
+
+    with open_train_stream(
+        sqlite_url, experiment="run", strategy="grpo", groups_per_step=1
+    ) as stream:
+        commit = stream.commit
+        monkeypatch.setattr(stream, "commit", commit_and_pause)
+        settings = TrainerSettings(checkpoints=tmp_path, keep_checkpoints=1, max_steps=3)
+        Trainer(stream, policy(), algorithm, settings).run()
+    left = sorted(folder.name for folder in tmp_path.glob("step-*"))
+    assert left == ["step-00000001", "step-00000002", "step-00000003"]
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,10 @@ class StepStream(Protocol):
         """Return the uids of rows of a step, by their places in its manifest."""
         ...
 
+    def leads(self) -> bool:
+        """Return whether this is rank 0 and nobody has taken over, by the store as it is now."""
+        ...
+
     def finish(self, reason: str) -> None:
         """Record that the experiment is finished: explorers and strategies that follow it end."""
         ...
@@ -140,6 +144,11 @@ class SyncTrainStream(StepStream):
     def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
         return self._call(self._stream.uids, step, rows)
+
+    @override
+    def leads(self) -> bool:
+        """Return whether this is rank 0 and nobody has taken over, by the store as it is now."""
+        return self._call(self._stream.leads)
 
     @override
     def finish(self, reason: str) -> None:

@@ -367,10 +367,10 @@ class Trainer:
             skipped=self._skipped,
         )
         self._skipped = {}
-        if self._settings.keep_checkpoints is not None:
-            remove_old(
-                self._settings.checkpoints, keep=self._settings.keep_checkpoints, committed=folder
-            )
+        keep = self._settings.keep_checkpoints
+        # Whoever took over may have gone back, and go on from what would be removed here.
+        if keep is not None and self._stream.leads():
+            remove_old(self._settings.checkpoints, keep=keep, committed=folder)
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -170,6 +170,11 @@ class ReplayStream(StepStream):
         return self._portal.call(self._replayed.uids, step, rows)
 
     @override
+    def leads(self) -> bool:
+        """Return True: nobody takes over a replay."""
+        return True
+
+    @override
     def finish(self, reason: str) -> None:
         """Do nothing: a replay changes no store."""
 

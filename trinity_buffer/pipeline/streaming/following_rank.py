@@ -48,6 +48,10 @@ class FollowingRank:
         self.committed = 0
         self.queue = StepQueue(options.prefetch)
 
+    async def leads(self) -> bool:
+        """Return False: the lease is rank 0's."""
+        return False
+
     async def prepare(self) -> None:
         """Join the other ranks, find the last commit and what was handed out after it."""
         if not await has_set(self._experiment, self._options):

@@ -99,6 +99,10 @@ class LeadingRank:
         """Why the lease is not held any more."""
         return self._lease.lost
 
+    async def leads(self) -> bool:
+        """Return whether nobody has taken over, by the store as it is now."""
+        return await self._lease.is_held()
+
     # -- opening
 
     async def prepare(self) -> None:

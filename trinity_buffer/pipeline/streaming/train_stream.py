@@ -46,6 +46,9 @@ class Rank(Protocol):
     def lost(self) -> LeaseLostError | None:
         """Why nothing of this process can be committed any more."""
 
+    async def leads(self) -> bool:
+        """Return whether this is rank 0, and nobody has taken over from it."""
+
     async def prepare(self) -> None:
         """Begin, if the set that is trained on is there."""
 
@@ -153,6 +156,10 @@ class TrainStream:
             await self._rank.commit(step, steps, self._delivered, kept)
             self._rank.committed = step.step
             self._delivered.forget(steps)
+
+    async def leads(self) -> bool:
+        """Return whether this is rank 0 and nobody has taken over, by the store as it is now."""
+        return await self._rank.leads()
 
     def measure(self, measures: StepMeasures) -> None:
         """Keep what was measured of a step that was delivered: its commit records that."""

@@ -165,6 +165,11 @@ class TrainerLease:
             )
         return log.append(tx, of, events, actor=self.consumer, now_us=now_us())
 
+    async def is_held(self) -> bool:
+        """Return whether nobody has taken over, by the store as it is now."""
+        held = await self._database.read(promises.holder, self._experiment, self.consumer)
+        return held is not None and held[1] == self.token
+
     def _held_by(self, held: Held) -> str:
         who = "another process" if held is None else place_of(held[0])
         return (
