@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import cast
@@ -19,6 +20,7 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import sqlite
 from trinity_buffer.store.sqlite import dbapi2
+from trinity_buffer.store.write_ahead_log import log_state
 
 CALLS = 10
 
@@ -171,3 +173,66 @@ async def _create(url: str) -> None:
 async def _problems(url: str) -> tuple[object, ...]:
     async with opened(url) as experiment:
         return (await verify(experiment)).problems
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_a_file_of_two_names_is_refused_under_both(
+    sqlite_store_url: str, tmp_path: Path, *, read_only: bool
+) -> None:
+    path = tmp_path / "store.db"
+    (tmp_path / "other.db").hardlink_to(path)
+    for one in (path, tmp_path / "other.db"):
+        with pytest.raises(UnsafeStoreError, match=r"2 names \(hard links\).*Keep one name"):
+            async with open_store(one, read_only=read_only):
+                pass
+    (tmp_path / "other.db").unlink()
+    async with opened(sqlite_store_url) as experiment:
+        assert (await experiment.writer("e0").write([rollout()])).written == 1
+
+
+async def test_no_new_store_is_made_beside_the_log_of_one_that_was_moved(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    path, elsewhere = tmp_path / "store.db", tmp_path / "elsewhere.db"
+    async with opened(sqlite_url) as experiment:
+        await experiment.writer("e0").write([rollout()])
+        for name in ("store.db", "store.db-wal"):  # as a kill leaves them
+            shutil.copy(tmp_path / name, tmp_path / f"killed-{name}")
+    log = (tmp_path / "killed-store.db-wal").rename(tmp_path / "store.db-wal")
+    path.rename(elsewhere)
+    before = log.read_bytes()
+    with pytest.raises(UnsafeStoreError, match=r"its log store\.db-wal may hold the last"):
+        async with open_store(sqlite_url):
+            pass
+    assert (path.exists(), log.read_bytes()) == (False, before)
+    (tmp_path / "killed-store.db").rename(path)
+    async with opened(sqlite_url) as experiment:
+        assert len([one async for one in experiment.read()]) == 1
+
+
+@pytest.mark.parametrize("how", ["journal_mode=DELETE", "VACUUM INTO"])
+async def test_a_store_that_lost_its_log_mode_gets_it_again(
+    sqlite_url: str, tmp_path: Path, how: str
+) -> None:
+    async with opened(sqlite_url) as experiment:
+        await experiment.writer("e0").write([rollout()])
+    path = tmp_path / "store.db"
+    with closing(dbapi2.connect(path)) as shell:
+        if how == "VACUUM INTO":
+            shell.execute(f"VACUUM INTO '{tmp_path / 'copy.db'}'")
+            path = tmp_path / "copy.db"
+        else:
+            shell.execute(f"PRAGMA {how}")
+    async with opened(str(path)) as experiment:
+        await experiment.writer("e0").write([rollout(run=1)])
+        with closing(dbapi2.connect(path)) as shell:
+            assert shell.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert (await verify(experiment)).ok
+
+
+async def test_the_log_of_a_store_behind_a_link_is_found(sqlite_url: str, tmp_path: Path) -> None:
+    (tmp_path / "link.db").symlink_to(tmp_path / "store.db")
+    async with opened(sqlite_url) as experiment:
+        await experiment.writer("e0").write([rollout()])
+        state = log_state(tmp_path / "link.db")
+        assert state.size_bytes == log_state(tmp_path / "store.db").size_bytes > 0

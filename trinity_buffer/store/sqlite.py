@@ -88,7 +88,7 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
         UnknownStoreError: no such folder, a folder in place of a file, or nothing to read.
         ReadOnlyStoreError: the file or its folder cannot be written.
         UnsafeStoreError: the folder is on a network file system, where SQLite's locks and shared
-            memory do not hold.
+            memory do not hold; or the file has other names, or lies not beside its log.
     """
     folder = path.parent
     with suppress(FileNotFoundError, NotADirectoryError):  # which the next lines tell apart
@@ -112,12 +112,39 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
             "do not hold: put the "
             "store on a local disk, or use PostgreSQL (postgresql://...)"
         )
+    _require_one_name(path)
     if not read_only and not os.access(path if exists else folder, os.W_OK):
         raise ReadOnlyStoreError(
             f"{path if exists else folder} cannot be written; open it with read_only=True or mend "
             "its permissions"
         )
     return exists
+
+
+def _require_one_name(path: Path) -> None:
+    """Refuse a file whose log SQLite would look for under another name, or would throw away."""
+    whole = path.resolve()
+    log = whole.with_name(f"{whole.name}-wal")
+    left = _look_at(log)  # first: a store that is being made has a log later than a size
+    there = _look_at(path)
+    if there is not None and there.st_nlink > 1:
+        raise UnsafeStoreError(
+            f"{path} is one file of {there.st_nlink} names (hard links): SQLite keeps a log beside "
+            "each, and loses under one what is written under another. Keep one name "
+            f"(find / -samefile {path} lists them), or make a copy of the file"
+        )
+    if left is not None and left.st_size and (there is None or there.st_size == 0):
+        raise UnsafeStoreError(
+            f"{path} is gone or empty, but its log {log.name} may hold the last commits, which a "
+            "new store would throw away: put the store back beside its log, or move the log away"
+        )
+
+
+def _look_at(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def nothing_at(path: Path) -> UnknownStoreError:
@@ -204,11 +231,16 @@ CREATION_PRAGMAS = (
 
 
 def prepare_file(path: Path) -> None:
-    """Give an empty file its page size and journal mode, which must precede the first table."""
+    """Give an empty file its page size and journal mode, which must precede the first table.
+
+    A store that was given another journal mode (``VACUUM INTO`` does so to a copy) gets ours again.
+    """
     connection = dbapi2.connect(str(path), isolation_level=None, timeout=BUSY_TIMEOUT_MS / 1000)
     try:
         if connection.execute("PRAGMA page_count").fetchone()[0] == 0:
             for statement in CREATION_PRAGMAS:
                 connection.execute(statement)
+        elif connection.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID:
+            connection.execute("PRAGMA journal_mode=WAL")
     finally:
         connection.close()

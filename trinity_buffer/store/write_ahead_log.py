@@ -58,7 +58,8 @@ class LogState:
 
 
 def log_state(path: Path) -> LogState:
-    """Return the state of the log of the database at ``path``."""
+    """Return the state of the log of the database at ``path``, or at what a link there leads to."""
+    path = path.resolve()
     log = path.with_name(f"{path.name}-wal")
     size = log.stat().st_size if log.exists() else 0
     limit = sizes().wal_pages_limit * PAGE_SIZE_BYTES
