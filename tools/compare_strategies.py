@@ -25,6 +25,8 @@ async def compare_strategies(url: str, first: str, second: str) -> None:
         )
         for row in found.rows:
             print(f"  {row.uid}  {row.first_advantage} -> {row.second_advantage}")
+        for unreadable in found.unreadable:
+            print(f"  {unreadable}")
 
 
 if __name__ == "__main__":

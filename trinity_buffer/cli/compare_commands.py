@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import anyio
@@ -20,7 +21,16 @@ from trinity_buffer.cli.options import (
     chosen_experiment,
     chosen_store,
 )
-from trinity_buffer.cli.printing import console, print_json, progress, shown, table, time_of
+from trinity_buffer.cli.printing import (
+    console,
+    end_if_damaged,
+    print_json,
+    progress,
+    shown,
+    table,
+    time_of,
+)
+from trinity_buffer.inspect.blobs import Unreadable
 from trinity_buffer.inspect.compare import (
     RunDifference,
     SetDifference,
@@ -71,6 +81,7 @@ def diff(
         print_json({**_plain(sets), "mean": sets.mean})
     else:
         _print_sets(sets)
+    end_if_damaged(sets.unreadable)
 
 
 async def _are_experiments(url: str, other: str, first: str, second: str) -> bool:
@@ -86,8 +97,12 @@ async def _runs(url: str, first: str, other: str, second: str) -> RunDifference:
 
 
 def _plain(found: SetDifference) -> dict[str, Any]:
-    names = ("first", "second", "experiences", "both", "equal", "opposite", "greatest", "rows")
-    return {name: getattr(found, name) for name in names} | {"states": dict(found.states)}
+    names = ("first", "second", "experiences", "both", "equal", "opposite", "greatest")
+    return {name: getattr(found, name) for name in names} | {
+        "rows": [asdict(row) for row in found.rows],
+        "states": dict(found.states),
+        "unreadable": [asdict(row) for row in found.unreadable],
+    }
 
 
 def _print_sets(found: SetDifference) -> None:
@@ -138,11 +153,13 @@ def search(
 
     Example: trinity-buffer search "3 1 2" --limit 5
     """
+    damaged: list[Unreadable] = []
 
     async def question(source: Source) -> int:
         count = 0
         with progress() as report:
-            async for one in found_in(source, text, exact=exact, progress=report):
+            found = found_in(source, text, exact=exact, progress=report, unreadable=damaged)
+            async for one in found:
                 count += 1
                 if as_json:
                     print_json(one)
@@ -157,6 +174,7 @@ def search(
     count = asked_of(store, experiment, as_of, question)
     if not count and not as_json:
         console().print(one_line(f"no text holds {text!r}"), markup=False)
+    end_if_damaged(damaged)
 
 
 def top(

@@ -19,7 +19,7 @@ from trinity_buffer.cli.options import (
     TrainerOption,
     made_folder,
 )
-from trinity_buffer.cli.printing import console, print_json, size_of
+from trinity_buffer.cli.printing import console, end_if_damaged, print_json, size_of
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.table import Wanted, parquet_writer, record_batches
@@ -43,6 +43,8 @@ def export(
 ) -> None:
     """Write what is stored to a file: a row for each rollout, with its advantage and its fate.
 
+    What cannot be read is null, and the column `damaged` says why; the exit code is 1 then.
+
     Parquet is read by pandas, DuckDB and Hugging Face datasets; JSONL by everything.
 
     Example: trinity-buffer export -o runs/demo.parquet
@@ -52,12 +54,15 @@ def export(
     made_folder(output.parent)
     wanted = Wanted(annotation_set, step, trainer)
 
+    damaged: list[str] = []
+
     async def question(source: Source) -> int:
         count = 0
         with _written(output) as write:
             async for batch in record_batches(source, wanted):
                 write(batch)
                 count += batch.num_rows
+                damaged.extend(_damaged(batch))
         return count
 
     count = asked_of(store, experiment, as_of, question)
@@ -66,6 +71,13 @@ def export(
         print_json({"path": str(output), "rows": count, "bytes": size})
     else:
         console().print(f"{count} rows, {size_of(size)}: {output}", markup=False)
+    end_if_damaged(damaged)
+
+
+def _damaged(batch: Any) -> Iterator[str]:
+    for row in batch.select(["uid", "damaged"]).to_pylist():
+        if row["damaged"] is not None:
+            yield f"{row['uid']}: {row['damaged']}"
 
 
 @contextmanager

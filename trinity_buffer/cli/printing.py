@@ -11,6 +11,7 @@ from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+import typer
 from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -87,6 +88,14 @@ def shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return one_line(", ".join(f"{key} {count}" for key, count in value.items())) or "-"
     return one_line(str(value))
+
+
+def end_if_damaged(rows: Sequence[object]) -> None:
+    """Tell of the rows that could not be read, if there are any, and end with exit code 1."""
+    for row in rows:
+        sys.stderr.write(f"error: {one_line(str(row))}\n")
+    if rows:
+        raise typer.Exit(1)
 
 
 def time_of(seconds: float | None) -> str:

@@ -5,15 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from trinity_buffer.codec import Segment, decode_segment
+from trinity_buffer.errors import CodecError, DamagedSegmentError
 from trinity_buffer.events import WithSegment
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.pipeline.archive_file import SegmentParts
 from trinity_buffer.pipeline.events import Event, decoded
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading.segments import joined, read_segments
-from trinity_buffer.store import log
+from trinity_buffer.pipeline.loading.segments import read_segments
+from trinity_buffer.store import log, segments
 from trinity_buffer.store.transaction import ReadSession
+
+Damage = CodecError | DamagedSegmentError
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A row of which something cannot be read.
+
+    Attributes:
+        position: of the event whose body or segment is damaged.
+    """
+
+    uid: str
+    position: int
+    why: str
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.uid}: event {self.position} cannot be read: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,31 +58,66 @@ async def events_with_segments(
     """Return the events at ``positions`` with those of their families that are wanted.
 
     Raises:
-        DamagedSegmentError: a checksum does not hold.
+        CodecError, DamagedSegmentError: one of them cannot be read.
+    """
+    found, damaged = await readable_events(experiment, positions, families)
+    for error in damaged.values():
+        raise error
+    return found
+
+
+async def readable_events(
+    experiment: Experiment | Source, positions: Iterable[int], families: Sequence[str]
+) -> tuple[dict[int, EventWithSegment], dict[int, Damage]]:
+    """Return what can be read of the events at ``positions``, and why the rest cannot, by position.
+
+    An event whose segment is damaged is there with the families that can be read.
     """
     wanted = sorted(set(positions))
     stored = await experiment.database.read(log.read_at, experiment.key, wanted)
-    events = [decoded(experiment.name, one) for one in stored]
-    keys = {event.fact.segment for event in events if isinstance(event.fact, WithSegment)}
+    events: dict[int, tuple[Event, WithSegment]] = {}
+    damaged: dict[int, Damage] = {}
+    for one in stored:
+        try:
+            event = decoded(experiment.name, one)
+        except CodecError as error:
+            damaged[one.position] = error
+        else:
+            assert isinstance(event.fact, WithSegment)  # where rows are of
+            events[one.position] = event, event.fact
+    facts = {fact.segment: fact for _, fact in events.values()}
 
-    def read(s: ReadSession) -> tuple[dict[bytes, dict[str, Segment]], dict[bytes, str]]:
-        stored_segments = read_segments(s, sorted(keys), families)
+    def read(
+        s: ReadSession,
+    ) -> tuple[dict[bytes, dict[str, Segment]], dict[bytes, Damage], dict[bytes, str]]:
+        stored_segments = read_segments(s, sorted(facts), families)
         absent = {key: absence.why for key, absence in stored_segments.absent.items()}
-        return s.compute(_decoded, stored_segments.parts), absent
+        there = {
+            key: [family for family in families if family in fact.families]
+            for key, fact in facts.items()
+            if key not in absent
+        }
+        return *s.compute(_decoded, there, stored_segments.parts), absent
 
-    found, absent = await experiment.database.read_session(read)
+    found, broken, absent = await experiment.database.read_session(read)
     by_position = {}
-    for event in events:
-        fact = event.fact
-        assert isinstance(fact, WithSegment)  # where rows are of
-        by_position[event.position] = EventWithSegment(
-            event, fact, found.get(fact.segment, {}), absent.get(fact.segment)
-        )
-    return by_position
+    for position, (event, fact) in events.items():
+        key = fact.segment
+        by_position[position] = EventWithSegment(event, fact, found.get(key, {}), absent.get(key))
+        if key in broken:
+            damaged[position] = broken[key]
+    return by_position, damaged
 
 
-def _decoded(parts: SegmentParts) -> dict[bytes, dict[str, Segment]]:
-    return {
-        key: {family: decode_segment(blob) for family, blob in families.items()}
-        for key, families in joined(parts).items()
-    }
+def _decoded(
+    wanted: Mapping[bytes, Sequence[str]], parts: SegmentParts
+) -> tuple[dict[bytes, dict[str, Segment]], dict[bytes, Damage]]:
+    found: dict[bytes, dict[str, Segment]] = {key: {} for key in wanted}
+    damaged: dict[bytes, Damage] = {}
+    for key, family in ((key, family) for key, some in wanted.items() for family in some):
+        try:
+            blob = segments.joined(key, family, parts.get((key, family), []))
+            found[key][family] = decode_segment(blob)
+        except (CodecError, DamagedSegmentError) as error:
+            damaged[key] = error
+    return found, damaged

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.inspect.blobs import events_with_segments
+from trinity_buffer.inspect.blobs import Unreadable, readable_events
 from trinity_buffer.inspect.fates import Fate, fates
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.steps import StepLine, steps
@@ -49,6 +49,7 @@ class SetDifference:
         opposite: with advantages of opposite sign.
         greatest, mean: of the difference, over ``both``.
         rows: those that differ most.
+        unreadable: those of which an annotation cannot be read; they have a state alone.
     """
 
     first: str
@@ -61,6 +62,7 @@ class SetDifference:
     greatest: float = 0.0
     total: float = 0.0
     rows: list[Differing] = field(default_factory=list)
+    unreadable: list[Unreadable] = field(default_factory=list)
 
     @property
     def mean(self) -> float | None:
@@ -107,7 +109,6 @@ async def compare_sets(
 
     Raises:
         UnknownNameError: no such annotation set.
-        DamagedSegmentError: a checksum does not hold.
     """
     found, head = SetDifference(first, second), await source.head()
     async for so_far, position in comparing(source, first, second, limit=limit):
@@ -123,7 +124,6 @@ async def comparing(
 
     Raises:
         UnknownNameError: no such annotation set.
-        DamagedSegmentError: a checksum does not hold.
     """
     consumers = await source.read(queries.consumers, source.key)
     names = [name for name, row in consumers.items() if row.kind == "strategy"]
@@ -133,12 +133,13 @@ async def comparing(
             raise UnknownNameError(f"no annotation set {name!r} (there: {known})")
     found = SetDifference(first, second)
     async for rows in pages(source):
-        compared = await _compared(source, rows, first, second)
+        compared, unreadable = await _compared(source, rows, first, second)
         for one in compared:
             _count(found, one)
-        found.rows = heapq.nlargest(
-            limit, [*found.rows, *(one for one in compared if one.by)], key=lambda one: one.by
-        )
+        found.unreadable += unreadable
+        damaged = {one.uid for one in unreadable}
+        differing = [one for one in compared if one.by and one.uid not in damaged]
+        found.rows = heapq.nlargest(limit, [*found.rows, *differing], key=lambda one: one.by)
         yield found, position_of(rows[-1].address)
 
 
@@ -157,28 +158,34 @@ def _count(found: SetDifference, one: Differing) -> None:
 
 async def _compared(
     source: Source, rows: Sequence[ExperienceRow], first: str, second: str
-) -> list[Differing]:
+) -> tuple[list[Differing], list[Unreadable]]:
     def look(tx: Transaction) -> dict[int, list[Fate]]:
         return fates(tx, source.key, rows)
 
     decided = await source.read(look)
     wanted = [f for some in decided.values() for f in some if f.annotation_set in (first, second)]
-    noted = [position_of(f.annotations[0].address) for f in wanted if f.annotations]
-    events = await events_with_segments(source, noted, ["annotation"])
+    noted = [f.annotations[0].position for f in wanted if f.annotations]
+    events, damaged = await readable_events(source, noted, ["annotation"])
 
     def advantage(fate: Fate) -> float | None:
-        if not fate.annotations:
+        if not fate.annotations or fate.annotations[0].position not in events:
             return None
-        note = fate.annotations[0].address
-        segment = events[position_of(note)].families.get("annotation")
-        return None if segment is None else mean_of(segment, "advantages", slot_of(note))
+        note = fate.annotations[0]
+        segment = events[note.position].families.get("annotation")
+        return None if segment is None else mean_of(segment, "advantages", slot_of(note.address))
 
-    found = []
+    found, unreadable = [], []
     for row in rows:
         own = {fate.annotation_set: fate for fate in decided[row.address]}
         a, b = own[first], own[second]
         found.append(Differing(row.eid.uid, _state(a), _state(b), advantage(a), advantage(b)))
-    return found
+        unreadable += [
+            Unreadable(row.eid.uid, note.position, str(damaged[note.position]))
+            for fate in (a, b)
+            for note in fate.annotations[:1]
+            if note.position in damaged
+        ]
+    return found, unreadable
 
 
 def _state(fate: Fate) -> str:

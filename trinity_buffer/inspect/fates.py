@@ -29,6 +29,11 @@ class AnnotationRow:
     address: int
     steps: tuple[StepOfRow, ...]
 
+    @property
+    def position(self) -> int:
+        """Of the event that annotated it."""
+        return position_of(self.address)
+
 
 @dataclass(frozen=True, slots=True)
 class Fate:

@@ -9,7 +9,8 @@ from itertools import accumulate
 from typing import Any
 
 from trinity_buffer.codec import Segment
-from trinity_buffer.inspect.blobs import events_with_segments
+from trinity_buffer.errors import DamagedSegmentError
+from trinity_buffer.inspect.blobs import Unreadable, readable_events
 from trinity_buffer.inspect.compare import pages
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
@@ -44,6 +45,7 @@ async def search(
     exact: bool = False,
     after: int = -1,
     progress: Progress = no_progress,
+    unreadable: list[Unreadable] | None = None,
 ) -> AsyncIterator[Match]:
     """Yield each text of a rollout that holds ``text``, in order of the log, as soon as found.
 
@@ -57,19 +59,25 @@ async def search(
         exact: upper and lower case are different.
         after: only in experiences above this address.
         progress: called with the position that was reached, and the last one.
+        unreadable: gets the rows whose texts cannot be read; None: the error at the end names them.
 
     Raises:
-        DamagedSegmentError: a checksum does not hold.
+        DamagedSegmentError: at the end, where ``unreadable`` is None.
     """
     head = await source.head()
+    damaged: list[Unreadable] = [] if unreadable is None else unreadable
     async for rows in pages(source, after):
         positions = [position_of(row.address) for row in rows]
-        events = await events_with_segments(source, positions, ["text"])
-        for row in rows:
-            segments = events[position_of(row.address)].families.values()
+        events, broken = await readable_events(source, positions, ["text"])
+        for row, position in zip(rows, positions, strict=True):
+            if position in broken:
+                damaged.append(Unreadable(row.eid.uid, position, str(broken[position])))
+            segments = events[position].families.values() if position in events else ()
             for one in _matches(row, segments, text, exact=exact):
                 yield one
         progress("search", positions[-1], head)
+    if unreadable is None and damaged:
+        raise DamagedSegmentError("; ".join(map(str, damaged)))
 
 
 def _matches(

@@ -18,7 +18,7 @@ import numpy as np
 from trinity_buffer.codec import Segment
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import ExperiencesRecorded
-from trinity_buffer.inspect.blobs import EventWithSegment, events_with_segments
+from trinity_buffer.inspect.blobs import Damage, EventWithSegment, readable_events
 from trinity_buffer.inspect.fates import Fate, fates
 from trinity_buffer.inspect.source import Source, as_of
 from trinity_buffer.inspect.steps import rows_of_step
@@ -63,7 +63,8 @@ def to_arrow(
     ``position``), ``reward``, ``policy_version``, lengths, ``finish_reason``, ``refused``;
     ``tokens``, ``logprobs``, ``action_mask`` as lists; texts; ``messages`` and ``info`` as JSON,
     and ``info.KEY`` for each number or text in it; of the annotation set ``state``, ``reason``,
-    ``advantage`` (mean over the response), ``advantages``; ``trained_step`` and ``trainer``.
+    ``advantage`` (mean over the response), ``advantages``; ``trained_step`` and ``trainer``;
+    ``damaged``: why something of the row cannot be read, which is null then.
 
     Args:
         url: of the store.
@@ -142,7 +143,6 @@ async def record_batches(source: Source, wanted: Wanted) -> AsyncIterator[Any]:
     Raises:
         InvalidArgumentError: pyarrow is not installed.
         UnknownNameError: no such set, step or trainer.
-        DamagedSegmentError: a checksum does not hold.
     """
     arrow = pyarrow()
     chosen = await _chosen_set(source, wanted.annotation_set)
@@ -190,24 +190,30 @@ async def _columns(
 
     decided = await source.read(look)
     own = [next((f for f in decided[r.address] if f.annotation_set == chosen), None) for r in rows]
-    noted = [f.annotations[0].address for f in own if f is not None and f.annotations]
-    recorded = await events_with_segments(source, [position_of(r.address) for r in rows], FAMILIES)
-    notes = await events_with_segments(source, map(position_of, noted), ["annotation"])
+    noted = [f.annotations[0].position for f in own if f is not None and f.annotations]
+    recorded, damaged = await readable_events(
+        source, [position_of(r.address) for r in rows], FAMILIES
+    )
+    notes, damaged_notes = await readable_events(source, noted, ["annotation"])
+    damaged |= damaged_notes
     found: dict[str, list[Any]] = {}
     for at, (row, fate) in enumerate(zip(rows, own, strict=True)):
-        cells = _known(row, recorded[position_of(row.address)]) | _decided(row, fate, notes)
+        cells = _known(row, recorded.get(position_of(row.address))) | _decided(row, fate, notes)
+        cells["damaged"] = _damaged(row, fate, damaged)
         for name, value in cells.items():
             found.setdefault(name, [None] * len(rows))[at] = value
     return found
 
 
-def _known(row: ExperienceRow, recorded: EventWithSegment) -> dict[str, Any]:
-    event, slot, segments = recorded.event, slot_of(row.address), recorded.families.values()
-    assert isinstance(recorded.fact, ExperiencesRecorded)  # where the row is of
-    objects = {
-        name: values[slot] for segment in segments for name, values in segment.objects.items()
-    }
-    eid, info = row.eid, objects.get("info") or {}
+def _damaged(row: ExperienceRow, fate: Fate | None, damaged: Mapping[int, Damage]) -> str | None:
+    notes = () if fate is None else fate.annotations[:1]
+    positions = [position_of(row.address), *(note.position for note in notes)]
+    told = [f"event {at} cannot be read: {damaged[at]}" for at in positions if at in damaged]
+    return "; ".join(told) or None
+
+
+def _known(row: ExperienceRow, recorded: EventWithSegment | None) -> dict[str, Any]:
+    eid = row.eid
     cells = {
         "uid": eid.uid,
         "batch": str(eid.batch),
@@ -215,10 +221,7 @@ def _known(row: ExperienceRow, recorded: EventWithSegment) -> dict[str, Any]:
         "run": eid.run,
         "step": eid.step,
         "suffix": eid.suffix,
-        "position": event.position,
-        "recorded_at": event.recorded_at,
-        "actor": event.actor,
-        "kind": recorded.fact.columns.kind[slot],
+        "position": position_of(row.address),
         "reward": row.reward,
         "policy_version": row.policy_version,
         "prompt_length": row.prompt_length,
@@ -226,6 +229,22 @@ def _known(row: ExperienceRow, recorded: EventWithSegment) -> dict[str, Any]:
         "trained_tokens": row.trained_tokens,
         "finish_reason": row.finish_reason,
         "refused": row.refused,
+    }
+    return cells if recorded is None else cells | _recorded(slot_of(row.address), recorded)
+
+
+def _recorded(slot: int, recorded: EventWithSegment) -> dict[str, Any]:
+    """Return the cells that only the event and its segment have."""
+    event, segments = recorded.event, recorded.families.values()
+    assert isinstance(recorded.fact, ExperiencesRecorded)  # where the row is of
+    objects = {
+        name: values[slot] for segment in segments for name, values in segment.objects.items()
+    }
+    info = objects.get("info") or {}
+    cells = {
+        "recorded_at": event.recorded_at,
+        "actor": event.actor,
+        "kind": recorded.fact.columns.kind[slot],
         "tokens": _of(segments, "tokens", slot),
         "logprobs": _of(segments, "logprobs", slot),
         "action_mask": _of(segments, "action_mask", slot),
@@ -246,7 +265,8 @@ def _decided(
     if not fate.annotations:
         return cells
     first = fate.annotations[0]
-    segments = notes[position_of(first.address)].families.values()
+    note = notes.get(first.position)
+    segments = () if note is None else note.families.values()
     values = _of(segments, "advantages", slot_of(first.address))
     if values is not None and len(values):
         cells |= {"advantage": float(np.mean(values)), "advantages": values}
@@ -286,7 +306,7 @@ def _schema(arrow: Any, columns: Mapping[str, Sequence[Any]]) -> Any:
         "finish_reason",
         "refused",
     )
-    texts += (*_TEXTS, "messages", "info", "set", "state", "reason", "trainer")
+    texts += (*_TEXTS, "messages", "info", "set", "state", "reason", "trainer", "damaged")
     numbers: tuple[str, ...] = (
         "run",
         "step",

@@ -17,6 +17,7 @@ from trinity_buffer.inspect import (
     rejections,
     search,
 )
+from trinity_buffer.inspect.blobs import Unreadable
 from trinity_buffer.inspect.doctor import examine
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.store.rows import first_address
@@ -93,15 +94,23 @@ async def search_page(asked: Asked) -> Page:
     """Return rollouts whose texts hold what is looked for: as many as are found in some seconds."""
     source, text = await asked.source(), asked.text("text")
     found: list[Match] = []
+    unreadable: list[Unreadable] = []
     more = None
     if text is not None:
-        more = await _search(source, text, asked, found)
-    exact = asked.text("exact")
-    return "search.html", {"text": text, "exact": exact, "found": found, "more": more}
+        more = await _search(source, text, asked, found, unreadable)
+    return "search.html", {
+        "text": text,
+        "exact": asked.text("exact"),
+        "found": found,
+        "unreadable": unreadable,
+        "more": more,
+    }
 
 
-async def _search(source: Source, text: str, asked: Asked, found: list[Match]) -> int | None:
-    """Search into ``found``; return the address after which it goes on, None at the end."""
+async def _search(
+    source: Source, text: str, asked: Asked, found: list[Match], unreadable: list[Unreadable]
+) -> int | None:
+    """Search into the lists; return the address after which it goes on, None at the end."""
     until, after = time.monotonic() + SEARCH_S, asked.whole("after", GREATEST)
 
     def progress(_: str, position: int, head: int) -> None:
@@ -114,6 +123,7 @@ async def _search(source: Source, text: str, asked: Asked, found: list[Match]) -
         exact=asked.text("exact") is not None,
         after=-1 if after is None else after,
         progress=progress,
+        unreadable=unreadable,
     )
     try:
         async for match in some:

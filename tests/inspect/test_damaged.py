@@ -1,0 +1,132 @@
+"""Questions about many rows go on behind what is damaged, and name the rows that it belongs to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import anyio
+import pytest
+from sqlalchemy import delete, update
+from starlette.testclient import TestClient
+
+import trinity_buffer as tb
+from tests.cli.calling import Cli, Ended
+from tests.cli.conftest import cli  # noqa: F401 - a fixture
+from tests.pipeline.edits import rows_of
+from tests.pipeline.planting import unguarded
+from tests.stories import RUNS, tell
+from trinity_buffer import codec
+from trinity_buffer.errors import DamagedSegmentError
+from trinity_buffer.inspect import search
+from trinity_buffer.inspect.source import now
+from trinity_buffer.store.tables import event, segment
+from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.web.app import inspector
+
+HOW = ["changed", "gone", "event"]
+DAMAGED = [f"b0/0/{run}/0/" for run in range(RUNS)]
+
+
+def damaged_store(url: str, folder: Path, kind: str, how: str) -> int:
+    """Tell a story and damage an event of a kind, or its segment; return its position.
+
+    It is the first one of what was recorded, and the last one, of ``varied``, of annotations.
+    """
+
+    def damage(tx: Transaction) -> int:
+        row = rows_of(tx, kind)[0 if kind == "ExperiencesRecorded" else -1]
+        own = segment.c.key == codec.decode_body(kind, row.body)["segment"]
+        if how == "event":
+            tx.execute(update(event).where(event.c.position == row.position).values(body=b"\xc1"))
+        elif how == "gone":
+            tx.execute(delete(segment).where(own))
+        else:
+            tx.execute(update(segment).where(own).values(data=b"nonsense"))
+        return int(row.position)
+
+    anyio.run(tell, url, folder / "run")
+    return anyio.run(unguarded, url, damage)
+
+
+def named(ended: Ended, position: int) -> list[str]:
+    """Return the rows that a command named, which ended with an error for them alone."""
+    assert ended.code == 1
+    lines = [line.removeprefix("error: ") for line in ended.err.splitlines() if "error" in line]
+    assert all(f": event {position} cannot be read: " in line for line in lines)
+    return [line.partition(": ")[0] for line in lines]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_search_and_export_go_on_behind_what_is_damaged(
+    cli: Cli,  # noqa: F811
+    store_url: str,
+    tmp_path: Path,
+    how: str,
+) -> None:
+    position = damaged_store(store_url, tmp_path, "ExperiencesRecorded", how)
+    given = ("--store", store_url, "--json")
+    ended = cli("search", "and", "--limit", 14, *given)
+    assert named(ended, position) == DAMAGED
+    assert len(ended.json) == 13
+    assert not {row["uid"] for row in ended.json} & set(DAMAGED)
+    assert named(cli("search", "and", "--limit", 1, *given), position) == DAMAGED
+    file = tmp_path / "run.jsonl"
+    ended = cli("export", "-o", file, *given)
+    assert named(ended, position) == DAMAGED
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert found == tb.to_arrow(store_url).to_pylist()
+    assert [row["uid"] for row in found if row["damaged"]] == DAMAGED
+    for row in found:
+        assert (row["tokens"] is None) == (row["response_text"] is None) == bool(row["damaged"])
+        assert (row["recorded_at"] is None) == (bool(row["damaged"]) and how == "event")
+    assert [row["reward"] for row in found[:RUNS]] == [0.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_comparison_goes_on_behind_what_is_damaged(
+    cli: Cli,  # noqa: F811
+    store_url: str,
+    tmp_path: Path,
+    how: str,
+) -> None:
+    position = damaged_store(store_url, tmp_path, "ExperiencesAnnotated", how)
+    damaged = [f"b0/{task}/{run}/0/" for task in range(3) for run in range(RUNS)]
+    ended = cli("diff", "grpo", "varied", "--store", store_url, "--json")
+    assert named(ended, position) == damaged
+    (found,) = ended.json
+    assert [row["uid"] for row in found["unreadable"]] == damaged
+    assert (found["experiences"], found["both"]) == (17, 0)
+    assert sorted(row["uid"] for row in found["rows"]) == [f"b0/3/{run}/0/" for run in range(RUNS)]
+    rows = tb.to_arrow(store_url, set="varied").to_pylist()
+    assert [row["uid"] for row in rows if row["damaged"]] == damaged
+    assert {row["advantage"] for row in rows} == {None}
+    with TestClient(inspector(store_url), base_url="http://127.0.0.1") as client:
+        page = client.get("/sort/diff?first=grpo&second=varied").text
+    assert page.count(f"event {position} cannot be read") == len(damaged)
+
+
+def test_who_takes_no_list_of_damaged_rows_is_told_at_the_end(
+    sqlite_store_url: str, tmp_path: Path
+) -> None:
+    damaged_store(sqlite_store_url, tmp_path, "ExperiencesRecorded", "changed")
+    found: list[str] = []
+
+    async def look() -> None:
+        async with tb.open_store(sqlite_store_url, read_only=True) as store:
+            async for one in search(now(await store.experiment("sort")), "and"):
+                found.append(one.uid)
+
+    with pytest.raises(DamagedSegmentError, match=DAMAGED[-1]):
+        anyio.run(look)
+    assert len(found) == 13
+
+
+def test_a_page_of_a_search_names_what_cannot_be_read(
+    sqlite_store_url: str, tmp_path: Path
+) -> None:
+    position = damaged_store(sqlite_store_url, tmp_path, "ExperiencesRecorded", "changed")
+    with TestClient(inspector(sqlite_store_url), base_url="http://127.0.0.1") as client:
+        page = client.get("/sort/search?text=and").text
+    assert page.count(f"event {position} cannot be read") == RUNS
+    assert page.count("<tr data-row>") == 13
