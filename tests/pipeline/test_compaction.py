@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -11,10 +12,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from sqlalchemy import update
+from typer.testing import CliRunner
 
 from tests.contract.making import rows
 from tests.pipeline.planting import events_of, unguarded
 from tests.pipeline.watching import Killed
+from trinity_buffer.cli.main import app
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
@@ -26,7 +29,7 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.sizes import resized
 from trinity_buffer.store import segments
-from trinity_buffer.store.tables import segment
+from trinity_buffer.store.tables import event, segment
 
 
 def _group(task: int) -> list[Experience]:
@@ -239,6 +242,27 @@ async def test_damaged_segments_stay_and_are_counted(sqlite_url: str, tmp_path: 
         report = await compact(experiment, keep_steps=0, archive=tmp_path)
         assert (report.segments, report.damaged) == (3, 1)
         assert key in {row["key"] for row in await rows(store.database, segment)}
+
+
+def test_a_deletion_says_how_many_segments_it_could_not_judge(sqlite_url: str) -> None:
+    async def prepare() -> list[bytes]:
+        async with open_store(sqlite_url) as store:
+            await _trained(await store.experiment("x", config={}), steps=4)
+        first, *others = await events_of(sqlite_url, "ExperiencesRecorded")
+        spoilt = update(event).where(event.c.position == first.position).values(body=b"spoilt")
+        await unguarded(sqlite_url, lambda tx: tx.execute(spoilt))
+        return [bytes(one.body["segment"]) for one in (first, *others)]
+
+    async def left() -> list[bytes]:
+        async with open_store(sqlite_url) as store:
+            return [row["key"] for row in await rows(store.database, segment)]
+
+    kept, *gone = anyio.run(prepare)
+    words = ["compact", "--store", sqlite_url, "--keep-steps", "0", "--delete"]
+    told = CliRunner().invoke(app, words).stdout.splitlines()
+    assert told[-1] == "1 cannot be read and stayed: `verify` names what is damaged"
+    assert {*anyio.run(left)} & {kept, *gone} == {kept}
+    assert json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["damaged"] == 1
 
 
 def test_an_interrupt_ends_it_and_leaves_whole_pages(sqlite_url: str, tmp_path: Path) -> None:

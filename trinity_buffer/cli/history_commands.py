@@ -150,7 +150,9 @@ def compact(
         megabytes = report.bytes / 1e6
         console().print(f"{report.segments} segments ({megabytes:.1f} MB) left the store{where}")
         if report.damaged:
-            console().print(f"{report.damaged} are damaged and stayed: `verify` names them")
+            console().print(
+                f"{report.damaged} cannot be read and stayed: `verify` names what is damaged"
+            )
 
 
 def restore(
