@@ -16,8 +16,8 @@ from trinity_buffer.pipeline import events
 from trinity_buffer.pipeline.presence import has_ended
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming import trainer_lease
-from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease, hold_lease, place_of
-from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease, hold_lease
+from trinity_buffer.store.promises import PresenceRow, place_of
 
 HOUR_US = 3_600_000_000
 HOURS_AHEAD, HOURS_BEHIND = 5 * HOUR_US, -5 * HOUR_US

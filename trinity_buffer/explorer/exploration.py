@@ -171,12 +171,12 @@ class _Exploration:
 
     async def run(self) -> None:
         """Go through the list."""
+        beside = [self._writer.stay_present]
         try:
-            if self._weights is None:
-                await self._make_all()
-                return
-            await self._weights.load_newest()
-            async with running(self._weights.follow):
+            if self._weights is not None:
+                await self._weights.load_newest()
+                beside.append(self._weights.follow)
+            async with running(*beside):
                 await self._make_all()
         finally:
             if self._acknowledgements is not None:

@@ -98,7 +98,7 @@ class Explorer:
             number, unfinished = await self._writer.unsealed()
             for batch in unfinished:
                 report(await self._finish(batch, repaired=True))
-            async with running(self._weights.follow):
+            async with running(self._weights.follow, self._writer.stay_present):
                 while self._settings.max_batches is None or number < self._settings.max_batches:
                     batch = f"{self._settings.actor}-{number}"
                     tasks = list(range(self._settings.groups_per_batch))

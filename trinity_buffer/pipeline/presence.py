@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 
 from trinity_buffer.errors import StoreBusyError, StoreError
 from trinity_buffer.pipeline import processes
+from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.store import promises
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.store.transaction import Transaction
 
 FIRST_AFTER_S = 1.0
 """What is over before need not be known to anybody."""
 
-SEEN_EVERY_S = 10.0
+SEEN_EVERY_S = 30.0
 UNSEEN_S = 120.0
 """A process of another machine that was silent for so long is said to be gone."""
 
@@ -33,28 +35,19 @@ class Presence:
         experiment: key of the experiment.
         role: ``explorer``, ``strategy``, ``trainer`` or ``rank N``.
         name: actor, annotation set or trainer.
-        at_once: say so the first time too, however short it may be there.
 
     Attributes:
         waiting_for: what it has said that it waits for; None: it works.
     """
 
-    def __init__(
-        self,
-        database: Database,
-        experiment: int,
-        role: str,
-        name: str,
-        *,
-        at_once: bool = False,
-    ) -> None:
+    def __init__(self, database: Database, experiment: int, role: str, name: str) -> None:
         self._database = database
         self._experiment = experiment
         self.role, self.name = role, name
         self._started_at = 0
         self.waiting_for: str | None = None
         self._told: str | None = None
-        self._next = time.monotonic() + (0.0 if at_once else FIRST_AFTER_S)
+        self._next = time.monotonic() + FIRST_AFTER_S
 
     @property
     def due_s(self) -> float:
@@ -62,18 +55,43 @@ class Presence:
         never = self._database.read_only
         return math.inf if never else max(0.0, self._next - time.monotonic())
 
-    async def seen(self) -> None:
+    async def seen(self, *, at_once: bool = False) -> None:
         """Say that this process is there, if that is news or was not said for a while.
 
         A store that is busy is not waited for twice: it is said the next time.
+
+        Args:
+            at_once: say so the first time too, however short it may be there.
         """
-        due = time.monotonic() >= self._next or self.waiting_for != self._told
-        if not due or self._database.read_only:
-            return
-        self._started_at = self._started_at or now_us()
-        self._told, self._next = self.waiting_for, time.monotonic() + SEEN_EVERY_S
-        with suppress(StoreBusyError):
-            await self._database.write(promises.note_presence, self._experiment, self._row())
+        row = self._news(at_once=at_once)
+        if row is not None:
+            with suppress(StoreBusyError):
+                await self._database.write(promises.note_presence, self._experiment, row)
+
+    def note(self, tx: Transaction) -> None:
+        """Say the same as the last thing in a transaction that is made anyway."""
+        row = self._news()
+        if row is not None:
+            promises.note_presence(tx, self._experiment, row)
+
+    async def keep(self) -> None:
+        """Go on saying it until cancelled, also while nothing else of this process gets to it.
+
+        Where the store cannot be reached, whoever works with it hears of that, and not from here.
+        """
+        while True:
+            await anyio.sleep(min(self.due_s, SEEN_EVERY_S))
+            with suppress(StoreError):
+                await self.seen()
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Keep saying it inside the context, and take it back at the end."""
+        try:
+            async with running(self.keep):
+                yield
+        finally:
+            await self.gone()
 
     async def gone(self) -> None:
         """Take it back; where the store cannot be reached, time will."""
@@ -82,11 +100,21 @@ class Presence:
                 await self._database.write(promises.forget_presence, self._experiment, self._row())
         self._started_at = 0
 
+    def _news(self, *, at_once: bool = False) -> PresenceRow | None:
+        """Return what is to be said now, and counts as said from here on; None if nothing is."""
+        due = time.monotonic() >= self._next or self.waiting_for != self._told
+        first = at_once and not self._started_at
+        if not (due or first) or self._database.read_only:
+            return None
+        self._started_at = self._started_at or now_us()
+        self._told, self._next = self.waiting_for, time.monotonic() + SEEN_EVERY_S
+        return self._row()
+
     def _row(self) -> PresenceRow:
         return PresenceRow(
             self.role,
             self.name,
-            socket.gethostname(),
+            processes.this_host(),
             os.getpid(),
             self._started_at,
             now_us(),
@@ -96,7 +124,7 @@ class Presence:
 
 def is_here(row: PresenceRow) -> bool:
     """Return whether a process is there, as far as can be told from this machine."""
-    if row.host == socket.gethostname():
+    if processes.is_this_host(row.host):
         return not processes.has_ended(row.pid, row.started_at)
     return now_us() - row.last_seen < UNSEEN_S * 1e6
 
@@ -106,10 +134,10 @@ def has_ended(row: PresenceRow) -> bool:
 
     When it started is not asked: a clock that was set forward would end whoever is there.
     """
-    return row.host == socket.gethostname() and not processes.start_of(row.pid)
+    return processes.is_this_host(row.host) and not processes.lives(row.pid)
 
 
 def place_of(row: PresenceRow) -> str:
     """Return where a process runs and when it was seen, as people say it."""
     ago = max(0.0, (now_us() - row.last_seen) / 1e6)
-    return f"pid {row.pid} on host {row.host}, seen {ago:.0f} s ago"
+    return f"pid {row.pid} on host {promises.name_of(row.host)}, seen {ago:.0f} s ago"

@@ -17,6 +17,17 @@ from trinity_buffer.store.tables import consumer, lease, presence
 from trinity_buffer.store.transaction import Prepared, Transaction, lock_experiment, upsert
 
 
+def name_of(host: str) -> str:
+    """Return the name of a host; what follows it after ``#`` tells hosts of one name apart."""
+    return host.partition("#")[0]
+
+
+def place_of(owner: str) -> str:
+    """Return where the owner of a lease, ``host:pid:start:random``, runs, as people say it."""
+    host, *rest = owner.rsplit(":", 3)
+    return f"pid {rest[0]} on host {name_of(host)}" if len(rest) == 3 else owner
+
+
 def holder(tx: Transaction, experiment: int, name: str) -> tuple[str, int, int] | None:
     """Return (owner, token, expires_at in µs) of the lease, or None."""
     rows = _HOLDER.rows(tx, of=experiment, by=name)
@@ -66,7 +77,7 @@ def acquire(
     held = holder(tx, experiment, name)
     if held is not None and held[0] not in (owner, dead) and held[2] > now_us:
         raise LeaseHeldError(
-            f"trainer {name!r} is at work in {held[0]}, whose lease ends in "
+            f"trainer {name!r} is at work in {place_of(held[0])}, whose lease ends in "
             f"{(held[2] - now_us) / 1e6:.0f} s: wait for "
             "it, stop that process, or choose another consumer name"
         )
@@ -101,7 +112,7 @@ def require(tx: Transaction, experiment: int, name: str, *, token: int) -> int:
     ((owner, held, recorded, committed),) = _NEWEST.rows(tx, of=experiment, by=name)
     newest = max(recorded or 0, held or 0)
     if newest > token:
-        who = owner or "another process"
+        who = place_of(owner) if owner else "another process"
         raise LeaseLostError(
             f"trainer {name!r}: {who} took over (token {newest} fences {token}); what was trained "
             "since the last commit "

@@ -135,10 +135,8 @@ class StrategyConsumer:
         if follow:
             settle_imports()
         await self._register()
-        try:
+        async with self._presence.kept():
             await self._decide_all(follow=follow)
-        finally:
-            await self._presence.gone()
         if self._speaks:
             await self._say_what_is_left()
         return self._report()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import anyio
-
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.streaming.committing import Commit, DeliveredSteps
 from trinity_buffer.pipeline.streaming.ranks import RankSession
@@ -29,6 +27,9 @@ class FollowingRank:
         experiment: the trainer's own.
         options: of the stream.
         loader: of the trainer's rows.
+
+    Attributes:
+        presence: of this rank, to be kept as long as it is there.
     """
 
     incomplete_groups = 0
@@ -42,6 +43,8 @@ class FollowingRank:
         self._database = experiment.database
         self._maker = StepMaker(experiment, options, loader)
         self._ranks = RankSession(experiment, options)
+        assert self._ranks.presence is not None
+        self.presence = self._ranks.presence
         self._leased_before = 0
         self._next_step = 1
         self.resume: Resume | None = None
@@ -55,7 +58,7 @@ class FollowingRank:
     async def prepare(self) -> None:
         """Join the other ranks, find the last commit and what was handed out after it."""
         if not await has_set(self._experiment, self._options):
-            await wait_for_set(self._experiment, self._options)
+            await wait_for_set(self._experiment, self._options, self.presence)
         await self._ranks.join()
         self.committed, name = self._ranks.committed, self._options.consumer
         done, leased = await steps_at_start(self._experiment, name, self.committed)
@@ -73,11 +76,6 @@ class FollowingRank:
             self.queue.fail(error)
         finally:
             self.queue.end()
-        assert self._ranks.presence is not None
-        try:
-            await anyio.sleep_forever()  # rank 0 waits for the commits of this process
-        finally:
-            await self._ranks.presence.gone()
 
     async def _feed(self) -> None:
         while True:

@@ -15,7 +15,6 @@ from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
-from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.committing import (
@@ -87,7 +86,6 @@ class LeadingRank:
         self._recorded: deque[StepRow] = deque()
         self._next_step = 1
         self._recorders = [e for e in (None if options.strategy else experiment, expert) if e]
-        self._presence = Presence(experiment.database, experiment.key, "trainer", options.consumer)
         self._begun = False
         self.resume: Resume | None = None
         self.committed = 0
@@ -153,7 +151,7 @@ class LeadingRank:
         """Make and serve steps until there are no more; errors come out where it is read."""
         try:
             if not self._begun:
-                await wait_for_set(self._experiment, self._options)
+                await wait_for_set(self._experiment, self._options, self._lease.presence)
                 await self._begin()
             async with running(self._gather):
                 await self._feed()
@@ -163,7 +161,6 @@ class LeadingRank:
             self.queue.fail(error)
         finally:
             self.queue.end()
-            await self._presence.gone()
 
     async def _gather(self) -> None:
         """Make the groups of what is trained as it was recorded, while the stream is read."""
@@ -188,9 +185,9 @@ class LeadingRank:
 
     async def _next(self) -> bool:
         """Make the next step, and more if they are asked for; return False if there is none."""
-        wait = SpokenWait(self._database.changes, self._waiting_for, self._presence)
+        wait = SpokenWait(self._database.changes, self._waiting_for, self._lease.presence)
         while True:
-            await self._presence.seen()
+            await self._lease.presence.seen()
             state = await self._database.changes.state()
             recorders = list(self._recorders)
             ending = not recorders and not self._options.follow

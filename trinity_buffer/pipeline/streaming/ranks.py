@@ -32,11 +32,11 @@ from trinity_buffer.pipeline.streaming.trainer_lease import (
     LeaseWatch,
     TrainerLease,
     is_dead,
-    place_of,
 )
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, promises
 from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.promises import place_of
 from trinity_buffer.store.transaction import Transaction
 
 OfRanks = RankJoined | RanksAssembled | StepPartDone | StreamEnded
@@ -72,9 +72,7 @@ class RankSession:
         role = f"rank {self._rank}"
         # Rank 0 is present as the trainer.
         self.presence = (
-            Presence(self._database, experiment.key, role, self._name, at_once=True)
-            if self._rank
-            else None
+            Presence(self._database, experiment.key, role, self._name) if self._rank else None
         )
         self._lacking = ""
         self.wait = SpokenWait(self._database.changes, self._waiting_for, self.presence)
@@ -247,7 +245,7 @@ class RankSession:
 
     async def _join(self) -> None:
         if self.presence is not None:
-            await self.presence.seen()
+            await self.presence.seen(at_once=True)
         here = RankJoined(consumer=self._name, rank=self._rank, world_size=self._world)
         self._joined = self._read_up_to = await self._append(here)
         self._called = False

@@ -139,7 +139,9 @@ async def has_set(experiment: ExperimentHandle, options: StreamOptions) -> bool:
     return False
 
 
-async def wait_for_set(experiment: ExperimentHandle, options: StreamOptions) -> None:
+async def wait_for_set(
+    experiment: ExperimentHandle, options: StreamOptions, presence: Presence
+) -> None:
     """Return once somebody annotates the set of a stream; say so aloud meanwhile.
 
     Raises:
@@ -152,13 +154,13 @@ async def wait_for_set(experiment: ExperimentHandle, options: StreamOptions) -> 
         return f"trainer {options.consumer!r} waits: {lacking}"
 
     changes = experiment.database.changes
-    presence = Presence(experiment.database, experiment.key, "trainer", options.consumer)
     wait = SpokenWait(changes, tell, presence)
     while True:
         state = await changes.state()
         finished = await experiment.is_finished()
         known = await _sets(experiment)
         if name in known:
+            wait.over()
             return
         if finished:
             lacking = _unknown(experiment, name, known)

@@ -202,9 +202,11 @@ async def open_async_train_stream(
         settle_imports()
     loader = RowLoader(EventCache(experiment.key, experiment.name))
     if chosen.rank:
-        async with _served(
-            experiment, chosen, FollowingRank(experiment, chosen, loader), loader
-        ) as stream:
+        following = FollowingRank(experiment, chosen, loader)
+        async with (
+            following.presence.kept(),
+            _served(experiment, chosen, following, loader) as stream,
+        ):
             yield stream
         return
     async with hold_lease(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -15,11 +14,13 @@ import anyio
 from trinity_buffer.errors import LeaseHeldError, LeaseLostError, StoreError
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.events import now_us
-from trinity_buffer.pipeline.processes import start_of
+from trinity_buffer.pipeline.presence import Presence
+from trinity_buffer.pipeline.processes import is_this_host, lives, start_of, this_host
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.store import log, promises
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import NewEvent, Place
+from trinity_buffer.store.promises import place_of
 from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 TTL_S = 30.0
@@ -28,7 +29,7 @@ HEARTBEATS_PER_TTL = 4
 
 def owner_name() -> str:
     """Return ``host:pid:start:random``, by which others on this machine see whether we live."""
-    return f"{socket.gethostname()}:{os.getpid()}:{start_of(os.getpid())}:{uuid.uuid4().hex[:8]}"
+    return f"{this_host()}:{os.getpid()}:{start_of(os.getpid())}:{uuid.uuid4().hex[:8]}"
 
 
 def is_dead(owner: str) -> bool:
@@ -37,15 +38,9 @@ def is_dead(owner: str) -> bool:
     A process that is only paused is not dead: its lease runs out by itself.
     """
     host, pid, start, _ = owner.rsplit(":", 3)
-    if host != socket.gethostname() or not pid.isdigit():
+    if not is_this_host(host) or not pid.isdigit():
         return False
-    return start_of(int(pid)) != start
-
-
-def place_of(owner: str) -> str:
-    """Return where the owner of a lease runs, as people say it."""
-    host, pid, *_ = owner.rsplit(":", 3)
-    return f"pid {pid} on host {host}"
+    return not lives(int(pid), start)
 
 
 Held: TypeAlias = tuple[str, int, int] | None
@@ -77,6 +72,7 @@ class TrainerLease:
 
     Attributes:
         consumer: whose it is.
+        presence: of the trainer, said again with the heartbeats.
         token: fences those who held it before.
         lost: why it is not held any more, once a newer token was seen.
     """
@@ -87,6 +83,7 @@ class TrainerLease:
         self.consumer = consumer
         self._ttl_us = int(ttl_s * 1e6)
         self.owner = owner_name()
+        self.presence = Presence(database, experiment, "trainer", consumer)
         self.token = 0
         self.lost: LeaseLostError | None = None
 
@@ -189,9 +186,11 @@ class TrainerLease:
     def _renew(self, tx: Transaction) -> None:
         expires = now_us() + self._ttl_us  # by the clock as it is once the transaction has begun
         promises.renew(tx, self._experiment, self.consumer, token=self.token, expires_at_us=expires)
+        self.presence.note(tx)
 
     async def release(self) -> None:
-        """Give the lease back."""
+        """Give the lease back; its holder is not there any more."""
+        await self.presence.gone()
         await self._database.write(
             promises.release, self._experiment, self.consumer, token=self.token
         )

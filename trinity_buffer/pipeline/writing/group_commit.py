@@ -6,7 +6,7 @@ Those of one writer share an event too, as long as nothing is wrong with any of 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import StoreBusyError, StoreError
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, segments
 from trinity_buffer.store.database import Database
@@ -132,7 +133,16 @@ class GroupCommit:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._waiting: list[_Entry] = []
+        self._presences: dict[tuple[int, str], Presence] = {}
         self._committer: asyncio.Task[None] | None = None
+
+    def presence_of(self, experiment: int, actor: str) -> Presence:
+        """Return the presence of an explorer, one for all its writers; its writes renew it."""
+        found = self._presences.get((experiment, actor))
+        if found is None:
+            found = Presence(self._database, experiment, "explorer", actor)
+            self._presences[experiment, actor] = found
+        return found
 
     async def submit(self, call: Call) -> Outcome:
         """Return once the rows of ``call`` are durable, or say why none of them was written.
@@ -217,7 +227,7 @@ class GroupCommit:
         def work(s: Session) -> dict[int, Place]:
             if not group.prepared:
                 s.compute(group.prepare)
-            return s.write(_append, [write for write, _ in group.writes])
+            return s.write(_append, [write for write, _ in group.writes], self.presence_of)
 
         places = await self._database.session(work)
         for write, entries in group.writes:
@@ -239,7 +249,11 @@ class GroupCommit:
                     raise StoreError(f"a key is taken: {error}") from error
 
 
-def _append(tx: Transaction, writes: list[PreparedWrite]) -> dict[int, Place]:
+def _append(
+    tx: Transaction,
+    writes: list[PreparedWrite],
+    presence_of: Callable[[int, str], Presence],
+) -> dict[int, Place]:
     """Record ``writes``; return the place of the last event of each, by its identity."""
     places: dict[int, Place] = {}
     segments.write(tx, [row for write in writes for row in write.segments])
@@ -253,6 +267,8 @@ def _append(tx: Transaction, writes: list[PreparedWrite]) -> dict[int, Place]:
         said = [(write.actor, event) for write in some for event in write.events]
         new = iter(log.append_of_actors(tx, experiment, said, now_us=now_us()))
         places |= {id(write): max(islice(new, len(write.events))) for write in some}
+    for writer in sorted({(write.experiment, write.actor) for write in writes}):
+        presence_of(*writer).note(tx)
     return places
 
 

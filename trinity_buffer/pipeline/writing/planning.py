@@ -161,7 +161,7 @@ async def plan(
                 reached("after-plan")
         if look.answer is not Answer.WAIT:
             wait.over()
-            await presence.seen()
+            await presence.seen(at_once=True)
             return look.answer is not Answer.FINISHED
         _require_fresh(batch, policy_version, look)
         await wait.changed(state)

@@ -11,7 +11,6 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import BatchPlanned
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import Key
-from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.writing import planning
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.pipeline.writing.write_call import OnInvalid, WriteCall
@@ -46,7 +45,7 @@ class SQLWriter(BufferWriter):
         self._on_invalid = on_invalid
         self._users = 0
         self.actor = actor
-        self._presence = Presence(database, experiment, "explorer", actor, at_once=True)
+        self._presence = group_commit.presence_of(experiment, actor)
 
     @override
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
@@ -162,6 +161,10 @@ class SQLWriter(BufferWriter):
             ConflictingSealError: the batch holds another number, or was sealed with another.
         """
         await planning.seal(self._database, self._experiment, self.actor, batch, expected)
+
+    async def stay_present(self) -> None:
+        """Say until cancelled that this explorer is there, while it writes nothing for long."""
+        await self._presence.keep()
 
     @override
     async def acquire(self) -> int:
