@@ -23,6 +23,7 @@ from trinity_buffer.pipeline.streaming.step_queue import StepQueue
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.trainer_lease import hold_lease
+from trinity_buffer.pipeline.writing.planning import Admission
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.transaction import Transaction
 
@@ -182,7 +183,8 @@ async def open_async_train_stream(
     they were recorded.
 
     Raises:
-        InvalidArgumentError: an unknown or impossible option.
+        InvalidArgumentError: an unknown or impossible option, or steps of more groups than the
+            configured bounds let explorers plan.
         UnknownExperimentError: there is no ``expert_experiment`` of this name.
         LeaseHeldError: another process is this consumer, and ``wait_for_lease`` is False.
         CheckpointError: the last commit's checkpoint is missing or is not the one that was
@@ -199,6 +201,7 @@ async def open_async_train_stream(
     except TypeError as error:
         raise InvalidArgumentError(f"train stream: {error}") from error
     if chosen.follow:
+        _require_explorers_get_on(experiment, chosen)
         settle_imports()
     loader = RowLoader(EventCache(experiment.key, experiment.name))
     if chosen.rank:
@@ -220,6 +223,17 @@ async def open_async_train_stream(
         rank = LeadingRank(experiment, chosen, loader, lease, expert)
         async with _served(experiment, chosen, rank, loader) as stream:
             yield stream
+
+
+def _require_explorers_get_on(experiment: ExperimentHandle, options: StreamOptions) -> None:
+    """Return if explorers may plan as many groups as a step takes of them.
+
+    Raises:
+        InvalidArgumentError: they and the stream would wait for each other.
+    """
+    rules = Admission.of(experiment.config)
+    if options.consumer == rules.trainer:
+        rules.require_reachable(options.sampling().plan(1, options.groups_per_step).usual)
 
 
 @asynccontextmanager

@@ -73,6 +73,26 @@ class Admission:
         behind = 0 if policy_version is None else backlog.published - policy_version
         return backlog.uncommitted // self.groups_per_step + behind <= self.max_staleness
 
+    def require_reachable(self, groups_per_step: int) -> None:
+        """Return if so many groups are planned before explorers wait for the step that takes them.
+
+        Raises:
+            InvalidArgumentError: they would wait for the trainer, and the trainer for them.
+        """
+        bounds = {
+            "max_waiting_groups": None if self.max_waiting_groups is None else self.most_waiting,
+            "max_staleness": None if self.max_staleness is None else self.groups_per_step,
+        }
+        for name, most in bounds.items():
+            if most is not None and groups_per_step > most:
+                raise InvalidArgumentError(
+                    f"groups_per_step={groups_per_step}: with {name}={getattr(self, name)} and a "
+                    f"configured groups_per_step={self.groups_per_step} explorers may plan no more "
+                    f"than {most} before they wait for trainer {self.trainer!r}, which would wait "
+                    f"for them: set groups_per_step={groups_per_step} in the experiment's "
+                    "configuration"
+                )
+
     def admits_some_day(self, backlog: trainer_queries.Backlog, policy_version: int) -> bool:
         """Return whether weights of a version that never changes can be admitted at all."""
         behind = backlog.published - policy_version
