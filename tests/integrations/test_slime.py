@@ -11,10 +11,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
 import trinity_buffer as tb
+from tests.trainer.test_damaged_steps import harmed
 from trinity_buffer.errors import InvalidArgumentError
 
 GROUPS, RUNS, PER_STEP, ROLLOUTS = 40, 3, 2, 20
@@ -119,6 +121,28 @@ def test_what_was_added_comes_back_once_also_after_a_restart(slime: Any, tmp_pat
     with tb.open_replay_stream(f"sqlite:///{tmp_path}/run.db", experiment="run") as replay:
         rows = [row for step in replay for row in step.manifest.experiences]
     assert len(rows) == len(set(rows)) == GROUPS * RUNS
+
+
+def test_a_rollout_of_which_every_row_was_dropped_is_passed_over(
+    slime: Any, tmp_path: Path
+) -> None:
+    given = [group(number) for number in range(3 * PER_STEP)]
+    chosen = args(tmp_path)
+    chosen.store_options["damaged_rows"] = "drop"
+    first = slime.StoreDataSource(chosen)
+    first.add_samples(given)
+    assert first.get_samples(PER_STEP) == given[:PER_STEP]
+    first.get_samples(PER_STEP)
+    first.close()
+    uids = [f"group-{number}/group-{number}/0/0/" for number in (PER_STEP, PER_STEP + 1)]
+    anyio.run(harmed, chosen.store_url, *uids)
+    again = slime.StoreDataSource(chosen)
+    again.load(0)  # rollout 0 is in the weights
+    assert again.get_samples(PER_STEP) == given[2 * PER_STEP :]
+    again.save(1)
+    again.close()
+    with tb.open_replay_stream(chosen.store_url, experiment="run") as replay:
+        assert [step.rows for step in replay] == [PER_STEP * RUNS, 0, PER_STEP * RUNS]
 
 
 LEFT_OPEN = """
