@@ -8,6 +8,7 @@ import torch
 from tests.trainer.data import RUNS, recorded, rollouts, solutions
 from trinity_buffer.errors import InvalidArgumentError, TrainingError, UnknownExperimentError
 from trinity_buffer.events import body_of
+from trinity_buffer.inspect import now, rejection_counts, rejections
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
@@ -98,6 +99,13 @@ async def test_an_expert_above_the_limit_is_rejected_in_its_own_experiment(store
         assert all(m["input_ids"].shape[1] <= limit for s in steps for m in s.microbatches)
         expert = await store.experiment("expert")
         events = [e async for e in expert.events(kinds=("ExperiencesRejected",))]
+        told = await rejections(now(expert))
+        assert await rejections(now(expert), by="run/trainer", reason="oversize") == told
+        counts = await rejection_counts(now(expert))
+    lost = sum(len(e.body["reasons"]) for e in events)
+    assert {one.uid for one in told} <= {e.eid.uid for e in long if e.length > limit}
+    assert {(one.by, one.kind) for one in told} == {("run/trainer", "trainer")}
+    assert (counts, len(told)) == ({"run/trainer": {"oversize": lost}}, lost)
     assert {e.body["consumer"] for e in events} == {"run/trainer"}
     assert {reason for e in events for reason in e.body["reasons"]} == {"oversize"}
 

@@ -110,6 +110,30 @@ async def test_groups_are_paged_once_each(
     assert sorted(found) == ["0", "0", "1", "2", "3"]
 
 
+@pytest.mark.parametrize(
+    "path", ["groups", "rejected?by=varied&reason=zero_variance", "search?text=and"]
+)
+def test_pages_lead_back_the_way_that_they_led_on(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr("trinity_buffer.web.views.PAGE", 1)
+    seen = [client.get(f"/sort/{path}").text]
+    while len(seen) < 4:
+        seen.append(client.get(linked(seen[-1], "next")).text)
+    assert len({tuple(re.findall('uid=[^"]*', page)) for page in seen}) == len(seen)
+    page = seen.pop()
+    while seen:
+        page = client.get(linked(page, "prev")).text
+        assert page == seen.pop()
+    assert 'rel="prev"' not in page
+
+
+def linked(page: str, how: str) -> str:
+    """Return where the one link of a kind leads."""
+    (found,) = re.findall(rf'rel="{how}" href="([^"]+)"', page)
+    return html.unescape(found)
+
+
 def test_a_bar_of_the_histogram_leads_to_its_rows(client: TestClient) -> None:
     page = client.get("/sort/steps/1").text
     bars = re.findall(r'<a href="([^"]+)"><rect [^>]*><title>([^<]*): (\d+)</title>', page)

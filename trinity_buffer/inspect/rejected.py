@@ -22,7 +22,8 @@ class Rejected:
     """One experience that was left out.
 
     Attributes:
-        by: the strategy or trainer, or ``door``.
+        by: the strategy or trainer, or ``door``; a trainer of another experiment, which mixes in
+            rows of this one, is ``EXPERIMENT/TRAINER``.
         kind: ``strategy``, ``trainer`` or ``door``.
         position: of the event that says so.
         address: ``position:slot`` of the experience; of a trainer, of the annotation.
@@ -83,12 +84,12 @@ async def rejections(
     Raises:
         UnknownNameError: no such consumer.
     """
-    consumers = await source.read(queries.consumers, source.key)
-    if by is not None and by not in {*consumers, DOOR}:
-        known = ", ".join([*consumers, DOOR])
-        raise UnknownNameError(f"nobody is called {by!r} in {source.name!r} (there: {known})")
+    known = await source.read(_names, source.key)
+    if by is not None and by not in {*known, DOOR}:
+        there = ", ".join([*known, DOOR])
+        raise UnknownNameError(f"nobody is called {by!r} in {source.name!r} (there: {there})")
 
-    names = [name for name in consumers if by in (None, name)]
+    names = [name for name in known if by in (None, name)]
     page = _Page(reason, limit, before)
     found = await source.read(_rejected, source.key, names, page)
     if by in (None, DOOR):
@@ -96,19 +97,26 @@ async def rejections(
     return sorted(found, key=lambda one: (-one.position, one.address))[:limit]
 
 
+def _names(tx: Transaction, experiment: int) -> list[str]:
+    """Return who may have rejected something."""
+    found = [*queries.consumers(tx, experiment), *inspection.rejecting(tx, experiment)]
+    return list(dict.fromkeys(found))
+
+
 def _rejected(
     tx: Transaction, experiment: int, names: Sequence[str], page: _Page
 ) -> list[Rejected]:
-    kinds = {name: row.kind for name, row in queries.consumers(tx, experiment).items()}
+    known = {name: row.kind for name, row in queries.consumers(tx, experiment).items()}
+    kinds = {name: known.get(name, "trainer") for name in names}
     rows = [
         row for name in names for row in inspection.rejected(tx, experiment, name, **page._asdict())
     ]
     noted = [row.address for row in rows if kinds[row.consumer] == "trainer"]
-    sets = [name for name, kind in kinds.items() if kind == "strategy"]
+    sets = [name for name, kind in known.items() if kind == "strategy"]
     of = inspection.annotated_experiences(tx, experiment, sets, noted)
     experiences = {row.address: of.get(row.address, row.address) for row in rows}
-    known = queries.experience_rows(tx, experiment, sorted(set(experiences.values())))
-    uids = {row.address: row.eid.uid for row in known}
+    stored = queries.experience_rows(tx, experiment, sorted(set(experiences.values())))
+    uids = {row.address: row.eid.uid for row in stored}
     return [
         Rejected(
             row.consumer,
@@ -138,8 +146,8 @@ async def rejection_counts(source: Source) -> Mapping[str, Mapping[str, int]]:
     """Return consumer -> reason -> how many it rejected; ``door`` is who refuses at the door."""
 
     def look(tx: Transaction) -> dict[str, dict[str, int]]:
-        consumers = queries.consumers(tx, source.key)
-        found = {name: conservation.reasons(tx, source.key, name) for name in consumers}
+        names = _names(tx, source.key)
+        found = {name: conservation.reasons(tx, source.key, name) for name in names}
         return found | {DOOR: conservation.refused(tx, source.key)}
 
     counted = await source.read(look)

@@ -312,6 +312,17 @@ def rejected(
     return [RejectedRow(row.consumer, int(row.address), row.reason, row.position) for row in rows]
 
 
+def rejecting(tx: Transaction, experiment: int) -> list[str]:
+    """Return who rejected something, trainers of other experiments too (``EXPERIMENT/TRAINER``)."""
+    names: list[str] = []
+    own = select(func.min(rejection.c.consumer)).where(rejection.c.experiment == experiment)
+    name = tx.execute(own).scalar()
+    while name is not None:  # a look at the index for each, and not at each row
+        names.append(name)
+        name = tx.execute(own.where(rejection.c.consumer > name)).scalar()
+    return names
+
+
 def _for(recorded: ColumnElement[Any], reason: str) -> ColumnElement[bool]:
     """Return the condition that a recorded reason is ``reason``, or is of that kind."""
     # No LIKE, for which upper and lower case are the same in SQLite alone.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,33 @@ class Asked:
             return None if said is None else float(said)
         except ValueError:
             raise InvalidArgumentError(f"{key}={said!r}: it must be a number") from None
+
+
+TRAIL = 50
+"""So many pages back a page knows where each began."""
+
+
+def turned(asked: Asked, key: str, following: int | None, kept: Sequence[str]) -> dict[str, Any]:
+    """Return the queries of the ``previous`` and the ``following`` page, None where there is none.
+
+    Args:
+        asked: this page; its ``trail`` says where those before it began.
+        key: says where a page begins; the first one has none.
+        following: where the next page begins.
+        kept: keys that stay.
+    """
+    here, trail = asked.text(key), [at for at in (asked.text("trail") or "").split(",") if at]
+    stay = {name: value for name in kept if (value := asked.text(name)) is not None}
+
+    def query(at: object, before: Sequence[str]) -> dict[str, Any]:
+        trail = {"trail": ",".join(before[-TRAIL:])} if before else {}
+        return stay | ({} if at is None else {key: at}) | trail
+
+    behind = trail if here is None else [*trail, here]
+    return {
+        "previous": None if here is None else query(trail[-1] if trail else None, trail[:-1]),
+        "following": None if following is None else query(following, behind),
+    }
 
 
 def whole(key: str, said: str, greatest: int = GREATEST_STEP) -> int:

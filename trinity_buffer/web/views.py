@@ -21,7 +21,7 @@ from trinity_buffer.inspect.blobs import Unreadable
 from trinity_buffer.inspect.doctor import examine
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.store.rows import first_address
-from trinity_buffer.web.asked import GREATEST, Asked, Page, View
+from trinity_buffer.web.asked import GREATEST, Asked, Page, View, turned
 from trinity_buffer.web.diff_view import diff_page
 from trinity_buffer.web.rollout_view import rollout_page
 from trinity_buffer.web.step_views import staleness_page, step_page, steps_page
@@ -60,8 +60,7 @@ async def groups_page(asked: Asked) -> Page:
     return "groups.html", {
         "groups": found,
         "batch": batch,
-        "set": asked.text("set"),
-        "before": min(group.newest for group in found) if more else None,
+        **turned(asked, "before", min(g.newest for g in found) if more else None, ["batch", "set"]),
     }
 
 
@@ -70,12 +69,13 @@ async def rejected_page(asked: Asked) -> Page:
     source, by = await asked.source(), asked.text("by")
     before = asked.whole("before", GREATEST)
     found = await rejections(source, by=by, reason=asked.text("reason"), limit=PAGE, before=before)
+    more = _lowest(one.address for one in found) if by and len(found) == PAGE else None
     return "rejected.html", {
         "counts": await rejection_counts(source),
         "rejected": found,
         "by": by,
         "reason": asked.text("reason"),
-        "before": _lowest(one.address for one in found) if by and len(found) == PAGE else None,
+        **turned(asked, "before", more, ["by", "reason"]),
     }
 
 
@@ -104,6 +104,7 @@ async def search_page(asked: Asked) -> Page:
         "found": found,
         "unreadable": unreadable,
         "more": more,
+        **turned(asked, "after", more, ["text", "exact"]),
     }
 
 
