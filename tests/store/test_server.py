@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 
 import anyio
+import asyncpg
 import pytest
 
 from tests.contract.making import group, opened
 from tests.postgres import PostgresServer
-from trinity_buffer.errors import UnsafeStoreError
+from trinity_buffer.errors import StoreBusyError, StoreError, UnsafeStoreError
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.store import postgres, sqlite
 
 
 @pytest.fixture
@@ -97,3 +100,37 @@ async def test_a_database_that_cannot_store_every_text_is_refused(
         assert "event" not in postgres_server.execute(r"\dt", database="latin")
     finally:
         postgres_server.drop_database("latin")
+
+
+LOCKS = ["LOCK TABLE event", "SELECT pg_advisory_xact_lock(7, 1)"]
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+async def test_nobody_waits_for_ever_for_a_lock_that_somebody_holds(
+    postgres_store_url: str, monkeypatch: pytest.MonkeyPatch, lock: str
+) -> None:
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 300)
+    async with opened(postgres_store_url) as experiment:
+        writer = experiment.writer("e0")
+        other = await asyncpg.connect(postgres_store_url)
+        await other.execute(f"BEGIN; {lock}")
+        with anyio.fail_after(20), pytest.raises(StoreBusyError, match="held the database for"):
+            await writer.write(group())
+        await other.close()
+        assert (await writer.write(group())).written == 4
+
+
+async def test_a_lock_timeout_that_somebody_has_chosen_stays(
+    postgres_server: PostgresServer, own: str
+) -> None:
+    postgres_server.execute(f"ALTER DATABASE {own} SET lock_timeout = '2min'")
+    async with open_store(postgres_server.url(own)) as store:
+        assert await store.database.read(lambda tx: tx.rows("SHOW lock_timeout", ())) == [("2min",)]
+
+
+async def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres, "CONNECT_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"postgresql://postgres@127.0.0.1:{silent.getsockname()[1]}/any"
+        with anyio.fail_after(20), pytest.raises(StoreError, match="it does not answer"):
+            await open_store(url).__aenter__()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from trinity_buffer.errors import (
     ReadOnlyStoreError,
@@ -172,8 +173,15 @@ class foreign_errors:  # noqa: N801 - read as a statement: `with foreign_errors(
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         if isinstance(error, (DBAPIError, dbapi2.Error)):
             raise _translate(error, self.name) from error
-        if isinstance(error, (ConnectionError, OSError)) and not isinstance(error, TimeoutError):
-            raise StoreError(f"{self.name}: cannot reach the database: {error}") from error
+        if isinstance(error, OSError) and not isinstance(error, StoreError):
+            raise StoreError(
+                f"{self.name}: cannot reach the database: {str(error) or 'it does not answer'}"
+            ) from error
+        if isinstance(error, PoolTimeoutError):
+            raise StoreBusyError(
+                f"{self.name}: every connection of this process waits, for another process that "
+                "holds a lock or for a server that does not answer"
+            ) from error
         if isinstance(error, UnicodeDecodeError):  # SQLite's message quotes a damaged schema
             raise StoreError(
                 f"{self.name} is damaged, its schema is no text ({error}): put a copy back"
@@ -193,7 +201,7 @@ def _translate(error: Exception, name: str) -> Exception:
 
 _MEANINGS: tuple[tuple[tuple[str, ...], type[StoreError], str], ...] = (
     (
-        ("database is locked", "database is busy"),
+        ("database is locked", "database is busy", "due to lock timeout"),
         StoreBusyError,
         "{name}: another process held the database for over {busy_s} s; "
         "`trinity-buffer stats` shows what is at work",

@@ -26,6 +26,9 @@ APPLICATION = f"trinity-buffer {os.getpid()}@{socket.gethostname()}"[:63]
 """What the server's list of connections says of ours."""
 FIRST_POLL_S = 0.001
 SLOWEST_POLL_S = 0.008
+CONNECT_TIMEOUT_S = 30.0
+"""Of a server that takes a connection and does not answer."""
+
 CLOSE_TIMEOUT_S = 5.0
 SLOWEST_WATCHED_POLL_S = 0.05
 """Where the kernel tells of writes: a net below it, no more."""
@@ -173,7 +176,9 @@ class PostgresChanges(Changes):
                 )
                 try:
                     self._connection = await asyncpg.connect(
-                        _dsn(self._url), server_settings={"application_name": APPLICATION}
+                        _dsn(self._url),
+                        server_settings={"application_name": APPLICATION},
+                        timeout=CONNECT_TIMEOUT_S,
                     )
                     # Whoever waits must not wait for news over a connection that is gone.
                     self._connection.add_termination_listener(self._heard)
@@ -181,7 +186,7 @@ class PostgresChanges(Changes):
                 except self._gone as error:
                     raise StoreError(
                         f"{self._url.render_as_string(hide_password=True)}: cannot listen for "
-                        f"changes: {error}"
+                        f"changes: {str(error) or 'it does not answer'}"
                     ) from error
                 # what came before the connection stood was not heard: read once more
                 self._others += 1

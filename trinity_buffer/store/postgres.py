@@ -25,8 +25,9 @@ from typing_extensions import override
 from trinity_buffer.errors import StoreError, UnsafeStoreError
 from trinity_buffer.extras import extra
 from trinity_buffer.sizes import sizes
+from trinity_buffer.store import sqlite
 from trinity_buffer.store.access import POOLED
-from trinity_buffer.store.changes import APPLICATION, CHANNEL
+from trinity_buffer.store.changes import APPLICATION, CHANNEL, CONNECT_TIMEOUT_S
 from trinity_buffer.store.tables import SCHEMA_REVISION
 from trinity_buffer.store.transaction import Transaction
 
@@ -207,9 +208,12 @@ class Server:
             pool_size=KEPT_CONNECTIONS,
             max_overflow=MORE_CONNECTIONS,
             isolation_level="AUTOCOMMIT",
-            connect_args={"server_settings": {"application_name": APPLICATION}},
+            connect_args={
+                "server_settings": {"application_name": APPLICATION},
+                "timeout": CONNECT_TIMEOUT_S,
+            },
         )
-        listen(self._engine.sync_engine, "connect", _wait_for_the_disk)
+        listen(self._engine.sync_engine, "connect", _set_up)
         listen(self._engine.sync_engine, "checkout", _replace_if_lost)
 
     async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
@@ -269,12 +273,14 @@ class Server:
         await self._engine.dispose()
 
 
-def _wait_for_the_disk(connection: Any, _record: object) -> None:
+def _set_up(connection: Any, _record: object) -> None:
     """Let commits of a new connection be durable, whatever the default is or becomes.
 
-    With ``synchronous_commit=off`` one that was acknowledged could be lost in a crash.
+    With ``synchronous_commit=off`` one that was acknowledged could be lost in a crash. And nobody
+    waits for a lock longer than on SQLite, unless somebody has chosen a time: by default it would
+    be for ever, without a word.
     """
-    connection.run_async(lambda pg: pg.execute(_DURABLE))
+    connection.run_async(lambda pg: pg.fetch(_SETTINGS, str(sqlite.BUSY_TIMEOUT_MS)))
 
 
 def _replace_if_lost(connection: Any, _record: object, _proxy: object) -> None:
@@ -283,9 +289,10 @@ def _replace_if_lost(connection: Any, _record: object, _proxy: object) -> None:
         raise InvalidatePoolError
 
 
-_DURABLE = (
+_SETTINGS = (
     "SELECT set_config('synchronous_commit', CASE found WHEN 'off' THEN 'on' ELSE found END, false)"
-    " FROM current_setting('synchronous_commit') AS found"
+    ", set_config('lock_timeout', CASE waits WHEN '0' THEN $1 ELSE waits END, false)"
+    " FROM current_setting('synchronous_commit') AS found, current_setting('lock_timeout') AS waits"
 )
 _ABOUT = "SELECT current_setting('server_version'), current_setting('server_encoding')"
 _SET_MARK = "SELECT set_config('trinity_buffer.session', $1, false)"
