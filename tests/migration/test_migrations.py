@@ -254,3 +254,21 @@ async def test_a_url_that_can_be_no_store_is_refused(url: str) -> None:
     with pytest.raises((InvalidArgumentError, StoreError)):
         async with open_store(url):
             pass
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ("INSERT INTO alembic_version VALUES ('0001')", "0001, 0002"),
+        ("DELETE FROM alembic_version", "none"),
+    ],
+)
+async def test_a_store_of_no_one_revision_is_named_as_damaged(
+    store_url: str, edit: str, said: str
+) -> None:
+    async with open_for_migration(store_url) as database:
+        await database.write(lambda tx: tx.execute(text(edit)))
+    with pytest.raises(UnknownStoreError, match=f"alembic_version names {said}, where"):
+        await open_store(store_url).__aenter__()
+    with pytest.raises(UnknownStoreError, match=f"alembic_version names {said}, where"):
+        await migrate(store_url)

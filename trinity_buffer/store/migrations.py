@@ -7,7 +7,7 @@ from pathlib import Path
 from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection
 from sqlalchemy import inspect as inspect_engine
 
 from trinity_buffer.errors import SchemaTooNewError, UnknownStoreError
@@ -41,15 +41,14 @@ def current(tx: Transaction, name: str) -> str:
     """Return the revision of the database.
 
     Raises:
-        UnknownStoreError: it holds no store.
+        UnknownStoreError: it holds no store, or none that names one revision.
         SchemaTooNewError: a revision that this version does not know.
     """
     found = set(inspect_engine(tx.connection).get_table_names())
     if not {"alembic_version", "event"} <= found:
         what = "is empty" if not found else "holds other tables"
         raise UnknownStoreError(f"{name} is not a Trinity Buffer store: it {what}")
-    query = text("SELECT version_num FROM alembic_version")
-    revision = str(tx.execute(query).scalar_one_or_none())
+    revision = schema.revision_of(tx, name)
     if revision not in schema.KNOWN_REVISIONS:
         raise SchemaTooNewError(
             f"{name} was written by a newer version (schema {revision}, this is "

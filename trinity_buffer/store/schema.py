@@ -176,7 +176,7 @@ def inspect(tx: Transaction, name: str) -> bool:
         raise UnknownStoreError(
             f"{name} is not a Trinity Buffer store: it holds other tables ({some})"
         )
-    revision = tx.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
+    revision = revision_of(tx, name)
     if revision == tables.SCHEMA_REVISION:
         return True
     if revision in KNOWN_REVISIONS:
@@ -190,6 +190,22 @@ def inspect(tx: Transaction, name: str) -> bool:
         f"{tables.SCHEMA_REVISION}): "
         "upgrade with `pip install --upgrade trinity-buffer`"
     )
+
+
+def revision_of(tx: Transaction, name: str) -> str:
+    """Return the revision of the schema.
+
+    Raises:
+        UnknownStoreError: the store says none, or several.
+    """
+    found = [str(row[0]) for row in tx.rows("SELECT version_num FROM alembic_version", ())]
+    if len(found) != 1:
+        said = ", ".join(sorted(found)) or "none"
+        raise UnknownStoreError(
+            f"{name} is damaged: its table alembic_version names {said}, where it must name one "
+            "schema: put a copy back"
+        )
+    return found[0]
 
 
 def create(tx: Transaction, name: str) -> None:
