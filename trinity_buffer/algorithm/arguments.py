@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from trinity_buffer.errors import InvalidArgumentError
@@ -22,16 +23,21 @@ REQUIRED = inspect.Parameter.empty
 def declared_arguments(cls: type) -> dict[str, Any]:
     """Return ``{name: default}`` of all that the constructor of ``cls`` takes.
 
-    `REQUIRED` stands where there is no default.     A signature with ``**kwargs`` hands these on to
+    `REQUIRED` stands where there is no default. A signature with ``**kwargs`` hands these on to
     its base class, whose arguments therefore count too; the most derived default wins.
     """
-    found: dict[str, Any] = {}
+    return {name: parameter.default for name, parameter in _parameters(cls).items()}
+
+
+def _parameters(cls: type) -> dict[str, inspect.Parameter]:
+    """Return ``{name: parameter}`` of all that the constructor of ``cls`` takes."""
+    found: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
         if "__init__" not in vars(base):
             continue
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        found = {p.name: p.default for p in named} | found
+        found = {p.name: p for p in named} | found
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return found
@@ -73,14 +79,49 @@ def made(cls: Callable[..., Made], *parts: Any, **arguments: Any) -> Made:
     """Return ``cls(*parts, **arguments)``.
 
     Raises:
-        InvalidArgumentError: an argument is of a type with which it cannot be made.
+        InvalidArgumentError: an argument is of another kind than the constructor says, or one with
+            which it cannot be made.
     """
+    if isinstance(cls, type):
+        _refuse_other_kinds(cls, arguments)
     try:
         return cls(*parts, **arguments)
-    except TypeError as error:
+    except InvalidArgumentError:
+        raise
+    except (TypeError, ValueError) as error:
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         name = getattr(cls, "__name__", str(cls))
         raise InvalidArgumentError(f"{name}({given}): {error}") from error
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "float": lambda value: isinstance(value, Real) and not isinstance(value, bool),
+    "int": lambda value: isinstance(value, Integral) and not isinstance(value, bool),
+    "bool": lambda value: isinstance(value, bool),
+    "str": lambda value: isinstance(value, str),
+    "None": lambda value: value is None,
+}
+"""What a plain annotation accepts; others say nothing here."""
+
+
+def _refuse_other_kinds(cls: type, given: Mapping[str, Any]) -> None:
+    """Return if every argument is of the kind that its plain annotation names.
+
+    A text in place of a number would otherwise be met in the middle of the first step.
+
+    Raises:
+        InvalidArgumentError: names the argument, its value and what it must be.
+    """
+    for name, parameter in _parameters(cls).items():
+        said = parameter.annotation
+        kinds = (said if isinstance(said, str) else getattr(said, "__name__", "")).split(" | ")
+        if name not in given or not set(kinds) <= _KINDS.keys():
+            continue
+        if not any(_KINDS[kind](given[name]) for kind in kinds):
+            raise InvalidArgumentError(
+                f"{cls.__name__}({name}={given[name]!r}): it must be of the type "
+                f"{' | '.join(kinds)}"
+            )
 
 
 def one_of(name: str, value: Any, accepted: Iterable[Any]) -> None:

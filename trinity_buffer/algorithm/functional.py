@@ -259,7 +259,7 @@ def clip_limits(
     """Return how far a ratio may fall below and rise above 1; the two-sided limits win.
 
     Raises:
-        InvalidArgumentError: a side has no limit.
+        InvalidArgumentError: a side has no limit, or one below 0.
     """
     low = clip_range if clip_range_low is None else clip_range_low
     high = clip_range if clip_range_high is None else clip_range_high
@@ -268,6 +268,8 @@ def clip_limits(
         raise InvalidArgumentError(
             f"set clip_range, or both clip_range_low and clip_range_high ({missing} is missing)"
         )
+    if not (low >= 0 and high >= 0):
+        raise InvalidArgumentError(f"clip ranges must not be negative, they are {low} and {high}")
     return low, high
 
 

@@ -57,6 +57,9 @@ class KLFn(ABC):
     ) -> None:
         if adaptive and (target_kl is None or horizon is None):
             raise InvalidArgumentError("an adaptive KL coefficient needs target_kl and horizon")
+        for name, value in {"target_kl": target_kl, "horizon": horizon}.items():
+            if value is not None and not value > 0:
+                raise InvalidArgumentError(f"{name} must be above 0, it is {value}")
         self.adaptive = adaptive
         self.kl_coef = kl_coef
         self.target_kl = target_kl
