@@ -6,6 +6,7 @@ Tensors are safetensors, everything else is JSON: a checkpoint of unknown origin
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -223,6 +224,9 @@ def read_step(folder: Path) -> int:
         raise CheckpointError(f"{folder} holds no {STATE_FILE} of a trainer: {error}") from error
 
 
+_NAME = re.compile(r"step-\d+(-\d+)?")
+
+
 def remove_old(root: Path, *, keep: int, committed: Path) -> None:
     """Delete the checkpoints up to ``committed``, but those of the newest ``keep`` steps.
 
@@ -233,7 +237,8 @@ def remove_old(root: Path, *, keep: int, committed: Path) -> None:
             the same step go.
     """
     last = _place_of(committed)
-    places = {folder: _place_of(folder) for folder in root.glob("step-*")}
+    found = (folder for folder in root.glob("step-*") if _NAME.fullmatch(folder.name))
+    places = {folder: _place_of(folder) for folder in found}
     # None: who took over meanwhile has gone on, and tidied up to where it is.
     kept = sorted({step for step, _ in places.values() if step <= last[0]})[-keep:]
     for folder, (step, number) in places.items():
