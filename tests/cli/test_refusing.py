@@ -126,6 +126,66 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("record", "--upstream", "nonsense"),
         "'nonsense' is no URL of a server: write http://HOST:PORT/v1",
     ),
+    "an expert that is the run itself": (
+        ("explore", "--set", "algorithm=mix", "--set", "expert_experiment=sort"),
+        "expert_experiment='sort' is the run itself",
+    ),
+    "a text for the number of a loss": (
+        ("explore", "--set", "loss.args={clip_range='0.2'}"),
+        "PPOPolicyLossFn(clip_range='0.2'): it must be of the type float | None",
+    ),
+    "a text for a coefficient": (
+        ("train", "--set", "algorithm_args={kl_loss_fn='k2',kl_loss_fn_args={kl_coef='1'}}"),
+        "K2Fn(kl_coef='1'): it must be of the type float",
+    ),
+    "a text for a staleness": (
+        (
+            *("train", "--set", "algorithm_args.sample_strategy=staleness_control"),
+            *("--set", "algorithm_args.sample_strategy_args={max_staleness='x'}"),
+        ),
+        "(max_staleness='x'): it must be of the type float",
+    ),
+    "a clip below 0": (("train", "--set", "loss.args={clip_range=-3}"), "must not be negative"),
+    "a horizon of 0": (
+        (
+            *("train", "--set"),
+            "algorithm_args.kl_loss_fn_args={adaptive=true,target_kl=1,horizon=0}",
+        ),
+        "horizon must be above 0, it is 0",
+    ),
+    "a loss argument that is no number": (
+        ("explore", "--set", "loss.args={clip_range=nan}"),
+        "loss.args={'clip_range': nan}: must hold texts and finite numbers alone",
+    ),
+    "a truth value for a rate": (
+        ("train", "--set", "optimizer.learning_rate=true"),
+        "optimizer.learning_rate=True: Input should be a number",
+    ),
+    "runs of a group in the wrong place": (
+        ("explore", "--set", "algorithm_args.rollouts_per_group=6"),
+        "say rollouts_per_group",
+    ),
+    "a length for tasks that have one": (
+        ("explore", "--set", "max_tokens=1"),
+        "max_tokens=1 is read by a run of your own alone",
+    ),
+    "a value of a thousand brackets": (
+        ("explore", "--set", f"seed={'[' * 3000}"),
+        "nested too deeply",
+    ),
+    "a file of a thousand brackets": (
+        ("explore", "--config", "a.yaml", f"seed: {'[' * 3000}"),
+        "a.yaml: it is nested too deeply",
+    ),
+    "a pace of kills without kills": (
+        ("demo", "--chaos-every", "2"),
+        "--chaos-every 2 needs --chaos",
+    ),
+    "two seeds": (("demo", "--seed", "1", "--set", "seed=2"), "--seed 1, and seed=2: say one of"),
+    "digits for a model that has a game": (
+        ("demo", "--model", "hf", "--digits", "2"),
+        "--digits 2: --model hf has a task of its own",
+    ),
     "a demo of an unknown loss": (("demo", "--set", "loss.name=pppo"), "no policy_loss_fn 'pppo'"),
 }
 

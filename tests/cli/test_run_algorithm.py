@@ -39,7 +39,6 @@ def test_a_key_of_its_own_wins_over_the_arguments() -> None:
                     "policy_loss_fn_args": {"clip_range_low": 0.1, "clip_range_high": 0.5},
                     "entropy_loss_fn_args": {"entropy_coef": 0.5},
                     "add_strategy_args": {"epsilon": 1e-3},
-                    "rollouts_per_group": 3,
                 },
                 "loss": {"args": {"clip_range_high": 0.3}},
                 "optimizer": {"entropy_coef": 0.02},

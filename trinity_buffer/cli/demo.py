@@ -100,6 +100,10 @@ class Demo:
             at = "after its end" if self._numbers.finished else f"at step {self._numbers.step}"
             self._say(f"\ncut short by Ctrl-C {at}: run the same command again to go on")
             return 0
+        except BaseExceptionGroup as errors:
+            if errors.subgroup(SystemExit) is None:
+                raise
+            return 1  # nobody reads what it prints any more, as behind `| head`
         finally:
             # again: an impatient second Ctrl-C may have cut the first one short
             for supervisor in self._supervisors:

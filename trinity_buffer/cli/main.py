@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from typing import NoReturn
 
 import typer
@@ -33,13 +34,36 @@ def trinity_buffer() -> None:
 
 
 def run_command() -> None:
-    """Run the command; our errors are one sentence, and exit code 1 (failed) or 2 (refused)."""
+    """Run the command; our errors are one sentence, and exit code 1 (failed) or 2 (refused).
+
+    So are those of the system: a full disk, a folder that may not be written.
+    """
     try:
         app()
     except TrinityBufferError as error:
         told = "; ".join([str(error), *getattr(error, "__notes__", [])])
         sys.stderr.write(f"error: {escaped(told)}\n")
         raise SystemExit(exit_code_of(error)) from None
+    except OSError as error:
+        sys.stderr.write(f"error: {escaped(str(error))}\n")
+        raise SystemExit(1) from None
+
+
+def _open_streams() -> None:
+    """Give a process that was started without stdin, stdout or stderr an empty one.
+
+    Else the next file that is opened takes its number, and whatever is printed goes there.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+    for stream in (sys.stdout, sys.stderr):  # a terminal of ASCII is no reason to end a run
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def main() -> NoReturn:
@@ -48,6 +72,7 @@ def main() -> NoReturn:
     At once: all is closed by then, and to take torch down would take each process a third of a
     second, for which somebody who has pressed Ctrl-C waits.
     """
+    _open_streams()
     end_with_parent()
     code: str | int | None = 0
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 from trinity_buffer.cli.demo_ends import require_policies
 from trinity_buffer.cli.ends import ends_of
+from trinity_buffer.cli.expert_check import require_expert
 from trinity_buffer.cli.options import made_folder_of
 from trinity_buffer.cli.run_algorithm import recorded, require_parts_of
 from trinity_buffer.cli.run_config import merged, of_experiment, overridden, require_model, resolved
@@ -55,12 +56,15 @@ async def _record(store: Store, name: str | None, wanted: _Wanted) -> str:
     names = await store.experiments()
     name = name or (names[0] if len(names) == 1 else DEFAULT_NAME)
     if name not in names:
-        await store.experiment(name, config=wanted.settings(names))
+        settings = wanted.settings(names)
+        await require_expert(store, name, of_experiment(settings))
+        await store.experiment(name, config=settings)
         return name
     opened = await store.experiment(name)
     before = opened.config
     changed = wanted.settings(names, before, await opened.columns())
     require_model(name, {**before, **wanted.file})
+    await require_expert(store, name, of_experiment(changed))
     # What is recorded beside a run's own keys stays.
     await store.experiment(name, config={**before, **changed})
     return name

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -17,6 +18,7 @@ from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.cli.demo_ends import require_policies
 from trinity_buffer.cli.ends import Ends, ends_of
 from trinity_buffer.cli.escaping import escaped
+from trinity_buffer.cli.expert_check import require_expert
 from trinity_buffer.cli.run_algorithm import algorithm_of, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment, require_model
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
@@ -47,14 +49,15 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-async def require_parts(store: Store, experiment: Experiment) -> None:
-    """Return if a run has what its algorithm needs; see `require_parts_of`.
+async def require_parts(store: Store, experiment: Experiment, *, expert_rows: bool = False) -> None:
+    """Return if a run has what its algorithm needs; see `require_parts_of` and `require_expert`.
 
     Raises:
         InvalidArgumentError: says what is lacking, and what to do.
     """
     config = of_experiment(experiment.config)
     require_policies(config)
+    await require_expert(store, experiment.name, config, rows=expert_rows)
     require_parts_of(
         config,
         schema=experiment.config.get("schema", "experience"),
@@ -75,7 +78,11 @@ async def explore(
     """Explore until the experiment is finished."""
     use_one_thread()
 
+    batches = 0
+
     def tell(report: BatchReport) -> None:
+        nonlocal batches
+        batches += 1
         repaired = " (planned before a crash, finished now)" if report.repaired else ""
         made = f"{report.experiences} recorded"
         if report.reward is not None:
@@ -96,6 +103,18 @@ async def explore(
             max_batches=max_batches,
             report=tell,
         )
+        if not batches:
+            say(
+                f"{actor} had nothing to explore: {await _why_nothing(opened, config, max_batches)}"
+            )
+
+
+async def _why_nothing(experiment: Experiment, config: RunConfig, batches: int | None) -> str:
+    if await experiment.is_finished():
+        return "the experiment is finished"
+    if config.rollout is not None:
+        return "each of its tasks was planned before"
+    return f"--batches {batches} counts what it has planned before"
 
 
 async def annotate(
@@ -152,11 +171,13 @@ async def _nothing_to_annotate(experiment: Experiment, *, follow: bool) -> Consu
     return ConsumerReport(0, 0, 0, 0)
 
 
-async def config_of(url: str, experiment: str) -> tuple[RunConfig, str]:
+async def config_of(
+    url: str, experiment: str, *, expert_rows: bool = False
+) -> tuple[RunConfig, str]:
     """Return the configuration of a run, and the schema of its data."""
     async with open_store(url, read_only=True) as store:
         opened = await store.experiment(experiment)
-        await require_parts(store, opened)
+        await require_parts(store, opened, expert_rows=expert_rows)
         require_model(experiment, opened.config)
         return of_experiment(opened.config), opened.config.get("schema", "experience")
 
@@ -216,7 +237,7 @@ def train(
 ) -> None:
     """Train until the target is reached or the stream ends; then finish the experiment."""
     use_one_thread()
-    config, _ = anyio.run(config_of, url, experiment)
+    config, _ = anyio.run(partial(config_of, url, experiment, expert_rows=not follow))
     algorithm = algorithm_of(config)
     settings = settings_of(config, checkpoints, keep_checkpoints)
     ends = ends_of(config)

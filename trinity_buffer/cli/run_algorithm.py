@@ -30,6 +30,10 @@ def require_parts_of(
         InvalidArgumentError: says what is lacking, and what to do.
     """
     algorithm = algorithm_of(config)
+    if "rollouts_per_group" in config.algorithm_args:
+        raise InvalidArgumentError(
+            "algorithm_args.rollouts_per_group: say rollouts_per_group, which the explorers read"
+        )
     if config.trainer == strategy_of(algorithm):
         raise InvalidArgumentError(
             f"trainer={config.trainer!r} is the name of the strategy's annotation set: give the "
@@ -51,7 +55,7 @@ def algorithm_of(config: RunConfig) -> Algorithm:
 
     The algorithm's own recipe gives way to ``algorithm_args``, and these to the keys that say one
     thing each, where they are set: ``strategy`` and ``strategy_args``, ``loss``,
-    ``optimizer.entropy_coef``, ``rollouts_per_group``.
+    ``optimizer.entropy_coef``. ``rollouts_per_group`` is a key alone: explorers read it.
 
     Raises:
         UnknownNameError: a name that is not registered.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import anyio
 import typer
@@ -60,16 +61,18 @@ def demo(
     model: ModelOption = None,
     algorithm: AlgorithmOption = None,
     task: TaskOption = None,
-    digits: Annotated[int, typer.Option(help="sort: how many digits.")] = 3,
+    digits: Annotated[int | None, typer.Option(help="sort: how many digits; by default 3.")] = None,
     explorers: Annotated[int, typer.Option(min=1, help="How many explorer processes.")] = 2,
     chaos: Annotated[
         bool, typer.Option("--chaos", help="Kill a random process every few seconds.")
     ] = False,
     chaos_every: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two kills, on average.")
-    ] = 4.0,
+        float | None, typer.Option(min=0.1, help="Seconds between kills, on average; by default 4.")
+    ] = None,
     limit: Annotated[float | None, typer.Option(min=0, help="Stop after so many seconds.")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, problems and rollouts.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Of weights, problems and rollouts; by default 0.")
+    ] = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
@@ -83,34 +86,36 @@ def demo(
 
     if model not in (None, "hf"):
         raise InvalidArgumentError(f"--model {model}: there is hf; `trinity-buffer init` has yours")
+    if chaos_every is not None and not chaos:
+        raise InvalidArgumentError(f"--chaos-every {chaos_every:g} needs --chaos")
     if config is not None:
         store, name = store or store_of_file(config), name or experiment_in(config)
     name = name or ("demo-hf" if model else "demo")
     paths = demos.store_path(store, name)
-    wanted = {"name": task, "digits": digits}
-    settings = _demo_settings(algorithm, paths.model if model else wanted, seed, config, overrides)
+    given = {"algorithm": algorithm, "seed": seed, "task.name": task, "task.digits": digits}
+    settings = _demo_settings(given, paths.model if model else None, config, overrides)
     run = demos.Demo(
         paths,
         name,
         settings,
         explorers=explorers,
-        chaos_every_s=chaos_every if chaos else None,
+        chaos_every_s=(chaos_every or 4.0) if chaos else None,
         limit_s=limit,
     )
     raise typer.Exit(run.run())
 
 
 def _demo_settings(
-    algorithm: str | None,
-    task: dict[str, Any] | Path,
-    seed: int,
+    given: dict[str, Any],
+    model: Path | None,
     config: Path | None,
     overrides: list[str] | None,
 ) -> RunConfig:
     """Return the recipe of algorithm and task, with what the user says in its place.
 
     Args:
-        task: of our own transformer; or the folder of a model of transformers.
+        given: keys that have options of their own, as they were given there; None: not given.
+        model: folder of a model of transformers; None: our own transformer.
     """
     from trinity_buffer.cli.demo_own import own_config  # noqa: PLC0415
     from trinity_buffer.cli.demo_sources import require_parts_of_demo  # noqa: PLC0415 - torch
@@ -122,23 +127,41 @@ def _demo_settings(
     )
     from trinity_buffer.demo.recipes import config_for  # noqa: PLC0415
 
+    given = {key: value for key, value in given.items() if value is not None}
     file = {} if config is None else read_file(config)
     said = overridden(file, overrides or [])
-    if algorithm is not None and said.setdefault("algorithm", algorithm) != algorithm:
-        raise InvalidArgumentError(
-            f"--algorithm {algorithm}, and algorithm={said['algorithm']}: say one of the two"
-        )
-    if isinstance(task, Path):
-        own = own_config(task)
-        base = own | {"seed": seed, "algorithm": said.get("algorithm", own["algorithm"])}
+    _refuse_contradictions(given, said, model)
+    algorithm = given.get("algorithm", said.get("algorithm"))
+    if model is not None:
+        own = own_config(model)
+        base = own | {"algorithm": algorithm or own["algorithm"]}
     else:
-        wanted = task | (said.get("task") or {})
-        base = config_for(said.get("algorithm"), wanted["name"], wanted["digits"]) | {"seed": seed}
+        wanted = {"name": given.get("task.name"), "digits": given.get("task.digits", 3)}
+        wanted |= said.get("task") or {}
+        base = config_for(algorithm, wanted["name"], wanted["digits"])
+    base["seed"] = given.get("seed", 0)
     settings = resolved(overridden(merged(base, file), overrides or []))
     require_parts_of_demo(
         settings
     )  # refused here, and not by three processes and a store that has it
     return settings
+
+
+def _refuse_contradictions(given: dict[str, Any], said: dict[str, Any], model: Path | None) -> None:
+    """Return if each option of the demo is read, and nothing else says another thing.
+
+    Raises:
+        InvalidArgumentError: names both.
+    """
+    for key, value in given.items():
+        section, _, last = key.rpartition(".")
+        option = f"--{'task' if key == 'task.name' else last} {value}"
+        if section and model is not None:
+            raise InvalidArgumentError(f"{option}: --model hf has a task of its own")
+        table = said.get(section) if section else said
+        other = table.get(last, value) if isinstance(table, dict) else value
+        if other != value:
+            raise InvalidArgumentError(f"{option}, and {key}={other}: say one of the two")
 
 
 def explore(
@@ -235,7 +258,8 @@ def train(
     config: ConfigOption = None,
     overrides: SetOption = None,
     checkpoints: Annotated[
-        Path | None, typer.Option(help="Folder; by default beside the store.")
+        Path | None,
+        typer.Option(help="Folder of this trainer alone; by default one beside the store."),
     ] = None,
     resume_from: Annotated[
         int | None,
@@ -259,11 +283,11 @@ def train(
 
     url = chosen_store(store, config)
     kept = _number_or_all("--keep-checkpoints", keep_checkpoints)
-    folder = checkpoints or _beside(url)
+    base = checkpoints or _beside(url)
     if checkpoints is not None:  # before anything is recorded
         made_folder(checkpoints)
     name = anyio.run(_prepared, url, experiment, config, overrides)
-    made_folder(folder)
+    folder = made_folder(checkpoints or base / quote(name, safe=""))
     _until_interrupted(
         partial(
             roles.train,

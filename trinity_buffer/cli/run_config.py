@@ -12,27 +12,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import override
 
+from trinity_buffer.cli.config_checks import Section
 from trinity_buffer.cli.run_file import PLACES, parsed
 from trinity_buffer.errors import InvalidArgumentError
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class TaskConfig(_Section):
+class TaskConfig(Section):
     """What the policy practises on."""
 
     name: Literal["sort", "guess"] = Field("sort", description="what is practised")
-    digits: int = Field(3, ge=1, description="sort: how many digits")
+    digits: int = Field(3, ge=1, le=1000, description="sort: how many digits")
     numbers: int = Field(8, ge=2, description="guess: the hidden number is below this")
     turns: int = Field(4, ge=1, description="guess: how many guesses a run may take")
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """The policy: a small transformer, random at first."""
 
     width: int = Field(64, ge=8, description="of a token's vector")
@@ -48,7 +45,7 @@ class ModelConfig(_Section):
             )
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """AdamW."""
 
     learning_rate: float = Field(1e-3, gt=0, description="the highest")
@@ -73,14 +70,14 @@ class OptimizerConfig(_Section):
             raise InvalidArgumentError(f"betas={self.betas}: each must be from 0 to below 1")
 
 
-class LossConfig(_Section):
+class LossConfig(Section):
     """The policy loss, by its registered name, with constructor arguments."""
 
     name: str | None = Field(None, description="by default the algorithm's")
     args: dict[str, Any] = Field(default_factory=dict, description="of its constructor")
 
 
-class EvaluationConfig(_Section):
+class EvaluationConfig(Section):
     """Greedy answers to fresh problems, by the trainer, between steps."""
 
     every_steps: int = Field(10, ge=1, description="between two evaluations")
@@ -92,7 +89,7 @@ class EvaluationConfig(_Section):
     )
 
 
-class ExploringConfig(_Section):
+class ExploringConfig(Section):
     """How explorers go through the tasks of one's own rollouts."""
 
     epochs: int = Field(1, ge=1, description="how often the whole list is gone through")
@@ -107,7 +104,7 @@ class ExploringConfig(_Section):
     max_tokens: int = Field(256, ge=1, description="of a completion, where the rollout says none")
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """Everything that the processes of one run must agree on."""
 
     task: TaskConfig = TaskConfig()
@@ -172,7 +169,7 @@ class RunConfig(_Section):
     )
     trainer: str = Field("trainer", min_length=1, description="name of the trainer consumer")
     groups_per_batch: int = Field(8, ge=1, description="that an explorer plans at once")
-    rollouts_per_group: int = Field(8, ge=1, description="runs of one task")
+    rollouts_per_group: int = Field(8, ge=1, le=1 << 20, description="runs of one task")
     deadline_s: float | None = Field(
         None, gt=0, description="after its first rollout a group is closed as it is; null: never"
     )
@@ -222,10 +219,11 @@ class RunConfig(_Section):
                 f"rollout={self.rollout!r} needs tasks, and a model of your own: give all three "
                 "(`trinity-buffer init FOLDER` writes an example)"
             )
-        idle = [key for key in ("tasks", "evaluate", "server") if getattr(self, key) is not None]
+        own = ("tasks", "evaluate", "server", "dialect", "exploring", "max_tokens")
+        idle = [key for key in own if getattr(self, key) != type(self).model_fields[key].default]
         if idle and not isinstance(self.model, str):
             raise InvalidArgumentError(
-                f"{idle[0]}={getattr(self, idle[0])!r} is read by a run of your own alone: give it "
+                f"{idle[0]}={getattr(self, idle[0])} is read by a run of your own alone: give it "
                 "a model of your own too"
             )
         if self.max_staleness is not None and self.commit_every_steps > max(self.max_staleness, 1):
@@ -250,6 +248,9 @@ def read_file(path: Path) -> dict[str, Any]:
     _refuse_unknown(found, RunConfig, f"configuration {path}: ")
     if isinstance(found.get("model"), str):
         found["folder"] = str((path.parent / str(found.get("folder", ""))).resolve())
+    for key in ("reference", "teacher"):
+        if isinstance(found.get(key), str) and (path.parent / found[key]).exists():
+            found[key] = str((path.parent / found[key]).resolve())
     return found
 
 
@@ -333,6 +334,8 @@ def _value_of(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return None if text in ("none", "null") else text
+    except RecursionError as error:
+        raise InvalidArgumentError("--set: a value is nested too deeply") from error
 
 
 def resolved(values: Mapping[str, Any]) -> RunConfig:

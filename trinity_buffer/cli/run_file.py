@@ -19,10 +19,12 @@ def parsed(path: Path) -> dict[str, Any]:
         InvalidArgumentError: it is not there, or cannot be read.
     """
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8-sig")
         found = _yaml(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
     except OSError as error:
         raise InvalidArgumentError(f"configuration {path}: {error.strerror}") from error
+    except RecursionError as error:
+        raise InvalidArgumentError(f"configuration {path}: it is nested too deeply") from error
     except ValueError as error:
         raise InvalidArgumentError(f"configuration {path}: {error}") from error
     if not isinstance(found, dict):
@@ -42,7 +44,9 @@ def _yaml(text: str) -> Any:
 def store_in(path: Path) -> str | None:
     """Return the store that a file names: a URL, or a path from the folder of the file."""
     store = _text(path, "store")
-    return store if store is None or "://" in store else str(path.parent / store)
+    if store is None or "://" in store:
+        return store
+    return str(path.parent / Path(store).expanduser())
 
 
 def experiment_in(path: Path) -> str | None:
