@@ -123,8 +123,10 @@ def test_a_trainer_beside_its_explorer_waits_for_it(tmp_path: Path) -> None:
     async def both() -> int:
         await explore(url, range(0))
         strategy = trinity_rft.StoreSampleStrategy(url=url, experiment="run", groups_per_step=2)
-        (found, _, _), _ = await asyncio.gather(strategy.sample(1), explore(url, range(1)))
+        exploring = asyncio.create_task(explore(url, range(1)))
+        found, _, _ = await strategy.sample(1)
         await strategy.close()
+        await exploring
         return len(found)
 
     assert asyncio.run(both()) == 2 * RUNS
