@@ -266,6 +266,8 @@ async def test_a_url_that_can_be_no_store_is_refused(url: str) -> None:
 async def test_a_store_of_no_one_revision_is_named_as_damaged(
     store_url: str, edit: str, said: str
 ) -> None:
+    async with open_store(store_url):
+        pass
     async with open_for_migration(store_url) as database:
         await database.write(lambda tx: tx.execute(text(edit)))
     with pytest.raises(UnknownStoreError, match=f"alembic_version names {said}, where"):
