@@ -49,6 +49,19 @@ def test_an_explorer_that_has_all_its_batches_says_so(cli: Cli, tmp_path: Path) 
     assert "e0 had nothing to explore: --batches 1 counts what it has planned before" in again.out
 
 
+def test_an_algorithm_of_another_set_is_refused_before_it_is_recorded(
+    cli: Cli, tmp_path: Path
+) -> None:
+    place = ("--store", tmp_path / "store.db")
+    assert cli("explore", *place, "--actor", "e0", "--batches", 1, *SETS).code == 0
+    assert cli("annotate", *place).code == 0
+    assert cli("train", *place).code == 0
+    refused = cli("train", *place, "--set", "algorithm=rloo")
+    assert refused.code == 2
+    assert "trains on 'grpo', and algorithm=rloo would read 'recorded'" in refused.err
+    assert cli("train", *place).code == 0
+
+
 def test_an_expert_must_hold_solutions(cli: Cli, tmp_path: Path) -> None:
     place = ("--store", tmp_path / "store.db", "--actor", "e0", "--batches", 1, *SETS)
     mix = ("--set", "algorithm=mix", "--set", "expert_experiment=expert", "--experiment", "run")

@@ -11,11 +11,22 @@ from trinity_buffer.cli.demo_ends import require_policies
 from trinity_buffer.cli.ends import ends_of
 from trinity_buffer.cli.expert_check import require_expert
 from trinity_buffer.cli.options import made_folder_of
-from trinity_buffer.cli.run_algorithm import recorded, require_parts_of
-from trinity_buffer.cli.run_config import merged, of_experiment, overridden, require_model, resolved
-from trinity_buffer.errors import UnknownStoreError
+from trinity_buffer.cli.run_algorithm import algorithm_of, recorded, require_parts_of
+from trinity_buffer.cli.run_config import (
+    RunConfig,
+    merged,
+    of_experiment,
+    overridden,
+    require_model,
+    resolved,
+)
+from trinity_buffer.errors import InvalidArgumentError, UnknownStoreError
 from trinity_buffer.identity import require_name
+from trinity_buffer.pipeline.annotating.recorded_strategy import RECORDED
+from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.store import queries
+from trinity_buffer.trainer.requirements import strategy_of
 
 DEFAULT_NAME = "run"
 
@@ -65,9 +76,26 @@ async def _record(store: Store, name: str | None, wanted: _Wanted) -> str:
     changed = wanted.settings(names, before, await opened.columns())
     require_model(name, {**before, **wanted.file})
     await require_expert(store, name, of_experiment(changed))
+    await _require_the_same_set(opened, of_experiment(changed))
     # What is recorded beside a run's own keys stays.
     await store.experiment(name, config={**before, **changed})
     return name
+
+
+async def _require_the_same_set(experiment: Experiment, config: RunConfig) -> None:
+    """Return if the trainer of the run, where it has begun, goes on with the same annotation set.
+
+    Raises:
+        InvalidArgumentError: it trains on another one.
+    """
+    row = await experiment.database.read(queries.consumer_row, experiment.key, config.trainer)
+    reads = strategy_of(algorithm_of(config)) or RECORDED
+    if row is not None and row.kind == "trainer" and row.config.get("strategy") != reads:
+        raise InvalidArgumentError(
+            f"trainer {config.trainer!r} of experiment {experiment.name!r} trains on "
+            f"{row.config.get('strategy')!r}, and algorithm={config.algorithm} would read "
+            f"{reads!r}: name another trainer too (--set trainer=NAME), or another --experiment"
+        )
 
 
 @dataclass(frozen=True, slots=True)
