@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -63,6 +64,22 @@ async def test_a_trainer_without_an_annotator_says_so(
         words = ("trainer 'trainer' waits for 1 group of set 'grpo' (0 ready)", NOBODY)
         async with spoken(caplog, lambda: train(experiment), *words):
             pass
+
+
+async def test_a_line_spells_out_what_a_terminal_would_obey(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    order, now = "\x1b]52;c;ZXZpbA==\x07\x9b31m\u202e\r", time.time_ns() // 1_000
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        await experiment.writer("e0").write(group())
+        await run_strategy(experiment, "grpo")
+        here = tables.presence.insert().values(
+            experiment=1, role="explorer", name="e0", host=order, pid=1, started_at=1, last_seen=now
+        )
+        await experiment.database.write(lambda tx: tx.execute(here))
+        async with spoken(caplog, lambda: train(experiment), "waits for 1 group", r"host \x1b]52"):
+            pass
+        assert all(record.getMessage().isprintable() for record in caplog.records)
 
 
 NOBODY = "no process annotates set 'grpo': 4 experiences unseen"

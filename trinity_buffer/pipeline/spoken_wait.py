@@ -37,6 +37,15 @@ def wait_report_s() -> float:
     return seconds
 
 
+def one_line(said: str) -> str:
+    """Return ``said`` with everything spelled out that a terminal would obey.
+
+    A log line goes to a terminal as it is; names, hosts and batches come out of the store, where
+    whoever writes SQL can put anything.
+    """
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in said)
+
+
 class SpokenWait:
     """Waits for commits to a store on behalf of somebody who needs more than any one commit.
 
@@ -78,7 +87,7 @@ class SpokenWait:
         if self._due is None:
             self._due = time.monotonic() + wait_report_s()
         elif time.monotonic() >= self._due:
-            said = await self._tell()
+            said = one_line(await self._tell())
             _logger.log(logging.WARNING if self._aloud else logging.DEBUG, "%s", said)
             if self._presence is not None:
                 self._presence.waiting_for = said

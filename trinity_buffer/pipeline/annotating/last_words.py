@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.rejection_watch import FAULTS
+from trinity_buffer.pipeline.spoken_wait import one_line
 
 _logger = logging.getLogger(__name__)
 
@@ -18,10 +19,10 @@ def say_rejected(name: str, annotated: int, reasons: Mapping[str, int]) -> None:
         rejected = sum(reasons.values())
         of = counted(rejected + annotated, "experience")
         told = ", ".join(f"{reason} {number}" for reason, number in reasons.items())
-        _logger.warning("strategy %r rejected %d of %s: %s", name, rejected, of, told)
+        _logger.warning("strategy %r rejected %d of %s: %s", name, rejected, of, one_line(told))
 
 
 def say_waiting(name: str, experiences: int, groups: int, *, why: str) -> None:
     """Say what was left undecided."""
     left = f"{counted(experiences, 'experience')} of {counted(groups, 'group')}"
-    _logger.warning("strategy %r ended and left %s waiting: %s", name, left, why)
+    _logger.warning("strategy %r ended and left %s waiting: %s", name, left, one_line(why))

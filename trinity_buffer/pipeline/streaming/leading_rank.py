@@ -15,7 +15,7 @@ from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
-from trinity_buffer.pipeline.spoken_wait import SpokenWait
+from trinity_buffer.pipeline.spoken_wait import SpokenWait, one_line
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.committing import (
     Commit,
@@ -262,7 +262,9 @@ class LeadingRank:
             left = await self._database.read(self._sampler.found)
         if left:
             steps = f"after {counted(served, 'step')}" if served else "without a step"
-            _logger.warning("trainer %r ended %s: %s", self._options.consumer, steps, left)
+            _logger.warning(
+                "trainer %r ended %s: %s", self._options.consumer, steps, one_line(left)
+            )
 
     # -- committing
 
