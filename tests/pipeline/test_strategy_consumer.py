@@ -32,6 +32,7 @@ from trinity_buffer.errors import (
     UnknownNameError,
 )
 from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.annotating.decision import Verdicts
 from trinity_buffer.pipeline.annotating.strategy_consumer import (
     ConsumerReport,
     StrategyConsumer,
@@ -226,6 +227,43 @@ async def test_the_same_arguments_again_are_the_same_configuration(store_url: st
             await run_strategy(experiment, WithPair, {"pair": (3, 4)}, name="pairs")
         with pytest.raises(InvalidArgumentError, match="pair"):
             await run_strategy(experiment, WithPair, {"pair": {1, 2}}, name="other")
+
+
+class Long(AddStrategy):
+    """Gives each token of the whole sequence an advantage, not of the response alone."""
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+
+    @override
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        """Write what does not fit."""
+        for experience in experiences:
+            experience.advantages = torch.ones(7)
+        await self.writer.write(experiences)
+        return len(experiences), {}
+
+
+async def test_advantages_that_do_not_fit_the_response_are_refused(sqlite_url: str) -> None:
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write(group(runs=2))
+        with pytest.raises(InvalidArgumentError, match=r"advantages of shape \[7\]: its response"):
+            await run_strategy(experiment, Long)
+        assert (await contents(sqlite_url))["annotation"] == []
+
+
+async def test_advantages_stored_at_another_length_are_not_trained(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one row would spill into the next."""
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write(group(task=0, runs=2))
+        with monkeypatch.context() as earlier:
+            earlier.setattr(Verdicts, "require_fitting", lambda *_: None)
+            await run_strategy(experiment, Long)
+        async with experiment.train_stream(strategy="Long", needs=("advantages",)) as stream:
+            assert [step async for step in stream] == []
+        found = await rows(experiment.database, tables.rejection)
+        assert [row["reason"] for row in found] == ["invalid: advantages"] * 2
 
 
 async def test_a_class_of_the_user_s_own_is_a_strategy(store_url: str) -> None:

@@ -144,6 +144,7 @@ class Decider:
                 verdicts.metrics.append({name: float(value) for name, value in found.items()})
                 verdicts.given.update(one.address or 0 for one in experiences)
         kept = verdicts.taken_from(setup.staged)
+        verdicts.require_fitting(kept, known)
         encode = partial(
             verdicts.decision,
             kept,

@@ -21,6 +21,7 @@ from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.rejections import invalid
 from trinity_buffer.store import segments
 from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.writer import StagedWriter
 
 _Kept = Mapping[str, Sequence[Experience]]
@@ -100,6 +101,23 @@ class Verdicts:
                 "experiences of one unit"
             )
         return kept
+
+    def require_fitting(self, kept: _Kept, rows: Mapping[int, ExperienceRow]) -> None:
+        """Return if what was computed for each experience is as long as its response.
+
+        Raises:
+            InvalidArgumentError: names the first that is not.
+        """
+        for experience in (e for group in kept.values() for e in group):
+            row = rows[self._address(experience)]
+            tokens = row.length - row.prompt_length
+            for name in ANNOTATED:
+                value = experience.__dict__.get(name)
+                if value is not None and tuple(value.shape) != (tokens,):
+                    raise InvalidArgumentError(
+                        f"strategy {self.strategy!r} gave {experience.eid.uid} {name} of shape "
+                        f"{list(value.shape)}: its response has {tokens} tokens, so give [{tokens}]"
+                    )
 
     def _leave_out_broken(self, kept: _Kept) -> _Kept:
         """Return what is finite; reject the others as ``invalid``, with all copies of theirs."""

@@ -92,6 +92,12 @@ class Field:
             found[block.rows] = np.diff(block.ends)
         return found
 
+    def misfits(self, sizes: Array) -> list[int]:
+        """Return which rows have another number of elements than ``sizes`` (``[rows]``) says."""
+        own = (block for block in self.blocks if not block.scaled)
+        wrong = [block.rows[np.diff(block.ends) != sizes[block.rows]] for block in own]
+        return [] if not wrong else np.concatenate(wrong).tolist()
+
     def without(self, dropped: Array) -> Field:
         """Return it without the rows that are ``dropped`` (``[rows]`` bool)."""
         return Field([part for block in self.blocks for part in block.without(dropped)])

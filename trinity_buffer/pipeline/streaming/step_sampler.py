@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
+import numpy as np
+
+from trinity_buffer.codec import ANNOTATED
 from trinity_buffer.errors import (
     ArchivedSegmentError,
     CodecError,
@@ -235,13 +238,17 @@ class StepSampler:
         return None
 
     def _unfit(self, s: Session, manifest: Manifest, rows: LoadedRows) -> Unfit:
-        """Return the rows that lack a column, and the pairs that are too long."""
+        """Return the rows with a column missing or misfit, and the pairs that are too long."""
         needs, limit = self._options.needs, self._options.max_tokens
         if "advantages" in needs:
             self._require_advantages(s, rows, manifest)
         lacking: dict[int, list[str]] = {}
         for field in needs:
-            for place in _rows_without(rows, field, manifest.source):
+            for place in _own(rows.lacking(field), manifest):
+                lacking.setdefault(place, []).append(field)
+        tokens = np.subtract(rows.facts.lengths, rows.facts.prompt_lengths)
+        for field in () if self._pairs else ANNOTATED:
+            for place in _own(rows.field(field).misfits(tokens), manifest):
                 lacking.setdefault(place, []).append(field)
         reasons = {place: invalid(*lacking[place]) for place in sorted(lacking)}
         unfit = dict(_by_row(manifest, reasons))
@@ -261,7 +268,7 @@ class StepSampler:
         Raises:
             InvalidArgumentError: names the set, a row, and what to do.
         """
-        missing = _rows_without(rows, "advantages", manifest.source)
+        missing = _own(rows.lacking("advantages"), manifest)
         if missing:
             eid = self._loader.eid_of(s, manifest.experiences[missing[0]])
             raise InvalidArgumentError(
@@ -379,9 +386,9 @@ def _joined(columns: Iterable[Sequence[int]]) -> list[int]:
     return list(chain.from_iterable(columns))
 
 
-def _rows_without(rows: LoadedRows, field: str, sources: Sequence[int]) -> list[int]:
-    """Return the places of the rows of the trainer's own experiment that lack a stored column."""
-    return [place for place in rows.lacking(field) if not (sources and sources[place])]
+def _own(places: Iterable[int], manifest: Manifest) -> list[int]:
+    """Return those of ``places`` whose rows are of the trainer's own experiment."""
+    return [place for place in places if not _source_of(manifest, place)]
 
 
 def _source_of(manifest: Manifest, place: int) -> int:
