@@ -31,7 +31,7 @@ async def task_group() -> AsyncIterator[TaskGroup]:
 
     Callers catch errors by name. An error, of the body or of a task, cancels the others.
     """
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         async with anyio.create_task_group() as group:
             try:
@@ -39,7 +39,7 @@ async def task_group() -> AsyncIterator[TaskGroup]:
             except Exception as error:  # noqa: BLE001 - re-raised below, bare of the group
                 failure = error
                 group.cancel_scope.cancel()
-    except ExceptionGroup as errors:
+    except BaseExceptionGroup as errors:  # KeyboardInterrupt comes out as it is, too
         failure = failure or _first_of(errors)
     if failure is not None:
         raise failure
@@ -84,7 +84,7 @@ async def made_ahead(
             raise failure[0]
 
 
-def _first_of(errors: ExceptionGroup[Exception]) -> Exception:
+def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first error of a group; what else went wrong is most often its consequence."""
     first = errors.exceptions[0]
-    return _first_of(first) if isinstance(first, ExceptionGroup) else first
+    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first
