@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote
 
 import anyio
 import typer
@@ -130,6 +131,13 @@ async def chosen_experiment(url: str, experiment: str | None) -> str:
             f"{where} holds several experiments, say which with --experiment: {', '.join(names)}"
         )
     return names[0]
+
+
+async def folder_of(base: Path, url: str, experiment: str) -> Path:
+    """Return ``base`` for the store's first experiment, a folder in it for another: none shares."""
+    async with open_store(url, read_only=True) as store:
+        first, *_ = await store.experiments()
+    return base if experiment == first else base / quote(experiment, safe="")
 
 
 async def awaited_experiment(url: str, experiment: str | None) -> str:

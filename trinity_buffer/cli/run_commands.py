@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import quote
 
 import anyio
 import typer
@@ -22,6 +21,7 @@ from trinity_buffer.cli.options import (
     awaited_experiment,
     chosen_experiment,
     chosen_store,
+    folder_of,
     made_folder,
     store_of_file,
 )
@@ -287,7 +287,7 @@ def train(
     if checkpoints is not None:  # before anything is recorded
         made_folder(checkpoints)
     name = anyio.run(_prepared, url, experiment, config, overrides)
-    folder = made_folder(checkpoints or base / quote(name, safe=""))
+    folder = made_folder(checkpoints or anyio.run(folder_of, base, url, name))
     _until_interrupted(
         partial(
             roles.train,
