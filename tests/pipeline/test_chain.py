@@ -164,6 +164,19 @@ def test_lines_of_every_age_are_read(tmp_path: Path) -> None:
     assert (found.compared, found.heads) == (2, {bytes.fromhex(head)})
 
 
+async def test_an_acknowledgement_file_may_have_been_through_an_editor(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    noted, edited = Acknowledgements(tmp_path / "e0.ack"), tmp_path / "edited.ack"
+    async with open_store(sqlite_url) as store:
+        run = await store.experiment("run", config={})
+        noted.note(await run.writer("e0").write([rollout("b", task, 0, 1.0) for task in range(3)]))
+        lines = (tmp_path / "e0.ack").read_text().replace("\n", "\r\n")
+        edited.write_bytes(b"\xef\xbb\xbf" + lines.encode())
+        report = await verify(run, edited)
+    assert (report.lost, report.contents, report.ok) == (0, 3, True)
+
+
 async def test_other_content_under_an_acknowledged_name_is_lost(
     store_url: str, tmp_path: Path
 ) -> None:

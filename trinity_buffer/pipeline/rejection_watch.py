@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection
 
 from trinity_buffer.errors import TrainingError
+from trinity_buffer.pipeline.spoken_wait import one_line
 from trinity_buffer.rejections import INVALID
 
 WARN_AFTER_STEPS = 3
@@ -75,4 +76,4 @@ class RejectionWatch:
             raise TrainingError(f"{said}; give the rows what is lacking, and start it again")
         if not self._warned:
             self._warned = True
-            _logger.warning("%s", said)
+            _logger.warning("%s", one_line(said))

@@ -23,6 +23,7 @@ from trinity_buffer.pipeline.annotating.grouping import (
 from trinity_buffer.pipeline.events import decoded, now_us
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.event_cache import EventCache
+from trinity_buffer.pipeline.spoken_wait import one_line
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, segments
 from trinity_buffer.store.log import StoredEvent
@@ -275,7 +276,7 @@ def _fact_of(experiment: str, stored: StoredEvent) -> Reads | None:
     except CodecError as error:
         if stored.kind not in kinds_of(ExperiencesRecorded):
             raise
-        _logger.warning("its experiences are rejected as damaged: %s", error)
+        _logger.warning("its experiences are rejected as damaged: %s", one_line(f"{error}"))
         return None
     assert isinstance(fact, Reads)
     return fact

@@ -14,6 +14,7 @@ from trinity_buffer.pipeline.archive_file import SegmentParts
 from trinity_buffer.pipeline.encoding import decode_experiences
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.segments import StoredSegments, joined, read_segments
+from trinity_buffer.pipeline.spoken_wait import one_line
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import ReadSession
@@ -94,7 +95,9 @@ def _load(
 
 def _damaged_experience(row: ExperienceRow, error: Exception) -> Experience:
     """Return what the projection knows of a row of which no experience can be made."""
-    _logger.warning("experience %s cannot be read: %s", row.eid, error)
+    _logger.warning(
+        "experience %s cannot be read: %s", one_line(f"{row.eid}"), one_line(f"{error}")
+    )
     return Experience.from_state(
         {
             "eid": row.eid,

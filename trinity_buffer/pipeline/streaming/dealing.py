@@ -26,6 +26,7 @@ from trinity_buffer.events import BatchLeased, ExperiencesRejected, StepDealt
 from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.events import decoded, fact_at, new_event
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
+from trinity_buffer.pipeline.spoken_wait import one_line
 from trinity_buffer.pipeline.streaming.collate import row_lengths
 from trinity_buffer.pipeline.streaming.manifest import (
     Manifest,
@@ -215,7 +216,7 @@ class Dealer:
         s.write(self._record, dealt, rejected)
         if lost:
             why, which = sorted(set(lost.values())), _named(s, self._loader, found.first, lost)
-            told = (counted(len(lost), "row"), found.first.step, ", ".join(why), which)
+            told = (counted(len(lost), "row"), found.first.step, ", ".join(why), one_line(which))
             _logger.warning("trainer %r drops %s of step %d (%s): %s", self._lease.consumer, *told)
 
     def _readable(

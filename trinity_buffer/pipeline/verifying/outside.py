@@ -124,7 +124,7 @@ def read_acknowledged(place: Path) -> Acknowledged:
     found = Acknowledged()
     for file in files:
         try:
-            *lines, last = file.read_text("utf-8").split("\n")
+            *lines, last = file.read_text("utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgumentError(f"{file} cannot be read as uids: {error}") from error
         for line in lines:
