@@ -56,11 +56,19 @@ ArgumentsOption = Annotated[
 ]
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", help="TOML or YAML file: the configuration, and where the run is."),
+    typer.Option(
+        "--config",
+        help="TOML or YAML file: the configuration, and where the run is, which goes before"
+        f" ${STORE_VARIABLE}.",
+    ),
 ]
 PlaceOption = Annotated[
     Path | None,
-    typer.Option("--config", help="File of the run; read for its store and experiment alone."),
+    typer.Option(
+        "--config",
+        help="File of the run; read for its store and experiment alone; the store goes before"
+        f" ${STORE_VARIABLE}.",
+    ),
 ]
 
 

@@ -49,7 +49,9 @@ TaskOption = Annotated[
 ]
 NameOption = Annotated[
     str | None,
-    typer.Option(help="Name of the run and of its files under runs/; by default demo."),
+    typer.Option(
+        help="Name of the run and of its files under runs/; by default demo (hf: demo-hf)."
+    ),
 ]
 
 

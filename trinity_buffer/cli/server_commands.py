@@ -54,7 +54,11 @@ def sync_weights(
         str | None, typer.Option(help="vllm, or sglang. By default the run's.")
     ] = None,
     mode: Annotated[
-        str, typer.Option(help="Requests under way: wait for them, keep them, or abort them.")
+        str,
+        typer.Option(
+            help="Requests under way: wait for them (SGLang: queue them again), keep them, or"
+            " abort them."
+        ),
     ] = "wait",
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on until the experiment is finished.")
@@ -123,7 +127,11 @@ def record(
     token: TokenOption = None,
     upstream_key: UpstreamKeyOption = None,
     ack: Annotated[
-        str, typer.Option(help="after: an answer leaves when it is durable. before: at once.")
+        str,
+        typer.Option(
+            help="after: an answer, of a stream its end, leaves when it is durable. before: at"
+            " once."
+        ),
     ] = "after",
     logprobs_mode: LogprobsOption = "raw_logprobs",
     max_in_flight: InFlightOption = 1024,

@@ -45,8 +45,9 @@ async def push_weights(
     that nobody knows.
 
     Args:
-        mode: what becomes of requests under way: ``"wait"`` lets them end, ``"keep"`` goes on with
-            them under the new weights, ``"abort"`` ends them.
+        mode: what becomes of requests under way: ``"wait"`` lets them end (SGLang: queues them
+            again, to go on under the new weights), ``"keep"`` goes on with them under the new
+            weights, ``"abort"`` ends them.
 
     Raises:
         CheckpointError: the weights are not there any more, or are others.
