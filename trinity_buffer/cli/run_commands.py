@@ -181,7 +181,14 @@ def explore(
     acknowledge: Annotated[
         Path | None, typer.Option(help="Folder for the proof of what was acknowledged: ACTOR.ack.")
     ] = None,
-    batches: Annotated[int | None, typer.Option(min=1, help="End after so many batches.")] = None,
+    batches: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="End after so many batches; without tasks of your own, those of earlier calls"
+            " count.",
+        ),
+    ] = None,
 ) -> None:
     """Generate rollouts with the newest published policy, until the experiment is finished.
 
