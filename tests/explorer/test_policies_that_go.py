@@ -144,6 +144,27 @@ def with_one_file_more(folder: Path) -> None:
     (folder / "adapter.safetensors").write_bytes(b"more weights")
 
 
+@dataclass
+class Remembering:
+    """A model that knows where its weights came from."""
+
+    uri: str = ""
+
+    def load(self, uri: str) -> Remembering:
+        return Remembering(uri)
+
+
+async def test_other_weights_of_the_same_version_are_loaded_too(sqlite_url: str) -> None:
+    """A trainer that was wound back publishes a version that was there before."""
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        weights = Weights(experiment, Remembering())
+        for uri in ("first", "second"):
+            await experiment.publish_policy(1, uri)
+            await weights.load_newest()
+            assert (weights.version, weights.model.uri) == (1, uri)
+
+
 @pytest.mark.parametrize("breaks", [None, with_another_shard, with_one_file_more])
 async def test_a_folder_is_loaded_only_if_it_is_the_one_that_was_published(
     breaks: Callable[[Path], None] | None, sqlite_url: str, tmp_path: Path

@@ -115,27 +115,29 @@ async def sync_weights(
     Raises:
         CheckpointError, InferenceServerError: see `push_weights`.
     """
-    pushed = await _push_newest(experiment, servers, 0, dialect, mode, report)
+    pushed = await _push_newest(experiment, servers, None, dialect, mode, report)
     if follow:
-        found = await experiment.newest_policy()
-        position = 0 if found is None or found.version > pushed else found.position
+        position = 0 if pushed is None else pushed.position
         async for _ in experiment.events(position, follow=True, kinds=kinds_of(PolicyPublished)):
             pushed = await _push_newest(experiment, servers, pushed, dialect, mode, report)
-    return pushed
+    return 0 if pushed is None else pushed.version
 
 
 async def _push_newest(
     experiment: Experiment,
     servers: Sequence[Server],
-    pushed: int,
+    pushed: PublishedPolicy | None,
     dialect: Dialect,
     mode: PauseMode,
     report: Callable[[PushReport], None],
-) -> int:
-    """Push what was published last, if it is newer than ``pushed``; return what is pushed now."""
+) -> PublishedPolicy | None:
+    """Push what was published last, if it is not ``pushed``; return what is pushed now.
+
+    A run that was wound back publishes other weights under a version that was there before.
+    """
     while True:
         policy = await experiment.newest_policy()
-        if policy is None or policy.version == pushed:
+        if policy is None or (pushed is not None and policy.position == pushed.position):
             return pushed
         try:
             for server in servers:
@@ -146,4 +148,4 @@ async def _push_newest(
             if newer is None or newer.position == policy.position:
                 raise
             continue
-        pushed = policy.version
+        pushed = policy

@@ -44,10 +44,13 @@ class Weights(Generic[M]):
         self.version = 0
 
     async def load_newest(self) -> None:
-        """Load what was published last, if anything is new."""
+        """Load what was published last, if anything is new.
+
+        A run that was wound back publishes other weights under a version that was there before.
+        """
         while True:
             found = await self._experiment.newest_policy()
-            if found is None or found.version == self.version:
+            if found is None or found.position == self._position:
                 return
             try:
                 model = await anyio.to_thread.run_sync(self._load, found)
