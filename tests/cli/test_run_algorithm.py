@@ -23,6 +23,12 @@ def test_the_algorithm_decides_what_nobody_sets() -> None:
     assert algorithm.entropy_loss.entropy_coef == 0
 
 
+@pytest.mark.parametrize(("algorithm", "runs"), [("sft", 1), ("cpt", 1), ("dpo", 1), ("grpo", 8)])
+def test_rows_that_stand_alone_wait_for_no_others(algorithm: str, runs: int) -> None:
+    assert resolved({"algorithm": algorithm}).rollouts_per_group == runs
+    assert resolved({"algorithm": algorithm, "rollouts_per_group": 3}).rollouts_per_group == 3
+
+
 def test_arguments_of_the_algorithm_win_over_its_recipe() -> None:
     given = {"policy_loss_fn_args": {"clip_range_high": 0.5}}
     assert args_of("policy_loss_fn", algorithm="dapo", algorithm_args=given) == {

@@ -104,6 +104,10 @@ class ExploringConfig(Section):
     max_tokens: int = Field(256, ge=1, description="of a completion, where the rollout says none")
 
 
+OF_RECORDED_DATA = ("sft", "cpt", "dpo")
+"""Algorithms that train on rows that stand alone: nobody planned them, and no group is awaited."""
+
+
 class RunConfig(Section):
     """Everything that the processes of one run must agree on."""
 
@@ -169,7 +173,9 @@ class RunConfig(Section):
     )
     trainer: str = Field("trainer", min_length=1, description="name of the trainer consumer")
     groups_per_batch: int = Field(8, ge=1, description="that an explorer plans at once")
-    rollouts_per_group: int = Field(8, ge=1, le=1 << 20, description="runs of one task")
+    rollouts_per_group: int = Field(
+        8, ge=1, le=1 << 20, description="runs of one task; of `sft`, `cpt` and `dpo` by default 1"
+    )
     deadline_s: float | None = Field(
         None, gt=0, description="after its first rollout a group is closed as it is; null: never"
     )
@@ -345,8 +351,9 @@ def resolved(values: Mapping[str, Any]) -> RunConfig:
         InvalidArgumentError: an unknown key or an impossible value.
     """
     _refuse_unknown(values, RunConfig, "")
+    alone = {"rollouts_per_group": 1} if values.get("algorithm") in OF_RECORDED_DATA else {}
     try:
-        return RunConfig.model_validate(dict(values))
+        return RunConfig.model_validate({**alone, **values})
     except ValidationError as error:
         problems = filter(None, map(_problem, error.errors()))
         raise InvalidArgumentError("; ".join(problems)) from error
