@@ -134,3 +134,13 @@ async def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.Monkey
         url = f"postgresql://postgres@127.0.0.1:{silent.getsockname()[1]}/any"
         with anyio.fail_after(20), pytest.raises(StoreError, match="it does not answer"):
             await open_store(url).__aenter__()
+
+
+async def test_a_connection_that_ends_while_it_is_made_is_told_as_broken(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = "SELECT pg_terminate_backend(pg_backend_pid()), $1::text"
+    monkeypatch.setattr(postgres, "_SETTINGS", ends)
+    with pytest.raises(StoreError, match="connection"):
+        async with open_store(postgres_url):
+            pass

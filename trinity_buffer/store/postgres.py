@@ -280,7 +280,10 @@ def _set_up(connection: Any, _record: object) -> None:
     waits for a lock longer than on SQLite, unless somebody has chosen a time: by default it would
     be for ever, without a word.
     """
-    connection.run_async(lambda pg: pg.fetch(_SETTINGS, str(sqlite.BUSY_TIMEOUT_MS)))
+    # By a cursor of SQLAlchemy's: an error of asyncpg's own would pass all that knows its errors.
+    cursor = connection.cursor()
+    cursor.execute(_SETTINGS, (str(sqlite.BUSY_TIMEOUT_MS),))
+    connection.commit()
 
 
 def _replace_if_lost(connection: Any, _record: object, _proxy: object) -> None:
