@@ -30,6 +30,7 @@ LONG_FILES: dict[str, str] = {
 LONG_FUNCTIONS: dict[str, str] = {}
 BROAD_EXCEPTS = {
     f"{PACKAGE}/cli/own_ends.py": "one's own code failed: told as a sentence, with its line",
+    f"{PACKAGE}/algorithm/registry.py:importing": "one's own module failed: told as a sentence",
     f"{PACKAGE}/pipeline/streaming/following_rank.py:run": "handed to whoever reads the stream",
     f"{PACKAGE}/store/sqlite_seats.py:execute": "raised again where the trip is waited for",
     f"{PACKAGE}/pipeline/background.py:task_group": "raised again, bare of the task group",

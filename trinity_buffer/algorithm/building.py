@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +17,7 @@ from trinity_buffer.algorithm.importance_correction import IMPORTANCE_CORRECTION
 from trinity_buffer.algorithm.kl_fn.kl_fn import KL_FN
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN
 from trinity_buffer.algorithm.reading import needed, require_recorded
-from trinity_buffer.algorithm.recipe import PARTS, Recipe
+from trinity_buffer.algorithm.recipe import PARTS, Recipe, default_args_of
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.algorithm.sample_strategy.sample_strategy import SAMPLE_STRATEGY
 from trinity_buffer.errors import InvalidArgumentError
@@ -356,9 +355,10 @@ def _chosen(
     """Return a choice whose arguments were decided: signature < tuned < recipe < user."""
     cls = REGISTRY_OF[part].get(wanted) if isinstance(wanted, str) else wanted
     name = _name_of(part, wanted)
-    args = cls.default_args() | dict(recipe) | dict(given or {})
+    defaults = default_args_of(f"{part} {name!r}", cls)
+    args = defaults | dict(recipe) | dict(given or {})
     taken = declared_arguments(cls)
-    accepted = (taken.keys() | cls.default_args().keys()) - RUN_TIME
+    accepted = (taken.keys() | defaults.keys()) - RUN_TIME
     refuse_unknown(f"{part} {name!r}", {**recipe, **(given or {})}, accepted)
     missing = [n for n in taken if taken[n] is REQUIRED and n not in args and n not in RUN_TIME]
     if missing:
@@ -395,6 +395,6 @@ def _positive(name: str, value: Any) -> int:
     Raises:
         InvalidArgumentError: it is not a whole number of at least 1.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < math.inf:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InvalidArgumentError(f"{name} must be a whole number of at least 1, not {value!r}")
     return value

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.own_code import own_line, said_by
 
 T = TypeVar("T")
 Registered = TypeVar("Registered", bound=type)
@@ -60,7 +61,8 @@ class Registry(Generic[T]):
             return self._imported(name)
         if name not in self._classes:
             for entry in entry_points(group=self._group, name=name):
-                self._classes[name] = entry.load()
+                with self.importing(entry.value):
+                    self._classes[name] = entry.load()
         if name in self._classes:
             return self._classes[name]
         names = self.names()
@@ -71,11 +73,25 @@ class Registry(Generic[T]):
     def _imported(self, path: str) -> T:
         """Return the class at a dotted path."""
         module, _, name = path.rpartition(".")
-        try:
+        with self.importing(path):
             found: T = getattr(import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise UnknownNameError(f"no {self.kind} at {path!r}: {error}") from error
-        return found
+            return found
+
+    @contextmanager
+    def importing(self, path: str) -> Iterator[None]:
+        """Say in a sentence why ``path`` cannot be imported, and in which line of it.
+
+        Raises:
+            UnknownNameError: in place of whatever its module raises.
+        """
+        try:
+            yield
+        except Exception as error:
+            known = isinstance(error, (ImportError, AttributeError))
+            said = str(error) if known else said_by(error)
+            line = own_line(error)
+            place = "" if line is None else f" ({line})"
+            raise UnknownNameError(f"no {self.kind} at {path!r}: {said}{place}") from error
 
     def names(self) -> tuple[str, ...]:
         """Return the names that `get` knows, those of installed packages included, sorted."""

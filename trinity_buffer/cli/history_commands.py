@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,9 @@ from trinity_buffer.pipeline.history.compaction import compact as compact_experi
 from trinity_buffer.pipeline.history.restoring import RestoreReport
 from trinity_buffer.pipeline.history.restoring import restore as restore_experiment
 from trinity_buffer.pipeline.store import open_store
+
+if TYPE_CHECKING:
+    from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport
 
 
 def replay(
@@ -79,7 +82,7 @@ def replay(
 
 
 def reannotate(
-    strategy: Annotated[str, typer.Option(help="Registered name.")],
+    strategy: Annotated[str, typer.Option(help="Registered name, or several as a+b.")],
     name: Annotated[str, typer.Option(help="Name of the new annotation set.")],
     store: StoreOption = None,
     experiment: ExperimentOption = None,
@@ -91,11 +94,8 @@ def reannotate(
 
     Example: trinity-buffer reannotate --strategy grpo --set epsilon=1e-4 --name grpo-4
     """
+    from trinity_buffer.cli.roles import run_named  # noqa: PLC0415 - torch
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
-    from trinity_buffer.pipeline.annotating.strategy_consumer import (  # noqa: PLC0415 - torch
-        ConsumerReport,
-        run_strategy,
-    )
 
     async def main() -> ConsumerReport:
         url = chosen_store(store)
@@ -103,7 +103,7 @@ def reannotate(
         async with open_store(url) as opened:
             found = await opened.experiment(chosen)
             args = overridden({}, arguments or [])
-            return await run_strategy(found, strategy, args, name=name, rewards=rewards)
+            return await run_named(found, strategy.split("+"), args, name=name, rewards=rewards)
 
     report: ConsumerReport = run(main)
     if as_json:

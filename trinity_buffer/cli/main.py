@@ -14,6 +14,7 @@ from trinity_buffer.cli.commands import CommandTable
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.supervisor import end_with_parent, exit_code_of
 from trinity_buffer.errors import TrinityBufferError
+from trinity_buffer.own_code import own_code
 
 # Help is plain text: a formatted one would take twice as long to start as all else that it needs.
 app = typer.Typer(
@@ -36,10 +37,12 @@ def trinity_buffer() -> None:
 def run_command() -> None:
     """Run the command; our errors are one sentence, and exit code 1 (failed) or 2 (refused).
 
-    So are those of the system: a full disk, a folder that may not be written.
+    So are those of the system (a full disk, a folder that may not be written), and those of the
+    user's own code.
     """
     try:
-        app()
+        with own_code():
+            app()
     except TrinityBufferError as error:
         told = "; ".join([str(error), *getattr(error, "__notes__", [])])
         sys.stderr.write(f"error: {escaped(told)}\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,20 +14,18 @@ from typing import Any
 import anyio
 import torch
 
-import trinity_buffer
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.cli.run_config import RunConfig
-from trinity_buffer.errors import InvalidArgumentError, TrainingError, TrinityBufferError
+from trinity_buffer.errors import InvalidArgumentError, TrinityBufferError
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.exploration import explore
 from trinity_buffer.explorer.explorer import BatchReport
 from trinity_buffer.explorer.local_model import LocalModel, load_causal_lm, load_tokenizer
 from trinity_buffer.explorer.openai_model import OpenAIModel
 from trinity_buffer.extras import extra
+from trinity_buffer.own_code import failed
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.trainer.causal_lm import CausalLM
-
-OURS = Path(trinity_buffer.__file__).parent / "cli"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +99,7 @@ class OwnEnds:
         except TrinityBufferError:
             raise
         except OSError as error:
-            raise _failed(f"rollout {config.rollout!r}", error) from error
+            raise failed(f"rollout {config.rollout!r}", error) from error
 
     def accuracy(self, policy: CausalLM, *, problems: int, seed: int) -> float | None:  # noqa: ARG002
         """Return what ``evaluate`` says of the model's likeliest answers, or None without it."""
@@ -117,7 +114,7 @@ class OwnEnds:
         try:
             return float(anyio.run(evaluate, model))
         except Exception as error:
-            raise _failed(f"evaluate {self.config.evaluate!r}", error) from error
+            raise failed(f"evaluate {self.config.evaluate!r}", error) from error
         finally:
             policy.model.train(training)
 
@@ -162,7 +159,7 @@ class OwnEnds:
             except (TrinityBufferError, OSError):
                 raise
             except Exception as error:
-                raise _failed(f"rollout {name!r}", error) from error
+                raise failed(f"rollout {name!r}", error) from error
 
         return attempt
 
@@ -172,7 +169,7 @@ class OwnEnds:
         try:
             tasks = found() if callable(found) else found
         except Exception as error:
-            raise _failed(f"tasks {name!r}", error) from error
+            raise failed(f"tasks {name!r}", error) from error
         return tasks if hasattr(tasks, "items") else list(tasks)
 
     def _named(self, key: str, name: str) -> Any:
@@ -188,16 +185,8 @@ class OwnEnds:
                 f"{key} = {name!r}: write it as module:name, importable from {folder} ({error})"
             ) from error
         except Exception as error:
-            raise _failed(f"{key} {name!r}", error) from error
+            raise failed(f"{key} {name!r}", error) from error
         return found
-
-
-def _failed(what: str, error: Exception) -> TrainingError:
-    """Return an error that says what failed, how, and in which line of whose file."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if OURS not in Path(frame.filename).parents]
-    place = f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
-    return TrainingError(f"{what} failed: {type(error).__name__}: {error}{place}")
 
 
 def _hush() -> None:

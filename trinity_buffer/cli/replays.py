@@ -18,10 +18,11 @@ from trinity_buffer.cli.roles import (
     trainer_on,
     use_one_thread,
 )
-from trinity_buffer.cli.run_algorithm import algorithm_of
+from trinity_buffer.cli.run_algorithm import algorithm_of, parts_of
 from trinity_buffer.cli.run_config import RunConfig, overridden, resolved
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import PolicyPublished, StepsCommitted, kinds_of
+from trinity_buffer.own_code import own_code
 from trinity_buffer.pipeline.checkpoint import digest_of
 from trinity_buffer.pipeline.history.replay import open_replay_stream
 from trinity_buffer.pipeline.store import open_store
@@ -118,8 +119,10 @@ def _trained_again(
         ) as stream,
     ):
         settings = replace(settings_of(config, Path(scratch)), max_skipped_steps=None)
-        trainer = trainer_on(stream, config, algorithm_of(config), settings)
-        trainer.run(tell)
+        algorithm = algorithm_of(config)
+        trainer = trainer_on(stream, config, algorithm, settings)
+        with own_code(parts_of(algorithm)):
+            trainer.run(tell)
         folder = save_checkpoint(Path(scratch), trainer.state)
         return digest_of(folder / trainer.policy.file_name), losses
 

@@ -14,16 +14,17 @@ from typing import Any, Unpack
 import anyio
 import torch
 
-from trinity_buffer.algorithm import Algorithm
+from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
 from trinity_buffer.cli.demo_ends import require_policies
 from trinity_buffer.cli.ends import Ends, ends_of
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.expert_check import require_expert
-from trinity_buffer.cli.run_algorithm import algorithm_of, require_parts_of
+from trinity_buffer.cli.run_algorithm import algorithm_of, parts_of, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment, require_model
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
 from trinity_buffer.events import ExperimentFinished, kinds_of
 from trinity_buffer.explorer.explorer import BatchReport
+from trinity_buffer.own_code import own_code
 from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport, run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import ReplayStream
@@ -136,7 +137,9 @@ async def annotate(
                 "with --name"
             )
         if strategy is not None:
-            return await run_strategy(opened, strategy, args or {}, name=name, follow=follow)
+            return await run_named(
+                opened, strategy.split("+"), args or {}, name=name, follow=follow
+            )
         if name is not None and args is None:
             row = await opened.database.read(queries.consumer_row, opened.key, name)
             if row is not None:
@@ -146,20 +149,28 @@ async def annotate(
         if not names:
             return await _nothing_to_annotate(opened, follow=follow)
         given = configured if args is None else args
-        return await run_strategy(opened, _one_or_all(names), given, name=name, follow=follow)
+        return await run_named(opened, names, given, name=name, follow=follow)
 
 
 async def _go_on(experiment: Experiment, made: ConsumerRow, *, follow: bool) -> ConsumerReport:
     """Run the strategy of an annotation set with what it was made with."""
     options = dict(made.config)
     names, args, grouping = (options.pop(key) for key in ("strategy", "args", "grouping"))
-    return await run_strategy(
-        experiment, _one_or_all(names), args, name=made.name, follow=follow, **grouping, **options
+    return await run_named(
+        experiment, names, args, name=made.name, follow=follow, **grouping, **options
     )
 
 
-def _one_or_all(names: list[str]) -> str | list[str]:
-    return names[0] if len(names) == 1 else names
+async def run_named(
+    experiment: Experiment, names: list[str], args: dict[str, Any], **options: Any
+) -> ConsumerReport:
+    """Return what `run_strategy` did; what fails in a strategy of the user's own is a sentence.
+
+    Raises:
+        TrainingError: a strategy of the user's own failed; names its line.
+    """
+    with own_code({f"strategy {name!r}": ADD_STRATEGY.get(name) for name in names}):
+        return await run_strategy(experiment, names, args, **options)
 
 
 async def _nothing_to_annotate(experiment: Experiment, *, follow: bool) -> ConsumerReport:
@@ -240,13 +251,12 @@ def train(
     config, _ = anyio.run(partial(config_of, url, experiment, expert_rows=not follow))
     algorithm = algorithm_of(config)
     settings = settings_of(config, checkpoints, keep_checkpoints)
-    ends = ends_of(config)
     with open_train_stream(
         url,
         experiment=experiment,
         strategy=strategy_of(algorithm),
         consumer=config.trainer,
-        max_tokens=ends.max_tokens,
+        max_tokens=ends_of(config).max_tokens,
         follow=follow,
         expert_experiment=config.expert_experiment,
         **going_on,
@@ -260,13 +270,14 @@ def train(
         trainer = trainer_on(stream, config, algorithm, settings)
         begin = "begins" if stream.resume is None else f"resumes after step {stream.resume.step}"
         say(f"trains {experiment} as {config.trainer}: {begin}")
-        measured = _Evaluation(config, ends, trainer)
+        measured = _Evaluation(config, ends_of(config), trainer)
 
         def tell(report: StepReport) -> bool:
             say(line_of(report))
             return measured.reached
 
-        trainer.run(tell, measure=measured)
+        with own_code(parts_of(algorithm)):
+            trainer.run(tell, measure=measured)
         if not trainer.state.step:
             raise TrainingError(
                 f"no step was trained of {experiment}: nothing is ready for the trainer "

@@ -84,6 +84,13 @@ def algorithm_of(config: RunConfig) -> Algorithm:
     return build(config.algorithm, **user)
 
 
+def parts_of(algorithm: Algorithm) -> dict[str, object]:
+    """Return the classes that an algorithm is made of, by what they are called."""
+    chosen = [("add_strategy", choice) for choice in algorithm.strategies]
+    chosen += algorithm.choices.items()
+    return {f"{part} {choice.name!r}": choice.cls for part, choice in chosen}
+
+
 def recorded(config: RunConfig) -> dict[str, Any]:
     """Return what an experiment of this run records: its configuration, and the data's schema."""
     return config.model_dump() | {"schema": algorithm_of(config).type.schema}

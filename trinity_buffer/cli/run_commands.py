@@ -219,7 +219,10 @@ def annotate(
     experiment: ExperimentOption = None,
     config: PlaceOption = None,
     strategy: Annotated[
-        str | None, typer.Option(help="Registered name; by default the set's, or the experiment's.")
+        str | None,
+        typer.Option(
+            help="Registered name, or several as a+b; by default the set's, or the experiment's."
+        ),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the annotation set; by default the strategy's.")

@@ -1,0 +1,107 @@
+"""Code of the user's own: which line of it an error came from, and what is said of it."""
+
+from __future__ import annotations
+
+import inspect
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from trinity_buffer.errors import (
+    InvalidArgumentError,
+    NonFiniteError,
+    TrainingError,
+    TrinityBufferError,
+)
+
+OURS = Path(__file__).parent
+_INSTALLED = tuple(
+    Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_OF_WHAT_IT_GAVE = (TypeError, ValueError, AttributeError, LookupError, AssertionError)
+"""What our own code raises on a value that it cannot use; torch raises a plain RuntimeError."""
+
+
+def is_own(cls: object) -> bool:
+    """Return whether a class is not of this package."""
+    return str(getattr(cls, "__module__", "")).partition(".")[0] != OURS.name
+
+
+def failed(what: str, error: BaseException, parts: Iterable[object] = ()) -> TrainingError:
+    """Return an error that says what failed, how, and in which line of whose file."""
+    said = f"{what} failed: {said_by(error)}"
+    line = own_line(error, parts)
+    told = TrainingError(said if line is None else f"{said} ({line})")
+    for note in getattr(error, "__notes__", ()):
+        told.add_note(note)
+    return told
+
+
+def said_by(error: BaseException) -> str:
+    """Return the kind of an error and its message, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
+def own_line(error: BaseException, parts: Iterable[object] = ()) -> str | None:
+    """Return the last line of the user's code that ``error`` passed; None: it passed none.
+
+    Args:
+        error: that was caught.
+        parts: classes that are known to be the user's, wherever they are installed.
+    """
+    files = {_place_of(part)[0] for part in parts}
+    theirs = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename in files or _is_theirs(frame.filename)
+    ]
+    return f"{theirs[-1].filename}, line {theirs[-1].lineno}" if theirs else None
+
+
+@contextmanager
+def own_code(parts: Mapping[str, object] | None = None) -> Iterator[None]:
+    """Say in a sentence what the user's own code failed with; an error of ours passes as it is.
+
+    Args:
+        parts: what is used of the user's own, by what it is called: where none of its lines is to
+            be blamed, what it gave back is.
+
+    Raises:
+        TrainingError: in place of an error of the user's code.
+    """
+    own = {name: part for name, part in (parts or {}).items() if is_own(part)}
+    what = " and ".join(own) or "code of your own"
+    places = ", ".join("{}, line {}".format(*_place_of(part)) for part in own.values())
+    try:
+        yield
+    except (InvalidArgumentError, NonFiniteError) as error:
+        if own:
+            error.add_note(f"{what} is your own ({places})")
+        raise
+    except TrinityBufferError:
+        raise
+    except Exception as error:
+        if own_line(error, own.values()) is not None:
+            raise failed(what, error, own.values()) from error
+        if own and (isinstance(error, _OF_WHAT_IT_GAVE) or type(error) is RuntimeError):
+            raise TrainingError(
+                f"{what} ({places}) gave back what cannot be used: {said_by(error)}"
+            ) from error
+        raise
+
+
+def _is_theirs(file: str) -> bool:
+    """Return whether a file is neither ours nor an installed package's."""
+    folders = Path(file).parents
+    return not file.startswith("<") and not {OURS, *_INSTALLED} & set(folders)
+
+
+def _place_of(part: object) -> tuple[str, int]:
+    """Return file and line of a class; its module and 0 where the source is not known."""
+    try:
+        file = inspect.getsourcefile(part)  # type: ignore[arg-type]  # a class, or what has no file
+        return str(file), inspect.getsourcelines(part)[1]  # type: ignore[arg-type]  # likewise
+    except (OSError, TypeError):
+        return str(getattr(part, "__module__", part)), 0
