@@ -141,10 +141,10 @@ def published(tmp_path: Path) -> PublishedPolicy:
     ("dialect", "calls"),
     [
         ("vllm", ["pause?mode=wait", "collective_rpc", "update_weight_version", "resume"]),
-        ("sglang", ["pause_generation", "update_weights_from_disk", "continue_generation"]),
+        ("sglang", ["update_weights_from_disk", "continue_generation"]),
     ],
 )
-async def test_weights_are_pushed_between_pause_and_resume(
+async def test_weights_are_pushed_when_all_requests_have_ended(
     url: str, vllm: VLLM, published: PublishedPolicy, dialect: Any, calls: list[str]
 ) -> None:
     before = vllm.model.model.lm_head.weight.clone()
@@ -156,6 +156,16 @@ async def test_weights_are_pushed_between_pause_and_resume(
         said = await model.chat(HELLO)
     assert said.weight_version == "7"
     assert report.checksum in (None, said.weight_checksum)
+
+
+@pytest.mark.parametrize(("mode", "how"), [("keep", "retract"), ("abort", "abort")])
+async def test_sglang_mixes_weights_in_an_answer_only_where_it_is_asked_to(
+    url: str, vllm: VLLM, published: PublishedPolicy, mode: Any, how: str
+) -> None:
+    async with Server(url) as server:
+        await push_weights(server, published, dialect="sglang", mode=mode)
+    resumed = ["update_weights_from_disk", "continue_generation"]
+    assert vllm.said == [f"pause_generation={how}", *resumed]
 
 
 @pytest.mark.parametrize(

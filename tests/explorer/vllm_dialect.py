@@ -182,7 +182,10 @@ class VLLM:
         self.said.append(f"{name}{query}")
         body = await request.json() if await request.body() else {}
         match name:
-            case "pause" | "pause_generation":
+            case "pause":
+                self._running = anyio.Event()
+            case "pause_generation":
+                self.said[-1] += f"={body['mode']}"
                 self._running = anyio.Event()
             case "resume" | "continue_generation":
                 self._running.set()

@@ -56,8 +56,8 @@ def sync_weights(
     mode: Annotated[
         str,
         typer.Option(
-            help="Requests under way: wait for them (SGLang: queue them again), keep them, or"
-            " abort them."
+            help="Requests under way: wait for them, abort them, or keep them, whose answers then"
+            " mix old and new weights."
         ),
     ] = "wait",
     follow: Annotated[

@@ -45,9 +45,9 @@ async def push_weights(
     that nobody knows.
 
     Args:
-        mode: what becomes of requests under way: ``"wait"`` lets them end (SGLang: queues them
-            again, to go on under the new weights), ``"keep"`` goes on with them under the new
-            weights, ``"abort"`` ends them.
+        mode: what becomes of requests under way: ``"wait"`` lets them end, ``"abort"`` ends them,
+            ``"keep"`` goes on with them under the new weights (SGLang's answer then names those
+            alone).
 
     Raises:
         CheckpointError: the weights are not there any more, or are others.
@@ -81,15 +81,30 @@ async def _into_vllm(server: Server, path: str, version: str, mode: PauseMode) -
 
 
 async def _into_sglang(server: Server, path: str, version: str, mode: PauseMode) -> None:
-    pausing = {"wait": "retract", "keep": "in_place", "abort": "abort"}[mode]
-    await server.post("/pause_generation", {"mode": pausing})
+    # Not paused, it lets all requests end before it loads; no way of pausing it does. To keep them
+    # is `retract`: with `in_place` its cache cannot be flushed, on which it ends.
+    if mode != "wait":
+        await _pause_sglang(server, "retract" if mode == "keep" else "abort")
+    try:
+        await _load_into_sglang(server, path, version)
+    except InferenceServerError:
+        if mode == "wait":
+            await _pause_sglang(server, "abort")
+        raise
+    await server.post("/continue_generation")
+
+
+async def _load_into_sglang(server: Server, path: str, version: str) -> None:
     answer = await server.post(
         "/update_weights_from_disk", {"model_path": path, "weight_version": version}
     )
     if not answer.get("success"):
         raise InferenceServerError(f"{server.root} did not load {path}: {answer.get('message')}")
     await _require_version(server, version, "sglang")
-    await server.post("/continue_generation")
+
+
+async def _pause_sglang(server: Server, how: Literal["abort", "retract"]) -> None:
+    await server.post("/pause_generation", {"mode": how})
 
 
 async def _require_version(server: Server, version: str, dialect: Dialect) -> None:
