@@ -130,3 +130,27 @@ def test_a_page_of_a_search_names_what_cannot_be_read(
         page = client.get("/sort/search?text=and").text
     assert page.count(f"event {position} cannot be read") == RUNS
     assert page.count("<tr data-row>") == 13
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("ExperiencesRecorded", ("show", DAMAGED[0])),
+        ("ExperiencesRecorded", ("show", DAMAGED[0], "--tokens")),
+        ("ExperiencesAnnotated", ("show", DAMAGED[0])),
+        ("ExperiencesAnnotated", ("groups", "--set", "varied")),
+    ],
+)
+def test_who_shows_what_is_damaged_names_the_row_and_the_event(
+    cli: Cli,  # noqa: F811
+    sqlite_store_url: str,
+    tmp_path: Path,
+    kind: str,
+    words: tuple[str, ...],
+    how: str,
+) -> None:
+    position = damaged_store(sqlite_store_url, tmp_path, kind, how)
+    ended = cli(*words, "--store", sqlite_store_url)
+    assert ended.code == 2
+    assert f"{DAMAGED[0]}: event {position} cannot be read: " in ended.err

@@ -53,16 +53,21 @@ class EventWithSegment:
 
 
 async def events_with_segments(
-    experiment: Experiment | Source, positions: Iterable[int], families: Sequence[str]
+    experiment: Experiment | Source, wanted: Mapping[int, str], families: Sequence[str]
 ) -> dict[int, EventWithSegment]:
-    """Return the events at ``positions`` with those of their families that are wanted.
+    """Return the events at some positions with those of their families that are wanted.
+
+    Args:
+        experiment: whose events.
+        wanted: position -> what of it is shown, such as a uid.
+        families: of columns.
 
     Raises:
-        CodecError, DamagedSegmentError: one of them cannot be read.
+        CodecError, DamagedSegmentError: one of them cannot be read; says whose, and where.
     """
-    found, damaged = await readable_events(experiment, positions, families)
-    for error in damaged.values():
-        raise error
+    found, damaged = await readable_events(experiment, wanted, families)
+    for position, error in damaged.items():
+        raise type(error)(str(Unreadable(wanted[position], position, str(error)))) from error
     return found
 
 

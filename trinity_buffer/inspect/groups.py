@@ -135,8 +135,12 @@ async def _newest(
     own = {
         a: next((f for f in some if f.annotation_set == chosen), None) for a, some in found.items()
     }
-    noted = [f.annotations[0].address for f in own.values() if f is not None and f.annotations]
-    events = await events_with_segments(source, map(position_of, noted), ["annotation"])
+    noted = {
+        position_of(fate.annotations[0].address): row.eid.uid
+        for row in reversed(rows)  # of the rows of an event the first is named
+        if (fate := own.get(row.address)) is not None and fate.annotations
+    }
+    events = await events_with_segments(source, noted, ["annotation"])
     members: dict[tuple[str, str], list[ExperienceRow]] = {key: [] for key in keys}
     for row in rows:
         members[str(row.eid.batch), str(row.eid.task)].append(row)

@@ -81,7 +81,8 @@ async def measured(
     wanted = {row.step: row for row in rows if row.step in set(steps) and row.committed_at}
     positions = await _positions(source, trainer, wanted)
     families = [MEASURED_ROWS, *([MEASURED_TOKENS] if tokens else [])]
-    told = await events_with_segments(source, positions.values(), families)
+    whose = {position: f"step {step} of {trainer}" for step, position in positions.items()}
+    told = await events_with_segments(source, whose, families)
     places = await _places(source, [wanted[step] for step in positions])
     found = {}
     for step, position in positions.items():

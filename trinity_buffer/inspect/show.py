@@ -113,8 +113,8 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
 
     row, found = await source.read(look)
     position = position_of(row.address)
-    recorded = (await events_with_segments(source, [position], tuple(FAMILIES)))[position]
-    noted = [position_of(fate.annotations[0].address) for fate in found if fate.annotations]
+    recorded = (await events_with_segments(source, {position: uid}, tuple(FAMILIES)))[position]
+    noted = {position_of(f.annotations[0].address): uid for f in found if f.annotations}
     events = await events_with_segments(source, noted, ["annotation"])
     measures = await _measured(source, found)
     return _view(row, recorded, [_set(fate, events, measures) for fate in found])

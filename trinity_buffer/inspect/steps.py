@@ -338,8 +338,9 @@ def _metrics(commit: Event | None, step: int) -> Mapping[str, Any]:
 
 async def _rows(source: Source, eaten: _Eaten, known: Measured | None) -> tuple[EatenRow, ...]:
     fact = eaten.fact
-    own = [a for a, of in zip(fact.annotations, eaten.experiments, strict=True) if not of]
-    events = await events_with_segments(source, map(position_of, own), ["annotation"])
+    rows = zip(fact.annotations, eaten.experiments, eaten.rows, strict=True)
+    own = {position_of(a): "" if row is None else row.eid.uid for a, of, row in rows if not of}
+    events = await events_with_segments(source, own, ["annotation"])
     who = await _actors(source, {row.address for row in _own(eaten)})
     found = []
     for slot, (row, of) in enumerate(zip(eaten.rows, eaten.experiments, strict=True)):

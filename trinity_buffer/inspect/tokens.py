@@ -64,7 +64,7 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
 
     row, found = await source.read(look)
     position, slot = position_of(row.address), slot_of(row.address)
-    held = (await events_with_segments(source, [position], ["light", "tokens"]))[position]
+    held = (await events_with_segments(source, {position: uid}, ["light", "tokens"]))[position]
     segments = list(held.families.values())
     ids = _first(segments, "tokens", slot)
     if ids is None:
@@ -79,7 +79,7 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
     }
     if fate is not None:
         note = fate.annotations[0].address
-        event = await events_with_segments(source, [position_of(note)], ["annotation"])
+        event = await events_with_segments(source, {position_of(note): uid}, ["annotation"])
         some = list(event[position_of(note)].families.values())
         for name in ("advantages", "returns"):
             columns[name[:-1]] = _placed(_first(some, name, slot_of(note)), row, mask)
