@@ -317,3 +317,19 @@ def test_a_password_that_breaks_the_url_is_not_shown_as_its_host(cli: Cli) -> No
     assert ended.code == 2
     assert "in a password @ is %40" in ended.err
     assert "told" not in ended.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "--checkpoints"),
+        ("train", "--follow", "--resume-from", 3, "--checkpoints"),
+        ("explore", "--actor", "e0", "--acknowledge"),
+    ],
+)
+def test_a_run_that_is_refused_has_made_no_folder(
+    cli: Cli, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    refused = cli(*words, tmp_path / "deep" / "folder", "--store", tmp_path / "nowhere.db")
+    assert refused.code == 2
+    assert not (tmp_path / "deep").exists()

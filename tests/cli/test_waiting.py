@@ -7,12 +7,14 @@ import anyio.lowlevel
 import pytest
 
 from trinity_buffer.cli.options import awaited_experiment
+from trinity_buffer.pipeline.spoken_wait import WAIT_REPORT
 from trinity_buffer.pipeline.store import open_store
 
 
 async def test_a_follower_waits_for_the_store_and_its_first_experiment(
-    store_url: str, capsys: pytest.CaptureFixture[str]
+    store_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(WAIT_REPORT, "0.01")
     found: list[str] = []
 
     async def wait() -> None:
@@ -22,7 +24,7 @@ async def test_a_follower_waits_for_the_store_and_its_first_experiment(
         async with anyio.create_task_group() as group:
             group.start_soon(wait)
             said = ""
-            while "waits for the first explorer" not in said:
+            while said.count("waits for the first explorer") < 2:  # it goes on to say so
                 await anyio.lowlevel.checkpoint()
                 said += capsys.readouterr().err
             async with open_store(store_url) as store:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -14,6 +16,7 @@ import typer
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.run_file import store_in
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError, UnknownStoreError
+from trinity_buffer.pipeline.spoken_wait import REPEATED_AFTER, wait_report_s
 from trinity_buffer.pipeline.store import open_store
 
 STORE_VARIABLE = "TRINITY_BUFFER_STORE"
@@ -118,6 +121,23 @@ def made_folder(path: Path) -> Path:
     return path
 
 
+def require_folder(path: Path) -> None:
+    """Return if the folder ``path`` is there or can be made; make none.
+
+    Raises:
+        InvalidArgumentError: it is a file, or where it would be nothing may be written.
+    """
+    whole = path.absolute()
+    there = next(one for one in (whole, *whole.parents) if one.exists())
+    wrong = None
+    if not there.is_dir():
+        wrong = errno.EEXIST if there == whole else errno.ENOTDIR
+    elif there != whole and not os.access(there, os.W_OK):
+        wrong = errno.EACCES
+    if wrong is not None:
+        raise InvalidArgumentError(f"folder {path}: {os.strerror(wrong)}")
+
+
 async def chosen_experiment(url: str, experiment: str | None) -> str:
     """Return the experiment to use.
 
@@ -149,19 +169,19 @@ async def folder_of(base: Path, url: str, experiment: str) -> Path:
 
 
 async def awaited_experiment(url: str, experiment: str | None) -> str:
-    """Return the experiment to use, as soon as somebody has made it.
+    """Return the experiment to use, as soon as somebody has made it; say so as other waits do.
 
     Raises:
         InvalidArgumentError: there are several and none is named.
     """
-    said = False
+    due = time.monotonic() + wait_report_s()
     while True:
         try:
             return await chosen_experiment(url, experiment)
         except (UnknownStoreError, UnknownExperimentError) as error:
-            if not said:
+            if time.monotonic() >= due:
                 told = escaped(f"waits for the first explorer or trainer to make it: {error}")
                 sys.stderr.write(f"{told}\n")
-                said = True
+                due = time.monotonic() + REPEATED_AFTER * wait_report_s()
         # A store that is not there has nothing to tell of its coming.
         await anyio.sleep(STORE_LOOK_S)

@@ -19,6 +19,7 @@ from trinity_buffer.cli.demo_ends import require_policies
 from trinity_buffer.cli.ends import Ends, ends_of
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.expert_check import require_expert
+from trinity_buffer.cli.options import made_folder
 from trinity_buffer.cli.run_algorithm import algorithm_of, parts_of, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment, require_model
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
@@ -95,6 +96,8 @@ async def explore(
         await require_parts(store, opened)
         require_model(experiment, opened.config)
         config = of_experiment(opened.config)
+        if acknowledgements is not None:
+            made_folder(acknowledgements.parent)
         say(f"explores {experiment} as {actor}")
         await ends_of(config).explore(
             opened,
@@ -250,7 +253,6 @@ def train(
     use_one_thread()
     config, _ = anyio.run(partial(config_of, url, experiment, expert_rows=not follow))
     algorithm = algorithm_of(config)
-    settings = settings_of(config, checkpoints, keep_checkpoints)
     with open_train_stream(
         url,
         experiment=experiment,
@@ -267,6 +269,7 @@ def train(
             teacher=config.teacher is not None,
         ),
     ) as stream:
+        settings = settings_of(config, made_folder(checkpoints), keep_checkpoints)
         trainer = trainer_on(stream, config, algorithm, settings)
         begin = "begins" if stream.resume is None else f"resumes after step {stream.resume.step}"
         say(f"trains {experiment} as {config.trainer}: {begin}")

@@ -22,7 +22,7 @@ from trinity_buffer.cli.options import (
     chosen_experiment,
     chosen_store,
     folder_of,
-    made_folder,
+    require_folder,
     store_of_file,
 )
 from trinity_buffer.cli.printing import print_json
@@ -204,7 +204,7 @@ def explore(
             raise InvalidArgumentError(f"--actor {actor!r}: must be a text without '/'")
         require_name("--actor", actor)
         if acknowledge is not None:
-            made_folder(acknowledge)
+            require_folder(acknowledge)
         name = await _prepared(url, experiment, config, overrides, explores=True)
         path = None if acknowledge is None else acknowledge / f"{actor}.ack"
         await roles.explore(
@@ -297,9 +297,9 @@ def train(
     kept = _number_or_all("--keep-checkpoints", keep_checkpoints)
     base = checkpoints or _beside(url)
     if checkpoints is not None:  # before anything is recorded
-        made_folder(checkpoints)
+        require_folder(checkpoints)
     name = anyio.run(_prepared, url, experiment, config, overrides)
-    folder = made_folder(checkpoints or anyio.run(folder_of, base, url, name))
+    folder = checkpoints or anyio.run(folder_of, base, url, name)
     _until_interrupted(
         partial(
             roles.train,
