@@ -160,6 +160,9 @@ async def test_an_impossible_seal_is_refused(store_url: str, batch: Any, expecte
         ({"max_staleness": 1, "groups_per_step": 4}, 0, 4, 4, 3, False),
         ({"max_staleness": 1, "groups_per_step": 4}, 0, 0, 5, 3, False),
         ({"max_staleness": 1, "groups_per_step": 4}, 0, 7, 9, None, True),
+        # A trainer went back and published 3; the explorer still has 9 of the line before.
+        ({"max_staleness": 1, "groups_per_step": 4}, 0, 7, 3, 9, True),
+        ({"max_staleness": 1, "groups_per_step": 4}, 0, 8, 3, 9, False),
     ],
 )
 def test_admission_is_what_the_formula_says(

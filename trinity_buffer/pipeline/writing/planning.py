@@ -33,7 +33,8 @@ class Admission:
 
     It waits while the groups not yet delivered to the trainer number at least
     ``max(max_waiting_groups, groups_per_step)``, or while
-    ``floor(uncommitted groups / groups_per_step) + (published - own version) > max_staleness``.
+    ``floor(uncommitted groups / groups_per_step) + (published - own version) > max_staleness``,
+    where an own version above the published one, as after a rewind, counts as the published one.
     Rejected groups do not count, until all of several steps was rejected for a fault of the rows.
     A planned batch is never held half-way: its writes do not wait.
 
@@ -70,7 +71,7 @@ class Admission:
             return False
         if self.max_staleness is None:
             return True
-        behind = 0 if policy_version is None else backlog.published - policy_version
+        behind = 0 if policy_version is None else max(0, backlog.published - policy_version)
         return backlog.uncommitted // self.groups_per_step + behind <= self.max_staleness
 
     def require_reachable(self, groups_per_step: int) -> None:
