@@ -10,7 +10,7 @@ import anyio
 import asyncpg
 import pytest
 
-from tests.contract.making import group, opened
+from tests.contract.making import group, kinds, opened
 from tests.postgres import PostgresServer
 from trinity_buffer.errors import StoreBusyError, StoreError, UnsafeStoreError
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
@@ -144,3 +144,14 @@ async def test_a_connection_that_ends_while_it_is_made_is_told_as_broken(
     with pytest.raises(StoreError, match="connection"):
         async with open_store(postgres_url):
             pass
+
+
+async def test_who_reads_the_log_to_its_end_asks_for_no_news(
+    postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    """A hot standby, which can be read as any server, refuses LISTEN."""
+    async with opened(postgres_url) as experiment:
+        await experiment.writer("e0").write(group())
+        assert "ExperiencesRecorded" in await kinds(experiment)
+        asked = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"
+        assert postgres_server.execute(asked) == "0"

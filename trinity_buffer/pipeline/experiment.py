@@ -112,9 +112,11 @@ class Experiment(ExperimentHandle):
             follow: wait for more at the end of the log; an ``ExperimentFinished`` event ends it.
             kinds: only these.
         """
+        limit = sizes().events_per_page
+        state = (0, 0)
         while True:
-            limit = sizes().events_per_page
-            state = await self.database.changes.state()
+            if follow:  # else no news is needed, which a hot standby does not give
+                state = await self.database.changes.state()
             head, page, finished = await self.database.read(self._page, after, limit, kinds)
             for stored in page:
                 yield decoded(self.name, stored)
