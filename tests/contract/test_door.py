@@ -321,3 +321,15 @@ async def test_a_segment_that_is_gone_and_was_not_needed_for_a_score_stops_no_tr
             served = [one async for step in stream for one in step.manifest.experiences]
         reasons = {row["reason"] for row in await rows(experiment.database, tables.rejection)}
         assert (len(served), reasons) == (4, {"damaged"})
+
+
+async def test_a_question_with_a_number_that_no_store_holds_is_refused(store_url: str) -> None:
+    async with opened(store_url) as experiment:
+        await experiment.writer("e0").write(group())
+        for question in (
+            experiment.read(run=10**20),
+            experiment.read(policy_version=10**20),
+            experiment.events(10**20),
+        ):
+            with pytest.raises(InvalidArgumentError, match="larger than any that a store holds"):
+                await anext(question)

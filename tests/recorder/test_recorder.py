@@ -291,6 +291,25 @@ async def test_a_batch_is_sealed_with_what_is_stored(store_url: str, upstream: s
 
 async def test_a_reward_must_be_a_number(store_url: str, upstream: str) -> None:
     async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
-        for body in ({"reward": "good"}, ["good"]):
+        for body in ({"reward": "good"}, ["good"], {"reward": 10**400}):
             answer = await http.post(f"{url}/v1/rollouts/t/0/reward", json=body)
             assert (answer.status_code, "must be a number" in answer.text) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "body"),
+    [
+        ("t/0", b"\xff\xfe{"),
+        ("t/0", b'{"messages": "hello"}'),
+        ("t/0", b'{"messages": ["hello"]}'),
+        (f"t/{10**20}", b'{"messages": [{"role": "user", "content": "hello"}]}'),
+    ],
+)
+async def test_a_request_that_makes_no_sense_is_told_so(
+    store_url: str, upstream: str, rollout: str, body: bytes
+) -> None:
+    async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
+        path = f"{url}/rollouts/{rollout}/v1/chat/completions"
+        answer = await http.post(path, content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]

@@ -104,7 +104,11 @@ class Recorder:
         return Starlette(
             routes=routes,
             lifespan=self._lifespan,
-            exception_handlers={TrinityBufferError: _told, json.JSONDecodeError: _no_json},
+            exception_handlers={
+                TrinityBufferError: _told,
+                json.JSONDecodeError: _no_json,
+                UnicodeDecodeError: _no_json,
+            },
         )
 
     @asynccontextmanager
@@ -124,10 +128,8 @@ class Recorder:
             return refused
         body = json.loads(await request.body() or b"{}")
         reward = body.get("reward") if isinstance(body, dict) else body
-        if reward is not None and not isinstance(reward, int | float):
-            raise InvalidArgumentError(f"reward={reward!r}: it must be a number")
         rollout = Rollout.of(request.path_params["rollout"], self._settings.batch)
-        receipt = await self._recording.close(rollout, None if reward is None else float(reward))
+        receipt = await self._recording.close(rollout, _number(reward))
         return JSONResponse(
             {
                 "uids": list(receipt.uids),
@@ -174,6 +176,9 @@ class Recorder:
         path = CHAT if request.url.path.endswith("/chat/completions") else "/v1/completions"
         if not isinstance(body, dict):
             raise InvalidArgumentError("a request must be a JSON object")
+        messages = body.get("messages") or []
+        if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+            raise InvalidArgumentError("messages must be a list of JSON objects")
         asked = asked_of_upstream(path, body)
         require_sampled(asked, self._settings.logprobs_mode)
         rollout = await self._rollout(request, body)
@@ -247,6 +252,17 @@ class Recorder:
             yield event({"error": {"message": str(error), "type": type(error).__name__}})
         finally:
             self._in_flight -= 1
+
+
+def _number(reward: Any) -> float | None:
+    if reward is None:
+        return None
+    try:
+        if isinstance(reward, int | float):
+            return float(reward)
+    except OverflowError:
+        pass
+    raise InvalidArgumentError(f"reward={reward!r:.40}: it must be a number")
 
 
 def _error(status: int, message: str, kind: str = "recorder") -> Response:

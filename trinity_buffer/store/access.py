@@ -11,6 +11,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from trinity_buffer.errors import (
+    InvalidArgumentError,
     ReadOnlyStoreError,
     StoreBusyError,
     StoreError,
@@ -182,6 +183,8 @@ class foreign_errors:  # noqa: N801 - read as a statement: `with foreign_errors(
                 f"{self.name}: every connection of this process waits, for another process that "
                 "holds a lock or for a server that does not answer"
             ) from error
+        if isinstance(error, OverflowError):
+            raise InvalidArgumentError(f"{self.name}: {_TOO_LARGE} ({error})") from error
         if isinstance(error, UnicodeDecodeError):  # SQLite's message quotes a damaged schema
             raise StoreError(
                 f"{self.name} is damaged, its schema is no text ({error}): put a copy back"
@@ -193,12 +196,15 @@ def _translate(error: Exception, name: str) -> Exception:
     if isinstance(error, (IntegrityError, dbapi2.IntegrityError)):
         return TakenKeyError(f"{name}: {cause}")
     lowered = cause.lower()
+    if "(value out of int" in lowered:
+        return InvalidArgumentError(f"{name}: {_TOO_LARGE} ({cause})")
     for words, kind, what in _MEANINGS:
         if any(word in lowered for word in words):
             return kind(what.format(name=name, cause=cause, busy_s=sqlite.BUSY_TIMEOUT_MS // 1000))
     return StoreError(f"{name}: {cause}")
 
 
+_TOO_LARGE = "a number is larger than any that a store holds"
 _MEANINGS: tuple[tuple[tuple[str, ...], type[StoreError], str], ...] = (
     (
         ("database is locked", "database is busy", "due to lock timeout"),
