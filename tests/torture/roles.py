@@ -51,7 +51,8 @@ class Life:
         clock_s: by how much its clock is wrong from the start.
         clock_jump: after so many seconds the clock is wrong by so many seconds instead.
         pages: SQLite: so many pages more fit onto its disk.
-        ranks: a trainer: it takes a step as so many ranks, and leaves it to the next life.
+        ranks: a trainer: it first takes a step as so many ranks and commits nothing, then trains
+            alone.
     """
 
     crash_at: str | None = None
@@ -252,7 +253,7 @@ def trainer(
     publishes: bool,
     ranks: int,
 ) -> None:
-    """Train until the experiment is finished; several ranks first leave a step to one."""
+    """Train alone until the experiment is finished; first take a step as ``ranks``, if several."""
     roles.use_one_thread()
     config = anyio.run(_config_of, url, experiment)
     opened = partial(
