@@ -140,7 +140,7 @@ async def test_a_connection_that_ends_while_it_is_made_is_told_as_broken(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = "SELECT pg_terminate_backend(pg_backend_pid()), $1::text"
-    monkeypatch.setattr(postgres, "_SETTINGS", ends)
+    monkeypatch.setattr(postgres, "SETTINGS", ends)
     with pytest.raises(StoreError, match="connection"):
         async with open_store(postgres_url):
             pass

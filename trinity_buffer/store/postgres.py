@@ -282,7 +282,7 @@ def _set_up(connection: Any, _record: object) -> None:
     """
     # By a cursor of SQLAlchemy's: an error of asyncpg's own would pass all that knows its errors.
     cursor = connection.cursor()
-    cursor.execute(_SETTINGS, (str(sqlite.BUSY_TIMEOUT_MS),))
+    cursor.execute(SETTINGS, (str(sqlite.BUSY_TIMEOUT_MS),))
     connection.commit()
 
 
@@ -292,11 +292,12 @@ def _replace_if_lost(connection: Any, _record: object, _proxy: object) -> None:
         raise InvalidatePoolError
 
 
-_SETTINGS = (
+SETTINGS = (
     "SELECT set_config('synchronous_commit', CASE found WHEN 'off' THEN 'on' ELSE found END, false)"
     ", set_config('lock_timeout', CASE waits WHEN '0' THEN $1 ELSE waits END, false)"
     " FROM current_setting('synchronous_commit') AS found, current_setting('lock_timeout') AS waits"
 )
+"""What each new connection is set to; ``$1``: for how many milliseconds it waits for a lock."""
 _ABOUT = "SELECT current_setting('server_version'), current_setting('server_encoding')"
 _SET_MARK = "SELECT set_config('trinity_buffer.session', $1, false)"
 _GET_MARK = "SELECT current_setting('trinity_buffer.session', true)"
