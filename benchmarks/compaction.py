@@ -27,7 +27,7 @@ from pyarrow import parquet
 
 from benchmarks.provenance import provenance
 from benchmarks.throughput import GRPO
-from benchmarks.verify import fill
+from benchmarks.verify import STORE, fill
 from benchmarks.workload import BATCH, ROWS_PER_STEP, RUNS, calls, experiences
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
@@ -92,14 +92,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--experiences", type=int, default=1_000_000)
-    parser.add_argument(
-        "--store", type=Path, default=Path(tempfile.gettempdir()) / "trinity-buffer-verify.db"
-    )
+    parser.add_argument("--store", type=Path, default=STORE)
     parser.add_argument("--tasks", type=int, default=1024, help="groups of 8 long rows")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     origin = provenance("python -m benchmarks.compaction")
-    asyncio.run(fill(asked.store, asked.experiences))
+    asyncio.run(fill(str(asked.store), asked.experiences, asked.store.with_suffix(".acks")))
     with tempfile.TemporaryDirectory(dir=asked.store.parent) as name:
         folder = Path(name)
         long, archive = folder / "long.db", folder / "long"

@@ -14,6 +14,8 @@ DEMO = (
 BENCH = "--only write,stream --tasks 2 --repetitions 1"
 LEARNING = "--small --seeds 0 --results runs/learning.jsonl"
 SIZES = {
+    "python -m benchmarks.asking": "--experiences 192 --repetitions 1 --store runs/asking.db",
+    "python -m benchmarks.asking --experiences": "--experiences 192 --repetitions 1",
     "python -m benchmarks.compaction": "--experiences 64 --tasks 64 --store runs/compaction.db",
     "python -m benchmarks.chain": "--tasks 32 --repetitions 1",
     "python -m benchmarks.recorder": "--minutes 0.5 --rate 5",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import anyio
@@ -265,13 +267,17 @@ def test_a_deletion_says_how_many_segments_it_could_not_judge(sqlite_url: str) -
     assert json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["damaged"] == 1
 
 
-def test_an_interrupt_ends_it_and_leaves_whole_pages(sqlite_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [{}, {"bytes_per_file": 1}])  # 1: each goes alone
+def test_an_interrupt_ends_it_and_leaves_whole_pages(
+    size: dict[str, int], sqlite_url: str, tmp_path: Path
+) -> None:
     seen: list[int] = []
 
     async def interrupted() -> None:
         def interrupt(what: str, done: int, total: int) -> None:
             seen.append(done)
-            os.kill(os.getpid(), signal.SIGINT)
+            if len(seen) == 1:  # after a second one anyio's threads would hold this process
+                os.kill(os.getpid(), signal.SIGINT)
 
         async with open_store(sqlite_url) as store:
             experiment = await store.experiment("x", config={})
@@ -286,7 +292,33 @@ def test_an_interrupt_ends_it_and_leaves_whole_pages(sqlite_url: str, tmp_path: 
             again = await compact(experiment, keep_steps=0, archive=tmp_path)
             return len(gone), again.segments
 
-    with resized(rows_per_file=2), pytest.raises(KeyboardInterrupt):
+    with resized(rows_per_file=2, **size), pytest.raises(KeyboardInterrupt):
         anyio.run(interrupted)
-    assert len(seen) == 1
-    assert anyio.run(finish) == (1, 3)
+    written = len(list(tmp_path.glob("*.parquet")))
+    gone, left = anyio.run(finish)
+    assert len(seen) == gone == written  # no file that nobody knows
+    assert gone in (1, 2)  # the file that was done, and the one beside it
+    assert left == 4 - gone
+
+
+def test_a_pyarrow_that_cannot_be_imported_is_one_sentence(sqlite_url: str, tmp_path: Path) -> None:
+    async def prepare() -> None:
+        async with open_store(sqlite_url) as store:
+            await _trained(await store.experiment("x", config={}), steps=4)
+
+    anyio.run(prepare)
+    broken = tmp_path / "first" / "pyarrow"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('libarrow.so: no such file')")
+    words = ["compact", "--store", sqlite_url, "--keep-steps", "0", "--archive", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "trinity_buffer", *words],
+        env={**os.environ, "PYTHONPATH": str(broken.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    said = "error: archiving needs a pyarrow that works: libarrow.so: no such file\n"
+    assert done.stderr.endswith(said)
+    assert "Traceback" not in done.stderr

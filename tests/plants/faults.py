@@ -202,7 +202,7 @@ FAULTS = [
         "tests/pipeline/test_grouping.py::test_the_deadline_of_one_group_closes_a_batch",
     ),
     Fault(
-        "a batch whose last group is decided is forgotten one group early",
+        "a batch is forgotten as soon as one of its groups is decided",
         "pipeline/annotating/grouping.py",
         "if all(group.decided for group in batch.groups.values())",
         "if any(group.decided for group in batch.groups.values())",
@@ -540,7 +540,7 @@ FAULTS = [
     Fault(
         "segments that are too damaged for an archive are not counted",
         "pipeline/history/compaction.py",
-        "        self._damaged += len(facts) - len(sound)\n",
+        "            self._damaged += len(facts) - len(sound)\n",
         "",
         "tests/pipeline/test_compaction.py::test_damaged_segments_stay_and_are_counted",
     ),

@@ -42,7 +42,9 @@ def planted(root: Path, fault: Fault) -> Iterator[None]:
     text = path.read_text()
     if text.count(fault.old) != 1:
         raise SystemExit(f"{fault.file} has {fault.old!r} {text.count(fault.old)} times, not once")
-    path.write_text(text.replace(fault.old, fault.new))
+    faulty = text.replace(fault.old, fault.new)
+    compile(faulty, fault.file, "exec")  # a fault that is no Python would turn any test red
+    path.write_text(faulty)
     _forget_compiled(path)
     try:
         yield

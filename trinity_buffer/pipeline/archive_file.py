@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -42,21 +43,22 @@ def require_pyarrow() -> None:
     Raises:
         InvalidArgumentError: pyarrow is not installed.
     """
-    try:
-        _parquet()
-    except ImportError as error:
+    if find_spec("pyarrow") is None:  # importing it takes as long as all else that starts a command
         raise InvalidArgumentError(
             "archiving needs pyarrow: pip install 'trinity-buffer[parquet]', or use delete=True"
-        ) from error
+        )
 
 
 def write_archive(folder: Path, experiment: str, segments: Sequence[Written]) -> ArchiveFile:
     """Write one file, durably and under a name that its content gives it.
 
     Raises:
-        InvalidArgumentError: there can be no such folder.
+        InvalidArgumentError: there can be no such folder, or pyarrow cannot be used.
     """
-    pyarrow, parquet = _parquet()
+    try:
+        pyarrow, parquet = _parquet()
+    except ImportError as error:
+        raise InvalidArgumentError(f"archiving needs a pyarrow that works: {error}") from error
     keys = sorted(one.fact.segment for one in segments)
     name = hashlib.blake2b(b"".join(keys), digest_size=8).hexdigest()
     try:

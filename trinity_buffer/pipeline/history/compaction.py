@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import anyio
 import anyio.to_thread
 
 from trinity_buffer import codec
@@ -24,6 +25,7 @@ from trinity_buffer.pipeline.archive_file import (
     require_pyarrow,
     write_archive,
 )
+from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
@@ -34,6 +36,9 @@ from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.retention import Held, Need
 from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.transaction import Transaction
+
+FILES_AT_ONCE = 2
+"""While one is compressed the next is read and encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,7 @@ class _Compaction:
         self._progress = progress
         self._segments = self._bytes = self._damaged = 0
         self._files: list[str] = []
+        self._free = anyio.Semaphore(FILES_AT_ONCE)
 
     async def run(self, keep_steps: int) -> CompactionReport:
         """Look at one page of segments after the other."""
@@ -108,31 +114,54 @@ class _Compaction:
         needs = await read(retention.needs_of, key, keep_steps=keep_steps)
         head = await read(log.head, key)
         after = -1
-        while held := await read(
-            retention.held_segments, key, after=after, limit=sizes().segments_per_page
-        ):
-            for some in _together(held):
-                await self._look_at(some, needs)
-                self._progress("compact", position_of(some[-1].last), head)
-            after = held[-1].last
+        async with task_group() as files:
+            while held := await read(
+                retention.held_segments, key, after=after, limit=sizes().segments_per_page
+            ):
+                for some in _together(held):
+                    done = await self._done_with(some, needs)
+                    if not done:
+                        self._progress("compact", position_of(some[-1].last), head)
+                    for facts in done:
+                        places = await self._room_for(facts)
+                        files.start_soon(self._let_go, facts, head, places)
+                after = held[-1].last
         self._progress("compact", head, head)
         return CompactionReport(self._segments, self._bytes, tuple(self._files), self._damaged)
 
-    async def _look_at(self, held: Sequence[Held], needs: Sequence[Need]) -> None:
-        """Let those of ``held`` go that nobody needs any more."""
+    async def _done_with(
+        self, held: Sequence[Held], needs: Sequence[Need]
+    ) -> list[list[tuple[int, ExperiencesRecorded]]]:
+        """Return those of ``held`` that nobody needs any more, by the file that they go to."""
         key = self._experiment.key
         done = await self._database.read(retention.finished, key, held, needs)
         if not done:
-            return
+            return []
         places = [position_of(one.first) for one in done]
         stored = await self._database.read(log.read_at, key, places)
         facts = await anyio.to_thread.run_sync(_facts, stored)
         self._damaged += len(done) - len(facts)
-        for some in _by_size(facts):
+        return list(_by_size(facts))
+
+    async def _room_for(self, facts: Sequence[tuple[int, ExperiencesRecorded]]) -> int:
+        """Wait for places and return how many; a segment larger than a file goes alone."""
+        places = FILES_AT_ONCE if _bytes_of(facts) > sizes().bytes_per_file else 1
+        for _ in range(places):
+            await self._free.acquire()
+        return places
+
+    async def _let_go(
+        self, facts: Sequence[tuple[int, ExperiencesRecorded]], head: int, places: int
+    ) -> None:
+        try:
             if self._archive is None:
-                await self._forget([fact for _, fact in some], None)
+                await self._forget([fact for _, fact in facts], None)
             else:
-                await self._archive_some(self._archive, some)
+                await self._archive_some(self._archive, facts)
+            self._progress("compact", facts[-1][0], head)
+        finally:
+            for _ in range(places):
+                self._free.release()
 
     async def _archive_some(
         self, folder: Path, facts: Sequence[tuple[int, ExperiencesRecorded]]
@@ -146,11 +175,13 @@ class _Compaction:
             made = write_archive(folder, name, sound) if sound else None
             return [one.fact for one in sound], made
 
-        sound, made = await anyio.to_thread.run_sync(write)
-        self._damaged += len(facts) - len(sound)
-        if made is not None:
-            self._files.append(made.path)
-            await self._forget(sound, made)
+        # What is written is recorded, though the other file fails or somebody interrupts.
+        with anyio.CancelScope(shield=True):
+            sound, made = await anyio.to_thread.run_sync(write)
+            self._damaged += len(facts) - len(sound)
+            if made is not None:
+                self._files.append(made.path)
+                await self._forget(sound, made)
 
     async def _forget(self, facts: Sequence[ExperiencesRecorded], made: ArchiveFile | None) -> None:
         keys = [fact.segment for fact in facts]
@@ -189,6 +220,10 @@ def _facts(stored: Sequence[StoredEvent]) -> list[tuple[int, ExperiencesRecorded
         if isinstance(fact, ExperiencesRecorded):
             found.append((event.position, fact))
     return found
+
+
+def _bytes_of(facts: Sequence[tuple[int, ExperiencesRecorded]]) -> int:
+    return sum(sum(fact.families.values()) for _, fact in facts)
 
 
 def _by_size(
