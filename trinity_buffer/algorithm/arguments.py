@@ -134,3 +134,14 @@ def one_of(name: str, value: Any, accepted: Iterable[Any]) -> None:
     if value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
         raise InvalidArgumentError(f"{name} must be one of {listed}, not {value!r}")
+
+
+def positive(name: str, value: Any) -> int:
+    """Return ``value`` as a count.
+
+    Raises:
+        InvalidArgumentError: it is not a whole number of at least 1.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidArgumentError(f"{name} must be a whole number of at least 1, not {value!r}")
+    return value

@@ -11,12 +11,18 @@ from torch import Tensor
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
 from trinity_buffer.algorithm.algorithm import ALGORITHM_TYPE, AlgorithmType
-from trinity_buffer.algorithm.arguments import REQUIRED, declared_arguments, made, refuse_unknown
+from trinity_buffer.algorithm.arguments import (
+    REQUIRED,
+    declared_arguments,
+    made,
+    positive,
+    refuse_unknown,
+)
 from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import ENTROPY_LOSS_FN
 from trinity_buffer.algorithm.importance_correction import IMPORTANCE_CORRECTION
 from trinity_buffer.algorithm.kl_fn.kl_fn import KL_FN
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN
-from trinity_buffer.algorithm.reading import needed, require_recorded
+from trinity_buffer.algorithm.reading import needed, require_correctable, require_recorded
 from trinity_buffer.algorithm.recipe import PARTS, Recipe, default_args_of
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.algorithm.sample_strategy.sample_strategy import SAMPLE_STRATEGY
@@ -251,7 +257,8 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
 
     Raises:
         UnknownNameError: a name that is not registered.
-        InvalidArgumentError: an argument that nothing takes, or one that is missing.
+        InvalidArgumentError: an argument that nothing takes, or one that is missing; a correction
+            of the log-probabilities that an expert's rows do not have.
     """
     refuse_unknown("build", user, ACCEPTED)
     kind = ALGORITHM_TYPE.get(algorithm) if isinstance(algorithm, str) else algorithm
@@ -268,18 +275,20 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
         policy.args.update({"loss_agg_mode": mode} | user.get("policy_loss_fn_args", {}))
     rollouts = user.get("rollouts_per_group", recipe.rollouts_per_group)
     advantage = choices.get("advantage_fn")
+    loss = policy.make(backend="trinity")
+    require_correctable(choices["importance_correction"].name, loss)
     return Algorithm(
         type=kind,
         strategies=_strategies(recipe, user),
         advantage=None if advantage is None else _trainer_side(advantage),
         sample=choices["sample_strategy"].make(),
-        policy_loss=policy.make(backend="trinity"),
+        policy_loss=loss,
         kl_loss=choices["kl_loss_fn"].make(),
         kl_penalty=choices["kl_penalty_fn"].make(),
         entropy_loss=choices["entropy_loss_fn"].make(),
         correction=choices["importance_correction"].make(),
         loss_agg_mode=mode or policy.args.get("loss_agg_mode") or "token-mean",
-        rollouts_per_group=1 if rollouts is None else _positive("rollouts_per_group", rollouts),
+        rollouts_per_group=1 if rollouts is None else positive("rollouts_per_group", rollouts),
         choices=choices,
     )
 
@@ -387,14 +396,3 @@ def _trainer_side(choice: Choice) -> TrainerAdvantage:
             f"advantage_fn {choice.name!r} works on stored experiences: name it as add_strategy"
         )
     return cast("TrainerAdvantage", choice.make())
-
-
-def _positive(name: str, value: Any) -> int:
-    """Return ``value`` as a count.
-
-    Raises:
-        InvalidArgumentError: it is not a whole number of at least 1.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidArgumentError(f"{name} must be a whole number of at least 1, not {value!r}")
-    return value

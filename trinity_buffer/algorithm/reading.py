@@ -53,3 +53,16 @@ def needed(batch: Mapping[str, Any], key: str, user: Any) -> Tensor:
             f"(it holds {held}){unrecorded if key in OF_ROLLOUTS else ''}"
         )
     return cast("Tensor", found)
+
+
+def require_correctable(correction: str, loss: Any) -> None:
+    """Return if the rows of ``loss`` all have what an importance correction compares.
+
+    Raises:
+        InvalidArgumentError: an expert's have no log-probabilities.
+    """
+    if correction != "none" and "expert_mask" in loss.select_keys:
+        raise InvalidArgumentError(
+            f"importance_correction={correction!r}: {type(loss).__name__} trains rows of experts "
+            "too, which have no log-probabilities to be compared; leave it at 'none'"
+        )

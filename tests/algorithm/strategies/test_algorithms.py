@@ -162,6 +162,12 @@ def test_a_correction_weighs_the_advantages() -> None:
     assert "actor/rollout_is/weight" in metrics
 
 
+@pytest.mark.parametrize("name", ["mix", "mix_chord"])
+def test_a_correction_of_an_experts_rows_is_refused(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"'token_tis': .*leave it at 'none'"):
+        build(name, importance_correction="token_tis")
+
+
 def test_entropy_is_not_needed_where_it_weighs_nothing() -> None:
     logprob = microbatch()["old_logprob"]
     assert not build("grpo").needs_entropy

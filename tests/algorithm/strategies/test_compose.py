@@ -5,9 +5,20 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from tests.algorithm.strategies.rollouts import group, rejected, rollout, scores, written
+from tests.algorithm.strategies.rollouts import (
+    PlainWriter,
+    group,
+    rejected,
+    rollout,
+    scores,
+    written,
+)
 from trinity_buffer.algorithm.add_strategy import AddStrategy, compose, original_uid
-from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.errors import (
+    InvalidArgumentError,
+    InvalidExperienceError,
+    UnknownNameError,
+)
 from trinity_buffer.experience import Experience
 from trinity_buffer.writer import StagedWriter
 
@@ -98,3 +109,11 @@ async def test_an_empty_unit_is_nothing_to_write() -> None:
     writer = StagedWriter()
     assert await compose(writer, ["reward_variance", "grpo"]).add([], 0) == (0, {})
     assert (await compose(writer, ["grpo"]).add([rollout()], 0))[0] == 1
+
+
+async def test_what_cannot_be_rejected_is_an_error_before_anything_is_written() -> None:
+    writer = PlainWriter()
+    experiences = [rollout(run=run, reward=reward) for run, reward in enumerate([None, 1.0, 0.0])]
+    with pytest.raises(InvalidExperienceError, match="invalid: reward"):
+        await compose(writer, ["reward_variance", "grpo"]).add(experiences, 0)
+    assert writer.writes == []

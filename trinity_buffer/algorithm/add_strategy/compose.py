@@ -15,8 +15,9 @@ from trinity_buffer.algorithm.arguments import made as made_of
 from trinity_buffer.algorithm.copies import original_uid
 from trinity_buffer.algorithm.group_scores import Rewards
 from trinity_buffer.algorithm.reward_scores import RewardScorer, ScoredGroups
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import Experience
+from trinity_buffer.rejections import INVALID
 from trinity_buffer.writer import BufferWriter, StagedWriter
 
 StrategyName = str | type[AddStrategy]
@@ -56,6 +57,9 @@ class CompositeAddStrategy(AddStrategy):
         """Run all stages, then write what the last one wrote.
 
         A metric whose name an earlier stage used gets the name of its own stage before it.
+
+        Raises:
+            InvalidExperienceError: one is invalid and the writer cannot record a rejection.
         """
         groups, metrics = [list(experiences)], {}
         left_out: list[tuple[Experience, str]] = []
@@ -69,8 +73,10 @@ class CompositeAddStrategy(AddStrategy):
             left_out += rejected + _forgotten(seen, groups, rejected)
         for experience, reason in left_out:
             # A copy that a later stage leaves out was never stored: there is nothing to reject.
-            if original_uid(experience) is None:
-                self.reject([experience], reason)
+            if original_uid(experience) is not None or self.reject([experience], reason):
+                continue
+            if reason.partition(":")[0] == INVALID:
+                raise InvalidExperienceError(f"experience {experience.eid.uid}: {reason}")
         for group in groups:
             await self.writer.write_async(group)
         return sum(len(group) for group in groups), metrics
