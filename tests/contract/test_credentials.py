@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import traceback
+from pathlib import Path
 
 import anyio.to_thread
 import pytest
@@ -15,6 +16,7 @@ from sqlalchemy import make_url
 from tests.contract.making import contents, group, opened
 from trinity_buffer.cli.maintenance_commands import migrate
 from trinity_buffer.cli.options import chosen_experiment
+from trinity_buffer.cli.run_file import experiment_in
 from trinity_buffer.errors import TrinityBufferError, UnknownExperimentError
 from trinity_buffer.pipeline.store import open_store
 
@@ -49,6 +51,8 @@ async def test_what_is_stored_and_said_of_a_store_holds_no_password(
         f"postgresql://me:{PASSWORD}@127.0.0.1:port/run",
         f"postgresql://me:{PASSWORD}@127.0.0.1/run?sslmod=require",
         f"mysql://me:{PASSWORD}@127.0.0.1/run",
+        f"postgresql://me:p@{PASSWORD}/word@127.0.0.1/run",
+        f"postgresql://me:p@{PASSWORD}?word@127.0.0.1/run",
     ],
 )
 async def test_no_error_tells_the_password(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -58,6 +62,16 @@ async def test_no_error_tells_the_password(url: str, caplog: pytest.LogCaptureFi
     # the whole chain, as an uncaught error would be printed
     assert PASSWORD not in "".join(traceback.format_exception(raised.value)) + caplog.text
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("slip", ['"{}', "{}: y", "'{}' x"])
+def test_a_slip_in_a_runs_file_does_not_tell_it(tmp_path: Path, slip: str) -> None:
+    file = tmp_path / "run.yaml"
+    url = f"postgresql://me:{PASSWORD}@127.0.0.1:1/run"
+    file.write_text(f"algorithm: grpo\nstore: {slip.format(url)}\n")
+    with pytest.raises(TrinityBufferError) as raised:
+        experiment_in(file)
+    assert PASSWORD not in "".join(traceback.format_exception(raised.value))
 
 
 def test_the_command_line_does_not_tell_it_either() -> None:

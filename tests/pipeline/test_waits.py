@@ -16,9 +16,10 @@ import pytest
 
 from tests.contract.making import group, opened, rollout, rows
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import tables
+from trinity_buffer.store import promises, tables
 
 HERE = f"pid {os.getpid()} on host {socket.gethostname()}"
 
@@ -211,6 +212,22 @@ async def test_a_second_trainer_says_who_holds_the_lease(
             words = (f"trainer 'trainer' is held by {HERE}, renewed ", "another consumer name")
             async with spoken(caplog, lambda: train(other), *words):
                 pass
+
+
+async def test_a_lease_that_was_left_an_hour_ago_is_not_said_to_be_fresh(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(store_url) as experiment, opened(store_url) as other:
+        await run_strategy(experiment, "grpo")
+        left: dict[str, Any] = {
+            "owner": "far#away:1:2:r",
+            "now_us": now_us() - 3600_000_000,
+            "ttl_us": 30_000_000,
+        }
+        key = experiment.key
+        await experiment.database.write(lambda tx: promises.acquire(tx, key, "trainer", **left))
+        async with spoken(caplog, lambda: train(other), "held by pid 1 on host far, renewed 36"):
+            pass
 
 
 @pytest.mark.parametrize(

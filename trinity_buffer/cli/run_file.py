@@ -37,8 +37,12 @@ def _yaml(text: str) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:  # several lines, which quote the file
-        raise ValueError(" ".join(str(error).split())) from error
+    except yaml.MarkedYAMLError as error:  # its text quotes the file, and that a password
+        mark = error.problem_mark
+        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise ValueError(f"{error.problem}{place}") from None
+    except yaml.YAMLError as error:
+        raise ValueError("it holds a character that YAML does not allow") from error
 
 
 def store_in(path: Path) -> str | None:

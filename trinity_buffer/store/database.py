@@ -62,7 +62,7 @@ def parse_url(url: StoreURL) -> URL:
         path = str(Path(parsed.database or "").expanduser())
         return parsed.set(drivername="sqlite", database=path)
     if backend == "postgresql":
-        if "@" in (parsed.host or ""):  # else the rest of the password would be shown as the host
+        if said.partition("://")[2].count("@") > 1:  # or the rest of a password would be shown
             raise InvalidArgumentError("the store's URL cannot be read; in a password @ is %40")
         query = {"sslmode" if key == "ssl" else key: value for key, value in parsed.query.items()}
         for key in query.keys() - _POSTGRESQL_QUERY:

@@ -19,7 +19,6 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.engine import URL
 from sqlalchemy.event import listen
 from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidatePoolError
-from sqlalchemy.ext.asyncio import create_async_engine
 from typing_extensions import override
 
 from trinity_buffer.errors import StoreError, UnsafeStoreError
@@ -199,6 +198,8 @@ class Server:
     """
 
     def __init__(self, url: URL) -> None:
+        from sqlalchemy.ext.asyncio import create_async_engine  # noqa: PLC0415 - the ORM, too
+
         extra("asyncpg", "postgresql")
         # What libpq and asyncpg's own URLs call sslmode is an argument ssl of its connections.
         query = {"ssl" if k == "sslmode" else k: v for k, v in url.query.items()}

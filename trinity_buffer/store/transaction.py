@@ -167,7 +167,7 @@ def among(
     listed = list(values)
     if tx.dialect.name == "sqlite":
         return column.in_(select(func.json_each(json.dumps(listed)).table_valued("value").c.value))
-    kind = Text() if listed and isinstance(listed[0], str) else BigInteger()
+    kind = Text() if isinstance(column.type, Text) else BigInteger()  # of no values, too
     return column == func.any(cast(literal(listed, postgresql.ARRAY(kind)), postgresql.ARRAY(kind)))
 
 

@@ -54,10 +54,12 @@ class LeaseWatch:
         self._ttl_s = ttl_s
         self._seen: Held = None
         self._since = time.monotonic()
+        self._renewed = False
 
     def is_silent(self, held: Held) -> bool:
         """Return whether the lease was ``held`` just so for at least its time to live."""
         if held != self._seen:
+            self._renewed = self._seen is not None
             self._seen, self._since = held, time.monotonic()
         return self.silent_s >= self._ttl_s
 
@@ -65,6 +67,13 @@ class LeaseWatch:
     def silent_s(self) -> float:
         """For how many seconds the lease was held just as it is."""
         return time.monotonic() - self._since
+
+    @property
+    def renewed_s(self) -> float:
+        """How many seconds ago it was renewed; by its holder's clock where we did not see it."""
+        if self._renewed or self._seen is None:
+            return self.silent_s
+        return max(self.silent_s, (now_us() - self._seen[2]) / 1e6 + self._ttl_s)
 
 
 class TrainerLease:
@@ -102,7 +111,7 @@ class TrainerLease:
         async def tell() -> str:
             where = "another process" if held is None else place_of(held[0])
             return (
-                f"trainer {self.consumer!r} is held by {where}, renewed {watch.silent_s:.0f} s "
+                f"trainer {self.consumer!r} is held by {where}, renewed {watch.renewed_s:.0f} s "
                 "ago: stop that process, or choose another consumer name"
             )
 
