@@ -346,4 +346,17 @@ def test_the_command_says_what_it_took(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "8 experiences in 2 batches" in done.output
     told = json.loads(CliRunner().invoke(app, [*asked, "--json"]).output)
-    assert told == {"written": 0, "duplicates": 8, "batches": 2}
+    assert told == {"written": 0, "duplicates": 8, "batches": 2, "late": 0}
+
+
+def test_rows_that_a_sealed_import_gains_are_told(tmp_path: Path) -> None:
+    traces = tmp_path / "run" / "monitors" / "file" / "traces"
+    asked = ["import", "prime-rl", str(tmp_path / "run"), "--store", str(tmp_path / "run.db")]
+    given = [episode(3, "a", float(n)) for n in range(3)]
+    rows_of(traces / "stream" / "0.jsonl", given[:2])
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    rows_of(traces / "stream" / "0.jsonl", given)
+    grown = CliRunner().invoke(app, asked)
+    assert grown.exit_code == 1
+    assert "2 of them are of batches that an earlier import sealed" in grown.stderr
+    assert "an --experiment of its own" in grown.stderr

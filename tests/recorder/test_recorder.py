@@ -289,9 +289,24 @@ async def test_a_batch_is_sealed_with_what_is_stored(store_url: str, upstream: s
     assert sealed.json() == {"expected": 1}
 
 
+async def test_a_reward_behind_the_seal_of_its_batch_is_refused(
+    store_url: str, upstream: str
+) -> None:
+    async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
+        for run in range(2):
+            at = f"{url}/rollouts/b1/t/{run}/v1/chat/completions"
+            await http.post(at, json={"messages": HELLO})
+        await reward(url, "b1/t/0", 1.0)
+        assert (await http.post(f"{url}/v1/batches/b1/seal")).json() == {"expected": 1}
+        for _ in range(2):
+            late = await reward(url, "b1/t/1", 1.0)
+            assert (late.status_code, "send rewards before the seal" in late.text) == (409, True)
+        assert (await reward(url, "b1/t/0", 1.0)).status_code == 200  # the same again
+
+
 async def test_a_reward_must_be_a_number(store_url: str, upstream: str) -> None:
     async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
-        for body in ({"reward": "good"}, ["good"], {"reward": 10**400}):
+        for body in ({"reward": "good"}, ["good"], {"reward": True}, {"reward": 10**400}):
             answer = await http.post(f"{url}/v1/rollouts/t/0/reward", json=body)
             assert (answer.status_code, "must be a number" in answer.text) == (400, True)
 

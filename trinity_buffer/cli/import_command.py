@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from trinity_buffer.cli.asking import run
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.options import JsonOption, made_folder_of
 from trinity_buffer.cli.printing import print_json
+from trinity_buffer.cli.running import run
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.identity import require_name
 from trinity_buffer.integrations.imports.formats import (
@@ -56,10 +56,17 @@ def import_(
     done: Imported = run(main)
     if as_json:
         print_json(done.to_dict())
-        return
-    typer.echo(
-        escaped(
-            f"{done.written} experiences in {done.batches} batches written to {named(store)}, "
-            f"{done.duplicates} were there already"
+    else:
+        typer.echo(
+            escaped(
+                f"{done.written} experiences in {done.batches} batches written to {named(store)}, "
+                f"{done.duplicates} were there already"
+            )
         )
-    )
+    if done.late:
+        typer.echo(
+            f"error: {done.late} of them are of batches that an earlier import sealed: they are "
+            "recorded as late and never trained; give the grown file an --experiment of its own",
+            err=True,
+        )
+        raise typer.Exit(1)

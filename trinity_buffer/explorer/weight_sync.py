@@ -63,8 +63,8 @@ async def push_weights(
             )
         except InferenceServerError as error:
             raise InferenceServerError(
-                f"{error} (while it took policy {version}; it stays paused until weights are "
-                "pushed again)"
+                f"{error} (while it took policy {version}; if it was paused it stays so until "
+                "weights are pushed again)"
             ) from error
     checksum = None if dialect == "sglang" else await server.weight_checksum()
     return PushReport(server.root, policy.version, checksum)

@@ -258,7 +258,7 @@ def _number(reward: Any) -> float | None:
     if reward is None:
         return None
     try:
-        if isinstance(reward, int | float):
+        if isinstance(reward, int | float) and not isinstance(reward, bool):
             return float(reward)
     except OverflowError:
         pass

@@ -141,6 +141,7 @@ class Recording:
 
         Raises:
             InvalidArgumentError: nobody has said anything in it.
+            ConflictError: its batch is sealed.
             ConflictingExperienceError: it was closed with another reward.
         """
         found = await self._of(rollout)
@@ -154,6 +155,11 @@ class Recording:
                 experience.eid = EID(rollout.batch, rollout.task, rollout.run, step)
             receipt = await self._writer.write(made)
             found.is_closed, found.turns = True, []
+        if receipt.rejected or (receipt.duplicates and not await self._is_closed(rollout)):
+            raise ConflictError(
+                f"batch {rollout.batch!r} was sealed before rollout {rollout} was closed, which is "
+                "recorded as late and never trained: send rewards before the seal"
+            )
         return receipt
 
     async def seal(self, batch: str) -> int:

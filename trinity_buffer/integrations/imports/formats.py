@@ -55,11 +55,20 @@ FORMATS = {
 
 @dataclass(slots=True)
 class Imported:
-    """What an import did: experiences that were new, that were stored already, and batches."""
+    """What an import did.
+
+    Attributes:
+        written: experiences that were new.
+        duplicates: those that were stored already.
+        batches: how many there are.
+        late: new ones of batches that an earlier import sealed; counted in ``written``, never
+            trained.
+    """
 
     written: int = 0
     duplicates: int = 0
     batches: int = 0
+    late: int = 0
 
     def to_dict(self) -> dict[str, int]:
         """Return the counts by name."""
@@ -111,6 +120,7 @@ async def _written(found: Experiment, given: Iterable[Experience], actor: str) -
         receipt = await writer.write(some)
         done.written += receipt.written
         done.duplicates += receipt.duplicates
+        done.late += receipt.rejected
         batches.update(dict.fromkeys(one.eid.batch for one in some))
     for batch in batches:
         await writer.seal(batch, await writer.stored(batch))
