@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import torch
 
 from benchmarks.performance import LOOKS, RECORD, record
@@ -38,16 +39,22 @@ EXPERIMENT = "verified"
 TASKS, RUNS, TOKENS, PROMPT = 8, 8, 8, 4
 """Of the demo: 64 experiences a batch and a call."""
 GROUPS_PER_STEP = 16
+STORE = Path(tempfile.gettempdir()) / "trinity-buffer-verify.db"
 BATCHES_AT_ONCE = 512
 """Batches that are explored before a strategy and a trainer take their turn."""
 
 
-async def fill(path: Path, wanted: int) -> None:
-    """Explore, annotate and train until there are ``wanted`` experiences; some may be there."""
-    folder = path.with_suffix(".acks")
-    folder.mkdir(parents=True, exist_ok=True)
+async def fill(url: str, wanted: int, folder: Path) -> None:
+    """Explore, annotate and train until there are ``wanted`` experiences; some may be there.
+
+    Args:
+        url: of the store, or its file.
+        wanted: how many.
+        folder: of the acknowledgements.
+    """
+    await anyio.Path(folder).mkdir(parents=True, exist_ok=True)
     acknowledged = Acknowledgements(folder / "e0.ack")
-    async with open_store(str(path)) as store:
+    async with open_store(url) as store:
         config = {"rollouts_per_group": RUNS}
         experiment = await store.experiment(EXPERIMENT, config=config)
         writer = experiment.writer(actor="e0")
@@ -146,15 +153,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--experiences", type=int, default=1_000_000)
-    parser.add_argument(
-        "--store", type=Path, default=Path(tempfile.gettempdir()) / "trinity-buffer-verify.db"
-    )
+    parser.add_argument("--store", type=Path, default=STORE)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--record", action="store_true", help=f"append to {RECORD}, renew {LOOKS}")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    asyncio.run(fill(asked.store, asked.experiences))
-    acknowledged = ("--acknowledged", str(asked.store.with_suffix(".acks")))
+    folder = asked.store.with_suffix(".acks")
+    asyncio.run(fill(str(asked.store), asked.experiences, folder))
+    acknowledged = ("--acknowledged", str(folder))
     looks = {"full": (), "full, acknowledged": acknowledged, "quick": ("--quick",)}
     lines: list[dict[str, Any]] = []
     for _ in range(asked.repetitions):

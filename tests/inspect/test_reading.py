@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.stories import rollout, tell
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.inspect import now, tokens
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.web.rollout_view import token_rows
 
 
 async def uids(experiment: Experiment, **wanted: Any) -> list[str]:
@@ -39,3 +42,28 @@ async def test_what_is_read_is_in_the_state_or_the_step(store_url: str, tmp_path
             await uids(experiment, annotation_set="nonsense")
         with pytest.raises(InvalidArgumentError, match="annotation_set="):
             await uids(experiment, state="waiting")
+
+
+async def test_tokens_name_the_policy_that_said_each(store_url: str) -> None:
+    """As a server tells whose weights it changed in the middle of a rollout."""
+    parts = [
+        {"begin": 4, "end": 6, "version": "10"},
+        {"begin": 6, "end": 7, "version": "11"},
+        {"begin": 7, "end": 8, "version": "main"},
+        {"begin": 5, "end": 8, "version": "9" * 400},
+        "nonsense",
+    ]
+    given = rollout("b0", 0, 1, 1.0)
+    given.info["weight_segments"] = parts
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("sort", config={})
+        await experiment.writer("e0").write([given, rollout("b0", 0, 0, 1.0)])
+        table = await tokens(now(experiment), given.eid.uid)
+        plain = await tokens(now(experiment), "b0/0/0/0/")
+    versions = table.columns["policy_version"]
+    assert versions[4:7].tolist() == [10, 10, 11]
+    assert np.isnan(versions[:4]).all()
+    assert np.isnan(versions[7:]).all()
+    assert "policy_version" not in plain.columns
+    shades = [row["shade"] for row in token_rows(table, "policy_version", 0)]
+    assert shades == [0, 0, 0, 0, 2, 2, 5, 0]

@@ -104,8 +104,19 @@ async def test_what_ranks_of_an_earlier_life_left_is_trained_whole(
     async with open_store(store_url) as store:
         experiment = await recorded(store, "run", "experience", rollouts())
         left = await life(experiment, before, deliver=2, commit=0)
-        trained = await life(experiment, after, deliver=99, commit=99)
+        parts: list[tuple[int, int]] = []
+        trained = await life(
+            experiment,
+            after,
+            deliver=99,
+            commit=99,
+            take=lambda step: parts.append(
+                (step.step, sum(len(m["sample_index"]) for m in step.microbatches))
+            ),
+        )
         assert {step: trained[step] for step in left} == left
+        with_rows = sum(1 for step, rows in parts if step == 1 and rows)
+        assert with_rows == min(after, OPTIONS["groups_per_step"])  # none is left without a group
         assert await trained_once(experiment, trained)
         assert (await verify(experiment)).ok
 

@@ -177,6 +177,11 @@ def test_tokens_are_recorded_where_that_is_asked_for(
         np.testing.assert_allclose(table.columns["ratio"][table.mask], ratio, rtol=1e-4)
         assert row.measured["ratio_mean"] == pytest.approx(ratio.mean(), rel=1e-4)
         assert not table.columns["weight"][~table.mask].any()
+        gap = table.columns["gap"][table.mask]
+        assert row.measured["gap_mean"] == pytest.approx(np.abs(gap).mean(), rel=1e-4)
+        clipped = table.columns["clipped"]
+        assert row.measured["clipped"] == pytest.approx(clipped[table.mask].mean())
+        assert np.isnan(clipped[~table.mask]).all()
     assert verified(sqlite_url).ok
 
 

@@ -23,6 +23,7 @@ from tokenizers.models import WordLevel
 from tests.stories import rollout, tell
 from tests.web.test_report import NAME, Page, hostile_run
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.sizes import resized
 from trinity_buffer.web.app import inspector
 
 BASE = "http://127.0.0.1:8500"
@@ -108,6 +109,25 @@ async def test_groups_are_paged_once_each(
             older = re.search(r'rel="next" href="([^"]+)"', page)
             path = html.unescape(older[1]) if older else ""
     assert sorted(found) == ["0", "0", "1", "2", "3"]
+
+
+def test_a_search_that_stops_early_goes_on_with_the_next_row(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = "search?text=and"
+    whole = re.findall('uid=[^"]*', client.get(f"/sort/{path}").text)
+    for name in ("FIRST_S", "SEARCH_S"):
+        monkeypatch.setattr(f"trinity_buffer.web.views.{name}", 0)
+    with resized(experiences_per_page=2):
+        page = client.get(f"/sort/{path}").text
+        seen = re.findall('uid=[^"]*', page)
+        for _ in range(50):
+            if 'rel="next"' not in page:
+                break
+            page = client.get(linked(page, "next")).text
+            seen += re.findall('uid=[^"]*', page)
+    assert len(whole) > 2
+    assert seen == whole
 
 
 @pytest.mark.parametrize(

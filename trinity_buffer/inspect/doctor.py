@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trinity_buffer.pipeline.diagnosis import Lack, Surroundings, counted, lacks_of
 from trinity_buffer.pipeline.presence import place_of
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.store import conservation, log, queries, trainer_queries
+from trinity_buffer.store import conservation, log, queries, tallies, trainer_queries
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
@@ -137,8 +137,10 @@ class _Look:
             yield Stuck(self._name, lack.told(), since, _remedy_of(lack))
 
     def _of_nobody(self, tx: Transaction, strategies: list[ConsumerRow]) -> Iterator[Stuck]:
+        if strategies:
+            return
         number, first = conservation.unseen(tx, self._key, None)
-        if number and not strategies:
+        if number:
             what = f"{counted(number, 'experience')} recorded, and no annotation set"
             remedy = (
                 "run a strategy (`trinity-buffer annotate`), or train on what was recorded "
@@ -179,7 +181,7 @@ class _Look:
             yield Stuck(
                 self._name, what, self._since(tx, leased), f"{again}: it is served them first"
             )
-        counts = conservation.of_trainer(tx, self._key, row)
+        counts = tallies.of_trainer(tx, self._key, row)
         if counts.ready:
             reader = Reader(self._key, row.name, "", row.name)
             start = trainer_queries.first_undelivered(tx, reader)

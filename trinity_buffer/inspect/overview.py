@@ -8,7 +8,7 @@ from statistics import fmean
 
 from trinity_buffer.pipeline.leased_steps import leased_steps
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.store import conservation, inspection, queries, trainer_queries
+from trinity_buffer.store import conservation, inspection, log, queries, tallies, trainer_queries
 from trinity_buffer.store.conservation import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
@@ -94,11 +94,11 @@ async def overview(store: Store, experiment: str | None = None) -> Overview:
         UnknownExperimentError: there is none of this name.
     """
     database = store.database
-    names = await store.experiments() if experiment is None else [experiment]
-    found = []
-    for name in names:
-        key = (await store.experiment(name)).key
-        found.append(await database.read(_of_experiment, key, name))
+    if experiment is None:
+        keys = await database.read(log.experiment_names)
+    else:
+        keys = {experiment: (await store.experiment(experiment)).key}
+    found = [await database.read(_of_experiment, key, name) for name, key in keys.items()]
     size = await database.read(inspection.size_bytes)
     parts = await database.read(inspection.segment_parts)
     growth = None
@@ -117,9 +117,8 @@ def _of_experiment(tx: Transaction, key: int, name: str) -> ExperimentOverview:
     batches, sealed = inspection.batch_counts(tx, key)
     consumers = queries.consumers(tx, key).values()
     newest = queries.newest_policy(tx, key)
-    strategies = [
-        conservation.of_strategy(tx, key, row) for row in consumers if row.kind == "strategy"
-    ]
+    strategies = [row for row in consumers if row.kind == "strategy"]
+    recorded = tallies.recorded(tx, key)
     trainers = [_of_trainer(tx, key, name, row) for row in consumers if row.kind == "trainer"]
     return ExperimentOverview(
         name=name,
@@ -128,13 +127,13 @@ def _of_experiment(tx: Transaction, key: int, name: str) -> ExperimentOverview:
         events=kinds,
         first_at=None if bounds.first_at is None else bounds.first_at / 1e6,
         last_at=None if bounds.last_at is None else bounds.last_at / 1e6,
-        experiences=conservation.recorded(tx, key),
+        experiences=recorded.number,
         batches=batches,
         sealed=sealed,
         plans=conservation.of_plans(tx, key),
-        strategies=tuple(strategies),
+        strategies=tallies.of_strategies(tx, key, strategies, recorded),
         trainers=tuple(trainers),
-        versions=inspection.policy_versions(tx, key),
+        versions=(recorded.lowest_version, recorded.highest_version),
         published=None if newest is None else newest[0],
         policies=inspection.published_versions(tx, key),
     )
@@ -149,7 +148,7 @@ def _of_trainer(tx: Transaction, key: int, name: str, row: ConsumerRow) -> Train
         _staleness(tx, key, name, row),
         backlog.undelivered,
         backlog.uncommitted,
-        conservation.of_trainer(tx, key, row),
+        tallies.of_trainer(tx, key, row),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -46,6 +46,7 @@ async def search(
     after: int = -1,
     progress: Progress = no_progress,
     unreadable: list[Unreadable] | None = None,
+    looked_at: Callable[[int], None] = lambda _: None,
 ) -> AsyncIterator[Match]:
     """Yield each text of a rollout that holds ``text``, in order of the log, as soon as found.
 
@@ -60,6 +61,7 @@ async def search(
         after: only in experiences above this address.
         progress: called with the position that was reached, and the last one.
         unreadable: gets the rows whose texts cannot be read; None: the error at the end names them.
+        looked_at: called with the last address of each page, once it was searched.
 
     Raises:
         DamagedSegmentError: at the end, where ``unreadable`` is None.
@@ -76,6 +78,7 @@ async def search(
             for one in _matches(row, segments, text, exact=exact):
                 yield one
         progress("search", positions[-1], head)
+        looked_at(rows[-1].address)
     if unreadable is None and damaged:
         raise DamagedSegmentError("; ".join(map(str, damaged)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,9 @@ class TokenTable:
         columns: name -> ``float [L]``, NaN where a token has no value: ``logprob``,
             ``teacher_logprob``, ``reward``, and ``advantage`` and ``return`` of the set; where a
             trainer recorded its tokens, of the last step that took it ``trained_logprob``,
-            ``ratio``, ``entropy`` and ``weight`` (d loss / d logprob).
+            ``ratio``, ``entropy``, ``weight`` (d loss / d logprob), ``gap`` (trained_logprob -
+            logprob) and ``clipped`` (1: it has an advantage and no gradient); and
+            ``policy_version``, where the server told whose each token is.
         annotation_set: whose advantages they are, None where there are none.
     """
 
@@ -84,6 +87,8 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
         for name in ("advantages", "returns"):
             columns[name[:-1]] = _placed(_first(some, name, slot_of(note)), row, mask)
         columns |= await _trained(source, fate)
+        columns |= _compared(columns, mask)
+    columns["policy_version"] = _versions(segments, slot, row)
     known = {name: values for name, values in columns.items() if values is not None}
     return TokenTable(
         row.eid.uid,
@@ -105,6 +110,39 @@ async def _trained(source: Source, fate: Fate) -> dict[str, Numbers | None]:
     one = (await measured(source, trainer, [step], tokens=True)).get(step)
     found = {} if one is None else one.of_tokens(first.address)
     return {"trained_logprob" if n == "logprob" else n: some for n, some in found.items()}
+
+
+def _compared(columns: Mapping[str, Numbers | None], mask: Numbers) -> dict[str, Numbers | None]:
+    """Return what follows of two columns, where both are known."""
+    found: dict[str, Numbers | None] = {}
+    trained, recorded = columns.get("trained_logprob"), columns.get("logprob")
+    if trained is not None and recorded is not None:
+        found["gap"] = trained - recorded
+    weight, advantage = columns.get("weight"), columns.get("advantage")
+    if weight is not None and advantage is not None:
+        found["clipped"] = np.where(mask, (weight == 0) & (advantage != 0), np.nan)
+    return found
+
+
+LONGEST_VERSION = 15
+"""Digits of a policy version; a longer number is exact in no column."""
+
+
+def _versions(segments: list[Segment], slot: int, row: ExperienceRow) -> Numbers | None:
+    """Return which policy said each token; None where no server told so, in numbers."""
+    infos = (segment.objects["info"][slot] for segment in segments if "info" in segment.objects)
+    info = next(infos, None)
+    parts = info.get("weight_segments") if isinstance(info, Mapping) else None
+    if not isinstance(parts, list):
+        return None
+    found = np.full(row.length, np.nan)
+    for part in parts:  # what is in an info is the explorer's own: it may be anything
+        match part:
+            case {"begin": int(begin), "end": int(end), "version": str(version)} if (
+                version.isdecimal() and len(version) <= LONGEST_VERSION and 0 <= begin <= end
+            ):
+                found[begin:end] = int(version)
+    return None if np.isnan(found).all() else found
 
 
 def _first(segments: list[Segment], name: str, slot: int) -> Numbers | None:

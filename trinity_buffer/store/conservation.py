@@ -10,7 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Executable, Integer, and_, case, exists, func, select
+from sqlalchemy import (
+    ColumnElement,
+    Executable,
+    Integer,
+    and_,
+    bindparam,
+    case,
+    exists,
+    func,
+    select,
+)
 
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.rows import ConsumerRow, first_address, position_of
@@ -24,7 +34,7 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Prepared, Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,28 +173,26 @@ def of_trainer(tx: Transaction, experiment: int, row: ConsumerRow) -> TrainerCou
 
 def of_plans(tx: Transaction, experiment: int) -> PlanCounts:
     """Count planned rollouts, and those of them that are stored."""
+    ((planned, stored),) = _PLANS.rows(tx, of=experiment)
+    return PlanCounts(int(planned or 0), int(stored or 0))
+
+
+def _plans() -> Prepared:
     of_batch = and_(batch.c.experiment == plan.c.experiment, batch.c.batch == plan.c.batch)
-    planned = (
-        select(func.sum(batch.c.rollouts_per_group, type_=Integer))
-        .select_from(plan.join(batch, of_batch))
-        .where(plan.c.experiment == experiment)
+    # A look at an index for each group: joined, every experience would be looked up again.
+    runs = select(func.count(experience.c.run.distinct())).where(
+        experience.c.experiment == plan.c.experiment,
+        experience.c.batch == plan.c.batch,
+        experience.c.task == plan.c.task,
+        experience.c.run < batch.c.rollouts_per_group,
     )
-    of_plan = and_(
-        plan.c.experiment == experience.c.experiment,
-        plan.c.batch == experience.c.batch,
-        plan.c.task == experience.c.task,
-    )
-    runs = (
-        select(experience.c.batch, experience.c.task, experience.c.run)
-        .select_from(experience.join(plan, of_plan).join(batch, of_batch))
-        .where(
-            experience.c.experiment == experiment,
-            experience.c.run < batch.c.rollouts_per_group,
-        )
-        .distinct()
-    )
-    stored = select(func.count()).select_from(runs.subquery())
-    return PlanCounts(_count(tx, planned), _count(tx, stored))
+    planned, stored = batch.c.rollouts_per_group, runs.scalar_subquery()
+    query = select(func.sum(planned, type_=Integer), func.sum(stored, type_=Integer))
+    of = plan.c.experiment == bindparam("of")
+    return Prepared(query.select_from(plan.join(batch, of_batch)).where(of))
+
+
+_PLANS = _plans()
 
 
 def reasons(tx: Transaction, experiment: int, name: str) -> dict[str, int]:

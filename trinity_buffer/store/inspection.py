@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, exists, func, or_, select, text
+from sqlalchemy import ColumnElement, Select, bindparam, exists, func, or_, select, text
 
 from trinity_buffer.identity import EID
 from trinity_buffer.sizes import sizes
@@ -23,7 +23,7 @@ from trinity_buffer.store.tables import (
     segment,
     waiting,
 )
-from trinity_buffer.store.transaction import Transaction, among
+from trinity_buffer.store.transaction import Prepared, Transaction, among
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +56,27 @@ class Decision:
 
 def log_bounds(tx: Transaction, experiment: int) -> LogBounds:
     """Return the number of events, and when the first and the last were recorded."""
-    mine = event.c.experiment == experiment
-    head = tx.execute(select(func.max(event.c.position)).where(mine)).scalar()
-    if head is None:
+    ends = [_FIRST.rows(tx, of=experiment), _LAST.rows(tx, of=experiment)]
+    if not all(ends):
         return LogBounds(0, None, None)
-    query = select(event.c.recorded_at).where(mine, event.c.position.in_([1, head]))
-    times = sorted(int(at) for at in tx.execute(query).scalars())
-    return LogBounds(int(head), times[0] if times else None, times[-1] if times else None)
+    ((_, first_at),), ((last, last_at),) = ends
+    return LogBounds(int(last), int(first_at), int(last_at))
 
 
 def kinds(tx: Transaction, experiment: int) -> dict[str, int]:
     """Return how many events of each kind there are."""
-    query = select(event.c.kind, func.count()).where(event.c.experiment == experiment)
-    rows = tx.execute(query.group_by(event.c.kind).order_by(event.c.kind))
-    return {kind: int(count) for kind, count in rows.all()}
+    return {kind: int(count) for kind, count in _KINDS.rows(tx, of=experiment)}
+
+
+_ENDS = select(event.c.position, event.c.recorded_at).where(event.c.experiment == bindparam("of"))
+_FIRST = Prepared(_ENDS.order_by(event.c.position).limit(1))
+_LAST = Prepared(_ENDS.order_by(event.c.position.desc()).limit(1))
+_KINDS = Prepared(
+    select(event.c.kind, func.count())
+    .where(event.c.experiment == bindparam("of"))
+    .group_by(event.c.kind)
+    .order_by(event.c.kind)
+)
 
 
 def position_before(tx: Transaction, experiment: int, count: int, wanted: Sequence[str]) -> int:
@@ -83,22 +90,23 @@ def position_before(tx: Transaction, experiment: int, count: int, wanted: Sequen
 
 def batch_counts(tx: Transaction, experiment: int) -> tuple[int, int]:
     """Return (planned, sealed) batches."""
-    query = select(func.count(batch.c.planned_at), func.count(batch.c.sealed_at))
-    planned, sealed = tx.execute(query.where(batch.c.experiment == experiment)).one()
+    ((planned, sealed),) = _BATCHES.rows(tx, of=experiment)
     return int(planned), int(sealed)
-
-
-def policy_versions(tx: Transaction, experiment: int) -> tuple[int | None, int | None]:
-    """Return the lowest and the highest version that generated something."""
-    query = select(func.min(experience.c.policy_version), func.max(experience.c.policy_version))
-    low, high = tx.execute(query.where(experience.c.experiment == experiment)).one()
-    return (None, None) if low is None else (int(low), int(high))
 
 
 def published_versions(tx: Transaction, experiment: int) -> int:
     """Return how many policies were published."""
-    query = select(func.count()).where(policy.c.experiment == experiment)
-    return int(tx.execute(query).scalar_one())
+    return int(_POLICIES.value(tx, of=experiment))
+
+
+_BATCHES = Prepared(
+    select(func.count(batch.c.planned_at), func.count(batch.c.sealed_at)).where(
+        batch.c.experiment == bindparam("of")
+    )
+)
+_POLICIES = Prepared(
+    select(func.count()).select_from(policy).where(policy.c.experiment == bindparam("of"))
+)
 
 
 def known_policy_versions(

@@ -217,8 +217,13 @@ def count_in_batch(tx: Transaction, experiment: int, key: Key) -> int:
 
 def consumers(tx: Transaction, experiment: int) -> dict[str, ConsumerRow]:
     """Return all consumers of the experiment."""
-    query = select(consumer).where(consumer.c.experiment == experiment).order_by(consumer.c.name)
-    return {row.name: ConsumerRow(*row[1:]) for row in tx.execute(query).all()}
+    rows = tx.execute(_CONSUMERS, {"of": experiment}).all()
+    return {row.name: ConsumerRow(*row[1:]) for row in rows}
+
+
+_CONSUMERS = (
+    select(consumer).where(consumer.c.experiment == bindparam("of")).order_by(consumer.c.name)
+)
 
 
 def consumer_row(tx: Transaction, experiment: int, name: str) -> ConsumerRow | None:
@@ -310,12 +315,17 @@ def decided_groups(
 
 def newest_policy(tx: Transaction, experiment: int) -> tuple[int, str, str, int] | None:
     """Return (version, uri, digest, position) of the policy that was published last, or None."""
-    query = select(policy.c.version, policy.c.uri, policy.c.digest, policy.c.position)
-    query = (
-        query.where(policy.c.experiment == experiment).order_by(policy.c.position.desc()).limit(1)
-    )
-    row = tx.execute(query).one_or_none()
-    return None if row is None else (int(row[0]), row[1], row[2], int(row[3]))
+    for version, uri, digest, position in _NEWEST_POLICY.rows(tx, of=experiment):
+        return int(version), uri, digest, int(position)
+    return None
+
+
+_NEWEST_POLICY = Prepared(
+    select(policy.c.version, policy.c.uri, policy.c.digest, policy.c.position)
+    .where(policy.c.experiment == bindparam("of"))
+    .order_by(policy.c.position.desc())
+    .limit(1)
+)
 
 
 def refused_runs(

@@ -10,7 +10,7 @@ from trinity_buffer.inspect.source import Source, now
 from trinity_buffer.store import queries
 from trinity_buffer.web.asked import Asked, Page
 
-FIRST_S = 2.0
+FIRST_S = 0.5
 """So long sets are compared before a first answer."""
 LONGEST_S = 60
 STEPS = 200

@@ -90,6 +90,11 @@ def _known(value: Any) -> float | None:
 def _shades(table: TokenTable, overlay: str) -> Any:
     if overlay == "mask":
         return table.mask * SHADES
-    values = np.nan_to_num(table.columns.get(overlay, np.zeros(len(table.ids))))
+    values = table.columns.get(overlay, np.zeros(len(table.ids)))
+    if overlay == "ratio":
+        values = values - 1.0  # which changes nothing
+    elif overlay == "policy_version":
+        values = values - np.nanmin(values) + 1.0  # the oldest the palest
+    values = np.nan_to_num(values)
     most = np.abs(values).max(initial=0.0)
     return np.rint(values / most * SHADES) if most > 0 else np.zeros(len(values))

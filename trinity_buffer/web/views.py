@@ -28,8 +28,9 @@ from trinity_buffer.web.step_views import staleness_page, step_page, steps_page
 
 PAGE = 50
 GROUPS_OF_BATCH = 500
+FIRST_S = 0.5
 SEARCH_S = 5.0
-"""A search is cut into answers of about so many seconds."""
+"""A search is cut into answers of about so many seconds; the first one comes sooner."""
 
 
 async def overview_page(asked: Asked) -> Page:
@@ -86,8 +87,8 @@ def _lowest(written: Any) -> int:
 
 
 class _LongEnough(Exception):  # noqa: N818 - no error: what ends a part of a search
-    def __init__(self, position: int) -> None:
-        self.position = position
+    def __init__(self, address: int) -> None:
+        self.address = address
 
 
 async def search_page(asked: Asked) -> Page:
@@ -112,18 +113,19 @@ async def _search(
     source: Source, text: str, asked: Asked, found: list[Match], unreadable: list[Unreadable]
 ) -> int | None:
     """Search into the lists; return the address after which it goes on, None at the end."""
-    until, after = time.monotonic() + SEARCH_S, asked.whole("after", GREATEST)
+    after = asked.whole("after", GREATEST)
+    until = time.monotonic() + (FIRST_S if after is None else SEARCH_S)
 
-    def progress(_: str, position: int, head: int) -> None:
-        if time.monotonic() > until and position < head:
-            raise _LongEnough(position)
+    def looked_at(address: int) -> None:
+        if time.monotonic() > until:
+            raise _LongEnough(address)
 
     some = search(
         source,
         text,
         exact=asked.text("exact") is not None,
         after=-1 if after is None else after,
-        progress=progress,
+        looked_at=looked_at,
         unreadable=unreadable,
     )
     try:
@@ -132,7 +134,7 @@ async def _search(
                 return found[-1].address
             found.append(match)
     except _LongEnough as enough:
-        return first_address(enough.position) - 1
+        return enough.address
     return None
 
 

@@ -1,0 +1,93 @@
+"""What `stats` says at little cost is what `verify` counts row by row, on every backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sqlalchemy import select
+
+from tests.stories import RUNS, rollout, tell
+from tests.trainer.test_mixing import filled, taken
+from trinity_buffer.events import ExperiencesRejected
+from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store import conservation, log, queries, tallies
+from trinity_buffer.store.tables import annotation, delivery
+from trinity_buffer.store.transaction import Transaction
+
+Counts = conservation.StrategyCounts | conservation.TrainerCounts
+
+
+async def both(experiment: Experiment) -> tuple[list[Counts], list[Counts]]:
+    """Return what is tallied and what is counted, of sets and trainers."""
+
+    def look(tx: Transaction) -> tuple[list[Counts], list[Counts]]:
+        key, rows = experiment.key, queries.consumers(tx, experiment.key).values()
+        sets = [row for row in rows if row.kind == "strategy"]
+        trainers = [row for row in rows if row.kind == "trainer"]
+        tallied: list[Counts] = [
+            *tallies.of_strategies(tx, key, sets, tallies.recorded(tx, key)),
+            *(tallies.of_trainer(tx, key, row) for row in trainers),
+        ]
+        counted: list[Counts] = [
+            *(conservation.of_strategy(tx, key, row) for row in sets),
+            *(conservation.of_trainer(tx, key, row) for row in trainers),
+        ]
+        return tallied, counted
+
+    return await experiment.database.read(look)
+
+
+async def test_tallies_are_what_is_counted(store_url: str, tmp_path: Path) -> None:
+    """With rows that are refused, unseen, waiting, rejected, ready, handed out and committed."""
+    story = await tell(store_url, tmp_path / "run")
+    async with open_store(store_url) as store:
+        experiment = await store.experiment(story.name)
+        await experiment.writer("e0").write([rollout("b1", 0, 2, 0.25)])
+        tallied, counted = await both(experiment)
+    assert tallied == counted
+    grpo, varied, trainer = tallied
+    assert isinstance(grpo, conservation.StrategyCounts)
+    assert isinstance(varied, conservation.StrategyCounts)
+    assert isinstance(trainer, conservation.TrainerCounts)
+    assert (grpo.recorded, grpo.unseen, grpo.waiting, grpo.annotated) == (19, 1, 1, 16)
+    assert (grpo.rejected, varied.rejected) == ({"late": 1}, {"late": 1, "zero_variance": RUNS})
+    assert (trainer.rows, trainer.ready, trainer.leased, trainer.committed) == (16, 4, 4, 8)
+
+
+async def test_rows_that_a_trainer_rejects_before_their_turn_are_not_ready(
+    store_url: str, tmp_path: Path
+) -> None:
+    story = await tell(store_url, tmp_path / "run")
+    async with open_store(store_url) as store:
+        experiment = await store.experiment(story.name)
+        await experiment.database.write(_reject_one_that_is_ready, experiment.key)
+        tallied, counted = await both(experiment)
+    assert tallied == counted
+    trainer = tallied[-1]
+    assert isinstance(trainer, conservation.TrainerCounts)
+    assert (trainer.ready, trainer.rejected) == (RUNS - 1, {"stale": 1})
+
+
+def _reject_one_that_is_ready(tx: Transaction, key: int) -> None:
+    mine = (annotation.c.experiment == key, annotation.c.consumer == "grpo")
+    ready = select(annotation.c.address).where(
+        *mine, annotation.c.address.not_in(select(delivery.c.address))
+    )
+    address = int(tx.execute(ready.order_by(annotation.c.address.desc())).scalars().all()[0])
+    fact = ExperiencesRejected(
+        consumer="trainer", by="trainer", experiences=[address], reasons=["stale"], planned_groups=0
+    )
+    log.append(tx, key, [new_event(fact)], actor="trainer", now_us=now_us())
+
+
+async def test_rows_of_an_expert_are_none_of_the_set(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        experiment = await filled(store)
+        await taken(experiment, 2)
+        tallied, counted = await both(experiment)
+    assert tallied == counted
+    trainer = tallied[-1]
+    assert isinstance(trainer, conservation.TrainerCounts)
+    assert 0 < trainer.leased <= trainer.rows
