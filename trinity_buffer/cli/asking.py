@@ -1,28 +1,16 @@
-"""How a command asks: the store is opened read-only, and Ctrl-C leaves no traceback."""
+"""How a command asks: the store is opened read-only."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import anyio
-import typer
-
 from trinity_buffer.cli.options import chosen_experiment, chosen_store
 from trinity_buffer.cli.printing import progress
+from trinity_buffer.cli.running import run
 from trinity_buffer.inspect.source import Source, as_of
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-
-INTERRUPTED = 130
-
-
-def run(main: Callable[[], Awaitable[Any]]) -> Any:
-    """Run a command to its end; Ctrl-C ends it without a traceback."""
-    try:
-        return anyio.run(main)
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
 
 
 async def asked(

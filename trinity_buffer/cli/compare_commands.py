@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.live import Live
 
 from trinity_buffer import inspect as questions
-from trinity_buffer.cli.asking import asked_of, run
+from trinity_buffer.cli.asking import asked_of
 from trinity_buffer.cli.escaping import one_line
 from trinity_buffer.cli.options import (
     AsOfOption,
@@ -30,6 +30,7 @@ from trinity_buffer.cli.printing import (
     table,
     time_of,
 )
+from trinity_buffer.cli.running import run
 from trinity_buffer.inspect.blobs import Unreadable
 from trinity_buffer.inspect.compare import (
     RunDifference,

@@ -26,6 +26,7 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.store.database import named
 from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE
 from trinity_buffer.trainer.requirements import strategies_of
 
@@ -195,7 +196,7 @@ class Demo:
             asked, self.config = self.config, of_experiment(found.config)
             kept = "" if asked == self.config else ", with the configuration that it began with"
             self.console.print(
-                f"{self.paths.store} is there already: this resumes it{kept}",
+                f"{self._shown} is there already: this resumes it{kept}",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -212,9 +213,14 @@ class Demo:
         """The experiment with an expert's data, if this demo makes it."""
         return f"{self.experiment}-expert"
 
+    @property
+    def _shown(self) -> str:
+        """The store, as it may be shown: without a password."""
+        return named(self.paths.store) if "://" in self.paths.store else self.paths.store
+
     def _where(self) -> str:
         """Return the options that name this run to any command."""
-        return f"--store {self.paths.store} --experiment {self.experiment}"
+        return f"--store {self._shown} --experiment {self.experiment}"
 
     def _commands(self) -> dict[str, list[str]]:
         common = ("--store", self.paths.store, "--experiment", self.experiment)
@@ -253,7 +259,7 @@ class Demo:
                     failed = f"{broken.name} gave up: {broken.last_line()} (log: {broken.log})"
                     break
                 if live is not None:
-                    title = f"{self.experiment} · {self.paths.store}"
+                    title = f"{self.experiment} · {self._shown}"
                     live.update(view.drawn(title, numbers, supervisor.children, supervisor.kills))
                 elif time.monotonic() - said >= PLAIN_LINE_EVERY_S:
                     said = time.monotonic()
@@ -363,7 +369,7 @@ class Demo:
         wrong = "; ".join(map(str, report.problems[:3]))
         verdict = "everything holds" if whole else "what was stored holds, but the run failed"
         say(f"verify: {verdict if report.ok else f'FAILED: {wrong}'}")
-        say(f"store: {self.paths.store}   logs: {self.paths.logs}", highlight=False, soft_wrap=True)
+        say(f"store: {self._shown}   logs: {self.paths.logs}", highlight=False, soft_wrap=True)
         if self.brief:
             return
         say("try next:")

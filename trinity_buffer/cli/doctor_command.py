@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from trinity_buffer.cli.asking import run
 from trinity_buffer.cli.options import ExperimentOption, JsonOption, StoreOption, chosen_store
 from trinity_buffer.cli.printing import console, print_json, table, time_of
+from trinity_buffer.cli.running import run
 from trinity_buffer.inspect.doctor import Examination, Stuck, examine
 from trinity_buffer.pipeline.store import open_store
 

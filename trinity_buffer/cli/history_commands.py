@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trinity_buffer.cli.asking import run
 from trinity_buffer.cli.options import (
     ArgumentsOption,
     ExperimentOption,
@@ -21,6 +20,7 @@ from trinity_buffer.cli.options import (
 )
 from trinity_buffer.cli.printing import console, print_json, progress
 from trinity_buffer.cli.run_file import experiment_in
+from trinity_buffer.cli.running import run
 from trinity_buffer.pipeline.history.compaction import CompactionReport
 from trinity_buffer.pipeline.history.compaction import compact as compact_experiment
 from trinity_buffer.pipeline.history.restoring import RestoreReport

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from trinity_buffer import inspect as questions
-from trinity_buffer.cli.asking import INTERRUPTED, asked, asked_of, run
+from trinity_buffer.cli.asking import asked, asked_of
 from trinity_buffer.cli.escaping import one_line, unescaped
 from trinity_buffer.cli.options import (
     AsOfOption,
@@ -28,6 +28,7 @@ from trinity_buffer.cli.printing import (
     table,
     time_of,
 )
+from trinity_buffer.cli.running import INTERRUPTED, run
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspect import (
     EventLine,

@@ -12,6 +12,7 @@ import typer
 
 from trinity_buffer.cli.commands import CommandTable
 from trinity_buffer.cli.escaping import escaped
+from trinity_buffer.cli.logs import set_up as set_up_logs
 from trinity_buffer.cli.supervisor import end_with_parent, exit_code_of
 from trinity_buffer.errors import TrinityBufferError
 from trinity_buffer.own_code import own_code
@@ -41,6 +42,7 @@ def run_command() -> None:
     user's own code.
     """
     try:
+        set_up_logs(os.environ)
         with own_code():
             app()
     except TrinityBufferError as error:

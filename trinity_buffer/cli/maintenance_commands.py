@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from trinity_buffer.cli.asking import run
 from trinity_buffer.cli.escaping import one_line
 from trinity_buffer.cli.options import (
     ExperimentOption,
@@ -19,6 +18,7 @@ from trinity_buffer.cli.options import (
     chosen_store,
 )
 from trinity_buffer.cli.printing import console, print_json, progress, shown, table
+from trinity_buffer.cli.running import run
 from trinity_buffer.pipeline.history.rebuild import RebuildReport
 from trinity_buffer.pipeline.history.rebuild import rebuild as rebuild_projections
 from trinity_buffer.pipeline.store import open_store

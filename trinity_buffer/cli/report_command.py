@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from trinity_buffer.cli.asking import run
 from trinity_buffer.cli.options import (
     ExperimentOption,
     StoreOption,
@@ -16,6 +15,7 @@ from trinity_buffer.cli.options import (
     made_folder,
 )
 from trinity_buffer.cli.printing import console
+from trinity_buffer.cli.running import run
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.web.report import report as report_on
 

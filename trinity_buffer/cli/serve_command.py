@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from trinity_buffer.cli.asking import run
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.options import StoreOption, chosen_store
+from trinity_buffer.cli.running import run
 from trinity_buffer.cli.server_commands import LOCAL
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.extras import extra
