@@ -27,7 +27,7 @@ bit. `commit`: every one that a run was made at. `not run`: not with the recipe
 that the algorithm has now; what earlier ones came to is in `learning.jsonl`.
 
 ```sh
-python benchmarks/learning.py --all      # half a minute to three minutes of two cores per run
+python benchmarks/learning.py --all
 python benchmarks/learning.py --report   # this page
 ```
 

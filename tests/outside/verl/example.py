@@ -1,11 +1,11 @@
 """verl's own loop, fed from a store: `python example.py sqlite:///runs/run.db runs/job 20`.
 
-In verl's configuration this is
+On verl's command line this is
 
-    trainer.checkpoint_callback_class: trinity_buffer.integrations.verl.StoreCheckpointCallback
-    trainer.v1.sampler.custom_sampler.path: pkg://trinity_buffer.integrations.verl
-    trainer.v1.sampler.custom_sampler.name: StoreReplayBuffer
-    trainer.v1.sampler.sampler_kwargs: {url: "sqlite:///runs/run.db", experiment: run}
+    trainer.checkpoint_callback_class=trinity_buffer.integrations.verl.StoreCheckpointCallback
+    trainer.v1.sampler.custom_sampler.path=pkg://trinity_buffer.integrations.verl
+    trainer.v1.sampler.custom_sampler.name=StoreReplayBuffer
+    "+trainer.v1.sampler.sampler_kwargs={url: sqlite:///runs/run.db, experiment: run}"
 
 and verl's `fit` in place of the loop below, which leaves out what needs a GPU.
 """
