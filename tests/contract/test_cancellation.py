@@ -239,6 +239,7 @@ async def test_a_conflict_after_a_cancellation_is_still_found(
     async with opened(store_url) as experiment, nobody_waits_for_ever():
         writer = experiment.writer("e0")
         await writer.write(group("b", rewards=[1.0, 0.0]))
-        await cancelled_after(lambda: writer.write(group("b", rewards=[0.5, 0.5])), 0.002)
+        with suppress(ConflictingExperienceError):  # a fast machine has found it by then
+            await cancelled_after(lambda: writer.write(group("b", rewards=[0.5, 0.5])), 0.002)
         with pytest.raises(ConflictingExperienceError):
             await writer.write(group("b", rewards=[0.5, 0.5]))
