@@ -145,6 +145,17 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ),
         "(max_staleness='x'): it must be of the type float",
     ),
+    "a correction that has nothing to correct": (
+        ("demo", "--set", "algorithm_args.importance_correction=token_tis"),
+        "importance_correction='token_tis' needs recompute_old_logprob=true",
+    ),
+    "a correction of a loss that weighs nothing": (
+        (
+            *("demo", "--algorithm", "sft"),
+            *("--set", "algorithm_args.importance_correction=token_tis"),
+        ),
+        "it weighs advantages, and SFTLossFn reads none",
+    ),
     "a clip below 0": (("train", "--set", "loss.args={clip_range=-3}"), "must not be negative"),
     "a horizon of 0": (
         (

@@ -91,6 +91,8 @@ def test_a_correction_weighs_what_the_trainer_recomputed(sqlite_url: str, tmp_pa
     weighed = train(sqlite_url, algorithm, tmp_path / "w", max_steps=1, recomputed=True)
     assert weighed[1][0].metrics.keys() > plain[1][0].metrics.keys()
     assert weighed[1][0].gradient_norm != plain[1][0].gradient_norm
+    with pytest.raises(InvalidArgumentError, match="set recompute_old_logprob=True"):
+        train(sqlite_url, algorithm, tmp_path / "n", max_steps=1, consumer="none")
 
 
 def test_a_missing_teacher_is_named_with_the_ways_out(sqlite_url: str, tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ class Algorithm:
         self, batch: Mapping[str, Any], layout: BatchLayout | None
     ) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
         """Return the batch with weighted advantages, and metrics of the weights."""
-        if self.choices["importance_correction"].name == "none" or "advantages" not in self.tensors:
+        if self.choices["importance_correction"].name == "none":
             return batch, {}
         tensors = ("old_logprob", "rollout_logprob", "action_mask")
         require_recorded(batch, self.correction, tensors)

@@ -63,7 +63,17 @@ class ImportanceCorrection(ABC):
             rollout_logprob: as the rollout engine recorded it.
             action_mask: which tokens the policy generated.
             layout: boundaries of packed sequences.
+
+        Raises:
+            InvalidArgumentError: both are one tensor, as where the trainer computed none itself:
+                every weight would be 1.
         """
+        if old_logprob is rollout_logprob:
+            raise InvalidArgumentError(
+                f"{type(self).__name__} compares the trainer's log-probabilities with those of the "
+                "rollouts, and old_logprob is what the rollouts recorded: set "
+                "recompute_old_logprob=True, so that the trainer computes its own before the step"
+            )
         with torch.no_grad():
             old, rollout = keep(action_mask, old_logprob), keep(action_mask, rollout_logprob)
             difference = log_ratio(old, rollout)

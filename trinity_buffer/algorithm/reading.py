@@ -56,12 +56,19 @@ def needed(batch: Mapping[str, Any], key: str, user: Any) -> Tensor:
 
 
 def require_correctable(correction: str, loss: Any) -> None:
-    """Return if the rows of ``loss`` all have what an importance correction compares.
+    """Return if ``loss`` reads what an importance correction weighs, and all its rows have it.
 
     Raises:
-        InvalidArgumentError: an expert's have no log-probabilities.
+        InvalidArgumentError: it reads no advantages, or its experts' rows no log-probabilities.
     """
-    if correction != "none" and "expert_mask" in loss.select_keys:
+    if correction == "none":
+        return
+    if "advantages" not in loss.select_keys:
+        raise InvalidArgumentError(
+            f"importance_correction={correction!r}: it weighs advantages, and "
+            f"{type(loss).__name__} reads none; leave it at 'none'"
+        )
+    if "expert_mask" in loss.select_keys:
         raise InvalidArgumentError(
             f"importance_correction={correction!r}: {type(loss).__name__} trains rows of experts "
             "too, which have no log-probabilities to be compared; leave it at 'none'"

@@ -39,6 +39,12 @@ def require_parts_of(
             f"trainer={config.trainer!r} is the name of the strategy's annotation set: give the "
             "trainer another"
         )
+    correction = algorithm.choices["importance_correction"].name
+    if correction != "none" and not config.recompute_old_logprob:
+        raise InvalidArgumentError(
+            f"importance_correction={correction!r} needs recompute_old_logprob=true: it compares "
+            "the trainer's log-probabilities with those of the rollouts"
+        )
     require(
         algorithm,
         schema=schema,

@@ -168,6 +168,20 @@ def test_a_correction_of_an_experts_rows_is_refused(name: str) -> None:
         build(name, importance_correction="token_tis")
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_a_correction_of_a_loss_without_advantages_is_refused(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"'token_tis': it weighs advantages, and "):
+        build(name, importance_correction="token_tis")
+
+
+def test_a_correction_compares_nothing_with_itself() -> None:
+    batch = {**microbatch(), "old_logprob": (recorded := microbatch()["rollout_logprob"])}
+    with pytest.raises(InvalidArgumentError, match="set recompute_old_logprob=True"):
+        build("asymre", importance_correction="token_tis").loss(
+            recorded, {**batch, "rollout_logprob": recorded}
+        )
+
+
 def test_entropy_is_not_needed_where_it_weighs_nothing() -> None:
     logprob = microbatch()["old_logprob"]
     assert not build("grpo").needs_entropy
