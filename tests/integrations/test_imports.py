@@ -6,6 +6,7 @@ The files of Trinity-RFT in `dumps` are by the real package, 0.6.0 (`tests/outsi
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -35,6 +36,7 @@ from trinity_buffer.integrations.imports.formats import (
     require_readable,
 )
 from trinity_buffer.integrations.imports.plain_pickle import plain
+from trinity_buffer.integrations.imports.rows import rows
 from trinity_buffer.integrations.imports.texts import Texts
 from trinity_buffer.store.sqlite import dbapi2
 
@@ -278,6 +280,27 @@ def test_what_cannot_be_imported_is_told(
     path.write_text(json.dumps(row))
     with pytest.raises(InvalidArgumentError, match=says):
         imported(sqlite_url, name, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("x.json", b'{"a": 1}\n{"a"', "x.json:2: no JSON"),
+        ("x.jsonl", b'"\xff"', "x.jsonl: it cannot be read (.*utf-8"),
+        ("x.parquet", b"nothing", "x.parquet: it cannot be read ("),
+        ("x.arrow", b"nothing", "x.arrow: it cannot be read ("),
+    ],
+)
+def test_what_cannot_be_read_is_told(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InvalidArgumentError, match=re.escape(says).replace(r"\.\*", ".*")):
+        list(rows(path))
+
+
+def test_lines_are_read_under_the_name_of_json_too(tmp_path: Path) -> None:
+    path = rows_of(tmp_path / "x.json", [{"a": 1}, {"a": 2}])
+    assert list(rows(path)) == [("x.json:1", {"a": 1}), ("x.json:2", {"a": 2})]
 
 
 def test_pairs_of_trinity_are_told_where_they_belong(tmp_path: Path) -> None:

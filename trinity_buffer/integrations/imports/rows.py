@@ -28,10 +28,19 @@ def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise InvalidArgumentError(
             f"{path}: a data set ends in {', '.join(READERS)}, or is a folder"
         )
-    for number, row in enumerate(READERS[path.suffix](path), 1):
+    for number, row in enumerate(_read(path), 1):
         if not isinstance(row, dict):
             raise InvalidArgumentError(f"{path}:{number}: a row must be a JSON object")
         yield f"{path.name}:{number}", row
+
+
+def _read(path: Path) -> Iterator[Any]:
+    try:
+        yield from READERS[path.suffix](path)
+    except ValueError as error:  # not UTF-8, or what pyarrow says of a file that is none of its own
+        if isinstance(error, InvalidArgumentError):
+            raise
+        raise InvalidArgumentError(f"{path}: it cannot be read ({error})") from None
 
 
 def _by_number(file: Path) -> tuple[int, str]:
@@ -51,8 +60,13 @@ def _lines(path: Path) -> Iterator[Any]:
 def _whole(path: Path) -> Iterator[Any]:
     if path.name in ("dataset_info.json", "state.json", "dataset_dict.json"):
         return  # of `save_to_disk`, beside the rows
-    found = json.loads(path.read_text(encoding="utf-8"))
-    yield from found if isinstance(found, list) else [found]
+    text = path.read_text(encoding="utf-8")
+    try:
+        found = json.loads(text)
+    except ValueError:
+        yield from _lines(path)  # JSON Lines under another name, or its first slip is told
+    else:
+        yield from found if isinstance(found, list) else [found]
 
 
 def _parquet(path: Path) -> Iterator[Any]:
