@@ -85,9 +85,12 @@ async def test_a_write_says_that_its_explorer_is_there_in_its_own_transaction(
 
 
 @pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("ttl_s", [0.4, 600.0])  # often renewed, and hardly ever
 @pytest.mark.parametrize("role", ["trainer", "rank 1"])
-async def test_a_rank_in_a_long_step_says_that_it_is_there(store_url: str, role: str) -> None:
-    options = {"strategy": "grpo", "world_size": 2, "groups_per_step": 2, "lease_ttl_s": 0.4}
+async def test_a_rank_in_a_long_step_says_that_it_is_there(
+    store_url: str, role: str, ttl_s: float
+) -> None:
+    options = {"strategy": "grpo", "world_size": 2, "groups_per_step": 2, "lease_ttl_s": ttl_s}
 
     async with opened(store_url, rollouts_per_group=2) as experiment:
         for task in range(8):

@@ -217,7 +217,7 @@ async def hold_lease(
     lease = TrainerLease(database, experiment, consumer, ttl_s)
     await lease.acquire(wait=wait)
     try:
-        async with running(lease.keep):
+        async with running(lease.keep, lease.presence.keep):
             yield lease
     finally:
         with anyio.CancelScope(shield=True):
