@@ -34,6 +34,10 @@ NOTHING = "(nothing)"
 """A pattern for which mutmut makes all mutants, learns which tests call what, and runs none."""
 
 
+SPINNER = {chr(number) for number in range(0x2800, 0x2900)}
+"""What mutmut draws while it works."""
+
+
 def drawn(names: Iterable[str], seed: int, size: int) -> list[str]:
     """Return a sample of mutants: of the same code and seed, a smaller one begins a larger one.
 
@@ -50,7 +54,12 @@ def make(root: Path) -> None:
     """
     done = _mutmut(root, "run", NOTHING)
     if "but nothing matches" not in done.stderr:
-        raise SystemExit(f"mutmut found no mutants to run:\n{done.stdout[-4000:]}{done.stderr}")
+        told = [
+            line for line in re.split(r"[\r\n]+", done.stdout) if line and line[0] not in SPINNER
+        ]
+        raise SystemExit(
+            "\n".join([*told[-40:], done.stderr, "debug = true in [tool.mutmut] shows which test"])
+        )
     write_order(root / "mutants")
 
 

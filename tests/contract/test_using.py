@@ -19,6 +19,7 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
+from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import sqlite
 
 
@@ -103,6 +104,28 @@ async def test_a_link_that_leads_elsewhere_is_another_file(file: Path) -> None:
         link.symlink_to(file.with_name("b.db"))
         with pytest.raises(StoreReplacedError, match=r"link\.db was removed"):
             await experiment.writer("e0").write(group(task=2))
+
+
+async def test_a_process_that_changes_its_folder_stays_in_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    async with opened("sqlite:///other/a.db") as experiment:
+        await experiment.writer("e0").write(group("elsewhere"))
+    async with opened("sqlite:///a.db") as experiment:
+        monkeypatch.chdir(tmp_path / "other")
+
+        async def batches() -> set[object]:
+            return {one.eid.batch async for one in experiment.read()}
+
+        await experiment.writer("e0").write(group("here"))
+        # at once: each reads through a connection of its own, and some are new ones
+        assert await asyncio.gather(*(batches() for _ in range(4))) == [{"here"}] * 4
+        await asyncio.gather(*(experiment.writer("e0").write(group("here", t)) for t in (1, 2)))
+        assert (await verify(experiment)).ok
+    async with opened("sqlite:///a.db") as experiment:
+        assert {one.eid.batch async for one in experiment.read()} == {"elsewhere"}
 
 
 async def test_a_store_after_its_end_says_that_it_is_closed(store_url: str) -> None:

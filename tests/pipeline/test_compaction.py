@@ -47,7 +47,7 @@ def _group(task: int) -> list[Experience]:
     ]
 
 
-async def _trained(experiment: Experiment, steps: int) -> None:
+async def trained(experiment: Experiment, steps: int) -> None:
     """Write four groups in four writes, annotate them, and commit ``steps`` of one group each."""
     writer = experiment.writer("e0")
     await writer.plan("b", list(range(4)), 2)
@@ -65,7 +65,7 @@ async def test_only_what_was_committed_before_the_horizon_leaves(
 ) -> None:
     async with open_store(store_url) as store:
         experiment = await store.experiment("x", config={})
-        await _trained(experiment, steps=3)
+        await trained(experiment, steps=3)
         report = await compact(experiment, keep_steps=1, archive=tmp_path / "archive")
 
         assert report.segments == 2
@@ -111,7 +111,7 @@ async def test_what_a_crash_left_half_done_is_finished_by_the_next(
     archive = tmp_path / "archive"
     async with open_store(store_url) as store:
         experiment = await store.experiment("a/b", config={})
-        await _trained(experiment, steps=3)
+        await trained(experiment, steps=3)
         with monkeypatch.context() as patch:
             patch.setattr(compaction, "reached", die)
             with pytest.raises(Killed):
@@ -173,7 +173,7 @@ async def test_what_another_experiment_mixes_in_leaves_once_that_has_committed_i
 async def test_what_was_archived_comes_back_byte_for_byte(store_url: str, tmp_path: Path) -> None:
     async with open_store(store_url) as store:
         experiment = await store.experiment("x", config={})
-        await _trained(experiment, steps=4)
+        await trained(experiment, steps=4)
         before = await rows(store.database, segment)
         archive = tmp_path / "archive"
         gone = await compact(experiment, keep_steps=0, archive=archive)
@@ -206,7 +206,7 @@ async def test_verify_finds_an_archive_that_is_changed_or_gone(
 ) -> None:
     async with open_store(store_url) as store:
         experiment = await store.experiment("x", config={})
-        await _trained(experiment, steps=4)
+        await trained(experiment, steps=4)
         (name,) = (await compact(experiment, keep_steps=0, archive=tmp_path)).files
         flip_a_bit(Path(name))
         (changed,) = (await verify(experiment)).problems
@@ -221,7 +221,7 @@ async def test_verify_finds_an_archive_that_is_changed_or_gone(
 async def test_an_archive_of_an_older_version_is_read(store_url: str, tmp_path: Path) -> None:
     async with open_store(store_url) as store:
         experiment = await store.experiment("x", config={})
-        await _trained(experiment, steps=4)
+        await trained(experiment, steps=4)
         before = await rows(store.database, segment)
         (name,) = (await compact(experiment, keep_steps=0, archive=tmp_path)).files
         parts = [
@@ -235,7 +235,7 @@ async def test_an_archive_of_an_older_version_is_read(store_url: str, tmp_path: 
 async def test_damaged_segments_stay_and_are_counted(sqlite_url: str, tmp_path: Path) -> None:
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("x", config={})
-        await _trained(experiment, steps=4)
+        await trained(experiment, steps=4)
     key = (await events_of(sqlite_url, "ExperiencesRecorded"))[0].body["segment"]
     damage = update(segment).where(segment.c.key == key).values(checksum=0)
     await unguarded(sqlite_url, lambda tx: tx.execute(damage))
@@ -249,7 +249,7 @@ async def test_damaged_segments_stay_and_are_counted(sqlite_url: str, tmp_path: 
 def test_a_deletion_says_how_many_segments_it_could_not_judge(sqlite_url: str) -> None:
     async def prepare() -> list[bytes]:
         async with open_store(sqlite_url) as store:
-            await _trained(await store.experiment("x", config={}), steps=4)
+            await trained(await store.experiment("x", config={}), steps=4)
         first, *others = await events_of(sqlite_url, "ExperiencesRecorded")
         spoilt = update(event).where(event.c.position == first.position).values(body=b"spoilt")
         await unguarded(sqlite_url, lambda tx: tx.execute(spoilt))
@@ -281,7 +281,7 @@ def test_an_interrupt_ends_it_and_leaves_whole_pages(
 
         async with open_store(sqlite_url) as store:
             experiment = await store.experiment("x", config={})
-            await _trained(experiment, steps=4)
+            await trained(experiment, steps=4)
             await compact(experiment, keep_steps=0, archive=tmp_path, progress=interrupt)
 
     async def finish() -> tuple[int, int]:
@@ -301,10 +301,22 @@ def test_an_interrupt_ends_it_and_leaves_whole_pages(
     assert left == 4 - gone
 
 
+def test_a_file_that_cannot_be_written_is_told_with_its_folder(sqlite_url: str) -> None:
+    async def main() -> None:
+        async with open_store(sqlite_url) as store:
+            experiment = await store.experiment("x", config={})
+            await trained(experiment, steps=4)
+            with pytest.raises(StoreError, match="archive folder /proc: a file cannot be written"):
+                await compact(experiment, keep_steps=0, archive=Path("/proc"))
+            assert (await verify(experiment)).problems == ()
+
+    anyio.run(main)
+
+
 def test_a_pyarrow_that_cannot_be_imported_is_one_sentence(sqlite_url: str, tmp_path: Path) -> None:
     async def prepare() -> None:
         async with open_store(sqlite_url) as store:
-            await _trained(await store.experiment("x", config={}), steps=4)
+            await trained(await store.experiment("x", config={}), steps=4)
 
     anyio.run(prepare)
     broken = tmp_path / "first" / "pyarrow"

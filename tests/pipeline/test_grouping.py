@@ -90,6 +90,20 @@ def test_a_number_and_its_text_are_one_group() -> None:
     assert keys(it.take_ready(0)) == [["7/8"]]
 
 
+def test_a_run_that_is_not_planned_completes_no_planned_group() -> None:
+    it, free = grouping(incomplete="reject"), grouping(rollouts_per_group=2)
+    it.know_batch(planned(runs=2), sealed=False)
+    for run in (0, 5):
+        it.record(row(run=run), 0)
+        free.record(row(run=run), 0)
+    assert it.take_ready(0) == []
+    assert keys(free.take_ready(0)) == [["b/0"]], "nobody said which runs there should be"
+    it.record(row(run=1), 0)
+    (unit,) = it.take_ready(0)
+    assert len(unit.addresses) == 3
+    assert not unit.incomplete
+
+
 def test_a_batch_waits_for_all_of_its_groups() -> None:
     it = grouping("batch")
     it.know_batch(planned(tasks=[0, 1]), sealed=False)

@@ -103,3 +103,13 @@ async def test_who_writes_has_one_and_who_reads_has_none(sqlite_url: str) -> Non
 
 def test_the_writers_own_limit_lies_behind_it() -> None:
     assert sizes().wal_pages_per_checkpoint < sizes().wal_pages_limit / 4
+
+
+def test_a_file_that_is_gone_before_the_first_checkpoint_is_no_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    beside = Checkpointer(tmp_path / "gone.db")
+    beside.notify()
+    beside.close()
+    (record,) = caplog.records
+    assert record.getMessage().endswith("gone.db: unable to open database file")

@@ -151,3 +151,26 @@ async def test_an_expert_that_is_not_there_is_named(sqlite_url: str) -> None:
             await taken(experiment, 1, expert_experiment="experts")
         with pytest.raises(InvalidArgumentError, match="go together"):
             await taken(experiment, 1, expert_experiment=None)
+
+
+async def test_names_with_slashes_take_no_rows_from_each_other(store_url: str) -> None:
+    """What trainer ``a/t`` of ``r`` rejected is not rejected by trainer ``t`` of ``r/a``."""
+    async with open_store(store_url) as store:
+        runs = [await recorded(store, name, "experience", rollouts()) for name in ("run", "run/a")]
+        await recorded(store, "expert", "sft", solutions())
+        for run in runs:
+            await run_strategy(run, "grpo")
+        with pytest.raises(InvalidArgumentError, match="choose one without"):
+            await taken(runs[0], 1, consumer="a/trainer")
+        async with runs[1].train_stream(**MIXED, max_tokens=2, consumer="t") as stream:
+            assert [step async for step in stream] == []
+        expert = await store.experiment("expert")
+        rejected = expert.events(kinds=["ExperiencesRejected"])
+        by = {event.body["consumer"] async for event in rejected}
+        assert by == {"run%2Fa/t"}
+        for name in ("run%2Fa/t", "run/t"):
+            with pytest.raises(InvalidArgumentError, match=f"consumer '{name}'"):
+                async with expert.train_stream(strategy=None, consumer=name) as stream:
+                    await anext(stream)
+        with pytest.raises(InvalidArgumentError, match="consumer 'run/t'"):
+            await run_strategy(runs[0], "grpo", name="run/t")

@@ -146,6 +146,8 @@ def why(
 ) -> None:
     """Say why a rollout was trained or never was: each event that decided it, in order.
 
+    What a trainer undid when it was rewound is not told.
+
     Example: trinity-buffer why e0-7/3/1/0/
     """
 

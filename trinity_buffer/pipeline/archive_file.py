@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
@@ -52,32 +54,46 @@ def require_pyarrow() -> None:
 def write_archive(folder: Path, experiment: str, segments: Sequence[Written]) -> ArchiveFile:
     """Write one file, durably and under a name that its content gives it.
 
+    Who writes at the same time writes a file of their own, or the same bytes under the same name.
+
     Raises:
         InvalidArgumentError: there can be no such folder, or pyarrow cannot be used.
+        StoreError: the file cannot be written there.
     """
     try:
         pyarrow, parquet = _parquet()
     except ImportError as error:
         raise InvalidArgumentError(f"archiving needs a pyarrow that works: {error}") from error
-    keys = sorted(one.fact.segment for one in segments)
-    name = hashlib.blake2b(b"".join(keys), digest_size=8).hexdigest()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidArgumentError(f"archive folder {folder}: {error.strerror}") from error
-    path = (folder / f"{quote(experiment, safe='')}-{name}.parquet").absolute()
-    temporary = path.with_suffix(".writing")
     table = table_of(pyarrow, experiment, segments)
     per_row = max(table.nbytes // table.num_rows, 1)
     group = max(sizes().bytes_per_row_group // per_row, 1)
-    parquet.write_table(table, temporary, compression="zstd", row_group_size=group)
+    temporary = folder / f"{uuid.uuid4().hex}.writing"
+    try:
+        parquet.write_table(table, temporary, compression="zstd", row_group_size=group)
+        return _placed(folder.absolute(), quote(experiment, safe=""), temporary)
+    except OSError as error:
+        raise StoreError(f"archive folder {folder}: a file cannot be written ({error})") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _placed(folder: Path, experiment: str, temporary: Path) -> ArchiveFile:
+    """Give a file that is written the name of its content, durably."""
     with temporary.open("rb") as handle:
         os.fsync(handle.fileno())
     digest = digest_of(temporary)
+    path = folder / f"{experiment}-{digest[:16]}.parquet"
     temporary.rename(path)
     descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     return ArchiveFile(str(path), digest)
 
 

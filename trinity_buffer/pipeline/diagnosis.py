@@ -227,7 +227,7 @@ def _unplanned(key: str, stored: dict[str, int], size: int | None) -> Lack | Non
 def _planned(row: BatchRow, runs: Collection[tuple[str, int]]) -> Lack | None:
     """Return what the groups of a planned batch lack, of which these (task, run) are stored."""
     size = row.rollouts_per_group or 0
-    stored = Counter(task for task, _ in runs)
+    stored = Counter(task for task, run in runs if run < size)
     short = [size - stored[str(task)] for task in row.tasks if stored[str(task)] < size]
     if not short:
         return None

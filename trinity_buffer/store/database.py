@@ -90,6 +90,7 @@ class Database:
     Attributes:
         dialect: ``"sqlite"`` or ``"postgresql"``.
         name: the URL without its password, for messages.
+        path: the file of a SQLite store, whatever folder the process goes to later.
         version: of the database library or server.
     """
 
@@ -97,6 +98,7 @@ class Database:
         self.url = url
         self.name = url.set(drivername=url.get_backend_name()).render_as_string(hide_password=True)
         self.dialect = url.get_backend_name()
+        self.path = Path(url.database or "").absolute()
         self.read_only = read_only
         self.durability = durability
         self.version = ""
@@ -113,14 +115,9 @@ class Database:
         return Checkpointer(self.path) if self.dialect == "sqlite" else None
 
     @property
-    def path(self) -> Path:
-        """The file of a SQLite store."""
-        return Path(self.url.database or "")
-
-    @property
     def folder(self) -> Path | None:
         """The folder that a SQLite store lies in; None for a server."""
-        return self.path.absolute().parent if self.dialect == "sqlite" else None
+        return self.path.parent if self.dialect == "sqlite" else None
 
     @property
     def changes(self) -> Changes:

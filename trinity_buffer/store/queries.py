@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from sqlalchemy import and_, bindparam, exists, func, select
 
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.store import log
 from trinity_buffer.store.rows import (
@@ -236,10 +237,19 @@ def consumer_row(tx: Transaction, experiment: int, name: str) -> ConsumerRow | N
 def registered(
     tx: Transaction, experiment: int, name: str, event: log.NewEvent, *, clock: Callable[[], int]
 ) -> ConsumerRow:
-    """Return the consumer ``name``; where there is none, append the event that registers it."""
+    """Return the consumer ``name``; where there is none, append the event that registers it.
+
+    Raises:
+        InvalidArgumentError: a new name has a slash.
+    """
     lock_experiment(tx, experiment)
     row = consumer_row(tx, experiment, name)
     if row is None:
+        if "/" in name:
+            raise InvalidArgumentError(
+                f"consumer {name!r}: a name with a slash is that of a trainer of another "
+                "experiment, which rejects rows here; choose one without"
+            )
         log.append(tx, experiment, [event], actor=name, now_us=clock())
         row = consumer_row(tx, experiment, name)
     assert row is not None

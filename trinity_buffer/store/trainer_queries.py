@@ -45,8 +45,12 @@ class Reader:
 
 
 def guest_name(experiment: str, trainer: str) -> str:
-    """Return by which name a trainer of ``experiment`` rejects in the others that it reads."""
-    return f"{experiment}/{trainer}"
+    """Return by which name a trainer of ``experiment`` rejects in the others that it reads.
+
+    No other trainer has it, and no consumer of those experiments: `queries.registered` refuses
+    names with a slash.
+    """
+    return "/".join(name.replace("%", "%25").replace("/", "%2F") for name in (experiment, trainer))
 
 
 def annotated_positions(

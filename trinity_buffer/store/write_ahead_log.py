@@ -124,7 +124,11 @@ class Checkpointer:
     def _run(self) -> None:
         # Opened only if it is there: an empty file in its place would be another database.
         name = uri_of(self._path, writes=True)
-        connection = dbapi2.connect(name, uri=True, isolation_level=None)
+        try:
+            connection = dbapi2.connect(name, uri=True, isolation_level=None)
+        except dbapi2.OperationalError as error:  # it was removed: the next commit finds out
+            _logger.warning("checkpoint of %s: %s", self._path, error)
+            return
         try:
             # Asked before each wait too: `close` may come just before its news is cleared.
             while not self._closing.is_set():

@@ -120,8 +120,13 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """Whether all its runs are stored (refused ones too: they will not come again)."""
-        return self.rollouts is not None and len(self.runs) >= self.rollouts
+        """Whether all its runs are stored (refused ones too: they will not come again).
+
+        Of a planned group these are the runs that are planned: another one is none of them.
+        """
+        if self.rollouts is None or len(self.runs) < self.rollouts:
+            return False
+        return not self.planned or self.runs.issuperset(range(self.rollouts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

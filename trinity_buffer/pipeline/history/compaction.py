@@ -15,7 +15,12 @@ import anyio.to_thread
 
 from trinity_buffer import codec
 from trinity_buffer.crash_points import reached
-from trinity_buffer.errors import CodecError, DamagedSegmentError, InvalidArgumentError
+from trinity_buffer.errors import (
+    CodecError,
+    DamagedSegmentError,
+    InvalidArgumentError,
+    StoreError,
+)
 from trinity_buffer.events import ExperiencesRecorded, SegmentsArchived
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.pipeline.archive_columns import Written
@@ -35,7 +40,7 @@ from trinity_buffer.store import log, retention, segments
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.retention import Held, Need
 from trinity_buffer.store.rows import position_of
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 FILES_AT_ONCE = 2
 """While one is compressed the next is read and encoded."""
@@ -262,6 +267,9 @@ def _sound(facts: Sequence[tuple[int, ExperiencesRecorded]], parts: SegmentParts
 def _forget(
     tx: Transaction, experiment: int, keys: Sequence[bytes], event: log.NewEvent, actor: str
 ) -> None:
+    lock_experiment(tx, experiment)
+    if segments.archived_at(tx, keys):
+        raise StoreError("another process has compacted some of these segments: run it again")
     log.append(tx, experiment, [event], actor=actor, now_us=now_us())
     segments.delete(tx, keys)
     reached("inside-compact")

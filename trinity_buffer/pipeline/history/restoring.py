@@ -19,7 +19,7 @@ from trinity_buffer.pipeline.history.refold import Progress, no_progress
 from trinity_buffer.pipeline.loading.segments import joined
 from trinity_buffer.store import log, retention, segments
 from trinity_buffer.store.log import NewEvent
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ async def restore(
         path = uri if folder is None else str(folder / Path(uri).name)
         rows = await anyio.to_thread.run_sync(_rows_in, path, keys)
         event = new_event(SegmentsRestored(segments=keys))
-        await database.write(_put_back, key, rows, event, actor)
+        await database.write(_put_back, key, keys, rows, event, actor)
         segments_back += len(keys)
         bytes_back += sum(len(row["data"]) for row in rows)
     progress("restore", len(files), len(files))
@@ -81,7 +81,15 @@ def _rows_in(path: str, keys: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def _put_back(
-    tx: Transaction, experiment: int, rows: list[dict[str, Any]], event: NewEvent, actor: str
+    tx: Transaction,
+    experiment: int,
+    keys: Sequence[bytes],
+    rows: list[dict[str, Any]],
+    event: NewEvent,
+    actor: str,
 ) -> None:
+    lock_experiment(tx, experiment)
+    if len(segments.archived_at(tx, keys)) < len(keys):
+        raise StoreError("another process has restored some of these segments: run it again")
     log.append(tx, experiment, [event], actor=actor, now_us=now_us())
     segments.write(tx, rows)

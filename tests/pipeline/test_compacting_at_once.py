@@ -1,0 +1,123 @@
+"""Several processes that compact, or restore, one experiment at once."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pyarrow.parquet
+import pytest
+
+from tests.pipeline.test_compaction import trained
+from trinity_buffer.errors import StoreError
+from trinity_buffer.pipeline import archive_file
+from trinity_buffer.pipeline.history.compaction import compact
+from trinity_buffer.pipeline.history.restoring import restore
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.sizes import resized
+
+
+async def test_two_at_once_leave_one_sound_archive(store_url: str, tmp_path: Path) -> None:
+    async with open_store(store_url) as store:
+        await trained(await store.experiment("x", config={}), steps=4)
+    errors: list[str] = []
+
+    async def one() -> None:
+        async with open_store(store_url) as store:
+            experiment = await store.experiment("x")
+            try:
+                await compact(experiment, keep_steps=0, archive=tmp_path)
+            except StoreError as error:
+                errors.append(str(error))
+
+    with resized(rows_per_file=2):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one)
+            tasks.start_soon(one)
+    assert set(errors) <= {"another process has compacted some of these segments: run it again"}
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("x")
+        await compact(experiment, keep_steps=0, archive=tmp_path)
+        assert (await verify(experiment)).problems == ()
+        assert len([one async for one in experiment.read()]) == 8
+    assert not list(tmp_path.rglob("*.writing"))  # noqa: ASYNC240 - nothing else runs
+
+
+async def test_what_was_archived_meanwhile_is_told(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("x", config={})
+        await trained(experiment, steps=4)
+        digest_of = archive_file.digest_of
+
+        def beaten(path: Path) -> str:
+            async def another() -> None:
+                async with open_store(store_url) as other:
+                    await compact(
+                        await other.experiment("x"), keep_steps=0, archive=None, delete=True
+                    )
+
+            anyio.run(another)
+            return digest_of(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(archive_file, "digest_of", beaten)
+            with pytest.raises(StoreError, match="another process has compacted"):
+                await compact(experiment, keep_steps=0, archive=tmp_path)
+        assert (await verify(experiment)).problems == ()
+
+
+async def test_two_that_restore_at_once_bring_everything_back_once(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("x", config={})
+        await trained(experiment, steps=4)
+        await compact(experiment, keep_steps=0, archive=tmp_path)
+    errors: list[str] = []
+
+    async def one() -> None:
+        async with open_store(store_url) as store:
+            try:
+                await restore(await store.experiment("x"))
+            except StoreError as error:
+                errors.append(str(error))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one)
+        tasks.start_soon(one)
+    assert set(errors) <= {"another process has restored some of these segments: run it again"}
+    async with open_store(store_url) as store:
+        assert (await verify(await store.experiment("x"))).problems == ()
+
+
+def test_who_writes_an_archive_at_the_same_time_has_a_file_of_their_own(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+    write = pyarrow.parquet.write_table
+
+    def noted(table: Any, path: Path, **options: Any) -> None:
+        written.append(path)
+        write(table, path, **options)
+
+    monkeypatch.setattr(pyarrow.parquet, "write_table", noted)
+
+    async def prepare() -> None:
+        async with open_store(sqlite_url) as store:
+            await trained(await store.experiment("x", config={}), steps=4)
+
+    async def archived(url: str) -> tuple[str, ...]:
+        async with open_store(url) as store:
+            experiment = await store.experiment("x")
+            return (await compact(experiment, keep_steps=0, archive=tmp_path / "a")).files
+
+    anyio.run(prepare)
+    copy = tmp_path / "copy.db"
+    shutil.copy(sqlite_url.removeprefix("sqlite:///"), copy)
+    assert anyio.run(archived, sqlite_url) == anyio.run(archived, f"sqlite:///{copy}")  # one name
+    assert len({*written}) == 2
