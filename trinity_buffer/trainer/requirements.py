@@ -8,6 +8,8 @@ from typing import Any
 from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
 from trinity_buffer.algorithm.arguments import made
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.annotating.recorded_strategy import RECORDED as RECORDED_SET
+from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.writer import StagedWriter
 
 COMPARE_RUNS = frozenset(
@@ -151,6 +153,32 @@ def _lacking_runs(algorithm: Algorithm, rollouts_per_group: int | None) -> Itera
         yield (
             f"several runs of a task, which {compares[0]!r} compares: rollouts_per_group=1; give 2 "
             "or more"
+        )
+
+
+def require_advantages(
+    algorithm: Algorithm, options: StreamOptions, columns: Collection[str] | None
+) -> None:
+    """Return unless the loss reads advantages that neither a set nor the rows bring.
+
+    Args:
+        algorithm: what is trained.
+        options: of the stream.
+        columns: what the rows have; None: there are none yet.
+
+    Raises:
+        InvalidArgumentError: says how the stream is opened.
+    """
+    recorded = options.annotation_set == RECORDED_SET
+    if (
+        algorithm.needs_advantages
+        and recorded
+        and "advantages" not in {*(columns or ()), *options.needs}
+    ):
+        raise InvalidArgumentError(
+            f"algorithm {algorithm.name!r} needs advantages, and this stream reads no annotation "
+            f"set: open it with strategy={strategy_of(algorithm)!r}, or, if the rows are recorded "
+            "with their advantages, with needs=('advantages',)"
         )
 
 

@@ -34,7 +34,7 @@ from trinity_buffer.trainer.non_finite import largest_rows
 from trinity_buffer.trainer.parallel import processes_here
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
 from trinity_buffer.trainer.reports import StepReport, report_of
-from trinity_buffer.trainer.requirements import require
+from trinity_buffer.trainer.requirements import require, require_advantages
 from trinity_buffer.trainer.settings import TrainerSettings
 
 __all__ = ["StepReport", "Trainer", "TrainerSettings"]
@@ -99,14 +99,16 @@ class Trainer:
         self._models = Models(policy, critic, reference, teacher)
         require_models(algorithm, self._models)
         if isinstance(stream, SyncTrainStream):  # a replay lacks nothing that the run had
+            columns = stream.columns()
             require(
                 algorithm,
                 schema=stream.schema,
-                columns=stream.columns(),
+                columns=columns,
                 rollouts_per_group=stream.rollouts_per_group,
                 teacher=teacher is not None,
                 expert=stream.expert_experiment,
             )
+            require_advantages(algorithm, stream.options, columns)
 
     def _begun(self, policy: Policy, resume: Resume | None) -> TrainerState[Any]:
         """Return the state after the last commit, or that of the beginning."""
