@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 import torch
+from torch.optim import AdamW
 
 import trinity_buffer as tb
 from tests.trainer.data import policy, prepared, rollouts
 from trinity_buffer.algorithm import build
+from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.trainer.requirements import strategy_of
 
@@ -81,3 +84,37 @@ def test_rows_to_come_may_bring_advantages_that_the_stream_asks_for(
         pytest.raises(InvalidArgumentError, match=r"with needs=\('advantages',\)"),
     ):
         tb.Trainer(stream, policy(), build("grpo"), settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "said"),
+    [
+        ("gpt2", {}, "'gpt2' is no model: give the Trainer one that is loaded"),
+        (TransformerPolicy, {}, "TransformerPolicy'> is no model"),
+        (policy().requires_grad_(requires_grad=False), {}, "no parameter of the model requires"),
+        (policy(), {"optimizer": AdamW}, "AdamW'> is no optimizer: make one of the model's"),
+        (policy(), {"optimizer": AdamW(policy().parameters())}, "holds no parameter of this model"),
+        (policy(), {"reference": "gpt2"}, "'gpt2' is no model"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_a_sentence(
+    model: Any, given: dict[str, Any], said: str, sqlite_url: str, tmp_path: Path
+) -> None:
+    anyio.run(prepared, sqlite_url, build("grpo"))
+    with (
+        tb.open_train_stream(sqlite_url, experiment="run", strategy="grpo") as stream,
+        pytest.raises(InvalidArgumentError, match=said),
+    ):
+        tb.Trainer(stream, model, build("grpo"), tb.TrainerSettings(checkpoints=tmp_path), **given)
+
+
+def test_an_optimizer_of_some_of_the_weights_is_taken(sqlite_url: str, tmp_path: Path) -> None:
+    anyio.run(prepared, sqlite_url, build("grpo"))
+    model = policy()
+    name, weight = next(iter(model.named_parameters()))
+    settings = tb.TrainerSettings(checkpoints=tmp_path, max_steps=1)
+    with tb.open_train_stream(sqlite_url, experiment="run", strategy="grpo") as stream:
+        tb.Trainer(stream, model, build("grpo"), settings, optimizer=AdamW([weight])).run()
+    before = policy().state_dict()
+    changed = {n for n, w in model.state_dict().items() if not torch.equal(w, before[n])}
+    assert changed == {name}

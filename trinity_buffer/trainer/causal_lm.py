@@ -154,5 +154,14 @@ def reference_of(policy: Any) -> Any:
 
 
 def policy_of(model: Any) -> Any:
-    """Return ``model`` if it is a `Policy`, else a policy made of it."""
+    """Return ``model`` if it is a `Policy`, else a policy made of it.
+
+    Raises:
+        InvalidArgumentError: it is no model.
+    """
+    if isinstance(model, type) or not (hasattr(model, "scores") or hasattr(model, "parameters")):
+        raise InvalidArgumentError(
+            f"{model!r:.80} is no model: give the Trainer one that is loaded, as by "
+            "`AutoModelForCausalLM.from_pretrained`, or a `Policy`"
+        )
     return model if hasattr(model, "scores") else CausalLM(model)

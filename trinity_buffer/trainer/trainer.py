@@ -29,7 +29,14 @@ from trinity_buffer.trainer.checkpoint_folder import (
 )
 from trinity_buffer.trainer.critic import ValueLossFn
 from trinity_buffer.trainer.measuring import StepMeter
-from trinity_buffer.trainer.models import Models, new_critic, prepare, require_models, values_of
+from trinity_buffer.trainer.models import (
+    Models,
+    new_critic,
+    prepare,
+    require_models,
+    require_trained,
+    values_of,
+)
 from trinity_buffer.trainer.non_finite import largest_rows
 from trinity_buffer.trainer.parallel import processes_here
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
@@ -84,6 +91,7 @@ class Trainer:
                 "an adaptive KL coefficient would differ from rank to rank: give a fixed one"
             )
         policy = policy_of(model)
+        require_trained(policy, optimizer)
         if reference is not None:
             reference = policy_of(reference)
         elif algorithm.needs_reference:
