@@ -48,6 +48,14 @@ class CausalLM:
         self.model = model
         self._own = unwrapped(model)
 
+    @property
+    def vocabulary(self) -> int | None:
+        """How many tokens the model has; None: its configuration does not say."""
+        size: int | None = getattr(self._own.config, "vocab_size", None)
+        if size is None:
+            return None
+        return max(size, getattr(self._own.get_input_embeddings(), "num_embeddings", size))
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the weights."""
         return self.model.parameters()  # type: ignore[no-any-return]  # a model of transformers

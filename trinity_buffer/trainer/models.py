@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +117,7 @@ def prepare(
     algorithm: Algorithm,
     models: Models,
     *,
+    noted: Callable[[MicroBatch], AbstractContextManager[object]] = nullcontext,
     reduce: Reduce | None = None,
     recompute_old_logprob: bool = False,
 ) -> dict[str, Any]:
@@ -127,6 +130,7 @@ def prepare(
         step: changed in place.
         algorithm: what is trained.
         models: of the trainer.
+        noted: what is done with a micro-batch is done inside this context.
         reduce: sums a tensor over data-parallel ranks.
         recompute_old_logprob: whatever the explorers recorded.
 
@@ -136,7 +140,8 @@ def prepare(
     for microbatch in step.microbatches:
         if recompute_old_logprob:
             microbatch.tensors.pop("old_logprob", None)
-        _score(microbatch, algorithm, models, recompute_old_logprob=recompute_old_logprob)
+        with noted(microbatch):
+            _score(microbatch, algorithm, models, recompute_old_logprob=recompute_old_logprob)
     metrics: dict[str, Any] = {}
     if algorithm.choices["kl_penalty_fn"].name != "none":
         metrics |= step.apply(lambda batch, layout: _penalize(algorithm, batch, layout))

@@ -9,7 +9,7 @@ from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
 from trinity_buffer.algorithm.arguments import made
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.annotating.recorded_strategy import RECORDED as RECORDED_SET
-from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
+from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.writer import StagedWriter
 
 COMPARE_RUNS = frozenset(
@@ -156,25 +156,29 @@ def _lacking_runs(algorithm: Algorithm, rollouts_per_group: int | None) -> Itera
         )
 
 
-def require_advantages(
-    algorithm: Algorithm, options: StreamOptions, columns: Collection[str] | None
-) -> None:
-    """Return unless the loss reads advantages that neither a set nor the rows bring.
+def require_of(algorithm: Algorithm, stream: SyncTrainStream, *, teacher: bool) -> None:
+    """Return if a stream brings all that its algorithm cannot do without.
 
     Args:
         algorithm: what is trained.
-        options: of the stream.
-        columns: what the rows have; None: there are none yet.
+        stream: what it is trained on.
+        teacher: whether the trainer has a teacher policy.
 
     Raises:
-        InvalidArgumentError: says how the stream is opened.
+        InvalidArgumentError: says what is lacking, and what to do.
     """
-    recorded = options.annotation_set == RECORDED_SET
-    if (
-        algorithm.needs_advantages
-        and recorded
-        and "advantages" not in {*(columns or ()), *options.needs}
-    ):
+    columns = stream.columns()
+    require(
+        algorithm,
+        schema=stream.schema,
+        columns=columns,
+        rollouts_per_group=stream.rollouts_per_group,
+        teacher=teacher,
+        expert=stream.expert_experiment,
+    )
+    recorded = stream.options.annotation_set == RECORDED_SET
+    brought = {*(columns or ()), *stream.options.needs}
+    if algorithm.needs_advantages and recorded and "advantages" not in brought:
         raise InvalidArgumentError(
             f"algorithm {algorithm.name!r} needs advantages, and this stream reads no annotation "
             f"set: open it with strategy={strategy_of(algorithm)!r}, or, if the rows are recorded "
