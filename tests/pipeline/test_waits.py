@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -65,6 +66,31 @@ async def test_a_trainer_without_an_annotator_says_so(
         words = ("trainer 'trainer' waits for 1 group of set 'grpo' (0 ready)", NOBODY)
         async with spoken(caplog, lambda: train(experiment), *words):
             pass
+
+
+async def test_who_waits_for_explorers_that_are_gone_says_how_a_run_ends_and_ends_so(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended: list[str] = []
+
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        await experiment.writer("e0").write(group())
+
+        async def run() -> None:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(partial(run_strategy, experiment, "grpo", follow=True))
+                tasks.start_soon(train, experiment)
+            ended.append("both")
+
+        remedy = "no process explores (if none will, `await experiment.finish(reason)` ends"
+        async with (
+            spoken(caplog, run, "strategy 'grpo'", remedy),
+            spoken(caplog, anyio.sleep_forever, "trainer 'trainer' waits", remedy),
+        ):
+            await experiment.finish("all tasks are through")
+            with anyio.fail_after(20):
+                while not ended:
+                    await anyio.lowlevel.checkpoint()
 
 
 async def test_a_line_spells_out_what_a_terminal_would_obey(

@@ -116,7 +116,10 @@ def of_strategy(tx: Transaction, experiment: int, name: str, *, whole_batches: b
         return _told(around, lacks)
     explorer = around.who("explorer")
     if explorer is None:
-        return f"set {name!r} has all that is recorded, and no process explores"
+        return (
+            f"set {name!r} has all that is recorded, and no process explores (if none will, "
+            "`await experiment.finish(reason)` ends the run)"
+        )
     waits = f", which waits: {explorer.waiting_for}" if explorer.waiting_for else ""
     return (
         f"set {name!r} has all that is recorded; explorer {explorer.name!r} is there "

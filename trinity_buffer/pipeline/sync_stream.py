@@ -121,6 +121,11 @@ class SyncTrainStream(StepStream):
         self._stream.measure(measures)
 
     @property
+    def options(self) -> StreamOptions:
+        """What it was opened with."""
+        return self._stream.options
+
+    @property
     def expert_experiment(self) -> str | None:
         """The experiment whose rows are mixed in as an expert's."""
         return self._stream.options.expert_experiment

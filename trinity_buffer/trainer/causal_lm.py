@@ -48,6 +48,14 @@ class CausalLM:
         self.model = model
         self._own = unwrapped(model)
 
+    @property
+    def vocabulary(self) -> int | None:
+        """How many tokens the model has; None: its configuration does not say."""
+        size: int | None = getattr(self._own.config, "vocab_size", None)
+        if size is None:
+            return None
+        return max(size, getattr(self._own.get_input_embeddings(), "num_embeddings", size))
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the weights."""
         return self.model.parameters()  # type: ignore[no-any-return]  # a model of transformers
@@ -154,5 +162,14 @@ def reference_of(policy: Any) -> Any:
 
 
 def policy_of(model: Any) -> Any:
-    """Return ``model`` if it is a `Policy`, else a policy made of it."""
+    """Return ``model`` if it is a `Policy`, else a policy made of it.
+
+    Raises:
+        InvalidArgumentError: it is no model.
+    """
+    if isinstance(model, type) or not (hasattr(model, "scores") or hasattr(model, "parameters")):
+        raise InvalidArgumentError(
+            f"{model!r:.80} is no model: give the Trainer one that is loaded, as by "
+            "`AutoModelForCausalLM.from_pretrained`, or a `Policy`"
+        )
     return model if hasattr(model, "scores") else CausalLM(model)

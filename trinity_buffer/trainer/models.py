@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +54,37 @@ def require_models(algorithm: Algorithm, models: Models) -> None:
         raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs a {lacking[0]} model")
 
 
+def require_trained(policy: Policy, optimizer: torch.optim.Optimizer | None) -> None:
+    """Return if steps of ``optimizer`` can change ``policy``.
+
+    Args:
+        policy: what is trained.
+        optimizer: that was given, None if none was.
+
+    Raises:
+        InvalidArgumentError: they cannot; says what to give.
+    """
+    weights = list(policy.parameters())
+    if not any(weight.requires_grad for weight in weights):
+        raise InvalidArgumentError(
+            "no parameter of the model requires a gradient, so that nothing can be trained: call "
+            "model.requires_grad_(), or add an adapter"
+        )
+    if optimizer is None:
+        return
+    if not hasattr(optimizer, "param_groups"):
+        raise InvalidArgumentError(
+            f"optimizer={optimizer!r:.80} is no optimizer: make one of the model's parameters, "
+            "such as torch.optim.AdamW(model.parameters(), lr=1e-6)"
+        )
+    own = {id(weight) for weight in weights}
+    if not any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
+        raise InvalidArgumentError(
+            "optimizer= holds no parameter of this model, so that its steps would change nothing: "
+            "make it of model.parameters() of the very model that the Trainer is given"
+        )
+
+
 def new_critic(policy: Policy) -> Critic:
     """Return a fresh critic that reads what ``policy`` reads.
 
@@ -84,6 +117,7 @@ def prepare(
     algorithm: Algorithm,
     models: Models,
     *,
+    noted: Callable[[MicroBatch], AbstractContextManager[object]] = nullcontext,
     reduce: Reduce | None = None,
     recompute_old_logprob: bool = False,
 ) -> dict[str, Any]:
@@ -96,6 +130,7 @@ def prepare(
         step: changed in place.
         algorithm: what is trained.
         models: of the trainer.
+        noted: what is done with a micro-batch is done inside this context.
         reduce: sums a tensor over data-parallel ranks.
         recompute_old_logprob: whatever the explorers recorded.
 
@@ -105,7 +140,8 @@ def prepare(
     for microbatch in step.microbatches:
         if recompute_old_logprob:
             microbatch.tensors.pop("old_logprob", None)
-        _score(microbatch, algorithm, models, recompute_old_logprob=recompute_old_logprob)
+        with noted(microbatch):
+            _score(microbatch, algorithm, models, recompute_old_logprob=recompute_old_logprob)
     metrics: dict[str, Any] = {}
     if algorithm.choices["kl_penalty_fn"].name != "none":
         metrics |= step.apply(lambda batch, layout: _penalize(algorithm, batch, layout))

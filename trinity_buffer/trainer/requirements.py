@@ -8,6 +8,8 @@ from typing import Any
 from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
 from trinity_buffer.algorithm.arguments import made
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.annotating.recorded_strategy import RECORDED as RECORDED_SET
+from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.writer import StagedWriter
 
 COMPARE_RUNS = frozenset(
@@ -151,6 +153,36 @@ def _lacking_runs(algorithm: Algorithm, rollouts_per_group: int | None) -> Itera
         yield (
             f"several runs of a task, which {compares[0]!r} compares: rollouts_per_group=1; give 2 "
             "or more"
+        )
+
+
+def require_of(algorithm: Algorithm, stream: SyncTrainStream, *, teacher: bool) -> None:
+    """Return if a stream brings all that its algorithm cannot do without.
+
+    Args:
+        algorithm: what is trained.
+        stream: what it is trained on.
+        teacher: whether the trainer has a teacher policy.
+
+    Raises:
+        InvalidArgumentError: says what is lacking, and what to do.
+    """
+    columns = stream.columns()
+    require(
+        algorithm,
+        schema=stream.schema,
+        columns=columns,
+        rollouts_per_group=stream.rollouts_per_group,
+        teacher=teacher,
+        expert=stream.expert_experiment,
+    )
+    recorded = stream.options.annotation_set == RECORDED_SET
+    brought = {*(columns or ()), *stream.options.needs}
+    if algorithm.needs_advantages and recorded and "advantages" not in brought:
+        raise InvalidArgumentError(
+            f"algorithm {algorithm.name!r} needs advantages, and this stream reads no annotation "
+            f"set: open it with strategy={strategy_of(algorithm)!r}, or, if the rows are recorded "
+            "with their advantages, with needs=('advantages',)"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from trinity_buffer.pipeline.streaming.measures import StepMeasures
 from trinity_buffer.pipeline.streaming.stream_options import Resume
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
-from trinity_buffer.trainer.causal_lm import policy_of, reference_of
+from trinity_buffer.trainer.causal_lm import CausalLM, policy_of, reference_of
 from trinity_buffer.trainer.checkpoint_folder import (
     TrainerState,
     load_checkpoint,
@@ -29,12 +30,20 @@ from trinity_buffer.trainer.checkpoint_folder import (
 )
 from trinity_buffer.trainer.critic import ValueLossFn
 from trinity_buffer.trainer.measuring import StepMeter
-from trinity_buffer.trainer.models import Models, new_critic, prepare, require_models, values_of
+from trinity_buffer.trainer.models import (
+    Models,
+    new_critic,
+    prepare,
+    require_models,
+    require_trained,
+    values_of,
+)
 from trinity_buffer.trainer.non_finite import largest_rows
+from trinity_buffer.trainer.noting import noting, require_known
 from trinity_buffer.trainer.parallel import processes_here
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
 from trinity_buffer.trainer.reports import StepReport, report_of
-from trinity_buffer.trainer.requirements import require
+from trinity_buffer.trainer.requirements import require_of
 from trinity_buffer.trainer.settings import TrainerSettings
 
 __all__ = ["StepReport", "Trainer", "TrainerSettings"]
@@ -84,6 +93,7 @@ class Trainer:
                 "an adaptive KL coefficient would differ from rank to rank: give a fixed one"
             )
         policy = policy_of(model)
+        require_trained(policy, optimizer)
         if reference is not None:
             reference = policy_of(reference)
         elif algorithm.needs_reference:
@@ -99,14 +109,7 @@ class Trainer:
         self._models = Models(policy, critic, reference, teacher)
         require_models(algorithm, self._models)
         if isinstance(stream, SyncTrainStream):  # a replay lacks nothing that the run had
-            require(
-                algorithm,
-                schema=stream.schema,
-                columns=stream.columns(),
-                rollouts_per_group=stream.rollouts_per_group,
-                teacher=teacher is not None,
-                expert=stream.expert_experiment,
-            )
+            require_of(algorithm, stream, teacher=teacher is not None)
 
     def _begun(self, policy: Policy, resume: Resume | None) -> TrainerState[Any]:
         """Return the state after the last commit, or that of the beginning."""
@@ -198,19 +201,24 @@ class Trainer:
         if not step.microbatches:  # every row was dropped: it changes nothing
             self._skipped_in_a_row = 0
             return {"loss": 0.0, "gradient_norm": 0.0}
+        if isinstance(self.state.policy, CausalLM):
+            require_known(step, self._stream.uids, self.state.policy.vocabulary)
+        noted = partial(noting, step, self._stream.uids)
         coefficients = self._coefficients()
         reduce = self._processes.sum if self._processes.world_size > 1 else None
         found = prepare(
             step,
             self._algorithm,
             self._models,
+            noted=noted,
             reduce=reduce,
             recompute_old_logprob=self._settings.recompute_old_logprob,
         )
         self.state.optimizer.zero_grad(set_to_none=True)
         parts = []
         for microbatch in step.microbatches:
-            loss, metrics = self._gradient(microbatch, meter)
+            with noted(microbatch):
+                loss, metrics = self._gradient(microbatch, meter)
             parts.append({"loss": loss, **metrics})
         found |= _combined(parts)
         deciding = [found["loss"], self._clipped(self.state.policy)]

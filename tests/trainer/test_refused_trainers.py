@@ -1,0 +1,120 @@
+"""What a trainer refuses when it is made, in one sentence, and what it takes all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch.optim import AdamW
+
+import trinity_buffer as tb
+from tests.trainer.data import policy, prepared, rollouts
+from trinity_buffer.algorithm import build
+from trinity_buffer.demo.policy import TransformerPolicy
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.trainer.requirements import strategy_of
+
+
+async def with_advantages(url: str) -> None:
+    """Record runs with advantages of their own."""
+    made = rollouts()
+    for one in made:
+        one.advantages = one.returns = torch.full(
+            (len(one.tokens) - one.prompt_length,), one.reward or -1.0
+        )
+    async with tb.open_store(url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": 3})
+        await experiment.writer("test").write(made)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "asymre"])
+@pytest.mark.parametrize("strategy", [None, "recorded"])
+def test_a_stream_that_brings_no_advantages_is_refused_a_loss_that_reads_them(
+    name: str, strategy: str | None, sqlite_url: str, tmp_path: Path
+) -> None:
+    algorithm = build(name)
+    anyio.run(prepared, sqlite_url, build("rloo"))
+    with tb.open_train_stream(sqlite_url, experiment="run", strategy=None) as stream:
+        next(iter(stream))  # makes the set 'recorded'
+    with (
+        tb.open_train_stream(sqlite_url, experiment="run", strategy=strategy) as stream,
+        pytest.raises(
+            InvalidArgumentError,
+            match=rf"'{name}' needs advantages, and this stream reads no annotation set: open it "
+            rf"with strategy='{strategy_of(algorithm)}'".replace("+", r"\+"),
+        ),
+    ):
+        tb.Trainer(stream, policy(), algorithm, tb.TrainerSettings(checkpoints=tmp_path))
+
+
+@pytest.mark.parametrize("needs", [(), ("advantages",)])
+def test_advantages_that_were_recorded_are_trained_on(
+    needs: tuple[str, ...], sqlite_url: str, tmp_path: Path
+) -> None:
+    anyio.run(with_advantages, sqlite_url)
+    losses = []
+    with tb.open_train_stream(
+        sqlite_url, experiment="run", strategy=None, needs=needs, groups_per_step=2
+    ) as stream:
+        settings = tb.TrainerSettings(checkpoints=tmp_path, max_steps=1)
+        tb.Trainer(stream, policy(), build("grpo"), settings).run(
+            lambda report: losses.append(report.loss)
+        )
+    assert losses[0] != 0
+
+
+def test_rows_to_come_may_bring_advantages_that_the_stream_asks_for(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    async def begun() -> None:
+        async with tb.open_store(sqlite_url) as store:
+            await store.experiment("run", config={})
+
+    anyio.run(begun)
+    settings = tb.TrainerSettings(checkpoints=tmp_path)
+    with tb.open_train_stream(
+        sqlite_url, experiment="run", strategy=None, needs=("advantages",)
+    ) as stream:
+        tb.Trainer(stream, policy(), build("grpo"), settings)
+    with (
+        tb.open_train_stream(sqlite_url, experiment="run", strategy=None) as stream,
+        pytest.raises(InvalidArgumentError, match=r"with needs=\('advantages',\)"),
+    ):
+        tb.Trainer(stream, policy(), build("grpo"), settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "said"),
+    [
+        ("gpt2", {}, "'gpt2' is no model: give the Trainer one that is loaded"),
+        (TransformerPolicy, {}, "TransformerPolicy'> is no model"),
+        (policy().requires_grad_(requires_grad=False), {}, "no parameter of the model requires"),
+        (policy(), {"optimizer": AdamW}, "AdamW'> is no optimizer: make one of the model's"),
+        (policy(), {"optimizer": AdamW(policy().parameters())}, "holds no parameter of this model"),
+        (policy(), {"reference": "gpt2"}, "'gpt2' is no model"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_a_sentence(
+    model: Any, given: dict[str, Any], said: str, sqlite_url: str, tmp_path: Path
+) -> None:
+    anyio.run(prepared, sqlite_url, build("grpo"))
+    with (
+        tb.open_train_stream(sqlite_url, experiment="run", strategy="grpo") as stream,
+        pytest.raises(InvalidArgumentError, match=said),
+    ):
+        tb.Trainer(stream, model, build("grpo"), tb.TrainerSettings(checkpoints=tmp_path), **given)
+
+
+def test_an_optimizer_of_some_of_the_weights_is_taken(sqlite_url: str, tmp_path: Path) -> None:
+    anyio.run(prepared, sqlite_url, build("grpo"))
+    model = policy()
+    name, weight = next(iter(model.named_parameters()))
+    settings = tb.TrainerSettings(checkpoints=tmp_path, max_steps=1)
+    with tb.open_train_stream(sqlite_url, experiment="run", strategy="grpo") as stream:
+        tb.Trainer(stream, model, build("grpo"), settings, optimizer=AdamW([weight])).run()
+    before = policy().state_dict()
+    changed = {n for n, w in model.state_dict().items() if not torch.equal(w, before[n])}
+    assert changed == {name}

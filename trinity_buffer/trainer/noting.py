@@ -1,0 +1,60 @@
+"""Which rows to look at when a model or a loss fails in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+
+from trinity_buffer.errors import TrainingError
+from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.trainer.measuring import rows_of_tokens
+
+Uids = Callable[[TrainStep, Sequence[int]], list[str]]
+"""Returns the uids of rows of a step, by their places in its manifest."""
+
+
+@contextmanager
+def noting(step: TrainStep, uids: Uids, microbatch: MicroBatch) -> Iterator[None]:
+    """Note on an error inside the context in which step it was raised, and at which rows."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(RuntimeError):  # a device that failed tells nothing any more
+            places = microbatch["sample_index"].tolist()
+            width = microbatch.get("max_seqlen", microbatch["input_ids"].shape[-1])
+            first = f"the first {uids(step, places[:1])[0]}" if places else "which is none"
+            error.add_note(
+                f"in step {step.step}, in the micro-batch of {len(places)} rows of up to {width} "
+                f"tokens, {first}"
+            )
+        raise
+
+
+def require_known(step: TrainStep, uids: Uids, vocabulary: int | None) -> None:
+    """Return if the model has every token of a step, with one look at the device.
+
+    Args:
+        step: that is about to be trained.
+        uids: of its rows.
+        vocabulary: how many tokens the model has; None: nobody knows.
+
+    Raises:
+        TrainingError: names a row with another token.
+    """
+    if vocabulary is None:
+        return
+    filled = [one for one in step.microbatches if one["input_ids"].numel()]
+    largest = [one["input_ids"].max() for one in filled]
+    if not largest or int(torch.stack(largest).max()) < vocabulary:
+        return
+    at = int(torch.stack(largest).argmax())
+    row = rows_of_tokens(filled[at])[filled[at]["input_ids"].argmax()]
+    place = int(filled[at]["sample_index"][row])
+    raise TrainingError(
+        f"step {step.step}: row {uids(step, [place])[0]} holds token {int(largest[at])}, and the "
+        f"model has the tokens 0 to {vocabulary - 1}: train the model whose tokenizer made the "
+        "rows, or call its resize_token_embeddings first"
+    )
