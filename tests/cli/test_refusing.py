@@ -197,6 +197,10 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("demo", "--model", "hf", "--digits", "2"),
         "--digits 2: --model hf has a task of its own",
     ),
+    "digits for a game of guesses": (
+        ("demo", "--task", "guess", "--digits", "5"),
+        "--digits 5: the task 'guess' has none: leave it out, or choose --task sort",
+    ),
     "a demo of an unknown loss": (("demo", "--set", "loss.name=pppo"), "no policy_loss_fn 'pppo'"),
 }
 
