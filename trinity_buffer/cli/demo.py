@@ -144,8 +144,9 @@ class Demo:
                     numbers.take(event)
             seconds = time.monotonic() - begin
             if failed is None and not numbers.trained:
-                failed = f"nothing was trained in {seconds:.0f} s, {numbers.rejected} rejected"
-                failed += "" if numbers.finished is not None else f": {self._cut_short}"
+                failed = f"nothing was trained in {seconds:.0f} s, {numbers.rejected} rejected" + (
+                    "" if numbers.finished is not None else f": {self._cut_short}"
+                )
             holds = await self._expert_holds(store)
             code = await self._conclude(experiment, supervisor, seconds, failed)
             return code if holds else 1
