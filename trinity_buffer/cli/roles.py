@@ -289,6 +289,7 @@ def train(
             )
         if follow:
             stream.finish(f"{measured.said}step {trainer.state.step}")
+            say(f"{experiment} is finished after step {trainer.state.step}")
 
 
 class _Evaluation:
