@@ -56,7 +56,9 @@ def test_a_trainer_of_a_run_that_is_finished_says_so(cli: Cli, tmp_path: Path) -
     for _ in range(2):
         told = cli("train", *place, "--follow", "--set", "max_steps=1")
         assert told.code == 0
-        assert told.out.splitlines()[-1].endswith(" is finished after step 1")
+        last = told.out.splitlines()[-1]
+        assert " is finished: " in last
+        assert last.endswith("step 1")
 
 
 def test_an_algorithm_of_another_set_is_refused_before_it_is_recorded(
