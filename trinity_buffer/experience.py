@@ -163,8 +163,6 @@ class Experience:
         self.eid = eid if isinstance(eid, EID) else EID(**(eid or {}))
         tensor = partial(tensor_of, self.eid)
         self.tokens = tensor("tokens", tokens, torch.int32)
-        if not hasattr(prompt_length, "__index__"):
-            raise refused(self.eid, "prompt_length", f"is {prompt_length!r}, it must be an int")
         self.prompt_length, self.truncate_status = prompt_length, truncate_status
         self.logprobs = tensor("logprobs", logprobs, torch.float32)
         self.reward = number_of(self.eid, "reward", reward)
@@ -285,6 +283,10 @@ class Experience:
     def _settle_type(self) -> None:
         if self.tokens is None:
             raise refused(self.eid, "tokens", "is None: give a list of token ids, or a tensor")
+        if not hasattr(self.prompt_length, "__index__"):
+            raise refused(
+                self.eid, "prompt_length", f"is {self.prompt_length!r}, it must be an int"
+            )
         if self.tokens.ndim != 1:
             raise InvalidExperienceError(
                 f"experience {self.eid.uid}: tokens has the shape {list(self.tokens.shape)}: make "

@@ -175,7 +175,11 @@ def test_what_is_wrong_is_refused_by_its_field(name: str) -> None:
 
 ASSIGNED = {
     "a list as mask": ("action_mask", [1, 0, 1], "action_mask is a list, it must be a tensor"),
-    "a prompt length that is a float": ("prompt_length", 2.0, "prompt_length is 2.0, no int"),
+    "a prompt length that is a float": (
+        "prompt_length",
+        2.0,
+        "prompt_length is 2.0, it must be an int",
+    ),
     "no mask": ("action_mask", None, "action_mask is a NoneType"),
     "a list as advantages": ("advantages", [1.0], "advantages is a list"),
     "a list as experts": ("routed_experts", [1], "routed_experts must be a tensor"),
