@@ -29,12 +29,12 @@ UNITS = {
 
 HEAD = """# Configuration
 
-What a file for `--config` (TOML or YAML) may hold, and `--set KEY=VALUE` changes in
-`trinity-buffer demo`, `explore`, `train` and `replay`; a file may also say where the run is, with
-`store` (a URL, or a path from the folder of the file) and `experiment`, which is all that `replay`,
-`annotate` and `sync-weights` read of it. A dot stands for a section: `optimizer.learning_rate` is
-`learning_rate` in `[optimizer]`. The resolved configuration is the first event of the experiment
-(`trinity-buffer stats --config`); a later change is an event too.
+What a file for `--config` (YAML if it ends with `.yaml` or `.yml`, else TOML) may hold, and
+`--set KEY=VALUE` changes in `trinity-buffer demo`, `explore`, `train` and `replay`; a file may also
+say where the run is, with `store` (a URL, or a path from the folder of the file) and `experiment`,
+which is all that `replay`, `annotate` and `sync-weights` read of it. A dot stands for a section:
+`optimizer.learning_rate` is `learning_rate` in `[optimizer]`. The resolved configuration is the
+first event of the experiment (`trinity-buffer stats --config`); a later change is an event too.
 
 An experiment that you make in Python has the same keys, and `schema`; another one is refused, with
 the one that was probably meant if one is like it. What is your own goes under `extra`. Values, and

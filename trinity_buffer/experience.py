@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -18,6 +19,7 @@ from trinity_buffer.errors import (
     InvalidArgumentError,
     InvalidExperienceError,
 )
+from trinity_buffer.given_fields import number_of, refused, tensor_of
 from trinity_buffer.identity import EID, FAMILIES, Key, order_of
 
 __all__ = [
@@ -98,7 +100,7 @@ class Experience:
 
     Raises:
         InvalidExperienceError: a single-turn experience without a prompt or without a response, or
-            a field that cannot be made a tensor.
+            a field that cannot be made a tensor, or of the wrong kind.
     """
 
     eid: EID
@@ -159,12 +161,11 @@ class Experience:
         custom_fields: Sequence[CustomField] | None = None,
     ) -> None:
         self.eid = eid if isinstance(eid, EID) else EID(**(eid or {}))
-        tensor = self._tensor
+        tensor = partial(tensor_of, self.eid)
         self.tokens = tensor("tokens", tokens, torch.int32)
         self.prompt_length, self.truncate_status = prompt_length, truncate_status
         self.logprobs = tensor("logprobs", logprobs, torch.float32)
-        given: Any = reward
-        self.reward = given.item() if isinstance(given, (Tensor, np.generic)) else given
+        self.reward = number_of(self.eid, "reward", reward)
         self.token_level_reward = tensor("token_level_reward", token_level_reward, torch.float32)
         self.advantages = tensor("advantages", advantages, torch.float32)
         self.returns = tensor("returns", returns, torch.float32)
@@ -271,29 +272,21 @@ class Experience:
             made.__dict__[name] = _deep_copied(value, memo)
         return made
 
-    def _tensor(self, name: str, value: Any, dtype: torch.dtype | None) -> Any:
-        """Return ``value`` as a tensor, a list as one of ``dtype``; None stays None."""
-        if value is None or isinstance(value, Tensor):
-            return value
-        try:
-            if isinstance(value, np.ndarray):
-                return torch.from_numpy(value)
-            return torch.tensor(value, dtype=dtype)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidExperienceError(
-                f"experience {self.eid.uid}: {name} cannot be made a tensor ({error}); give a list "
-                "of numbers, all rows of one length, or a tensor"
-            ) from error
-
     def _modal_tensors(self, inputs: Mapping[str, Any] | None) -> dict[str, Tensor] | None:
         if inputs is None:
             return None
         return {
-            name: self._tensor(f"multi_modal_inputs[{name!r}]", value, None)
+            name: tensor_of(self.eid, f"multi_modal_inputs[{name!r}]", value, None)
             for name, value in inputs.items()
         }
 
     def _settle_type(self) -> None:
+        if self.tokens is None:
+            raise refused(self.eid, "tokens", "is None: give a list of token ids, or a tensor")
+        if not hasattr(self.prompt_length, "__index__"):
+            raise refused(
+                self.eid, "prompt_length", f"is {self.prompt_length!r}, it must be an int"
+            )
         if self.tokens.ndim != 1:
             raise InvalidExperienceError(
                 f"experience {self.eid.uid}: tokens has the shape {list(self.tokens.shape)}: make "

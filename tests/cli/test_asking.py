@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,17 +123,30 @@ def test_verify_ends_with_the_two_numbers(cli: Cli, own_story: Story) -> None:
     assert (found["ok"], found["lost"], found["duplicated"]) == (False, 1, 0)
 
 
-def test_verify_claims_only_what_it_measured(cli: Cli, story: Story) -> None:
+def test_verify_claims_only_what_it_measured(cli: Cli, story: Story, tmp_path: Path) -> None:
     told = cli("verify", "--store", story.url, "--quick")
     said = "lost, duplicated: not measured: give --acknowledged and --checkpoint"
     assert (told.code, told.out.splitlines()[-1]) == (0, said)
     told = cli("verify", "--store", story.url, "--quick", "--acknowledged", story.acknowledged)
-    assert told.out.splitlines()[-1] == said
+    assert told.out.splitlines()[-1] == "lost, duplicated: not measured: give --checkpoint"
+    told = cli("verify", "--store", story.url, "--quick", "--acknowledged", tmp_path)
+    assert "compared with no acknowledged uids\n" in told.out
+    assert told.out.endswith(": --acknowledged holds no uids; give --checkpoint\n")
     (found,) = cli("verify", "--store", story.url, "--quick", "--json").json
     assert (found["measured"], found["head"] in told.out) == (False, True)
     assert cli("verify", "--store", story.url, "--head", found["head"]).code == 0
     told = cli("verify", "--store", story.url, "--head", "0" * 64)
     assert (told.code, "no event has it" in told.out) == (1, True)
+
+
+def test_a_folder_of_checkpoints_is_told_with_the_newest_of_them(
+    cli: Cli, story: Story, tmp_path: Path
+) -> None:
+    for step in (9, 10):
+        shutil.copytree(story.checkpoint, tmp_path / f"step-{step:08}")
+    told = cli("verify", "--store", story.url, "--checkpoint", tmp_path)
+    assert told.code == 2
+    assert told.err.endswith(f" (did you mean {tmp_path}/step-00000010?)\n")
 
 
 def test_rebuild_says_what_it_mended(cli: Cli, own_story: Story) -> None:
@@ -167,7 +181,7 @@ def test_algorithms_are_listed(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("stats", "--store", "/nowhere/a.db"), "/nowhere: no such directory"),
+        (("stats", "--store", "/nowhere/a.db"), "no store to read, nor is there a folder /nowhere"),
         (("show", "nonsense"), "is no uid"),
         (("show", "b9/0/0/0/"), "holds no experience 'b9/0/0/0/'"),
         (("events", "--kind", "Nonsense"), "no event is a 'Nonsense'"),
@@ -175,6 +189,8 @@ def test_algorithms_are_listed(cli: Cli) -> None:
         (("groups", "--experiment", "nonsense"), "holds no experiment 'nonsense'"),
         (("verify", "--acknowledged", "/nowhere"), "no such file or folder"),
         (("verify", "--checkpoint", "/nowhere"), "manifests.json"),
+        (("search", ""), "text is empty, and every text holds that: say what to look for"),
+        (("replay", "--steps", "5:1"), "--steps 5:1: it ends before it begins: write it as A:B"),
         (("stats", "--nonsense"), "No such option"),
         (("nonsense",), "No such command"),
         (("migrate", "--store", "mysql://a/b"), "a store cannot live in"),

@@ -47,4 +47,6 @@ def test_a_run_that_had_no_time_to_train_has_failed(tmp_path: Path) -> None:
     ended = demo(tmp_path, "--limit", "0.5")
     assert ended.returncode == 1
     assert "verify: what was stored holds, but the run failed" in ended.stdout
-    assert ended.stdout.splitlines()[-1].startswith("failed: nothing was trained in ")
+    last = ended.stdout.splitlines()[-1]
+    assert last.startswith("failed: nothing was trained in ")
+    assert last.endswith("cut short by --limit 0.5 at step 0: run the same command again to go on")

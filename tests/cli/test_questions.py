@@ -100,6 +100,19 @@ def test_tokens_have_texts_where_the_experiment_names_a_tokenizer(
     assert "\x1b" not in shown
 
 
+def test_a_reason_that_no_rejection_has_is_told_with_those_there_are(
+    cli: Cli, story: Story
+) -> None:
+    found = cli("rejected", "--reason", "zero", "--store", story.url)
+    assert (found.code, found.err) == (
+        0,
+        "no rejection has the reason 'zero' (there: 'late', 'zero_variance')\n",
+    )
+    found = cli("rejected", "--reason", "zero", "--by", "varied", "--store", story.url, "--json")
+    assert (found.json, "(there: 'zero_variance')" in found.err) == ([], True)
+    assert not cli("rejected", "--reason", "late", "--store", story.url).err
+
+
 def test_what_was_rejected_is_found_by_its_kind_as_by_its_reason(cli: Cli, store_url: str) -> None:
     some = [rollout("b0", 0, run, 1.0) for run in range(3)]
     some[0].reward = some[1].reward = None

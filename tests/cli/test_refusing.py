@@ -46,6 +46,10 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "neither an archive nor a deletion": (("compact", "--keep-steps", "1"), "(--archive FOLDER)"),
     "no TOML": (("explore", "--config", "a.toml", "groups_per_step ="), "a.toml: Invalid value"),
     "no YAML": (("explore", "--config", "a.yaml", "a: [1\nb: }"), "a.yaml: expected ',' or"),
+    "YAML under another name": (
+        ("explore", "--config", "a.txt", "seed: 3"),
+        " (read as TOML; YAML ends with .yaml or .yml)\n",
+    ),
     "no table": (("explore", "--config", "a.yaml", "- 1"), "a.yaml: it holds no table"),
     "no equals sign": (("train", "--set", "x"), "write it as section.key=value"),
     "a key of a value": (("train", "--set", "algorithm.x=3"), "'grpo', which has no keys"),
@@ -196,6 +200,10 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "digits for a model that has a game": (
         ("demo", "--model", "hf", "--digits", "2"),
         "--digits 2: --model hf has a task of its own",
+    ),
+    "digits for a game of guesses": (
+        ("demo", "--task", "guess", "--digits", "5"),
+        "--digits 5: the task 'guess' has none: leave it out, or choose --task sort",
     ),
     "a demo of an unknown loss": (("demo", "--set", "loss.name=pppo"), "no policy_loss_fn 'pppo'"),
 }

@@ -49,6 +49,18 @@ def test_an_explorer_that_has_all_its_batches_says_so(cli: Cli, tmp_path: Path) 
     assert "e0 had nothing to explore: --batches 1 counts what it has planned before" in again.out
 
 
+def test_a_trainer_of_a_run_that_is_finished_says_so(cli: Cli, tmp_path: Path) -> None:
+    place = ("--store", tmp_path / "store.db")
+    for words in (("explore", "--actor", "e0", "--batches", 1, *SETS), ("annotate",), ("train",)):
+        assert cli(*words, *place).code == 0
+    for _ in range(2):
+        told = cli("train", *place, "--follow", "--set", "max_steps=1")
+        assert told.code == 0
+        last = told.out.splitlines()[-1]
+        assert " is finished: " in last
+        assert last.endswith("step 1")
+
+
 def test_an_algorithm_of_another_set_is_refused_before_it_is_recorded(
     cli: Cli, tmp_path: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import anyio
 import anyio.lowlevel
 import pytest
@@ -30,3 +32,16 @@ async def test_a_follower_waits_for_the_store_and_its_first_experiment(
             async with open_store(store_url) as store:
                 await store.experiment("sort", config={})
     assert found == ["sort"]
+
+
+async def test_a_follower_of_a_folder_to_come_is_told_of_one_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WAIT_REPORT, "0.01")
+    monkeypatch.chdir(tmp_path)
+    with anyio.move_on_after(0.5):
+        await awaited_experiment("sqlite:///runs/run.db", None)
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "waits for the first explorer or trainer to make it: runs/run.db: there is no store to "
+        f"read, nor is there a folder {tmp_path}/runs"
+    )

@@ -111,6 +111,36 @@ def test_the_reward_of_a_tensor_is_a_python_number(reward: Any) -> None:
     assert found == 0.5
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"reward": torch.tensor([0.5, 1])}, "reward has the shape [2], it must be one number"),
+        ({"tokens": None}, "tokens is None: give a list of token ids, or a tensor"),
+        ({"tokens": [1.5, 2, 3]}, "tokens is float64, it must hold integer token ids"),
+        ({"tokens": [True, False]}, "tokens is bool, it must hold integer token ids"),
+        ({"tokens": [1, 1 << 40]}, "tokens cannot be made a tensor (value cannot be"),
+        ({"tokens": [1, "2"]}, "tokens cannot be made a tensor ("),
+        ({"tokens": [[1], [2, 3]]}, "tokens cannot be made a tensor ("),
+        ({"chosen": [0.5], "rejected": [1]}, "chosen is float64, it must hold integer token ids"),
+        ({"prompt_length": 2.5}, "prompt_length is 2.5, it must be an int"),
+        ({"prompt_length": "2"}, "prompt_length is '2', it must be an int"),
+    ],
+)
+def test_a_field_that_cannot_be_right_is_named(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidExperienceError) as refused:
+        Experience(**{"eid": EID("b", "t"), "tokens": [1, 2, 3], **fields})
+    assert str(refused.value).startswith(f"experience b/t/0/0/: {said}")
+    assert refused.value.field in fields
+
+
+@pytest.mark.parametrize(
+    "tokens", [range(1, 4), (1, 2, 3), [np.int64(1), 2, 3], [torch.tensor(1), 2, 3]]
+)
+def test_a_list_of_token_ids_becomes_int32(tokens: Any) -> None:
+    found = Experience(tokens=tokens).tokens
+    assert (found.dtype, found.tolist()) == (torch.int32, [1, 2, 3])
+
+
 def test_an_eid_may_be_given_as_a_mapping() -> None:
     e = Experience(
         eid={"batch": 1, "task": "x", "run": 2, "step": 3, "suffix": "a1"}, tokens=[1, 2]

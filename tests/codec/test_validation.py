@@ -122,7 +122,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a negative token": ({"tokens": [1, 2, 3, 4, -100]}, "tokens holds negative numbers"),
     "no prompt": ({"prompt_length": 0}, "prompt_length is 0, it must be an int from 1 to 4"),
     "a prompt beyond the tokens": ({"prompt_length": 6}, "prompt_length is 6"),
-    "a prompt length that is a float": ({"prompt_length": 2.0}, "prompt_length is 2.0"),
     "no response": ({"prompt_length": 5, "action_mask": []}, "tokens holds 5 tokens of prompt and"),
     "a short mask": ({"action_mask": [1]}, "action_mask has 1 elements, the response has 3"),
     "a long mask": ({"action_mask": [1] * 5}, "action_mask has 5 elements, the response has 3"),
@@ -176,6 +175,11 @@ def test_what_is_wrong_is_refused_by_its_field(name: str) -> None:
 
 ASSIGNED = {
     "a list as mask": ("action_mask", [1, 0, 1], "action_mask is a list, it must be a tensor"),
+    "a prompt length that is a float": (
+        "prompt_length",
+        2.0,
+        "prompt_length is 2.0, it must be an int",
+    ),
     "no mask": ("action_mask", None, "action_mask is a NoneType"),
     "a list as advantages": ("advantages", [1.0], "advantages is a list"),
     "a list as experts": ("routed_experts", [1], "routed_experts must be a tensor"),

@@ -144,7 +144,9 @@ class Demo:
                     numbers.take(event)
             seconds = time.monotonic() - begin
             if failed is None and not numbers.trained:
-                failed = f"nothing was trained in {seconds:.0f} s: {numbers.rejected} rejected"
+                failed = f"nothing was trained in {seconds:.0f} s, {numbers.rejected} rejected" + (
+                    "" if numbers.finished is not None else f": {self._cut_short}"
+                )
             holds = await self._expert_holds(store)
             code = await self._conclude(experiment, supervisor, seconds, failed)
             return code if holds else 1
@@ -207,6 +209,11 @@ class Demo:
         self._say(f"{self.config.algorithm} learns the task {task}; its settings:")
         self._say(f"  trinity-buffer stats --config {self._where()}")
         return await store.experiment(self.experiment, config=recorded(self.config))
+
+    @property
+    def _cut_short(self) -> str:
+        at = f"cut short by --limit {self.limit_s:g} at step {self._numbers.step}"
+        return f"{at}: run the same command again to go on"
 
     @property
     def _expert(self) -> str:
@@ -308,10 +315,7 @@ class Demo:
         if failed is not None:
             self._say(f"failed: {failed}", style="red")
         elif self._numbers.finished is None:
-            self._say(
-                f"cut short by --limit {self.limit_s:g} at step {self._numbers.step}: run the same "
-                "command again to go on"
-            )
+            self._say(self._cut_short)
         return 0 if report.ok and failed is None else 1
 
     def _say(self, line: str, *, style: str | None = None) -> None:
@@ -378,11 +382,7 @@ class Demo:
             "groups --limit 5",
             "events --after 0 --kind StepsCommitted --limit 3",
         ):
-            say(
-                f"  trinity-buffer {command} {self._where()}",
-                highlight=False,
-                soft_wrap=True,
-            )
+            say(f"  trinity-buffer {command} {self._where()}", highlight=False, soft_wrap=True)
 
 
 def store_path(store: str | None, name: str) -> DemoPaths:

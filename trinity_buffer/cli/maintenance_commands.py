@@ -116,9 +116,13 @@ def _counted(found: VerifyReport) -> str:
     counts = f"lost {found.lost}, duplicated {found.duplicated}"
     if found.measured:
         return counts
+    given = {"--acknowledged": found.acknowledged, "--checkpoint": found.chain}
+    lacking = f"give {' and '.join(name for name, said in given.items() if said is None)}"
+    if found.acknowledged == 0:
+        lacking = f"--acknowledged holds no uids; {lacking}"
     if found.lost or found.duplicated:
-        return f"{counts}, not all of it measured: give --acknowledged and --checkpoint"
-    return "lost, duplicated: not measured: give --acknowledged and --checkpoint"
+        return f"{counts}, not all of it measured: {lacking}"
+    return f"lost, duplicated: not measured: {lacking}"
 
 
 def _wrong(found: VerifyReport) -> list[str]:
@@ -134,7 +138,7 @@ def _outside(found: VerifyReport) -> str:
     if found.acknowledged is not None:
         bare = found.acknowledged - found.contents
         without = f" (of {bare} the content was not compared)" if bare else ""
-        given.append(f"{found.acknowledged} acknowledged uids{without}")
+        given.append(f"{found.acknowledged or 'no'} acknowledged uids{without}")
     if found.chain is not None:
         given.append(f"a checkpoint of {found.chain} manifests")
     if not given:

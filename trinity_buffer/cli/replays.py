@@ -134,6 +134,10 @@ def _span(steps: str | None, from_checkpoint: Path | None) -> tuple[int, int | N
         last = int(end) if end else None
     except ValueError as error:
         raise InvalidArgumentError(f"--steps {steps}: write it as A:B, such as 10:20") from error
+    if last is not None and last < (first or 1):
+        raise InvalidArgumentError(
+            f"--steps {steps}: it ends before it begins: write it as A:B, such as 10:20"
+        )
     if from_checkpoint is None:
         if first not in (None, 1):
             raise InvalidArgumentError(

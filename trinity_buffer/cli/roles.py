@@ -288,7 +288,12 @@ def train(
                 "rejected` what was left out, and why"
             )
         if follow:
-            stream.finish(f"{measured.said}step {trainer.state.step}")
+            _finish(stream, experiment, f"{measured.said}step {trainer.state.step}", say)
+
+
+def _finish(stream: SyncTrainStream, experiment: str, reason: str, say: Say) -> None:
+    stream.finish(reason)
+    say(f"{experiment} is finished: {reason}")
 
 
 class _Evaluation:

@@ -143,6 +143,11 @@ def _demo_settings(
         base = config_for(algorithm, wanted["name"], wanted["digits"])
     base["seed"] = given.get("seed", 0)
     settings = resolved(overridden(merged(base, file), overrides or []))
+    if "task.digits" in given and settings.task.name != "sort":
+        raise InvalidArgumentError(
+            f"--digits {given['task.digits']}: the task {settings.task.name!r} has none: leave it "
+            "out, or choose --task sort"
+        )
     require_parts_of_demo(
         settings
     )  # refused here, and not by three processes and a store that has it

@@ -8,6 +8,9 @@ from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError
 
+YAML = (".yaml", ".yml")
+"""Endings of YAML files; any other file is TOML."""
+
 PLACES = ("store", "experiment")
 """Keys that say where a run is, which is no part of its configuration."""
 
@@ -20,13 +23,15 @@ def parsed(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text("utf-8-sig")
-        found = _yaml(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
+        found = _yaml(text) if path.suffix in YAML else tomllib.loads(text)
     except OSError as error:
         raise InvalidArgumentError(f"configuration {path}: {error.strerror}") from error
     except RecursionError as error:
         raise InvalidArgumentError(f"configuration {path}: it is nested too deeply") from error
     except ValueError as error:
-        raise InvalidArgumentError(f"configuration {path}: {error}") from error
+        known = path.suffix in (".toml", *YAML)
+        read_as = "" if known else f" (read as TOML; YAML ends with {' or '.join(YAML)})"
+        raise InvalidArgumentError(f"configuration {path}: {error}{read_as}") from error
     if not isinstance(found, dict):
         raise InvalidArgumentError(f"configuration {path}: it holds no table")
     return found

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from trinity_buffer.cli.escaping import escaped
+from trinity_buffer.cli.listening import listening
 from trinity_buffer.cli.options import StoreOption, chosen_store
 from trinity_buffer.cli.running import run
 from trinity_buffer.cli.server_commands import LOCAL
@@ -21,7 +22,7 @@ GOODBYE_S = 2
 def serve(
     store: StoreOption = None,
     host: Annotated[str, typer.Option(help="Where it listens.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Where it listens; 0: any.", min=0)] = 8500,
+    port: Annotated[int, typer.Option(help="Where it listens; 0: any.", min=0, max=65535)] = 8500,
     token: Annotated[
         str | None,
         typer.Option(
@@ -57,9 +58,8 @@ def serve(
             lifespan="on",
             timeout_graceful_shutdown=GOODBYE_S,
         )
-        listening = config.bind_socket()
-        listening.listen()  # who reads where it is may ask at once
-        typer.echo(escaped(f"shows {shown}: http://{host}:{listening.getsockname()[1]}/"))
-        await uvicorn.Server(config).serve([listening])
+        door = listening(host, port)
+        typer.echo(escaped(f"shows {shown}: http://{host}:{door.getsockname()[1]}/"))
+        await uvicorn.Server(config).serve([door])
 
     run(main)

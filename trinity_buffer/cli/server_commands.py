@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import anyio
 import typer
 
+from trinity_buffer.cli.listening import listening
 from trinity_buffer.cli.options import (
     STORE_VARIABLE,
     ExperimentOption,
@@ -123,7 +124,7 @@ def record(
     rollouts_per_group: RunsOption = 8,
     actor: Annotated[str, typer.Option(help="Name of this recorder.")] = "recorder",
     host: Annotated[str, typer.Option(help="Where it listens.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Where it listens; 0: any.")] = 8400,
+    port: Annotated[int, typer.Option(help="Where it listens; 0: any.", min=0, max=65535)] = 8400,
     token: TokenOption = None,
     upstream_key: UpstreamKeyOption = None,
     ack: Annotated[
@@ -185,8 +186,7 @@ async def _record(
         recorder = Recorder(behind, recording, RecorderSettings(**settings))
         host, port = listens
         config = uvicorn.Config(recorder.app(), host, port, log_level="warning", access_log=False)
-        listening = config.bind_socket()
-        listening.listen()  # who reads where it is may ask at once
-        at = f"http://{host}:{listening.getsockname()[1]}/v1"
+        door = listening(host, port)
+        at = f"http://{host}:{door.getsockname()[1]}/v1"
         typer.echo(escaped(f"records what {behind.root} answers into {name}: {at}"))
-        await uvicorn.Server(config).serve([listening])
+        await uvicorn.Server(config).serve([door])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any, Literal
 
 import typer
@@ -193,6 +194,11 @@ def rejected(
         return found, await questions.rejection_counts(source)
 
     found, counts = asked_of(store, experiment, as_of, question)
+    there = {one for name, reasons in counts.items() if by in (None, name) for one in reasons}
+    if reason is not None and there and not found:
+        known = ", ".join(map(repr, sorted(there)))
+        told = one_line(f"no rejection has the reason {reason!r} (there: {known})")
+        sys.stderr.write(f"{told}\n")
     if as_json:
         print_json(*found)
         return

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from trinity_buffer.codec import Segment
-from trinity_buffer.errors import DamagedSegmentError
+from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError
 from trinity_buffer.inspect.blobs import Unreadable, readable_events
 from trinity_buffer.inspect.compare import pages
 from trinity_buffer.inspect.source import Source
@@ -64,8 +64,11 @@ async def search(
         looked_at: called with the last address of each page, once it was searched.
 
     Raises:
+        InvalidArgumentError: ``text`` is empty.
         DamagedSegmentError: at the end, where ``unreadable`` is None.
     """
+    if not text:
+        raise InvalidArgumentError("text is empty, and every text holds that: say what to look for")
     head = await source.head()
     damaged: list[Unreadable] = [] if unreadable is None else unreadable
     async for rows in pages(source, after):

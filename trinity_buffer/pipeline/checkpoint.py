@@ -126,8 +126,10 @@ def read_gone_through(folder: Path) -> GoneThrough:
             return GoneThrough(len(last), FIRST_LINK, last)
         return GoneThrough(int(said["length"]), bytes.fromhex(said["before"]), last)
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        within = max(folder.glob(f"step-*/{MANIFESTS_FILE}"), default=None)
+        meant = "" if within is None else f" (did you mean {within.parent}?)"
         raise CheckpointError(
-            f"{folder} holds no {MANIFESTS_FILE} of a trainer: {error}"
+            f"{folder} holds no {MANIFESTS_FILE} of a trainer: {error}{meant}"
         ) from error
 
 

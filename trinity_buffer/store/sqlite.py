@@ -97,6 +97,8 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
         except PermissionError as error:
             raise UnknownStoreError(f"{path} cannot be reached: {error.strerror}") from error
     if not folder.is_dir():
+        if read_only:  # a folder that is made would not help a reader
+            raise nothing_at(path)
         raise UnknownStoreError(f"{folder}: no such directory; create it first (mkdir -p {folder})")
     if path.is_dir():
         raise UnknownStoreError(
@@ -152,6 +154,8 @@ def nothing_at(path: Path) -> UnknownStoreError:
     near = sorted(one.name for one in path.parent.glob("*.db"))
     meant = difflib.get_close_matches(path.name, near, n=1)
     there = f" (did you mean {path.with_name(meant[0])}?)" if meant else ""
+    if not path.parent.is_dir():
+        there = f", nor is there a folder {path.parent.absolute()}"
     return UnknownStoreError(f"{path}: there is no store to read{there}")
 
 
