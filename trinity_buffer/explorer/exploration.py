@@ -24,6 +24,7 @@ from trinity_buffer.errors import BatchTakenError, InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.acknowledgements import Acknowledgements
 from trinity_buffer.explorer.explorer import BatchReport
+from trinity_buffer.explorer.under_way import UnderWay
 from trinity_buffer.explorer.weights import Loadable, Weights
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.pipeline.background import running, task_group
@@ -166,12 +167,13 @@ class _Exploration:
         self._weights = Weights(experiment, model) if isinstance(model, Loadable) else None
         self._options = options
         self._slots = anyio.Semaphore(options.concurrency)
+        self._under_way = UnderWay(self._writer, options.timeout_s)
         path = options.acknowledgements
         self._acknowledgements = None if path is None else Acknowledgements(path)
 
     async def run(self) -> None:
         """Go through the list."""
-        beside = [self._writer.stay_present]
+        beside = [self._writer.stay_present, self._under_way.watch]
         try:
             if self._weights is not None:
                 await self._weights.load_newest()
@@ -284,7 +286,7 @@ class _Exploration:
         if self._weights is not None:
             model, version = self._weights.model, self._weights.version
         try:
-            with anyio.fail_after(self._options.timeout_s):
+            with anyio.fail_after(self._options.timeout_s), self._under_way.making(run):
                 made = list(await self._rollout(self._tasks[run.task], model))
         except Exception as error:
             error.add_note(f"in the rollout {run.rid}")

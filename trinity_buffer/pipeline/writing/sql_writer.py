@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from typing_extensions import override
 
 from trinity_buffer.crash_points import reached
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.events import BatchPlanned
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import Key
@@ -165,6 +166,16 @@ class SQLWriter(BufferWriter):
     async def stay_present(self) -> None:
         """Say until cancelled that this explorer is there, while it writes nothing for long."""
         await self._presence.keep()
+
+    async def waits_for(self, said: str) -> None:
+        """Tell others what this explorer waits for, until `waits_no_more`."""
+        self._presence.waiting_for = said
+        with suppress(StoreError):  # whoever writes hears of it
+            await self._presence.seen()
+
+    def waits_no_more(self) -> None:
+        """Note that what was waited for came."""
+        self._presence.waiting_for = None
 
     @override
     async def acquire(self) -> int:
