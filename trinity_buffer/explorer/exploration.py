@@ -9,8 +9,17 @@ whatever dies when, and nothing but the log is shared.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -117,6 +126,7 @@ async def explore(
 
     Raises:
         ConflictingPlanError: these batches were planned with other tasks, or cut otherwise.
+        InvalidArgumentError: a rollout is not async, or returned something else than experiences.
         InvalidExperienceError: a rollout returned what cannot be right.
     """
     sizes = ("groups_per_batch", "rollouts_per_group")
@@ -287,10 +297,18 @@ class _Exploration:
             model, version = self._weights.model, self._weights.version
         try:
             with anyio.fail_after(self._options.timeout_s), self._under_way.making(run):
-                made = list(await self._rollout(self._tasks[run.task], model))
+                given = self._rollout(self._tasks[run.task], model)
+                is_async = inspect.isawaitable(given)
+                returned = await given if is_async else given
         except Exception as error:
             error.add_note(f"in the rollout {run.rid}")
             raise
+        if not is_async:
+            raise InvalidArgumentError(
+                f"rollout {run.rid} returned {_kind_of(returned)} without being awaited: write it "
+                "as an async function of a task and a model that returns a list of Experience"
+            )
+        made = _listed(run, returned)
         for step, experience in enumerate(made):
             experience.eid = EID(run.batch, run.task, run.run, step)
             if version is not None:
@@ -309,3 +327,28 @@ class _Exploration:
                 batch.key, version, runs, batch.experiences, mean, batch.repaired, batch.left_out
             )
         )
+
+
+def _listed(run: EID, returned: Any) -> list[Experience]:
+    """Return the experiences that a rollout returned.
+
+    Raises:
+        InvalidArgumentError: they are something else.
+    """
+    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
+        wrong = _kind_of(returned)
+    else:
+        made = list(returned)
+        others = [one for one in made if not isinstance(one, Experience)]
+        if not others:
+            return made
+        wrong = f"{_kind_of(returned)} that holds {_kind_of(others[0])}"
+    raise InvalidArgumentError(
+        f"rollout {run.rid} returned {wrong}: return a list of Experience, or [] to leave the run "
+        "out"
+    )
+
+
+def _kind_of(value: object) -> str:
+    """Return what a value is, as people say it."""
+    return "None" if value is None else f"a value of type {type(value).__name__}"
