@@ -185,6 +185,7 @@ class _Exploration:
         """Go through the list."""
         beside = [self._writer.stay_present, self._under_way.watch]
         try:
+            await self._writer.warn_of_namesake()
             if self._weights is not None:
                 await self._weights.load_newest()
                 beside.append(self._weights.follow)
