@@ -52,6 +52,21 @@ def test_what_init_writes_is_explored_trained_and_replayed(own: Path, cli: Cli) 
     assert (own.parent / "runs" / "own.db").exists()  # from the folder of the file, not from here
 
 
+@pytest.mark.parametrize(("returned", "kind"), [("None", "None"), ("[1]", "a value of type list")])
+def test_an_evaluate_that_returns_no_number_is_told_what_to_return(
+    own: Path, cli: Cli, returned: str, kind: str
+) -> None:
+    module = own.parent / "numberless.py"
+    module.write_text(f"async def evaluate(model):\n    return {returned}\n")
+    own.write_text(own.read_text().replace('"rollout:evaluate"', '"numberless:evaluate"'))
+    cli("explore", "--config", own, "--actor", "e0", "--batches", 2)
+    cli("annotate", "--config", own)
+    trained = cli("train", "--config", own)
+    assert trained.code == 2
+    told = f"'numberless:evaluate': it returned {kind}, it must return the accuracy, one number"
+    assert told in trained.err
+
+
 def test_a_server_is_explored_and_takes_what_was_trained(own: Path, cli: Cli) -> None:
     store = own.parent / "runs" / "own.db"
     vllm = VLLM(own.parent / "model")

@@ -23,7 +23,7 @@ from trinity_buffer.explorer.explorer import BatchReport
 from trinity_buffer.explorer.local_model import LocalModel, load_causal_lm, load_tokenizer
 from trinity_buffer.explorer.openai_model import OpenAIModel
 from trinity_buffer.extras import extra
-from trinity_buffer.own_code import failed
+from trinity_buffer.own_code import failed, kind_of
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.trainer.causal_lm import CausalLM
 
@@ -112,11 +112,18 @@ class OwnEnds:
             policy.model, tokenizer, temperature=0, max_tokens=self.config.exploring.max_tokens
         )
         try:
-            return float(anyio.run(evaluate, model))
+            returned = anyio.run(evaluate, model)
         except Exception as error:
             raise failed(f"evaluate {self.config.evaluate!r}", error) from error
         finally:
             policy.model.train(training)
+        try:
+            return float(returned)
+        except (TypeError, ValueError, RuntimeError) as error:  # the last of torch
+            raise InvalidArgumentError(
+                f"evaluate = {self.config.evaluate!r}: it returned {kind_of(returned)}, it must "
+                "return the accuracy, one number"
+            ) from error
 
     @asynccontextmanager
     async def _sampled(self) -> AsyncIterator[Any]:

@@ -36,6 +36,7 @@ from trinity_buffer.explorer.explorer import BatchReport
 from trinity_buffer.explorer.under_way import UnderWay
 from trinity_buffer.explorer.weights import Loadable, Weights
 from trinity_buffer.identity import EID, Key
+from trinity_buffer.own_code import kind_of
 from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.writing.planning import require_same_contents
@@ -306,7 +307,7 @@ class _Exploration:
             raise
         if not is_async:
             raise InvalidArgumentError(
-                f"rollout {run.rid} returned {_kind_of(returned)} without being awaited: write it "
+                f"rollout {run.rid} returned {kind_of(returned)} without being awaited: write it "
                 "as an async function of a task and a model that returns a list of Experience"
             )
         made = _listed(run, returned)
@@ -337,19 +338,14 @@ def _listed(run: EID, returned: Any) -> list[Experience]:
         InvalidArgumentError: they are something else.
     """
     if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
-        wrong = _kind_of(returned)
+        wrong = kind_of(returned)
     else:
         made = list(returned)
         others = [one for one in made if not isinstance(one, Experience)]
         if not others:
             return made
-        wrong = f"{_kind_of(returned)} that holds {_kind_of(others[0])}"
+        wrong = f"{kind_of(returned)} that holds {kind_of(others[0])}"
     raise InvalidArgumentError(
         f"rollout {run.rid} returned {wrong}: return a list of Experience, or [] to leave the run "
         "out"
     )
-
-
-def _kind_of(value: object) -> str:
-    """Return what a value is, as people say it."""
-    return "None" if value is None else f"a value of type {type(value).__name__}"
