@@ -58,13 +58,15 @@ class OwnEnds:
         return CausalLM(load_causal_lm(path))
 
     def require_explorable(self) -> None:
-        """Return if there are a rollout and tasks to explore with.
+        """Return if there are a rollout, tasks and, where it samples itself, a model.
 
         Raises:
-            InvalidArgumentError: none is named, or what is named cannot be imported.
+            InvalidArgumentError: none is named, or what is named is not there.
         """
         self._rollout()
         self._named("tasks", str(self.config.tasks))
+        if self.config.server is None or self.config.dialect != "vllm":
+            _ = self._model_path
 
     async def explore(
         self,
@@ -142,10 +144,15 @@ class OwnEnds:
 
     @property
     def _model_path(self) -> str:
-        """The folder of the model, from the folder of the file; or a name that a hub knows."""
+        """The folder of the model, seen from the folder of the file."""
         assert isinstance(self.config.model, str)
-        found = Path(self.config.folder or ".") / self.config.model
-        return str(found) if found.is_dir() else self.config.model
+        found = Path(self.config.folder or ".").resolve() / self.config.model
+        if not found.is_dir():
+            raise InvalidArgumentError(
+                f"model = {self.config.model!r}: there is no folder {found}; it must hold a causal "
+                "language model of transformers, tokenizer included"
+            )
+        return str(found)
 
     def _rollout(self) -> Callable[[Any, Any], Any]:
         name = self.config.rollout
