@@ -44,6 +44,11 @@ def said_by(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
+def kind_of(value: object) -> str:
+    """Return what somebody's code gave back, as people say it."""
+    return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
 def own_line(error: BaseException, parts: Iterable[object] = ()) -> str | None:
     """Return the last line of the user's code that ``error`` passed; None: it passed none.
 

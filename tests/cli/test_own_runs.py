@@ -52,6 +52,31 @@ def test_what_init_writes_is_explored_trained_and_replayed(own: Path, cli: Cli) 
     assert (own.parent / "runs" / "own.db").exists()  # from the folder of the file, not from here
 
 
+NUMBERLESS = """
+async def nothing(model):
+    pass
+
+async def several(model):
+    return [1]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "returned"), [("nothing", "None"), ("several", "a value of type list")]
+)
+def test_an_evaluate_that_returns_no_number_is_told_what_to_return(
+    own: Path, cli: Cli, name: str, returned: str
+) -> None:
+    (own.parent / "numberless.py").write_text(NUMBERLESS)
+    own.write_text(own.read_text().replace('"rollout:evaluate"', f'"numberless:{name}"'))
+    cli("explore", "--config", own, "--actor", "e0", "--batches", 2)
+    cli("annotate", "--config", own)
+    trained = cli("train", "--config", own)
+    assert trained.code == 2
+    told = f"'numberless:{name}': it returned {returned}, it must return the accuracy, one number"
+    assert told in trained.err
+
+
 def test_a_server_is_explored_and_takes_what_was_trained(own: Path, cli: Cli) -> None:
     store = own.parent / "runs" / "own.db"
     vllm = VLLM(own.parent / "model")
@@ -140,6 +165,32 @@ def test_a_model_that_is_not_there_is_named(own: Path, cli: Cli, tmp_path: Path)
     ended = cli("explore", "--config", file, "--actor", "e0")
     assert ended.code == 2
     assert f"model {str(empty)!r}: " in ended.err
+
+
+@pytest.mark.parametrize("command", ["explore", "train"])
+def test_a_folder_of_a_model_that_is_not_there_is_looked_for_nowhere_else(
+    own: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    asked: list[str] = []
+    explore = ("explore", "--config", own, "--actor", "e0", "--batches", 1)
+    if command == "train":
+        cli(*explore)
+        cli("annotate", "--config", own)
+    for kind in ("AutoModelForCausalLM", "AutoTokenizer"):
+        monkeypatch.setattr(f"transformers.{kind}.from_pretrained", asked.append)
+    own.write_text(own.read_text().replace('model = "model" ', 'model = "modell" '))
+    ended = cli(*(explore if command == "explore" else ("train", "--config", own)))
+    assert ended.code == 2
+    assert f"model = 'modell': there is no folder {own.parent / 'modell'}; it must" in ended.err
+    assert asked == []
+
+
+def test_a_model_without_its_tokenizer_is_told_to_bring_it(own: Path, cli: Cli) -> None:
+    for file in (own.parent / "model").glob("tokenizer*"):
+        file.unlink()
+    ended = cli("explore", "--config", own, "--actor", "e0")
+    assert ended.code == 2
+    assert f"model {str(own.parent / 'model')!r}: its tokenizer knows no tokens" in ended.err
 
 
 @pytest.mark.parametrize(

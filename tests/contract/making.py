@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+import anyio
 import torch
 from sqlalchemy import Table, func, select, text
 from sqlalchemy.util import await_only
 
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.identity import Key
+from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.processes import this_host
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import tables
+from trinity_buffer.store import promises, tables
 from trinity_buffer.store.database import Database, open_for_migration
+from trinity_buffer.store.promises import PresenceRow
 from trinity_buffer.store.transaction import Transaction
 
 T = TypeVar("T")
@@ -62,6 +67,16 @@ async def opened(url: str, **config: Any) -> AsyncIterator[Experiment]:
     """Open the experiment ``run`` in a store of its own, as another process would."""
     async with open_store(url) as store:
         yield await store.experiment("run", config=config)
+
+
+@asynccontextmanager
+async def living(experiment: Experiment, actor: str) -> AsyncIterator[int]:
+    """Yield the number of another process that is there as an explorer, and then ends."""
+    async with await anyio.open_process([sys.executable, "-c", "input()"]) as process:
+        now = now_us()
+        row = PresenceRow("explorer", actor, this_host(), process.pid, now, now, None)
+        await experiment.database.write(promises.note_presence, experiment.key, row)
+        yield process.pid
 
 
 async def rows(database: Database, table: Table) -> list[dict[str, Any]]:

@@ -320,3 +320,38 @@ async def test_what_cannot_be_is_refused(
             )
         with pytest.raises(InvalidArgumentError, match="tasks is empty"):
             await tb.explore(experiment, actor="e0", tasks=[], rollout=answer, model=None)
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (None, "None"),
+        ("", "a value of type str"),
+        ({"tokens": [1]}, "a value of type dict"),
+        (experience(), "a value of type Experience"),
+        ([{"tokens": [1]}], "a value of type list that holds a value of type dict"),
+        ((experience(), 1.0), "a value of type tuple that holds a value of type float"),
+    ],
+)
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_a_rollout_that_returns_something_else_is_told_what_to_return(
+    returned: Any, told: str, is_async: bool, sqlite_url: str
+) -> None:
+    async def attempt(task: str, model: object) -> Any:
+        return returned
+
+    async with tb.open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        with pytest.raises(InvalidArgumentError) as caught:
+            await tb.explore(
+                experiment,
+                actor="e0",
+                tasks=TASKS,
+                rollout=attempt if is_async else lambda task, model: returned,
+                model=None,
+                concurrency=1,
+                **SMALL,
+            )
+    words = told if is_async else f"{told.partition(' that')[0]} without being awaited: write it as"
+    assert str(caught.value).startswith(f"rollout epoch0-0/0/0 returned {words}")
+    assert "a list of Experience" in str(caught.value)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import trinity_buffer as tb
-from tests.contract.making import group, opened, rollout
+from tests.contract.making import group, living, opened, rollout
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import TrinityBufferError
 from trinity_buffer.pipeline.experiment import Experiment
@@ -261,6 +261,22 @@ async def _a_rank_that_there_is_not(scene: Scene) -> None:
     await first_step(scene, rank=2, world_size=2, groups_per_step=2)
 
 
+async def explore(experiment: Experiment) -> None:
+    async def attempt(task: str, model: None) -> list[tb.Experience]:
+        return []
+
+    await tb.explore(experiment, actor="e0", tasks=["a"], rollout=attempt, model=None)
+
+
+@mistake(
+    r"another process explores as 'e0' too \(pid \d+ on host .*\): give each process an actor name",
+    waits=True,
+)
+async def _two_explorers_of_one_name(scene: Scene) -> None:
+    async with living(scene.experiment, "e0"):
+        await explore(scene.experiment)
+
+
 # -- how it is used
 
 
@@ -310,7 +326,7 @@ async def _a_reward_that_is_no_number(scene: Scene) -> None:
     await scene.experiment.writer("e0").write([rollout(reward=float("nan"))])
 
 
-@mistake(r"b/0/0/0/.*stored with other content")
+@mistake(r"b/0/0/0/.*stored with other content.*each explorer an actor name of its own")
 async def _two_contents_under_one_name(scene: Scene) -> None:
     await scene.experiment.writer("e0").write([rollout(reward=0.25)])
 

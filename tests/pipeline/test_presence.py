@@ -15,10 +15,11 @@ import pytest
 from sqlalchemy import update
 from typing_extensions import override
 
-from tests.contract.making import group, opened, rows
+from tests.contract.making import group, living, opened, rows
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.exploration import explore
+from trinity_buffer.explorer.explorer import Explorer, ExplorerSettings
 from trinity_buffer.pipeline import presence, processes
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import now_us
@@ -146,6 +147,46 @@ async def test_who_is_in_one_long_call_says_that_it_is_there(
         tasks.start_soon(work, experiment)
         await seen_again(experiment, role)
         tasks.cancel_scope.cancel()
+
+
+# -- two of one name
+
+
+async def ends(experiment: Experiment) -> None:
+    async def rollout(task: Any, model: Any) -> list[Experience]:
+        return []
+
+    await explore(experiment, actor="e0", tasks=["a"], rollout=rollout, model=None)
+
+
+class Policy:
+    """What the demo samples from."""
+
+    def load(self, uri: str) -> Policy:
+        return self
+
+
+async def ends_as_the_demo(experiment: Experiment) -> None:
+    settings = ExplorerSettings(actor="e0", max_batches=0)
+    await Explorer(experiment, Policy(), settings).run(print)  # type: ignore[arg-type]  # idle
+
+
+@pytest.mark.parametrize("work", [ends, ends_as_the_demo])
+async def test_only_another_explorer_that_lives_is_a_namesake(
+    sqlite_url: str, work: Callable[[Experiment], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(sqlite_url) as experiment:
+        async with living(experiment, "e1"):
+            await work(experiment)
+        async with living(experiment, "e0") as pid:
+            await work(experiment)
+        told = f"another process explores as 'e0' too (pid {pid} on host "
+        assert [r.levelname for r in caplog.records if told in r.message] == ["WARNING"]
+        caplog.clear()
+        await work(experiment)  # a crash and a start under the same name
+        assert "another process" not in caplog.text
+        left = await rows(experiment.database, tables.presence)
+        assert os.getpid() not in [row["pid"] for row in left], "it has ended"
 
 
 # -- on whose machine it is

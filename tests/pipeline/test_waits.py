@@ -15,7 +15,10 @@ from typing import Any
 import anyio
 import pytest
 
+import trinity_buffer as tb
 from tests.contract.making import group, opened, rollout, rows
+from trinity_buffer.experience import Experience
+from trinity_buffer.inspect.doctor import examine
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.experiment import Experiment
@@ -212,6 +215,42 @@ async def test_a_plan_says_whose_commit_it_waits_for(
             spoken(caplog, plan, *words, there),
         ):
             pass
+
+
+async def explore(experiment: Experiment, make: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    async def attempt(task: int, model: None) -> list[Experience]:
+        await make()
+        return [Experience(tokens=[1, 2], prompt_length=1, logprobs=[-0.5], reward=1.0)]
+
+    await tb.explore(
+        experiment, actor="e0", tasks=range(8), rollout=attempt, model=None, concurrency=3
+    )
+
+
+async def test_an_explorer_says_which_rollouts_never_end(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(store_url, rollouts_per_group=2) as experiment:
+        words = "waits for 3 rollouts, the first of them epoch0-0/0/0 for 0 s (timeout_s would end"
+        begin = lambda: explore(experiment, anyio.sleep_forever)  # noqa: E731 - as above
+        async with spoken(caplog, begin, "explorer 'e0' ", words):
+            told: list[str] = []
+            async with open_store(store_url, read_only=True) as store:
+                while not told:  # written after it is said
+                    found = await examine(store)
+                    told = [one.waiting_for for one in found.here if one.waiting_for]
+            assert "explorer 'e0' waits for 3 rollouts" in told[0]
+
+
+async def test_an_explorer_is_silent_while_rollouts_end(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_BUFFER_WAIT_REPORT_S", "0.5")
+    async with opened(sqlite_url, rollouts_per_group=8) as experiment:
+        begun = time.monotonic()
+        await explore(experiment, lambda: anyio.sleep(0.05))
+        assert time.monotonic() - begun > 1.0
+    assert "rollout" not in caplog.text
 
 
 async def test_a_plan_that_waits_for_commits_says_how_old_its_weights_are(

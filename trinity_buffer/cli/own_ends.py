@@ -23,7 +23,7 @@ from trinity_buffer.explorer.explorer import BatchReport
 from trinity_buffer.explorer.local_model import LocalModel, load_causal_lm, load_tokenizer
 from trinity_buffer.explorer.openai_model import OpenAIModel
 from trinity_buffer.extras import extra
-from trinity_buffer.own_code import failed
+from trinity_buffer.own_code import failed, kind_of
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.trainer.causal_lm import CausalLM
 
@@ -58,13 +58,15 @@ class OwnEnds:
         return CausalLM(load_causal_lm(path))
 
     def require_explorable(self) -> None:
-        """Return if there are a rollout and tasks to explore with.
+        """Return if there are a rollout, tasks and, where it samples itself, a model.
 
         Raises:
-            InvalidArgumentError: none is named, or what is named cannot be imported.
+            InvalidArgumentError: none is named, or what is named is not there.
         """
         self._rollout()
         self._named("tasks", str(self.config.tasks))
+        if self.config.server is None or self.config.dialect != "vllm":
+            _ = self._model_path
 
     async def explore(
         self,
@@ -112,11 +114,18 @@ class OwnEnds:
             policy.model, tokenizer, temperature=0, max_tokens=self.config.exploring.max_tokens
         )
         try:
-            return float(anyio.run(evaluate, model))
+            returned = anyio.run(evaluate, model)
         except Exception as error:
             raise failed(f"evaluate {self.config.evaluate!r}", error) from error
         finally:
             policy.model.train(training)
+        try:
+            return float(returned)
+        except (TypeError, ValueError, RuntimeError) as error:  # the last of torch
+            raise InvalidArgumentError(
+                f"evaluate = {self.config.evaluate!r}: it returned {kind_of(returned)}, it must "
+                "return the accuracy, one number"
+            ) from error
 
     @asynccontextmanager
     async def _sampled(self) -> AsyncIterator[Any]:
@@ -135,10 +144,15 @@ class OwnEnds:
 
     @property
     def _model_path(self) -> str:
-        """The folder of the model, from the folder of the file; or a name that a hub knows."""
+        """The folder of the model, seen from the folder of the file."""
         assert isinstance(self.config.model, str)
-        found = Path(self.config.folder or ".") / self.config.model
-        return str(found) if found.is_dir() else self.config.model
+        found = Path(self.config.folder or ".").resolve() / self.config.model
+        if not found.is_dir():
+            raise InvalidArgumentError(
+                f"model = {self.config.model!r}: there is no folder {found}; it must hold a causal "
+                "language model of transformers, tokenizer included"
+            )
+        return str(found)
 
     def _rollout(self) -> Callable[[Any, Any], Any]:
         name = self.config.rollout

@@ -9,8 +9,17 @@ whatever dies when, and nothing but the log is shared.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,8 +33,10 @@ from trinity_buffer.errors import BatchTakenError, InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.acknowledgements import Acknowledgements
 from trinity_buffer.explorer.explorer import BatchReport
+from trinity_buffer.explorer.under_way import UnderWay
 from trinity_buffer.explorer.weights import Loadable, Weights
 from trinity_buffer.identity import EID, Key
+from trinity_buffer.own_code import kind_of
 from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.writing.planning import require_same_contents
@@ -116,6 +127,7 @@ async def explore(
 
     Raises:
         ConflictingPlanError: these batches were planned with other tasks, or cut otherwise.
+        InvalidArgumentError: a rollout is not async, or returned something else than experiences.
         InvalidExperienceError: a rollout returned what cannot be right.
     """
     sizes = ("groups_per_batch", "rollouts_per_group")
@@ -166,13 +178,15 @@ class _Exploration:
         self._weights = Weights(experiment, model) if isinstance(model, Loadable) else None
         self._options = options
         self._slots = anyio.Semaphore(options.concurrency)
+        self._under_way = UnderWay(self._writer, options.timeout_s)
         path = options.acknowledgements
         self._acknowledgements = None if path is None else Acknowledgements(path)
 
     async def run(self) -> None:
         """Go through the list."""
-        beside = [self._writer.stay_present]
+        beside = [self._writer.stay_present, self._under_way.watch]
         try:
+            await self._writer.warn_of_namesake()
             if self._weights is not None:
                 await self._weights.load_newest()
                 beside.append(self._weights.follow)
@@ -284,11 +298,19 @@ class _Exploration:
         if self._weights is not None:
             model, version = self._weights.model, self._weights.version
         try:
-            with anyio.fail_after(self._options.timeout_s):
-                made = list(await self._rollout(self._tasks[run.task], model))
+            with anyio.fail_after(self._options.timeout_s), self._under_way.making(run):
+                given = self._rollout(self._tasks[run.task], model)
+                is_async = inspect.isawaitable(given)
+                returned = await given if is_async else given
         except Exception as error:
             error.add_note(f"in the rollout {run.rid}")
             raise
+        if not is_async:
+            raise InvalidArgumentError(
+                f"rollout {run.rid} returned {kind_of(returned)} without being awaited: write it "
+                "as an async function of a task and a model that returns a list of Experience"
+            )
+        made = _listed(run, returned)
         for step, experience in enumerate(made):
             experience.eid = EID(run.batch, run.task, run.run, step)
             if version is not None:
@@ -307,3 +329,23 @@ class _Exploration:
                 batch.key, version, runs, batch.experiences, mean, batch.repaired, batch.left_out
             )
         )
+
+
+def _listed(run: EID, returned: Any) -> list[Experience]:
+    """Return the experiences that a rollout returned.
+
+    Raises:
+        InvalidArgumentError: they are something else.
+    """
+    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
+        wrong = kind_of(returned)
+    else:
+        made = list(returned)
+        others = [one for one in made if not isinstance(one, Experience)]
+        if not others:
+            return made
+        wrong = f"{kind_of(returned)} that holds {kind_of(others[0])}"
+    raise InvalidArgumentError(
+        f"rollout {run.rid} returned {wrong}: return a list of Experience, or [] to leave the run "
+        "out"
+    )

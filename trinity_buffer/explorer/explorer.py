@@ -94,6 +94,7 @@ class Explorer:
     async def run(self, report: Callable[[BatchReport], None]) -> None:
         """Explore until the experiment is finished or ``max_batches`` are planned."""
         try:
+            await self._writer.warn_of_namesake()
             await self._weights.load_newest()
             number, unfinished = await self._writer.unsealed()
             for batch in unfinished:

@@ -195,7 +195,13 @@ def load_tokenizer(path: str | Path) -> Any:
     Raises:
         InvalidArgumentError: there is none, or transformers is not installed.
     """
-    return _loaded("AutoTokenizer", path)
+    found = _loaded("AutoTokenizer", path)
+    if set(found.get_vocab()) <= set(found.all_special_tokens):  # made of nothing but config.json
+        raise InvalidArgumentError(
+            f"model {str(path)!r}: its tokenizer knows no tokens; save it into the folder of the "
+            "model (tokenizer.json and tokenizer_config.json)"
+        )
+    return found
 
 
 def _loaded(kind: str, path: str | Path) -> Any:

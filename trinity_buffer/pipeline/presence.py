@@ -100,6 +100,11 @@ class Presence:
                 await self._database.write(promises.forget_presence, self._experiment, self._row())
         self._started_at = 0
 
+    def is_namesake(self, row: PresenceRow) -> bool:
+        """Return whether another process is there in the same role, under the same name."""
+        is_self = processes.is_this_host(row.host) and row.pid == os.getpid()
+        return (row.role, row.name) == (self.role, self.name) and not is_self and is_here(row)
+
     def _news(self, *, at_once: bool = False) -> PresenceRow | None:
         """Return what is to be said now, and counts as said from here on; None if nothing is."""
         due = time.monotonic() >= self._next or self.waiting_for != self._told

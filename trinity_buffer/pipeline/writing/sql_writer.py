@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+import anyio
 from typing_extensions import override
 
 from trinity_buffer.crash_points import reached
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.events import BatchPlanned
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import Key
+from trinity_buffer.pipeline.presence import place_of
+from trinity_buffer.pipeline.spoken_wait import one_line
 from trinity_buffer.pipeline.writing import planning
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.pipeline.writing.write_call import OnInvalid, WriteCall
-from trinity_buffer.store import queries
+from trinity_buffer.store import promises, queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import Place
 from trinity_buffer.store.rows import BatchRow
 from trinity_buffer.writer import BufferWriter, WriteReceipt
+
+_logger = logging.getLogger(__name__)
 
 
 class SQLWriter(BufferWriter):
@@ -162,9 +169,34 @@ class SQLWriter(BufferWriter):
         """
         await planning.seal(self._database, self._experiment, self.actor, batch, expected)
 
+    async def warn_of_namesake(self) -> None:
+        """Say that this explorer is there, and warn of another process that explores as it does."""
+        await self._presence.seen(at_once=True)
+        here = await self._database.read(promises.everybody, self._experiment)
+        for other in here:
+            if self._presence.is_namesake(other):
+                _logger.warning(
+                    "%s",
+                    one_line(
+                        f"another process explores as {self.actor!r} too ({place_of(other)}): "
+                        "give each process an actor name of its own"
+                    ),
+                )
+
     async def stay_present(self) -> None:
-        """Say until cancelled that this explorer is there, while it writes nothing for long."""
-        await self._presence.keep()
+        """Say until cancelled that this explorer is there, and then take it back."""
+        async with self._presence.kept():
+            await anyio.sleep_forever()
+
+    async def waits_for(self, said: str) -> None:
+        """Tell others what this explorer waits for, until `waits_no_more`."""
+        self._presence.waiting_for = said
+        with suppress(StoreError):  # whoever writes hears of it
+            await self._presence.seen()
+
+    def waits_no_more(self) -> None:
+        """Note that what was waited for came."""
+        self._presence.waiting_for = None
 
     @override
     async def acquire(self) -> int:

@@ -283,6 +283,6 @@ def without_known(
                 raise ConflictingExperienceError(
                     f"experience {experience.eid.uid} is stored with other content; nothing of "
                     "this call was written. Give a deliberate second attempt another suffix, such "
-                    "as 'a1'"
+                    "as 'a1', and each explorer an actor name of its own"
                 )
     return new
