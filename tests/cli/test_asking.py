@@ -181,7 +181,10 @@ def test_algorithms_are_listed(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("stats", "--store", "/nowhere/a.db"), "no store to read, nor is there a folder /nowhere"),
+        (
+            ("stats", "--store", "/nowhere/a.db"),
+            "/nowhere/a.db: there is no store to read, nor is there its folder",
+        ),
         (("show", "nonsense"), "is no uid"),
         (("show", "b9/0/0/0/"), "holds no experience 'b9/0/0/0/'"),
         (("events", "--kind", "Nonsense"), "no event is a 'Nonsense'"),

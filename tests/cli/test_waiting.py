@@ -42,6 +42,6 @@ async def test_a_follower_of_a_folder_to_come_is_told_of_one_remedy(
     with anyio.move_on_after(0.5):
         await awaited_experiment("sqlite:///runs/run.db", None)
     assert capsys.readouterr().err.splitlines()[0] == (
-        "waits for the first explorer or trainer to make it: runs/run.db: there is no store to "
-        f"read, nor is there a folder {tmp_path}/runs"
+        f"waits for the first explorer or trainer to make it: {tmp_path}/runs/run.db: there is no "
+        "store to read, nor is there its folder"
     )

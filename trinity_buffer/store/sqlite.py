@@ -155,7 +155,7 @@ def nothing_at(path: Path) -> UnknownStoreError:
     meant = difflib.get_close_matches(path.name, near, n=1)
     there = f" (did you mean {path.with_name(meant[0])}?)" if meant else ""
     if not path.parent.is_dir():
-        there = f", nor is there a folder {path.parent.absolute()}"
+        there = ", nor is there its folder"
     return UnknownStoreError(f"{path}: there is no store to read{there}")
 
 
