@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import anyio
 import pytest
@@ -82,6 +83,17 @@ async def test_every_committed_step_is_given_once(
             await track(experiment, kept, after=-1)
         with pytest.raises(UnknownNameError, match="no trainer 'nobody'"):
             await track(experiment, kept, trainer="nobody")
+
+
+async def test_of_two_trainers_the_one_that_is_named_is_tracked(tmp_path: Path) -> None:
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        experiment = await annotated(store)
+        await train(experiment, 3)
+        await train(experiment, 1, consumer="second")
+        for name, steps in (("trainer", [1, 2, 3]), ("second", [1]), (None, [1, 2, 3])):
+            kept = Kept()
+            assert await track(experiment, kept, trainer=name) == steps[-1]
+            assert kept.numbers == steps
 
 
 async def test_what_is_no_finite_number_is_left_out(story: Story) -> None:
@@ -174,8 +186,8 @@ async def test_a_follower_may_begin_before_the_trainer(
             await track(experiment, kept, trainer="nobody", follow=True)
 
 
-async def train(experiment: Experiment, steps: int, resume_from: int | None = None) -> None:
-    options = {"strategy": "grpo", "groups_per_step": 1, "resume_from": resume_from}
+async def train(experiment: Experiment, steps: int, **given: Any) -> None:
+    options = {"strategy": "grpo", "groups_per_step": 1} | given
     async with experiment.train_stream(**options) as stream:
         async for step in stream:
             await stream.commit(step, metrics={"loss": float(step.step)})

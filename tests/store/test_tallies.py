@@ -45,9 +45,17 @@ async def test_tallies_are_what_is_counted(store_url: str, tmp_path: Path) -> No
     async with open_store(store_url) as store:
         experiment = await store.experiment(story.name)
         await experiment.writer("e0").write([rollout("b1", 0, 2, 0.25)])
+        another = experiment.train_stream(
+            strategy="varied", consumer="trainer 2", groups_per_step=1
+        )
+        async with another as stream:
+            await stream.commit(await anext(stream))
+            await anext(stream)
         tallied, counted = await both(experiment)
     assert tallied == counted
-    grpo, varied, trainer = tallied
+    grpo, varied, trainer, other = tallied
+    assert isinstance(other, conservation.TrainerCounts)
+    assert (other.rows, other.ready, other.leased, other.committed) == (12, 4, 4, 4)
     assert isinstance(grpo, conservation.StrategyCounts)
     assert isinstance(varied, conservation.StrategyCounts)
     assert isinstance(trainer, conservation.TrainerCounts)

@@ -38,6 +38,9 @@ async def test_the_views_say_what_the_questions_say(store_url: str, tmp_path: Pa
         rows = await asked(store, f"SELECT {UID}, reward, experiment, refused FROM rollouts")
         stored = [one async for one in experiment.read(families=("light",))]
         assert len(rows) == counted.experiences
+        events = [event async for event in experiment.events()]
+        assert counted.first_at == events[0].recorded_at
+        assert counted.last_at == events[-1].recorded_at
         assert {name for *_, name, _ in rows} == {story.name}
         taken = {EID(*row[:5]).uid: row[5] for row in rows if row[7] is None}
         assert taken == {one.eid.uid: one.reward for one in stored}
