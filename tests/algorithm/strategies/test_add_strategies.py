@@ -28,6 +28,7 @@ from trinity_buffer.algorithm.add_strategy import (
     StepWiseGRPOStrategy,
     group_by,
 )
+from trinity_buffer.algorithm.group_scores import SingleMember
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import Experience
 from trinity_buffer.writer import StagedWriter
@@ -105,6 +106,15 @@ async def test_step_wise_can_look_for_the_last_step_itself() -> None:
     strategy = StepWiseGRPOStrategy(PlainWriter(), last_step="step")
     _, metrics = await strategy.add(exps, 0)
     assert metrics["group_advantages/reward_mean/mean"] == 3.0
+
+
+@pytest.mark.parametrize(("single_member", "score"), [("raw", 5.0), ("zero", 0.0)])
+async def test_step_wise_scores_an_only_run_as_it_is_told(
+    single_member: SingleMember, score: float
+) -> None:
+    exps = [rollout(0, 0, 5.0)]
+    await StepWiseGRPOStrategy(PlainWriter(), single_member=single_member).add(exps, 0)
+    assert scores(exps) == pytest.approx([score])
 
 
 async def test_a_group_of_equal_rewards_is_annotated_with_zeros() -> None:
