@@ -93,7 +93,7 @@ def main() -> None:
     )
     parser.add_argument("--experiences", type=int, default=1_000_000)
     parser.add_argument("--store", type=Path, default=STORE)
-    parser.add_argument("--tasks", type=int, default=1024, help="groups of 8 long rows")
+    parser.add_argument("--tasks", type=int, default=4096, help="groups of 8 long rows")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     origin = provenance("python -m benchmarks.compaction")
