@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trinity_buffer.cli.preparing import prepare
 from trinity_buffer.cli.run_algorithm import algorithm_of
-from trinity_buffer.cli.run_config import overridden, resolved
+from trinity_buffer.cli.run_config import overridden, read_file, resolved
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
 
 
@@ -27,6 +30,30 @@ def test_the_algorithm_decides_what_nobody_sets() -> None:
 def test_rows_that_stand_alone_wait_for_no_others(algorithm: str, runs: int) -> None:
     assert resolved({"algorithm": algorithm}).rollouts_per_group == runs
     assert resolved({"algorithm": algorithm, "rollouts_per_group": 3}).rollouts_per_group == 3
+
+
+@pytest.mark.parametrize("config", [{}, {"rollouts_per_group": 4}])
+@pytest.mark.parametrize("overrides", [[], ["groups_per_step=2"]])
+async def test_recorded_rows_stand_alone_unless_their_experiment_says_otherwise(
+    sqlite_url: str, config: dict[str, Any], overrides: list[str]
+) -> None:
+    async with open_store(sqlite_url) as store:
+        await store.experiment("x", schema="sft", config=config)
+    await prepare(sqlite_url, "x", {"algorithm": "sft", "model": "mine"}, overrides)
+    async with open_store(sqlite_url) as store:
+        found = (await store.experiment("x")).config["rollouts_per_group"]
+    assert found == config.get("rollouts_per_group", 1)
+
+
+@pytest.mark.parametrize("key", ["model", "rollout", "tasks", "evaluate", "tokenizer"])
+def test_a_file_that_names_anything_of_ones_own_names_its_folder(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'{key} = "mine"')
+    assert read_file(path)["folder"] == str(tmp_path)
+    path.write_text(f'{key} = "mine"\nfolder = "below"')
+    assert read_file(path)["folder"] == str(tmp_path / "below")
+    path.write_text("seed = 1")
+    assert "folder" not in read_file(path)
 
 
 def test_arguments_of_the_algorithm_win_over_its_recipe() -> None:

@@ -29,6 +29,16 @@ async def asked(store: Store, query: str) -> list[tuple[Any, ...]]:
     return await store.database.read(look)
 
 
+async def test_an_overview_says_when_the_first_and_the_last_thing_happened(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    story = await tell(sqlite_url, tmp_path / "run")
+    async with open_store(sqlite_url, read_only=True) as store:
+        (counted,) = (await overview(store, story.name)).experiments
+        times = [e.recorded_at async for e in (await store.experiment(story.name)).events()]
+    assert (counted.first_at, counted.last_at) == (times[0], times[-1])
+
+
 async def test_the_views_say_what_the_questions_say(store_url: str, tmp_path: Path) -> None:
     story = await tell(store_url, tmp_path / "run")
     async with open_store(store_url, read_only=True) as store:
@@ -38,9 +48,6 @@ async def test_the_views_say_what_the_questions_say(store_url: str, tmp_path: Pa
         rows = await asked(store, f"SELECT {UID}, reward, experiment, refused FROM rollouts")
         stored = [one async for one in experiment.read(families=("light",))]
         assert len(rows) == counted.experiences
-        events = [event async for event in experiment.events()]
-        assert counted.first_at == events[0].recorded_at
-        assert counted.last_at == events[-1].recorded_at
         assert {name for *_, name, _ in rows} == {story.name}
         taken = {EID(*row[:5]).uid: row[5] for row in rows if row[7] is None}
         assert taken == {one.eid.uid: one.reward for one in stored}

@@ -114,7 +114,10 @@ class _Wanted:
     ) -> dict[str, Any]:
         """Return what the experiment shall record, if all that it needs is there."""
         before = before or {}
-        values = merged(of_experiment(before).model_dump(), self.file)
+        known = of_experiment(before).model_dump()
+        if "rollouts_per_group" not in before:
+            del known["rollouts_per_group"]  # its default is that of the algorithm
+        values = merged(known, self.file)
         settings = resolved(overridden(values, self.overrides))
         changed = recorded(settings)
         # What nobody knows, or what cannot be trained, must not be what everybody reads.

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import override
 
 from trinity_buffer.cli.config_checks import Section
-from trinity_buffer.cli.run_file import PLACES, parsed
+from trinity_buffer.cli.run_file import OWN, PLACES, parsed
 from trinity_buffer.errors import InvalidArgumentError
 
 
@@ -252,7 +252,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     found = {key: value for key, value in parsed(path).items() if key not in PLACES}
     _refuse_unknown(found, RunConfig, f"configuration {path}: ")
-    if isinstance(found.get("model"), str):
+    if isinstance(found.get("model"), str) or OWN & found.keys():
         found["folder"] = str((path.parent / str(found.get("folder", ""))).resolve())
     for key in ("reference", "teacher"):
         if isinstance(found.get(key), str) and (path.parent / found[key]).exists():

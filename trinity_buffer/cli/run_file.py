@@ -14,6 +14,9 @@ YAML = (".yaml", ".yml")
 PLACES = ("store", "experiment")
 """Keys that say where a run is, which is no part of its configuration."""
 
+OWN = frozenset({"tokenizer", "rollout", "tasks", "evaluate", "folder"})
+"""Keys that name what is one's own, beside ``model``, which may be a section of the demo's."""
+
 
 def parsed(path: Path) -> dict[str, Any]:
     """Return the table in a TOML or YAML file.
