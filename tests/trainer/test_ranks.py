@@ -141,10 +141,15 @@ async def test_a_commit_of_several_steps_waits_for_the_last_of_each_rank(store_u
 async def test_after_a_crash_all_ranks_are_served_the_uncommitted_steps(store_url: str) -> None:
     served: list[list[TrainStep]] = [[], []]
 
+    served_rank_1 = anyio.Event()
+
     async def crash_after_two(stream: TrainStream, rank: int) -> None:
         first = await anext(stream)
         await stream.commit(first)
         served[rank].append(await anext(stream))
+        if rank == 1:
+            served_rank_1.set()
+        await served_rank_1.wait()  # without rank 0, rank 1 is served nothing
 
     async def go_on(stream: TrainStream, rank: int) -> None:
         assert stream.resume is not None
@@ -168,10 +173,14 @@ async def test_after_a_crash_all_ranks_are_served_the_uncommitted_steps(store_ur
 async def test_a_part_of_an_earlier_life_holds_nothing_up_and_counts_for_nothing(
     store_url: str,
 ) -> None:
+    rank_1_is_through = anyio.Event()
+
     async def only_rank_1_gets_through(stream: TrainStream, rank: int) -> None:
         step = await anext(stream)
         if rank == 1:
             await stream.commit(step)
+            rank_1_is_through.set()
+        await rank_1_is_through.wait()  # without rank 0, rank 1 is served nothing
 
     async def both(stream: TrainStream, rank: int) -> None:
         step = await anext(stream)
