@@ -137,12 +137,24 @@ def _told(around: Surroundings, lacks: Sequence[Lack]) -> str:
 
 def left_of(tx: Transaction, experiment: int, annotation_set: str) -> str:
     """Return what a trainer leaves because nobody has decided it, and why; "" if nothing."""
-    consumers = queries.consumers(tx, experiment)
-    strategy = consumers.get(annotation_set)
-    number, _ = conservation.unseen(tx, experiment, strategy)
-    if number or (strategy is not None and conservation.open_groups(tx, experiment, strategy)):
+    if _is_undecided(tx, experiment, queries.consumers(tx, experiment).get(annotation_set)):
         return of_trainer(tx, experiment, annotation_set)
     return ""
+
+
+def is_being_decided(tx: Transaction, experiment: int, annotation_set: str) -> bool:
+    """Return whether something is undecided in a set, and its strategy is at work."""
+    around = Surroundings.of(tx, experiment)
+    return around.who("strategy", annotation_set) is not None and _is_undecided(
+        tx, experiment, around.consumers.get(annotation_set)
+    )
+
+
+def _is_undecided(tx: Transaction, experiment: int, strategy: ConsumerRow | None) -> bool:
+    number, _ = conservation.unseen(tx, experiment, strategy)
+    if number:
+        return True
+    return strategy is not None and bool(conservation.open_groups(tx, experiment, strategy))
 
 
 def found_of(tx: Transaction, experiment: int, trainer: str) -> str:

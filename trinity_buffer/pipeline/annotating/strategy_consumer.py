@@ -148,7 +148,7 @@ class StrategyConsumer:
         await self._start_over()
         ending = not follow
         while True:
-            await self._presence.seen()
+            await self._presence.seen(at_once=follow)  # a trainer that follows waits for it
             state = await changes.state()
             try:
                 worked = await self._advance(live=follow)

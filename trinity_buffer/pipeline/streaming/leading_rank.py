@@ -52,6 +52,9 @@ IN_ONE_GO_S = 0.05
 """For so long steps are made in one go, while the trainer asks for more of them: others of this
 process cannot write meanwhile."""
 
+LOOK_AGAIN_S = 1.0
+"""So often it is seen whether the strategy of a finished experiment is still there."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -192,10 +195,12 @@ class LeadingRank:
             recorders = list(self._recorders)
             ending = not recorders and not self._options.follow
             made = await self._make(partial_ok=ending)
+            finished = False
             if not made and not ending and self._experiment not in recorders:
                 # Asked only now: it would cost each step a transaction. What came before the end
                 # is read once more.
-                ending = await self._experiment.is_finished()
+                finished = await self._experiment.is_finished()
+                ending = finished and not await self._database.read(self._sampler.is_to_come)
                 if ending:
                     made = await self._make(partial_ok=True)
             if made or ending:
@@ -203,7 +208,8 @@ class LeadingRank:
                 return made
             if self._expert not in recorders:  # there is one, and it is finished
                 self._sampler.require_expert()
-            await wait.changed(state)
+            # Nobody says that a strategy was killed.
+            await wait.changed(state, LOOK_AGAIN_S if finished else None)
 
     async def _make(self, *, partial_ok: bool) -> bool:
         """Make steps while there is room and there are rows; return whether there was one."""

@@ -1,0 +1,78 @@
+"""How a trainer ends whose experiment is finished before its strategy is through."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from tests.contract.making import group, opened
+from tests.pipeline.test_waits import NOBODY, spoken, train
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.processes import this_host
+from trinity_buffer.store import promises
+from trinity_buffer.store.promises import PresenceRow
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRINITY_BUFFER_WAIT_REPORT_S", "0.02")
+
+
+@asynccontextmanager
+async def at_work(experiment: Experiment) -> AsyncIterator[int]:
+    """Yield the number of a process that is there as the strategy, and is killed at the end."""
+    async with await anyio.open_process([sys.executable, "-c", "input()"]) as process:
+        now = now_us()
+        row = PresenceRow("strategy", "grpo", this_host(), process.pid, now, now, None)
+        await experiment.database.write(promises.note_presence, experiment.key, row)
+        yield process.pid
+        process.kill()
+
+
+async def test_a_trainer_of_a_finished_experiment_waits_for_its_strategy(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained: list[int] = []
+
+    async def train_all() -> None:
+        async with experiment.train_stream(strategy="grpo", follow=True) as stream:
+            async for step in stream:
+                trained.append(step.step)
+                await stream.commit(step)
+        ended.set()
+
+    ended = anyio.Event()
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        await run_strategy(experiment, "grpo")
+        await experiment.writer("e0").write(group())
+        await experiment.finish("all tasks are through")
+        async with at_work(experiment) as pid:
+            words = (f"strategy 'grpo' (pid {pid} on host", "has 4 experiences to decide")
+            async with spoken(caplog, train_all, *words):
+                assert not trained
+                await run_strategy(experiment, "grpo")
+                with anyio.fail_after(20):
+                    await ended.wait()
+    assert trained == [1]
+    assert "trainer 'trainer' ended" not in caplog.text
+
+
+async def test_a_trainer_of_a_finished_experiment_ends_when_its_strategy_is_killed(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        await run_strategy(experiment, "grpo")
+        await experiment.writer("e0").write(group())
+        await experiment.finish("all tasks are through")
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks, at_work(experiment):
+                tasks.start_soon(train, experiment)
+                while "has 4 experiences to decide" not in caplog.text:
+                    await anyio.lowlevel.checkpoint()
+    assert f"trainer 'trainer' ended without a step: {NOBODY}" in caplog.text
