@@ -52,6 +52,20 @@ def test_what_init_writes_is_explored_trained_and_replayed(own: Path, cli: Cli) 
     assert (own.parent / "runs" / "own.db").exists()  # from the folder of the file, not from here
 
 
+@pytest.mark.parametrize("key", ["reference", "teacher"])
+def test_another_model_must_be_there_too(own: Path, cli: Cli, key: str) -> None:
+    """It is a folder seen from that of the file; rollouts may come from elsewhere."""
+    text = own.read_text()
+    own.write_text(f'{key} = "nowhere"\n{text}')
+    refused = cli("explore", "--config", own, "--actor", "e0", "--batches", 1)
+    assert refused.code == 2
+    assert f"{key} = 'nowhere': there is no such folder; it must hold a causal" in refused.err
+    recorded = [line for line in text.splitlines() if not line.startswith(("rollout", "tasks"))]
+    own.write_text("\n".join([f'{key} = "model"', *recorded]))
+    nothing = cli("explore", "--config", own, "--actor", "e0", "--batches", 1)
+    assert "the run names no rollout, so there is nothing to explore" in nothing.err
+
+
 NUMBERLESS = """
 async def nothing(model):
     pass

@@ -36,18 +36,23 @@ def first_policy(config: RunConfig) -> TransformerPolicy:
 
 
 def require_policies(config: RunConfig) -> None:
-    """Return if the policy files that a run names are there, and speak of its task.
+    """Return if the policies that a run names are there, and those of a demo speak of its task.
 
     Raises:
-        InvalidArgumentError: names the key, the file and what is wrong with it.
+        InvalidArgumentError: names the key, the file or folder and what is wrong with it.
     """
-    if config.rollout is not None:
-        return  # files of one's own models are large, and are looked at where they are used
+    named = {key: getattr(config, key) for key in ("reference", "teacher")}
+    named = {key: path for key, path in named.items() if path is not None}
+    if isinstance(config.model, str):  # one's own are large: what is in them is seen in use
+        for key, path in named.items():
+            if not Path(path).is_dir():
+                raise InvalidArgumentError(
+                    f"{key} = {path!r}: there is no such folder; it must hold a causal language "
+                    "model of transformers, as model does"
+                )
+        return
     task = task_of(config)
-    for key in ("reference", "teacher"):
-        path = getattr(config, key)
-        if path is None:
-            continue
+    for key, path in named.items():
         try:
             shape = TransformerPolicy.load(path).config
         except CheckpointError as error:
