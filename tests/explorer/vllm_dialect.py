@@ -24,6 +24,8 @@ from starlette.routing import Route
 from trinity_buffer.explorer.conversation import Completion
 from trinity_buffer.explorer.local_model import LocalModel
 
+USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+
 
 class VLLM:
     """What such a server does with a model.
@@ -100,8 +102,13 @@ class VLLM:
             for key in self.forgets:
                 part.pop(key, None)
         if body.get("stream"):
-            return StreamingResponse(self._chunks(top, choices), media_type="text/event-stream")
-        return JSONResponse({**top, "choices": choices})
+            usage = (body.get("stream_options") or {}).get("include_usage")
+            chunks = self._chunks(top, choices, USAGE if usage else None)
+            return StreamingResponse(chunks, media_type="text/event-stream")
+        if body.get("stream_options"):
+            told = "Stream options can only be defined when `stream=True`."
+            return JSONResponse({"error": {"message": told}}, status_code=400)
+        return JSONResponse({**top, "choices": choices, "usage": USAGE})
 
     def _choice(self, body: dict[str, Any], index: int, made: Completion) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": made.finish_reason}
@@ -120,7 +127,7 @@ class VLLM:
         return choice
 
     async def _chunks(
-        self, top: dict[str, Any], choices: list[dict[str, Any]]
+        self, top: dict[str, Any], choices: list[dict[str, Any]], usage: dict[str, int] | None
     ) -> AsyncIterator[bytes]:
         """Yield two chunks of each choice, the second with the last token, and what ends them."""
         pieces: list[dict[str, Any]] = []
@@ -140,6 +147,9 @@ class VLLM:
             chunk = {**(top if number == 0 else {"id": "x", "created": 1, "model": "tiny"})}
             chunk["object"] = "chat.completion.chunk"
             yield b"data: " + json.dumps({**chunk, "choices": [piece]}).encode() + b"\n\n"
+        if usage is not None:
+            last = {"id": "x", "created": 1, "model": "tiny", "object": "chat.completion.chunk"}
+            yield b"data: " + json.dumps({**last, "choices": [], "usage": usage}).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"
 
     async def generate(self, request: Request) -> Response:

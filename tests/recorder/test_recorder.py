@@ -125,6 +125,7 @@ async def test_a_stream_brings_the_same_and_is_recorded(
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     vllm.calls = {"tool_calls": [call]} if tools else {}
     asked: Any = {"model": "tiny", "messages": HELLO, "stream": True}
+    asked["stream_options"] = {"include_usage": True}
     async with (
         recording(store_url, upstream) as url,
         client(url, default_headers={"X-Trinity-Rollout": "t/0"}) as agent,
@@ -135,6 +136,8 @@ async def test_a_stream_brings_the_same_and_is_recorded(
                 **asked, **({"tools": tools} if tools else {})
             )
         ]
+    last = chunks.pop()
+    assert (last.choices, last.usage and last.usage.total_tokens) == ([], 7)
     (turn,) = await stored(store_url, "agent.turns")
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert turn.messages is not None

@@ -191,7 +191,9 @@ class Recorder:
             return JSONResponse(answer, status_code=status)
         await self._record(path, answer, body, rollout)
         if body.get("stream"):
-            pieces = [*as_chunks(stripped(answer, body)), DONE]
+            options = body.get("stream_options")
+            usage = isinstance(options, dict) and bool(options.get("include_usage"))
+            pieces = [*as_chunks(stripped(answer, body), usage=usage), DONE]
             return Response(b"".join(pieces), headers=headers, media_type="text/event-stream")
         return JSONResponse(stripped(answer, body), headers=headers)
 

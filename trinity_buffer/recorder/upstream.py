@@ -25,6 +25,7 @@ def asked_of_upstream(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         asked.pop("logprobs")  # the client wants as many as it says
     if body.get("tools") and body.get("stream"):
         asked["stream"] = False  # a streamed tool call would lose its ids
+        body = {key: value for key, value in body.items() if key != "stream_options"}
     return {"temperature": 1.0, "top_p": 1.0, **body, **asked}
 
 
@@ -53,8 +54,8 @@ def event(chunk: Mapping[str, Any]) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-def as_chunks(answer: Mapping[str, Any]) -> list[bytes]:
-    """Return a whole answer as a stream of a chunk for each choice and one that ends it."""
+def as_chunks(answer: Mapping[str, Any], *, usage: bool) -> list[bytes]:
+    """Return a whole answer as a stream: a chunk of each choice and one that ends it, and usage."""
     top = {key: value for key, value in answer.items() if key not in ("choices", "usage", "object")}
     top["object"] = "chat.completion.chunk"
     found = []
@@ -68,6 +69,8 @@ def as_chunks(answer: Mapping[str, Any]) -> list[bytes]:
         found.append({**top, "choices": [{**said, "delta": delta, "finish_reason": None}]})
         end = {"index": choice.get("index", 0), "delta": {}}
         found.append({**top, "choices": [{**end, "finish_reason": choice.get("finish_reason")}]})
+    if usage:
+        found.append({**top, "choices": [], "usage": answer.get("usage")})
     return [event(chunk) for chunk in found]
 
 
