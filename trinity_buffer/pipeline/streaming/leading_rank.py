@@ -12,7 +12,7 @@ from trinity_buffer.errors import LeaseLostError, StoreError
 from trinity_buffer.events import StepsCommitted, TrainerRewound
 from trinity_buffer.pipeline.annotating.recorded_strategy import recorder
 from trinity_buffer.pipeline.background import running, task_group
-from trinity_buffer.pipeline.diagnosis import counted
+from trinity_buffer.pipeline.diagnosis import counted, is_being_decided
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.spoken_wait import SpokenWait, one_line
@@ -200,7 +200,7 @@ class LeadingRank:
                 # Asked only now: it would cost each step a transaction. What came before the end
                 # is read once more.
                 finished = await self._experiment.is_finished()
-                ending = finished and not await self._database.read(self._sampler.is_to_come)
+                ending = finished and not await self._more_is_to_come()
                 if ending:
                     made = await self._make(partial_ok=True)
             if made or ending:
@@ -210,6 +210,10 @@ class LeadingRank:
                 self._sampler.require_expert()
             # Nobody says that a strategy was killed.
             await wait.changed(state, LOOK_AGAIN_S if finished else None)
+
+    async def _more_is_to_come(self) -> bool:
+        key, annotation_set = self._experiment.key, self._options.annotation_set
+        return await self._database.read(is_being_decided, key, annotation_set)
 
     async def _make(self, *, partial_ok: bool) -> bool:
         """Make steps while there is room and there are rows; return whether there was one."""

@@ -111,10 +111,6 @@ class StepSampler:
         """Return what of the set nobody has decided, and why; "" if nothing."""
         return diagnosis.left_of(tx, self._experiments[0].key, self._set)
 
-    def is_to_come(self, tx: Transaction) -> bool:
-        """Return whether a process is there that decides what is left of the set."""
-        return diagnosis.is_being_decided(tx, self._experiments[0].key, self._set)
-
     def found(self, tx: Transaction) -> str:
         """Return what became of the rows of the set, where none is left."""
         return diagnosis.found_of(tx, self._experiments[0].key, self._options.consumer)
