@@ -47,6 +47,14 @@ def test_a_question_is_answered_to_people_and_to_programs(
     assert len(cli(*words, "--store", story.url, "--json").json) == lines
 
 
+def test_the_numbers_of_a_step_and_of_its_rows_are_numbers_in_json(cli: Cli, story: Story) -> None:
+    (found,) = cli("blame", 2, "--store", story.url, "--json").json
+    (line,) = [one for one in cli("steps", "--store", story.url, "--json").json if one["step"] == 2]
+    assert found["line"] == line
+    assert [row["slot"] for row in found["rows"]] == list(range(line["rows"]))
+    assert found["rows"][0]["measured"] == {}  # this trainer measured nothing
+
+
 def test_what_was_rejected_can_be_asked_as_it_was(cli: Cli, story: Story) -> None:
     then = cli("rejected", "--as-of", 10, "--store", story.url, "--json").json
     assert [one["reason"] for one in then] == ["late"]

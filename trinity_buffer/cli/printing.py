@@ -47,11 +47,12 @@ def as_json(value: Any) -> str:
 
     What a terminal would obey is escaped as JSON does it: who parses the line reads the same text.
     """
-    plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    return escaped_in_json(json.dumps(plain, default=_as_text, ensure_ascii=False))
+    return escaped_in_json(json.dumps(value, default=_plain, ensure_ascii=False))
 
 
-def _as_text(value: object) -> Any:
+def _plain(value: object) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
     if isinstance(value, bytes):
         return value.hex()
     tolist = getattr(value, "tolist", None)  # of NumPy's scalars and arrays

@@ -171,13 +171,14 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
     if isinstance(committed, StepsCommitted):
         at = list(committed.steps).index(step)
         proven = committed.manifests[at] == eaten.fact.digest
+    known = (await measured(source, name, [step])).get(step)
     return StepContents(
-        line,
+        _with_metrics(line, known),
         eaten.fact.annotation_set,
         eaten.fact.layout,
         eaten.fact.digest.hex(),
         proven,
-        await _rows(source, eaten, (await measured(source, name, [step])).get(step)),
+        await _rows(source, eaten, known),
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm import (
+    ADD_STRATEGY,
     KL_FN,
     POLICY_LOSS_FN,
     LossAndMetrics,
@@ -23,6 +24,7 @@ from trinity_buffer.algorithm import (
 )
 from trinity_buffer.algorithm.compat import reference_kwargs
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.writer import StagedWriter
 
 
 class ReinforceLossFn(PolicyLossFn):
@@ -121,5 +123,13 @@ def test_the_way_back_to_the_reference_is_on_the_class() -> None:
     assert reference_kwargs("policy_loss_fn", "sapo") == {"detach_gate": True}
     assert reference_kwargs("policy_loss_fn", "dpo") == {"per_pair": False}
     assert reference_kwargs("kl_fn", "k1") == {}
+    for name, function in (
+        ("gigpo", "gigpo"),
+        ("grpo_grouped", "grpo"),
+        ("reinforce", "reinforce"),
+    ):
+        args = reference_kwargs("add_strategy", name)
+        assert args == reference_kwargs("advantage_fn", function)
+        ADD_STRATEGY.get(name)(StagedWriter(), **args)
     with pytest.raises(UnknownNameError, match="kl_fn"):
         reference_kwargs("kl", "k1")

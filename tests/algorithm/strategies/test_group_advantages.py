@@ -129,6 +129,15 @@ def test_step_wise_skips_whole_tasks() -> None:
     assert metrics["skipped_group_ratio"] == 0.5
 
 
+@pytest.mark.parametrize(("single_member", "score"), [("raw", 1.0), ("zero", 0.0)])
+def test_an_only_run_is_scored_by_its_reward_or_not_at_all(
+    single_member: Any, score: float
+) -> None:
+    scoring = StepWiseGRPOAdvantageFn(epsilon=0.0, single_member=single_member)
+    kept, _ = scoring.process([rollout(0, 0, 1.0)])
+    assert scores(kept) == [score]
+
+
 def visit(
     run: int, step: int, state: str, reward: float | None = None, task: int = 0, **info: Any
 ) -> Experience:

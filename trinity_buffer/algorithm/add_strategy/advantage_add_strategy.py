@@ -34,6 +34,12 @@ class AdvantageAddStrategy(AddStrategy):
 
     advantage_fn: ClassVar[type[PipelineAdvantage]]
 
+    @override
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "advantage_fn" in vars(cls) and "reference_args" not in vars(cls):
+            cls.reference_args = cls.advantage_fn.reference_args
+
     def __init__(self, writer: BufferWriter, **kwargs: Any) -> None:
         super().__init__(writer)
         self.advantage = self.advantage_fn(**kwargs)
