@@ -9,14 +9,17 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from tests.contract.making import group, opened
+from tests.contract.making import group, opened, rows
 from tests.pipeline.test_waits import NOBODY, spoken, train
+from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.processes import this_host
+from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import promises
 from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.store.tables import step
 
 
 @pytest.fixture(autouse=True)
@@ -38,16 +41,12 @@ async def at_work(experiment: Experiment) -> AsyncIterator[int]:
 async def test_a_trainer_of_a_finished_experiment_waits_for_its_strategy(
     store_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained: list[int] = []
+    ended = anyio.Event()
 
     async def train_all() -> None:
-        async with experiment.train_stream(strategy="grpo", follow=True) as stream:
-            async for step in stream:
-                trained.append(step.step)
-                await stream.commit(step)
+        await train(experiment)
         ended.set()
 
-    ended = anyio.Event()
     async with opened(store_url, rollouts_per_group=4) as experiment:
         await run_strategy(experiment, "grpo")
         await experiment.writer("e0").write(group())
@@ -55,12 +54,48 @@ async def test_a_trainer_of_a_finished_experiment_waits_for_its_strategy(
         async with at_work(experiment) as pid:
             words = (f"strategy 'grpo' (pid {pid} on host", "has 4 experiences to decide")
             async with spoken(caplog, train_all, *words):
-                assert not trained
+                assert await rows_of_steps(experiment) == []
                 await run_strategy(experiment, "grpo")
                 with anyio.fail_after(20):
                     await ended.wait()
-    assert trained == [1]
+        assert await rows_of_steps(experiment) == [4]
     assert "trainer 'trainer' ended" not in caplog.text
+
+
+async def test_it_waits_too_where_the_rows_of_its_expert_are_used_up(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = anyio.Event()
+    mixed = {"sample_strategy": "mix", "expert_experiment": "expert", "groups_per_step": 2}
+
+    async def train_all() -> None:
+        await train(experiment, expert_data_ratio=0.5, **mixed)
+        ended.set()
+
+    async with open_store(store_url) as store:
+        expert = await store.experiment("expert", config={"schema": "sft"})
+        await expert.writer("e0").write([solution()])
+        experiment = await store.experiment("run", config={"rollouts_per_group": 4})
+        await experiment.writer("e0").write(group("b", 0))
+        await run_strategy(experiment, "grpo")
+        await experiment.writer("e0").write(group("b", 1))
+        for one in (expert, experiment):
+            await one.finish("all tasks are through")
+        async with at_work(experiment), spoken(caplog, train_all, "has 4 experiences to decide"):
+            await run_strategy(experiment, "grpo")
+            with anyio.fail_after(20):
+                await ended.wait()
+        assert await rows_of_steps(experiment) == [5, 4]
+
+
+def solution() -> Experience:
+    """Return what an expert wrote."""
+    return Experience(eid=EID("x", 0, 0), tokens=list(range(8)), prompt_length=3)
+
+
+async def rows_of_steps(experiment: Experiment) -> list[int]:
+    """Return how many rows each step had that was committed."""
+    return [row["rows"] for row in await rows(experiment.database, step) if row["committed_at"]]
 
 
 async def test_a_trainer_of_a_finished_experiment_ends_when_its_strategy_is_killed(

@@ -206,7 +206,7 @@ class LeadingRank:
             if made or ending:
                 wait.over()
                 return made
-            if self._expert not in recorders:  # there is one, and it is finished
+            if not finished and self._expert not in recorders:  # there is one, and it is finished
                 self._sampler.require_expert()
             # Nobody says that a strategy was killed.
             await wait.changed(state, LOOK_AGAIN_S if finished else None)
