@@ -74,6 +74,21 @@ def test_an_algorithm_of_another_set_is_refused_before_it_is_recorded(
     assert cli("train", *place).code == 0
 
 
+@pytest.mark.parametrize("follow", [(), ("--follow",)])
+def test_a_run_of_which_every_step_was_skipped_has_failed(
+    cli: Cli, tmp_path: Path, follow: tuple[str, ...]
+) -> None:
+    place = ("--store", tmp_path / "store.db")
+    broken = ("--set", "optimizer.entropy_coef=1e38", "--set", "max_steps=1")
+    assert cli("explore", *place, "--actor", "e0", "--batches", 1, *SETS, *broken).code == 0
+    assert cli("annotate", *place).code == 0
+    ended = cli("train", *place, *follow)
+    assert "skipped: non_finite" in ended.out
+    assert ended.code == 1
+    assert "1 step of run changed nothing: loss or gradient norm were not finite" in ended.err
+    assert "ExperimentFinished" not in cli("events", *place).out
+
+
 def test_an_expert_must_hold_solutions(cli: Cli, tmp_path: Path) -> None:
     place = ("--store", tmp_path / "store.db", "--actor", "e0", "--batches", 1, *SETS)
     mix = ("--set", "algorithm=mix", "--set", "expert_experiment=expert", "--experiment", "run")

@@ -15,6 +15,7 @@ from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.presence import UNSEEN_S
 from trinity_buffer.pipeline.processes import this_host
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import promises
@@ -28,10 +29,10 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def at_work(experiment: Experiment) -> AsyncIterator[int]:
+async def at_work(experiment: Experiment, silent_s: float = 0.0) -> AsyncIterator[int]:
     """Yield the number of a process that is there as the strategy, and is killed at the end."""
     async with await anyio.open_process([sys.executable, "-c", "input()"]) as process:
-        now = now_us()
+        now = now_us() - int(silent_s * 1e6)
         row = PresenceRow("strategy", "grpo", this_host(), process.pid, now, now, None)
         await experiment.database.write(promises.note_presence, experiment.key, row)
         yield process.pid
@@ -60,6 +61,19 @@ async def test_a_trainer_of_a_finished_experiment_waits_for_its_strategy(
                     await ended.wait()
         assert await rows_of_steps(experiment) == [4]
     assert "trainer 'trainer' ended" not in caplog.text
+
+
+async def test_it_does_not_wait_for_a_process_whose_strategy_has_gone_silent(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        await run_strategy(experiment, "grpo")
+        await experiment.writer("e0").write(group())
+        await experiment.finish("all tasks are through")
+        with anyio.fail_after(20):
+            async with at_work(experiment, silent_s=1.1 * UNSEEN_S):
+                await train(experiment)
+    assert "trainer 'trainer' ended without a step" in caplog.text
 
 
 async def test_it_waits_too_where_the_rows_of_its_expert_are_used_up(

@@ -33,11 +33,12 @@ async def with_a_long_row(url: str, token: int) -> None:
         await tb.run_strategy(experiment, "grpo")
 
 
-def train(url: str, folder: Path, model: Any, **options: Any) -> None:
+def train(url: str, folder: Path, model: Any, beside: Any = None, **options: Any) -> None:
     with tb.open_train_stream(
         url, experiment="run", strategy="grpo", **{"groups_per_step": 2, **options}
     ) as stream:
-        tb.Trainer(stream, model, build("grpo"), tb.TrainerSettings(checkpoints=folder)).run()
+        settings = tb.TrainerSettings(checkpoints=folder)
+        tb.Trainer(stream, model, build("grpo"), settings, **(beside or {})).run()
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -51,6 +52,18 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_row(
         TrainingError, match=r"step 1: row b/1/1/0/? holds token 37, and the model has the tokens 0"
     ):
         train(sqlite_url, tmp_path, qwen2(), **options)
+
+
+@pytest.mark.parametrize("name", ["reference", "teacher"])
+def test_a_model_beside_it_must_have_the_tokens_too(
+    name: str, sqlite_url: str, tmp_path: Path
+) -> None:
+    anyio.run(with_a_long_row, sqlite_url, 37)
+    model = qwen2()
+    model.resize_token_embeddings(40)
+    told = f"holds token 37, and the {name} has the tokens 0 to 36: take a {name} whose"
+    with pytest.raises(TrainingError, match=told):
+        train(sqlite_url, tmp_path, model, {name: qwen2()})
 
 
 def test_a_token_of_an_embedding_that_was_resized_is_trained(

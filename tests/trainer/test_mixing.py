@@ -137,6 +137,19 @@ async def test_a_stream_ends_where_the_expert_is_finished_and_has_too_few(store_
                 await anext(stream)
 
 
+async def test_steps_without_the_expert_are_told_of_once(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        await run_strategy(experiment, "grpo")
+        await recorded(store, "expert", "sft", solutions()[:1])
+        steps = await taken(experiment, 3)
+    assert [step.manifest.source.count(1) for step in steps] == [1, 0, 0]
+    told = "from step 2 on fewer of the expert's groups are mixed in, or none: experiment 'expert'"
+    assert caplog.text.count(told) == 1
+
+
 async def test_a_body_of_one_source_says_nothing_of_sources() -> None:
     manifest = Manifest(1, "grpo", (5,), (3,), (0,), 1, "padded", ())
     leased = manifest.leased_by("trainer", 1)

@@ -22,11 +22,12 @@ from trinity_buffer.cli.expert_check import require_expert
 from trinity_buffer.cli.options import made_folder
 from trinity_buffer.cli.run_algorithm import algorithm_of, parts_of, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment, require_model
-from trinity_buffer.errors import InvalidArgumentError, TrainingError
+from trinity_buffer.errors import InvalidArgumentError, NonFiniteError, TrainingError
 from trinity_buffer.events import ExperimentFinished, kinds_of
 from trinity_buffer.explorer.explorer import BatchReport
 from trinity_buffer.own_code import own_code
 from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport, run_strategy
+from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.store import Store, open_store
@@ -274,9 +275,12 @@ def train(
         begin = "begins" if stream.resume is None else f"resumes after step {stream.resume.step}"
         say(f"trains {experiment} as {config.trainer}: {begin}")
         measured = _Evaluation(config, ends_of(config), trainer)
+        num_skipped = 0 if stream.resume is None else stream.resume.skipped
 
         def tell(report: StepReport) -> bool:
+            nonlocal num_skipped
             say(line_of(report))
+            num_skipped += report.skipped
             return measured.reached
 
         with own_code(parts_of(algorithm)):
@@ -286,6 +290,12 @@ def train(
                 f"no step was trained of {experiment}: nothing is ready for the trainer "
                 f"{config.trainer!r}; `trinity-buffer stats` tells what waits and `trinity-buffer "
                 "rejected` what was left out, and why"
+            )
+        if num_skipped == trainer.state.step:
+            raise NonFiniteError(
+                f"{counted(num_skipped, 'step')} of {experiment} changed nothing: loss or gradient "
+                "norm were not finite; look at the rows that `trinity-buffer events --kind "
+                "StepsCommitted --json` names, and at the learning rate and coefficients"
             )
         if follow:
             _finish(stream, experiment, f"{measured.said}step {trainer.state.step}", say)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from trinity_buffer.pipeline.presence import is_here, place_of
+from trinity_buffer.pipeline.presence import is_here, place_of, was_silent
 from trinity_buffer.store import conservation, promises, queries, tallies
 from trinity_buffer.store.promises import PresenceRow
 from trinity_buffer.store.rows import BatchRow, ConsumerRow
@@ -143,11 +143,15 @@ def left_of(tx: Transaction, experiment: int, annotation_set: str) -> str:
 
 
 def is_being_decided(tx: Transaction, experiment: int, annotation_set: str) -> bool:
-    """Return whether something is undecided in a set, and its strategy is at work."""
+    """Return whether something is undecided in a set, and its strategy is at work.
+
+    A process that lives and has said nothing for long is not: its strategy may have ended alone.
+    """
     around = Surroundings.of(tx, experiment)
-    return around.who("strategy", annotation_set) is not None and _is_undecided(
-        tx, experiment, around.consumers.get(annotation_set)
-    )
+    at_work = around.who("strategy", annotation_set)
+    if at_work is None or was_silent(at_work):
+        return False
+    return _is_undecided(tx, experiment, around.consumers.get(annotation_set))
 
 
 def _is_undecided(tx: Transaction, experiment: int, strategy: ConsumerRow | None) -> bool:

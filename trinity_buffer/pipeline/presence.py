@@ -131,7 +131,12 @@ def is_here(row: PresenceRow) -> bool:
     """Return whether a process is there, as far as can be told from this machine."""
     if processes.is_this_host(row.host):
         return not processes.has_ended(row.pid, row.started_at)
-    return now_us() - row.last_seen < UNSEEN_S * 1e6
+    return not was_silent(row)
+
+
+def was_silent(row: PresenceRow) -> bool:
+    """Return whether nothing was heard of a process for longer than it is ever silent."""
+    return now_us() - row.last_seen >= UNSEEN_S * 1e6
 
 
 def has_ended(row: PresenceRow) -> bool:

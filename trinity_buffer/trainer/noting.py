@@ -10,7 +10,9 @@ import torch
 from trinity_buffer.errors import TrainingError
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.measuring import rows_of_tokens
+from trinity_buffer.trainer.models import Models
 
 Uids = Callable[[TrainStep, Sequence[int]], list[str]]
 """Returns the uids of rows of a step, by their places in its manifest."""
@@ -33,28 +35,33 @@ def noting(step: TrainStep, uids: Uids, microbatch: MicroBatch) -> Iterator[None
         raise
 
 
-def require_known(step: TrainStep, uids: Uids, vocabulary: int | None) -> None:
-    """Return if the model has every token of a step, with one look at the device.
+def require_known(step: TrainStep, uids: Uids, models: Models) -> None:
+    """Return if the models have every token of a step, with one look at the device.
 
     Args:
         step: that is about to be trained.
         uids: of its rows.
-        vocabulary: how many tokens the model has; None: nobody knows.
+        models: those of transformers say how many tokens they have.
 
     Raises:
-        TrainingError: names a row with another token.
+        TrainingError: names a row with another token, and the model that does not have it.
     """
-    if vocabulary is None:
-        return
+    known = {
+        name: model.vocabulary
+        for name in ("model", "reference", "teacher")
+        if isinstance(model := getattr(models, "policy" if name == "model" else name), CausalLM)
+    }
+    vocabulary, name = min(((size, name) for name, size in known.items() if size), default=(0, ""))
     filled = [one for one in step.microbatches if one["input_ids"].numel()]
     largest = [one["input_ids"].max() for one in filled]
-    if not largest or int(torch.stack(largest).max()) < vocabulary:
+    if not (largest and name) or int(torch.stack(largest).max()) < vocabulary:
         return
     at = int(torch.stack(largest).argmax())
     row = rows_of_tokens(filled[at])[filled[at]["input_ids"].argmax()]
     place = int(filled[at]["sample_index"][row])
+    remedy = "call its resize_token_embeddings first" if name == "model" else "give another one"
     raise TrainingError(
         f"step {step.step}: row {uids(step, [place])[0]} holds token {int(largest[at])}, and the "
-        f"model has the tokens 0 to {vocabulary - 1}: train the model whose tokenizer made the "
-        "rows, or call its resize_token_embeddings first"
+        f"{name} has the tokens 0 to {vocabulary - 1}: take a {name} whose tokenizer made the "
+        f"rows, or {remedy}"
     )

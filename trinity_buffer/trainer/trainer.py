@@ -21,7 +21,7 @@ from trinity_buffer.pipeline.streaming.measures import StepMeasures
 from trinity_buffer.pipeline.streaming.stream_options import Resume
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
-from trinity_buffer.trainer.causal_lm import CausalLM, policy_of, reference_of
+from trinity_buffer.trainer.causal_lm import policy_of, reference_of
 from trinity_buffer.trainer.checkpoint_folder import (
     TrainerState,
     load_checkpoint,
@@ -201,8 +201,7 @@ class Trainer:
         if not step.microbatches:  # every row was dropped: it changes nothing
             self._skipped_in_a_row = 0
             return {"loss": 0.0, "gradient_norm": 0.0}
-        if isinstance(self.state.policy, CausalLM):
-            require_known(step, self._stream.uids, self.state.policy.vocabulary)
+        require_known(step, self._stream.uids, self._models)
         noted = partial(noting, step, self._stream.uids)
         coefficients = self._coefficients()
         reduce = self._processes.sum if self._processes.world_size > 1 else None

@@ -90,6 +90,7 @@ class LeadingRank:
         self._next_step = 1
         self._recorders = [e for e in (None if options.strategy else experiment, expert) if e]
         self._begun = False
+        self._without_expert = False  # which was said
         self.resume: Resume | None = None
         self.committed = 0
         self.incomplete_groups = 0
@@ -236,6 +237,7 @@ class LeadingRank:
         """
         taken = self._sampler.take(s, self._next_step, partial_ok=partial_ok)
         if taken is not None:
+            self._say_without_expert()
             self._next_step += 1
             self.queue.put(self._lease_step(s, *taken))
         return taken is not None
@@ -260,6 +262,18 @@ class LeadingRank:
         return self._maker.step(manifest, rows, microbatches, head)
 
     # -- what it says
+
+    def _say_without_expert(self) -> None:
+        """Say once that the steps from here on mix in fewer of the expert's groups, or none."""
+        if self._sampler.lacks_expert and not self._without_expert:
+            self._without_expert = True
+            _logger.warning(
+                "trainer %r: from step %d on fewer of the expert's groups are mixed in, or none: "
+                "experiment %r has no more",
+                self._options.consumer,
+                self._next_step,
+                self._options.expert_experiment,
+            )
 
     async def _waiting_for(self) -> str:
         lacking = await self._database.read(self._sampler.waiting_for)

@@ -93,7 +93,7 @@ class StepSampler:
         """Return what the next step lacks, and who would bring it."""
         options, key = self._options, self._experiments[0].key
         plan = self._sampling.plan(1, options.groups_per_step)
-        if self._lacks_expert and self._num_ready[0] >= plan.usual:
+        if self.lacks_expert and self._num_ready[0] >= plan.usual:
             return (
                 f"{diagnosis.counted(plan.expert, 'group')} of the expert's experiment "
                 f"{options.expert_experiment!r} ({self._num_ready[1]} ready): whoever records "
@@ -116,7 +116,7 @@ class StepSampler:
         return diagnosis.found_of(tx, self._experiments[0].key, self._options.consumer)
 
     @property
-    def _lacks_expert(self) -> bool:
+    def lacks_expert(self) -> bool:
         """Whether the last step had too few of the expert's groups."""
         wanted = self._sampling.plan(1, self._options.groups_per_step).expert
         return len(self._num_ready) > 1 and self._num_ready[1] < wanted
@@ -127,7 +127,7 @@ class StepSampler:
         Raises:
             TrainingError: it has not; asked after `take` had too few.
         """
-        if self._lacks_expert:
+        if self.lacks_expert:
             wanted = self._sampling.plan(1, self._options.groups_per_step).expert
             raise TrainingError(
                 f"trainer {self._options.consumer!r}: the expert's experiment "
