@@ -285,20 +285,29 @@ def train(
 
         with own_code(parts_of(algorithm)):
             trainer.run(tell, measure=measured)
-        if not trainer.state.step:
-            raise TrainingError(
-                f"no step was trained of {experiment}: nothing is ready for the trainer "
-                f"{config.trainer!r}; `trinity-buffer stats` tells what waits and `trinity-buffer "
-                "rejected` what was left out, and why"
-            )
-        if num_skipped == trainer.state.step:
-            raise NonFiniteError(
-                f"{counted(num_skipped, 'step')} of {experiment} changed nothing: loss or gradient "
-                "norm were not finite; look at the rows that `trinity-buffer events --kind "
-                "StepsCommitted --json` names, and at the learning rate and coefficients"
-            )
+        _require_trained(experiment, config, trainer.state.step, num_skipped)
         if follow:
             _finish(stream, experiment, f"{measured.said}step {trainer.state.step}", say)
+
+
+def _require_trained(experiment: str, config: RunConfig, steps: int, skipped: int) -> None:
+    """Return if a run has changed the weights in any of its ``steps``.
+
+    Raises:
+        TrainingError: it has not; says where to look.
+    """
+    if not steps:
+        raise TrainingError(
+            f"no step was trained of {experiment}: nothing is ready for the trainer "
+            f"{config.trainer!r}; `trinity-buffer stats` tells what waits and `trinity-buffer "
+            "rejected` what was left out, and why"
+        )
+    if steps == skipped:
+        raise NonFiniteError(
+            f"{counted(skipped, 'step')} of {experiment} changed nothing: loss or gradient norm "
+            "were not finite; look at the rows that `trinity-buffer events --kind StepsCommitted "
+            "--json` names, and at the learning rate and coefficients"
+        )
 
 
 def _finish(stream: SyncTrainStream, experiment: str, reason: str, say: Say) -> None:
