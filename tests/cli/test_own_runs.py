@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,23 @@ def test_another_model_must_be_there_too(own: Path, cli: Cli, key: str) -> None:
     own.write_text("\n".join([f'{key} = "model"', *recorded]))
     nothing = cli("explore", "--config", own, "--actor", "e0", "--batches", 1)
     assert "the run names no rollout, so there is nothing to explore" in nothing.err
+
+
+@pytest.mark.parametrize("key", ["model", "reference"])
+def test_a_damaged_file_of_weights_is_one_sentence(own: Path, cli: Cli, key: str) -> None:
+    if key == "reference":
+        shutil.copytree(own.parent / "model", own.parent / "reference")
+        own.write_text(f'reference = "reference"\n{own.read_text()}')
+    assert cli("explore", "--config", own, "--actor", "e0", "--batches", 1).code == 0
+    cli("annotate", "--config", own)
+    os.truncate(own.parent / key / "model.safetensors", 1000)
+    told = f"{key}': AutoModelForCausalLM finds nothing to load there (Error while deserializing"
+    refused = cli("train", "--config", own)
+    assert refused.code == 2
+    assert told in refused.err
+    if key == "model":
+        refused = cli("explore", "--config", own, "--actor", "e1", "--batches", 1)
+        assert (refused.code, told in refused.err) == (2, True)
 
 
 NUMBERLESS = """

@@ -46,6 +46,16 @@ def scores_of(model: Any, said: Completion) -> torch.Tensor:
 
 
 HELLO = [{"role": "user", "content": "hello"}]
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""What a request says of sampling: a model's generation_config may say another."""
 
 
 async def test_ids_and_log_probs_come_with_what_was_said(url: str, vllm: VLLM) -> None:
@@ -59,7 +69,16 @@ async def test_ids_and_log_probs_come_with_what_was_said(url: str, vllm: VLLM) -
         torch.testing.assert_close(
             scores_of(vllm.model.model, one), torch.tensor(one.logprobs), atol=1e-5, rtol=0
         )
-    assert all(body["temperature"] == body["top_p"] == 1 for body in vllm.asked)
+    assert len(vllm.asked) == 3
+    assert all({key: body[key] for key in NEUTRAL} == NEUTRAL for body in vllm.asked)
+
+
+async def test_what_is_asked_for_wins_over_the_neutral_values(url: str, vllm: VLLM) -> None:
+    options = {"top_k": 20, "repetition_penalty": 1.05, "temperature": None}
+    async with asking(url, logprobs_mode="processed_logprobs", **options) as model:
+        await model.chat(HELLO)
+    said = {"top_k": 20, "repetition_penalty": 1.05}
+    assert {key: vllm.asked[0][key] for key in NEUTRAL} == {**NEUTRAL, **said}
 
 
 async def test_sglang_is_asked_by_generate(url: str, vllm: VLLM, tiny: Path) -> None:
@@ -70,11 +89,7 @@ async def test_sglang_is_asked_by_generate(url: str, vllm: VLLM, tiny: Path) -> 
     assert said.weight_version == "0"
     expected = scores_of(vllm.model.model, said)
     torch.testing.assert_close(expected, torch.tensor(said.logprobs), atol=1e-5, rtol=0)
-    assert vllm.asked[0]["sampling_params"] == {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "max_new_tokens": 3,
-    }
+    assert vllm.asked[0]["sampling_params"] == {**NEUTRAL, "max_new_tokens": 3}
 
 
 @pytest.mark.parametrize("key", ["token_ids", "prompt_token_ids", "logprobs"])
@@ -87,11 +102,41 @@ async def test_an_answer_that_cannot_be_trained_is_refused(url: str, vllm: VLLM,
         assert (await model.chat(HELLO)).finish_reason
 
 
-@pytest.mark.parametrize("bent", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20}])
+@pytest.mark.parametrize(
+    "bent",
+    [
+        {"temperature": 0.7},
+        {"top_p": 0.9},
+        {"top_k": 20},
+        {"min_p": 0.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"repetition_penalty": 1.05},
+        {"logit_bias": {"7": -100}},
+        {"min_tokens": 4},
+        {"min_new_tokens": 4},
+        {"bad_words": ["no"]},
+        {"allowed_token_ids": [1, 2]},
+    ],
+)
 def test_log_probs_of_another_distribution_are_refused(bent: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match="--logprobs-mode processed_logprobs"):
         OpenAIModel("http://nobody", **bent)
     OpenAIModel("http://nobody", logprobs_mode="processed_logprobs", **bent)
+    nothing: dict[str, Any] = dict.fromkeys(bent)
+    OpenAIModel("http://nobody", **nothing)
+
+
+def test_neutral_values_are_not_refused() -> None:
+    empty: dict[str, Any] = {"logit_bias": {}, "bad_words": [], "allowed_token_ids": []}
+    neutral = {**NEUTRAL, **empty, "top_k": 0, "min_tokens": 0, "use_beam_search": False}
+    OpenAIModel("http://nobody", **neutral)
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_a_beam_search_is_refused(mode: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"use_beam_search: .*leave it out"):
+        OpenAIModel("http://nobody", logprobs_mode=mode, use_beam_search=True)
 
 
 async def test_a_server_that_is_not_there_may_be_asked_again(url: str) -> None:

@@ -118,6 +118,19 @@ async def test_a_client_gets_what_it_has_asked_for_and_no_more(
         assert plain.headers["x-trinity-rollout"] != whole.headers["x-trinity-rollout"]
 
 
+async def test_sampling_is_not_left_to_the_defaults_of_the_server(
+    store_url: str, upstream: str, vllm: VLLM
+) -> None:
+    async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
+        for said in ({"temperature": None, "logit_bias": None}, {"top_k": 0}):
+            asks = {"messages": HELLO, **said}
+            assert (await http.post(f"{url}/v1/chat/completions", json=asks)).is_success
+    first, second = vllm.asked
+    assert (first["temperature"], first["top_p"], first["repetition_penalty"]) == (1, 1, 1)
+    assert (first["min_p"], first["presence_penalty"], first["frequency_penalty"]) == (0, 0, 0)
+    assert (first["top_k"], second["top_k"]) == (-1, 0)
+
+
 @pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "look"}}]])
 async def test_a_stream_brings_the_same_and_is_recorded(
     store_url: str, upstream: str, vllm: VLLM, tools: list[Any]
@@ -260,6 +273,8 @@ async def test_what_cannot_be_recorded_is_not_answered(
         at = f"{url}/v1/chat/completions"
         hot = await http.post(at, json={"messages": HELLO, "temperature": 0.3})
         assert (hot.status_code, "processed_logprobs" in hot.text) == (400, True)
+        for bent in ({"logit_bias": {"7": -100}}, {"min_tokens": 4}, {"use_beam_search": True}):
+            assert (await http.post(at, json={"messages": HELLO, **bent})).status_code == 400
         assert (await http.post(at, content=b"{")).status_code == 400
         assert (await reward(url, "nobody/0", 1.0)).status_code == 400
         vllm.forgets = {"token_ids"}

@@ -14,6 +14,26 @@ ASKED_FOR_CHAT = {"logprobs": True, "return_token_ids": True}
 ASKED_FOR_TEXT = {"logprobs": 1, "return_token_ids": True}
 """The same for ``/completions``."""
 
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+PINNED = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)
+"""Options that a server may take from the model's generation_config where a request lacks them."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "temperature": (1.0,),
+    "top_p": (1.0,),
+    "top_k": (-1, 0),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "min_new_tokens": (0,),  # as SGLang calls it
+    "bad_words": ([], ()),
+    "allowed_token_ids": ([], ()),
+}
+"""Options that are applied behind raw log-probs, and the values at which they change nothing."""
+
 
 def chat_completion(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Completion:
     """Return a choice of an answer to ``/chat/completions``; what it lacks is empty."""
@@ -76,21 +96,32 @@ def require_ids(completion: Completion, url: str) -> None:
     )
 
 
+def pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling options that leave no default to the server; None counts as not given."""
+    given = {k: value for k, value in sampling.items() if k not in PINNED or value is not None}
+    return {**{key: NEUTRAL[key][0] for key in PINNED}, **given}
+
+
 def require_sampled(sampling: Mapping[str, Any], mode: str) -> None:
     """Return if the server's log-probs are those of what it samples.
 
     Raises:
-        InvalidArgumentError: at this temperature or top-p they are not, in the log-prob ``mode``.
+        InvalidArgumentError: with these options they are not, in the log-prob ``mode``.
     """
+    if sampling.get("use_beam_search"):
+        raise InvalidArgumentError(
+            "use_beam_search: the log-probs are those of beams that were searched, not of what is "
+            "sampled; leave it out"
+        )
     bent = {
         key: sampling[key]
-        for key, plain in (("temperature", 1), ("top_p", 1), ("top_k", -1), ("min_p", 0))
-        if key in sampling and sampling[key] not in (plain, 0 if key == "top_k" else plain)
+        for key, neutral in NEUTRAL.items()
+        if sampling.get(key) is not None and sampling[key] not in neutral
     }
     if bent and mode != "processed_logprobs":
-        said = ", ".join(f"{key}={value}" for key, value in bent.items())
+        said = ", ".join(f"{key}={value!r:.80}" for key, value in bent.items())
         raise InvalidArgumentError(
             f"{said}: the log-probs of a server with --logprobs-mode {mode} are those before that, "
-            "not those of what is sampled. Sample at temperature=1 and top_p=1, or start it with "
+            "not those of what is sampled. Leave it out, or start the server with "
             "--logprobs-mode processed_logprobs and give logprobs_mode='processed_logprobs'"
         )

@@ -25,8 +25,8 @@ class Completion:
         weight_version: name of the weights, as the server tells; None: it does not.
         later_weight_version: of those that it held at the end, if they changed meanwhile.
         weight_checksum: of the weights ``weight_version``.
-        logprobs_mode: whether the log-probs are those before temperature and top-p
-            (``"raw_logprobs"``) or after.
+        logprobs_mode: whether the log-probs are those before temperature, top-p and
+            their like (``"raw_logprobs"``) or after.
     """
 
     prompt_ids: Sequence[int]

@@ -11,6 +11,7 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
@@ -208,7 +209,7 @@ def _loaded(kind: str, path: str | Path) -> Any:
     transformers = extra("transformers", "hf")
     try:
         return getattr(transformers, kind).from_pretrained(str(path))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidArgumentError(
             f"model {str(path)!r}: {kind} finds nothing to load there ({why[0]})"

@@ -12,6 +12,7 @@ from trinity_buffer.explorer.answers import (
     ASKED_FOR_TEXT,
     chat_completion,
     generated,
+    pinned,
     require_ids,
     require_sampled,
     text_completion,
@@ -26,8 +27,9 @@ class OpenAIModel:
     """Asks vLLM by the OpenAI dialect, or SGLang by ``/generate``; close it, or enter it.
 
     Each `Completion` says which weights made it, and how its log-probs are meant: vLLM's are by
-    default those before temperature and top-p, which are no log-probs of what was sampled unless
-    both are 1.
+    default those before temperature, top-p, penalties and their like, which are no log-probs of
+    what was sampled unless all are neutral: so they are where ``sampling`` does not say, whatever
+    the model's generation_config says.
 
     Args:
         url: of the server, such as ``http://127.0.0.1:8000/v1``.
@@ -60,7 +62,7 @@ class OpenAIModel:
         self._dialect = dialect
         self._logprobs_mode = logprobs_mode
         self._require_ids = require_ids
-        self._sampling = {"temperature": 1.0, "top_p": 1.0, **sampling}
+        self._sampling = pinned(sampling)
         self._tokenizer = _loaded(tokenizer)
         self._checksums: dict[str, str | None] = {}
         self._tells_weights = True

@@ -10,6 +10,7 @@ from trinity_buffer.explorer.answers import (
     ASKED_FOR_CHAT,
     ASKED_FOR_TEXT,
     chat_completion,
+    pinned,
     text_completion,
 )
 from trinity_buffer.explorer.conversation import Completion
@@ -19,14 +20,14 @@ OURS = ("token_ids", "prompt_token_ids")
 
 
 def asked_of_upstream(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request that brings ids and log-probs, at temperature 1 unless it says another."""
+    """Return the request that brings ids and log-probs, with no default left to the server."""
     asked = dict(ASKED_FOR_CHAT if path == CHAT else ASKED_FOR_TEXT)
     if body.get("logprobs"):
         asked.pop("logprobs")  # the client wants as many as it says
     if body.get("tools") and body.get("stream"):
         asked["stream"] = False  # a streamed tool call would lose its ids
         body = {key: value for key, value in body.items() if key != "stream_options"}
-    return {"temperature": 1.0, "top_p": 1.0, **body, **asked}
+    return {**pinned(body), **asked}
 
 
 def completions_of(path: str, answer: Mapping[str, Any]) -> list[Completion]:
