@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,15 @@ def place_of(path: Path, key: str, named: str) -> Path:
     """
     try:
         place = (path.parent / named).resolve()
-        place.lstat()
-    except FileNotFoundError:
-        return place
+        with suppress(FileNotFoundError):
+            place.lstat()
     except (OSError, ValueError, RuntimeError) as error:  # the last of links in a circle
         wrong = error.strerror if isinstance(error, OSError) else error
         raise InvalidArgumentError(
             f"configuration {path}: {key}={named!r:.100}: {wrong}"
         ) from error
-    return place
+    else:
+        return place
 
 
 def is_folder(path: Path) -> bool:
