@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from trinity_buffer.cli.run_config import RunConfig, section_of
+from trinity_buffer.cli.config_checks import section_of
+from trinity_buffer.cli.run_config import RunConfig
 
 UNITS = {
     r".*_s": "seconds",

@@ -90,11 +90,27 @@ async def nothing(model):
 
 async def several(model):
     return [1]
+
+async def unknown(model):
+    return float("nan")
+
+async def endless(model):
+    return -float("inf")
+
+async def large(model):
+    return 10**400
 """
 
 
 @pytest.mark.parametrize(
-    ("name", "returned"), [("nothing", "None"), ("several", "a value of type list")]
+    ("name", "returned"),
+    [
+        ("nothing", "None"),
+        ("several", "a value of type list"),
+        ("unknown", "nan"),
+        ("endless", "-inf"),
+        ("large", "a value of type int"),
+    ],
 )
 def test_an_evaluate_that_returns_no_number_is_told_what_to_return(
     own: Path, cli: Cli, name: str, returned: str
@@ -105,7 +121,7 @@ def test_an_evaluate_that_returns_no_number_is_told_what_to_return(
     cli("annotate", "--config", own)
     trained = cli("train", "--config", own)
     assert trained.code == 2
-    told = f"'numberless:{name}': it returned {returned}, it must return the accuracy, one number"
+    told = f"'numberless:{name}': it returned {returned}, it must return the accuracy, one finite"
     assert told in trained.err
 
 
@@ -187,6 +203,81 @@ def test_a_rollout_that_does_not_work_is_told_in_a_sentence(
     assert ended.code == code
     assert said.format(module) in ended.err
     assert len(ended.err.splitlines()) == 1
+
+
+TASKS = """
+number = 5
+text = "abc"
+octets = b"abc"
+nothing = None
+
+async def slow():
+    return [1]
+
+async def one_by_one():
+    yield 1
+
+def gives_nothing():
+    pass
+
+def gives_text():
+    return "abc"
+
+def stops():
+    yield 1 / 0
+
+async def rollout(task, model):
+    return []
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("number", "it is a value of type int, it must be a list of tasks, or a plain function"),
+        ("text", "it is a value of type str, it must be"),
+        ("octets", "it is a value of type bytes, it must be"),
+        ("nothing", "it is None, it must be"),
+        ("slow", "it is an async function, it must be"),
+        ("one_by_one", "it is an async function, it must be"),
+    ],
+)
+def test_tasks_that_are_no_list_are_refused_before_anything_is_recorded(
+    own: Path, cli: Cli, name: str, said: str
+) -> None:
+    (own.parent / "tasks_of.py").write_text(TASKS)
+    file = written(own.parent, rollout="tasks_of:rollout", tasks=f"tasks_of:{name}")
+    ended = cli("explore", "--config", file, "--actor", "e0")
+    assert (ended.code, len(ended.err.splitlines())) == (2, 1), ended.err
+    assert f"tasks = 'tasks_of:{name}': {said}" in ended.err
+    assert not (own.parent / "own.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("gives_nothing", 2, "tasks = 'tasks_of:gives_nothing': it returned None, it must be"),
+        ("gives_text", 2, "it returned a value of type str, it must be"),
+        ("stops", 1, "tasks 'tasks_of:stops' failed: ZeroDivisionError: division by zero ("),
+    ],
+)
+def test_a_function_that_returns_no_tasks_is_told_in_a_sentence(
+    own: Path, cli: Cli, name: str, code: int, said: str
+) -> None:
+    (own.parent / "tasks_of.py").write_text(TASKS)
+    file = written(own.parent, rollout="tasks_of:rollout", tasks=f"tasks_of:{name}")
+    ended = cli("explore", "--config", file, "--actor", "e0")
+    assert (ended.code, len(ended.err.splitlines())) == (code, 1), ended.err
+    assert said in ended.err
+
+
+@pytest.mark.parametrize("key", ["model", "reference", "teacher"])
+def test_a_trainer_looks_at_its_models_before_it_records(own: Path, cli: Cli, key: str) -> None:
+    file = written(own.parent, rollout="a:b", **{key: "nowhere"})
+    trained = cli("train", "--config", file)
+    assert trained.code == 2
+    assert f"{key} = 'nowhere': there is no" in trained.err
+    assert not (own.parent / "own.db").exists()
 
 
 def test_a_model_that_is_not_there_is_named(own: Path, cli: Cli, tmp_path: Path) -> None:

@@ -266,6 +266,7 @@ def test_a_run_that_is_refused_leaves_no_store_behind(
         (("explore", "--actor", "e0", "--set", "model=m"), "the run names no rollout"),
         (("explore", "--actor", "e0", "--config", "run.toml"), "rollout = 'nowhere_at_all:f'"),
         (("train", "--config", "wrong.toml"), "there is no key 'qq'"),
+        (("train", "--config", "nul.toml"), "nul.toml: store='\\x00': it must be a text"),
         (("import", "trinity-rft", DUMP, "--experiment", "a\nb"), "an experiment's name is"),
         (("import", "trinity-rft", "refused.db"), "reward is inf"),
     ],
@@ -277,6 +278,7 @@ def test_whoever_is_refused_leaves_no_file_behind(
     place = 'store = "runs/run.db"\n'
     Path("run.toml").write_text(place + OWN_RUN)
     Path("wrong.toml").write_text(f"{place}qq = 1\n")
+    Path("nul.toml").write_text('store = "\\u0000"\n')
     shutil.copy(DUMP, "refused.db")
     with closing(dbapi2.connect("refused.db")) as connection, connection:
         tables = connection.execute("SELECT name FROM sqlite_master WHERE name LIKE '%_blob'")

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Mapping
-from typing import Any, get_args, get_origin
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.identity import problem_of_name
+
+
+def _checked_name(name: str) -> str:
+    problem = problem_of_name(name)
+    if problem is not None:
+        raise ValueError(f"the name {problem}")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_checked_name)]
+"""A text that can name something."""
 
 
 class Section(BaseModel):
@@ -32,3 +47,72 @@ class Section(BaseModel):
             except (TypeError, ValueError) as error:
                 raise ValueError(f"must hold texts and finite numbers alone ({error})") from error
         return value
+
+
+LARGEST = 3.4028234663852886e38
+"""The largest float of 32 bits, in which a policy is computed."""
+
+
+def require_computable(value: Any, key: str = "") -> None:
+    """Return if every number in ``value`` can be computed with, and every text can name something.
+
+    Raises:
+        InvalidArgumentError: names the key, the value and the bound.
+    """
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            require_computable(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for place, inner in enumerate(value):
+            require_computable(inner, f"{key}[{place}]")
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise InvalidArgumentError(
+            f"{key}={said(value)}: an integer has at most 64 bits, from {-(1 << 63)} to "
+            f"{(1 << 63) - 1}"
+        )
+    elif isinstance(value, float) and abs(value) > LARGEST:
+        raise InvalidArgumentError(
+            f"{key}={value}: the largest number that can be computed with is {LARGEST:.4e}"
+        )
+    elif isinstance(value, str) and "\0" in value:
+        raise InvalidArgumentError(f"{key}={said(value)}: NUL has no place in a text")
+
+
+def said(value: Any) -> str:
+    """Return the beginning of a value, as people read it."""
+    try:
+        return f"{value!r:.100}"
+    except ValueError:  # Python writes no such number
+        return "a number of thousands of digits"
+
+
+def refuse_unknown(
+    values: Mapping[str, Any], section: type[BaseModel], where: str, prefix: str = ""
+) -> None:
+    """Return if every key of ``values``, and of the sections in it, is one of ``section``.
+
+    Raises:
+        InvalidArgumentError: names the key, after ``where``, and what was probably meant.
+    """
+    fields = section.model_fields
+    for key, value in values.items():
+        if key not in fields:
+            close = difflib.get_close_matches(str(key), fields, n=1)
+            meant = (
+                f"did you mean {prefix + close[0]!r}?" if close else f"there are: {_all(fields)}"
+            )
+            raise InvalidArgumentError(f"{where}there is no key {prefix + str(key)!r}; {meant}")
+        inner = section_of(fields[key].annotation)
+        if inner is not None and isinstance(value, Mapping):
+            refuse_unknown(value, inner, where, f"{prefix}{key}.")
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that a key holds, or may hold; None: plain values alone."""
+    kinds = get_args(annotation) or (annotation,)
+    found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return found[0] if found else None
+
+
+def _all(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

@@ -9,6 +9,7 @@ from pathlib import Path
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.cli.run_algorithm import algorithm_of
 from trinity_buffer.cli.run_config import ModelConfig, RunConfig
+from trinity_buffer.cli.run_file import is_folder
 from trinity_buffer.demo.needs import needs_of
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler, evaluate
@@ -45,7 +46,7 @@ def require_policies(config: RunConfig) -> None:
     named = {key: path for key, path in named.items() if path is not None}
     if isinstance(config.model, str):  # one's own are large: what is in them is seen in use
         for key, path in named.items():
-            if not Path(path).is_dir():
+            if not is_folder(Path(path)):
                 raise InvalidArgumentError(
                     f"{key} = {path!r}: there is no such folder; it must hold a causal language "
                     "model of transformers, as model does"
@@ -112,6 +113,9 @@ class DemoEnds:
             InvalidArgumentError: the algorithm takes solutions, and the task has none.
         """
         sampler_of(self.config)
+
+    def require_trainable(self) -> None:
+        """Return: the first policy of a demo follows from its seed."""
 
     async def explore(
         self,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,6 +17,7 @@ import torch
 
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.cli.run_config import RunConfig
+from trinity_buffer.cli.run_file import is_folder
 from trinity_buffer.errors import InvalidArgumentError, TrinityBufferError
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.exploration import explore
@@ -64,9 +66,17 @@ class OwnEnds:
             InvalidArgumentError: none is named, or what is named is not there.
         """
         self._rollout()
-        self._named("tasks", str(self.config.tasks))
+        self._tasks_or_function()
         if self.config.server is None or self.config.dialect != "vllm":
             _ = self._model_path
+
+    def require_trainable(self) -> None:
+        """Return if there is a model.
+
+        Raises:
+            InvalidArgumentError: there is no such folder.
+        """
+        _ = self._model_path
 
     async def explore(
         self,
@@ -120,12 +130,16 @@ class OwnEnds:
         finally:
             policy.model.train(training)
         try:
-            return float(returned)
-        except (TypeError, ValueError, RuntimeError) as error:  # the last of torch
+            accuracy = float(returned)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of torch
+            accuracy = math.nan
+        if not math.isfinite(accuracy):
+            what = returned if isinstance(returned, float) else kind_of(returned)
             raise InvalidArgumentError(
-                f"evaluate = {self.config.evaluate!r}: it returned {kind_of(returned)}, it must "
-                "return the accuracy, one number"
-            ) from error
+                f"evaluate = {self.config.evaluate!r}: it returned {what}, it must return the "
+                "accuracy, one finite number"
+            )
+        return accuracy
 
     @asynccontextmanager
     async def _sampled(self) -> AsyncIterator[Any]:
@@ -147,7 +161,7 @@ class OwnEnds:
         """The folder of the model, seen from the folder of the file."""
         assert isinstance(self.config.model, str)
         found = Path(self.config.folder or ".").resolve() / self.config.model
-        if not found.is_dir():
+        if not is_folder(found):
             raise InvalidArgumentError(
                 f"model = {self.config.model!r}: there is no folder {found}; it must hold a causal "
                 "language model of transformers, tokenizer included"
@@ -178,13 +192,36 @@ class OwnEnds:
         return attempt
 
     def _tasks(self) -> Any:
-        name = str(self.config.tasks)
-        found = self._named("tasks", name)
+        found = self._tasks_or_function()
         try:
             tasks = found() if callable(found) else found
+            if callable(found):
+                self._require_list(tasks, "it returned")
+            return tasks if hasattr(tasks, "items") else list(tasks)
+        except TrinityBufferError:
+            raise
         except Exception as error:
-            raise failed(f"tasks {name!r}", error) from error
-        return tasks if hasattr(tasks, "items") else list(tasks)
+            raise failed(f"tasks {self.config.tasks!r}", error) from error
+
+    def _tasks_or_function(self) -> Any:
+        """Return what ``tasks`` names: as far as can be seen without a call, it is of use."""
+        found = self._named("tasks", str(self.config.tasks))
+        if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
+            raise self._no_tasks("it is an async function")
+        if not callable(found):
+            self._require_list(found, "it is")
+        return found
+
+    def _require_list(self, tasks: Any, said: str) -> None:
+        one_by_one = isinstance(tasks, Iterable) or hasattr(tasks, "__getitem__")
+        if not one_by_one or isinstance(tasks, str | bytes):
+            raise self._no_tasks(f"{said} {kind_of(tasks)}")
+
+    def _no_tasks(self, said: str) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"tasks = {self.config.tasks!r}: {said}, it must be a list of tasks, or a plain "
+            "function that returns one"
+        )
 
     def _named(self, key: str, name: str) -> Any:
         """Return what ``module:name`` means, seen from the folder of the file."""

@@ -47,7 +47,7 @@ async def prepare(
         name: of the experiment; None: the only one there is, else `DEFAULT_NAME`.
         file: what a configuration file says.
         overrides: as ``optimizer.learning_rate=3e-4``.
-        explores: what rollouts are made with must be there too.
+        explores: what rollouts are made with must be there; else what is trained.
 
     Raises:
         InvalidArgumentError: says which key is wrong, or what the run lacks.
@@ -128,6 +128,6 @@ class _Wanted:
             columns=columns,
             experiments=names,
         )
-        if self.explores:
-            ends_of(settings).require_explorable()
+        ends = ends_of(settings)
+        (ends.require_explorable if self.explores else ends.require_trainable)()
         return changed

@@ -6,17 +6,22 @@ reads from there.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 from typing_extensions import override
 
-from trinity_buffer.cli.config_checks import Section
-from trinity_buffer.cli.run_file import OWN, PLACES, parsed
+from trinity_buffer.cli.config_checks import (
+    Name,
+    Section,
+    refuse_unknown,
+    require_computable,
+    said,
+)
+from trinity_buffer.cli.run_file import OWN, PLACES, parsed, place_of
 from trinity_buffer.errors import InvalidArgumentError
 
 
@@ -25,16 +30,16 @@ class TaskConfig(Section):
 
     name: Literal["sort", "guess"] = Field("sort", description="what is practised")
     digits: int = Field(3, ge=1, le=1000, description="sort: how many digits")
-    numbers: int = Field(8, ge=2, description="guess: the hidden number is below this")
-    turns: int = Field(4, ge=1, description="guess: how many guesses a run may take")
+    numbers: int = Field(8, ge=2, le=10000, description="guess: the hidden number is below this")
+    turns: int = Field(4, ge=1, le=1000, description="guess: how many guesses a run may take")
 
 
 class ModelConfig(Section):
     """The policy: a small transformer, random at first."""
 
-    width: int = Field(64, ge=8, description="of a token's vector")
-    layers: int = Field(2, ge=1, description="blocks of attention")
-    heads: int = Field(4, ge=1, description="of attention, in each layer")
+    width: int = Field(64, ge=8, le=4096, description="of a token's vector")
+    layers: int = Field(2, ge=1, le=128, description="blocks of attention")
+    heads: int = Field(4, ge=1, le=4096, description="of attention, in each layer")
 
     @override
     def model_post_init(self, context: Any) -> None:
@@ -48,19 +53,21 @@ class ModelConfig(Section):
 class OptimizerConfig(Section):
     """AdamW."""
 
-    learning_rate: float = Field(1e-3, gt=0, description="the highest")
+    learning_rate: float = Field(1e-3, gt=0, le=1e20, description="the highest")
     warmup_steps: int = Field(0, ge=0, description="it rises from 0 over so many steps")
     decay_steps: int | None = Field(
         None, ge=1, description="it falls over so many, counted from the first of the run"
     )
     lowest_rate: float = Field(0.1, ge=0, le=1, description="to this fraction of itself")
     betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the two averages")
-    weight_decay: float = Field(0.0, ge=0, description="per step, times the learning rate")
+    weight_decay: float = Field(0.0, ge=0, le=1e6, description="per step, times the learning rate")
     max_gradient_norm: float = Field(1.0, gt=0, description="gradients are scaled down to it")
     entropy_coef: float | None = Field(
         None, ge=0, description="of the entropy bonus; by default what the algorithm says"
     )
-    critic_learning_rate: float = Field(1e-3, gt=0, description="where the algorithm has a critic")
+    critic_learning_rate: float = Field(
+        1e-3, gt=0, le=1e20, description="where the algorithm has a critic"
+    )
     value_clip_range: float | None = Field(None, gt=0, description="of the critic's loss")
 
     @override
@@ -171,13 +178,16 @@ class RunConfig(Section):
     recompute_old_logprob: bool = Field(
         False, description="by the trainer before the step, in place of what explorers recorded"
     )
-    trainer: str = Field("trainer", min_length=1, description="name of the trainer consumer")
+    trainer: Name = Field("trainer", min_length=1, description="name of the trainer consumer")
     groups_per_batch: int = Field(8, ge=1, description="that an explorer plans at once")
     rollouts_per_group: int = Field(
         8, ge=1, le=1 << 20, description="runs of one task; of `sft`, `cpt` and `dpo` by default 1"
     )
     deadline_s: float | None = Field(
-        None, gt=0, description="after its first rollout a group is closed as it is; null: never"
+        None,
+        gt=0,
+        le=1e9,
+        description="after its first rollout a group is closed as it is; null: never",
     )
     incomplete: Literal["keep", "reject"] = Field(
         "keep", description="a group that was closed before its planned rollouts were stored"
@@ -207,7 +217,7 @@ class RunConfig(Section):
         6, ge=1, description="in a row, rejected as invalid or damaged; then the role ends"
     )
     lease_ttl_s: float = Field(
-        30.0, gt=0, description="a trainer that is silent for so long may be replaced"
+        30.0, gt=0, le=1e9, description="a trainer that is silent for so long may be replaced"
     )
     tokens_per_microbatch: int | None = Field(
         None, ge=1, description="that are computed at once; null: a step is one micro-batch"
@@ -251,41 +261,14 @@ def read_file(path: Path) -> dict[str, Any]:
         InvalidArgumentError: it is not there, cannot be read, or has a key that nothing reads.
     """
     found = {key: value for key, value in parsed(path).items() if key not in PLACES}
-    _refuse_unknown(found, RunConfig, f"configuration {path}: ")
+    refuse_unknown(found, RunConfig, f"configuration {path}: ")
     if isinstance(found.get("model"), str) or OWN & found.keys():
-        found["folder"] = str((path.parent / str(found.get("folder", ""))).resolve())
+        found["folder"] = str(place_of(path, "folder", str(found.get("folder", ""))))
     for key in ("reference", "teacher"):
-        if isinstance(found.get(key), str) and (path.parent / found[key]).exists():
-            found[key] = str((path.parent / found[key]).resolve())
+        if isinstance(found.get(key), str):
+            place = place_of(path, key, found[key])
+            found[key] = str(place) if place.exists() else found[key]
     return found
-
-
-def _refuse_unknown(
-    values: Mapping[str, Any], section: type[BaseModel], where: str, prefix: str = ""
-) -> None:
-    """Return if every key of ``values``, and of the sections in it, is one of ``section``."""
-    fields = section.model_fields
-    for key, value in values.items():
-        if key not in fields:
-            close = difflib.get_close_matches(str(key), fields, n=1)
-            meant = (
-                f"did you mean {prefix + close[0]!r}?" if close else f"there are: {_all(fields)}"
-            )
-            raise InvalidArgumentError(f"{where}there is no key {prefix + str(key)!r}; {meant}")
-        inner = section_of(fields[key].annotation)
-        if inner is not None and isinstance(value, Mapping):
-            _refuse_unknown(value, inner, where, f"{prefix}{key}.")
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that a key holds, or may hold; None: plain values alone."""
-    kinds = get_args(annotation) or (annotation,)
-    found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-    return found[0] if found else None
-
-
-def _all(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,8 +304,10 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
             table[section] = dict(inner)
             table = table[section]
         value = _value_of(text)
-        if not _leaves_the_loss(given) and table.get(last) != value:
-            name = (result.get("loss") or {}).get("name")
+        loss = result.get("loss") or {}
+        changes = not _leaves_the_loss(given) and table.get(last) != value
+        if changes and isinstance(loss, Mapping):  # else it is refused with all the rest
+            name = loss.get("name")
             if key == "loss.name" or name is None:  # else the arguments are of that loss
                 result["loss"] = {"name": name}
             table = result if key == "algorithm" else result["loss"]
@@ -338,7 +323,7 @@ def _leaves_the_loss(override: str) -> bool:
 def _value_of(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no TOML, or a number of thousands of digits
         return None if text in ("none", "null") else text
     except RecursionError as error:
         raise InvalidArgumentError("--set: a value is nested too deeply") from error
@@ -350,13 +335,15 @@ def resolved(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         InvalidArgumentError: an unknown key or an impossible value.
     """
-    _refuse_unknown(values, RunConfig, "")
+    refuse_unknown(values, RunConfig, "")
     alone = {"rollouts_per_group": 1} if values.get("algorithm") in OF_RECORDED_DATA else {}
     try:
-        return RunConfig.model_validate({**alone, **values})
+        config = RunConfig.model_validate({**alone, **values})
     except ValidationError as error:
         problems = filter(None, map(_problem, error.errors()))
         raise InvalidArgumentError("; ".join(problems)) from error
+    require_computable(config.model_dump())
+    return config
 
 
 def _problem(error: Mapping[str, Any]) -> str | None:
@@ -373,7 +360,7 @@ def _problem(error: Mapping[str, Any]) -> str | None:
         places = ["model"]
     place = ".".join(map(str, filter(None, (*places, last))))
     message = error["msg"].removeprefix("Value error, ")
-    return f"{place}={error['input']!r:.100}: {message}" if place else str(message)
+    return f"{place}={said(error['input'])}: {message}" if place else str(message)
 
 
 def of_experiment(config: Mapping[str, Any]) -> RunConfig:

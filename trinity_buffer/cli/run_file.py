@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,33 @@ def _yaml(text: str) -> Any:
         raise ValueError("it holds a character that YAML does not allow") from error
 
 
+def place_of(path: Path, key: str, named: str) -> Path:
+    """Return the file or folder that a key of the file ``path`` names, seen from its folder.
+
+    Raises:
+        InvalidArgumentError: the text can be no path.
+    """
+    try:
+        place = (path.parent / named).resolve()
+        with suppress(FileNotFoundError):
+            place.lstat()
+    except (OSError, ValueError, RuntimeError) as error:  # the last of links in a circle
+        wrong = error.strerror if isinstance(error, OSError) else error
+        raise InvalidArgumentError(
+            f"configuration {path}: {key}={named!r:.100}: {wrong}"
+        ) from error
+    else:
+        return place
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether there is such a folder; a text that can be no path names none."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def store_in(path: Path) -> str | None:
     """Return the store that a file names: a URL, or a path from the folder of the file."""
     store = _text(path, "store")
@@ -68,6 +96,8 @@ def experiment_in(path: Path) -> str | None:
 
 def _text(path: Path, key: str) -> str | None:
     found = parsed(path).get(key)
-    if found is not None and not (isinstance(found, str) and found):
-        raise InvalidArgumentError(f"configuration {path}: {key}={found!r}: it must be a text")
+    if found is not None and not (isinstance(found, str) and found and "\0" not in found):
+        raise InvalidArgumentError(
+            f"configuration {path}: {key}={found!r}: it must be a text, without NUL"
+        )
     return found
