@@ -42,7 +42,19 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a text for the section of the loss": (
         ("explore", "--config", "a.toml", "--set", "algorithm=rloo", "loss = 'ppo'"),
-        "error: loss='ppo': Input should be",
+        "a.toml: loss='ppo': must be a table of ",
+    ),
+    "a text for the section of the task": (
+        ("demo", "--config", "a.toml", "task = 'sort'"),
+        "a.toml: task='sort': must be a table of digits, name, ",
+    ),
+    "a list of algorithms": (
+        ("demo", "--config", "a.toml", "algorithm = ['grpo']"),
+        "algorithm=['grpo']: must be the name of one",
+    ),
+    "a trainer of another experiment": (
+        ("explore", "--set", "trainer=a/b"),
+        "trainer=a/b: must be a text without '/'",
     ),
     "a reference of thousands of letters": (
         ("explore", "--config", "a.yaml", f"reference: {'a' * 5000}"),

@@ -92,7 +92,8 @@ def refuse_unknown(
     """Return if every key of ``values``, and of the sections in it, is one of ``section``.
 
     Raises:
-        InvalidArgumentError: names the key, after ``where``, and what was probably meant.
+        InvalidArgumentError: names the key, after ``where``, and what was probably meant; or it is
+            a section and holds a single value.
     """
     fields = section.model_fields
     for key, value in values.items():
@@ -102,9 +103,14 @@ def refuse_unknown(
                 f"did you mean {prefix + close[0]!r}?" if close else f"there are: {_all(fields)}"
             )
             raise InvalidArgumentError(f"{where}there is no key {prefix + str(key)!r}; {meant}")
-        inner = section_of(fields[key].annotation)
+        annotation = fields[key].annotation
+        inner = section_of(annotation)
         if inner is not None and isinstance(value, Mapping):
             refuse_unknown(value, inner, where, f"{prefix}{key}.")
+        elif inner is not None and inner is annotation:
+            raise InvalidArgumentError(
+                f"{where}{prefix}{key}={said(value)}: must be a table of {_all(inner.model_fields)}"
+            )
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

@@ -121,6 +121,8 @@ class _Wanted:
         settings = resolved(overridden(values, self.overrides))
         changed = recorded(settings)
         # What nobody knows, or what cannot be trained, must not be what everybody reads.
+        if "/" in settings.trainer and settings.trainer != before.get("trainer"):
+            raise InvalidArgumentError(f"trainer={settings.trainer}: must be a text without '/'")
         require_policies(settings)
         require_parts_of(
             settings,

@@ -134,6 +134,8 @@ def _demo_settings(
     said = overridden(file, overrides or [])
     _refuse_contradictions(given, said, model)
     algorithm = given.get("algorithm", said.get("algorithm"))
+    if algorithm is not None and not isinstance(algorithm, str):
+        raise InvalidArgumentError(f"algorithm={algorithm}: must be the name of one")
     if model is not None:
         own = own_config(model)
         base = own | {"algorithm": algorithm or own["algorithm"]}
