@@ -107,9 +107,10 @@ def refuse_unknown(
         inner = section_of(annotation)
         if inner is not None and isinstance(value, Mapping):
             refuse_unknown(value, inner, where, f"{prefix}{key}.")
-        elif inner is not None and inner is annotation:
+        elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            names = _all(annotation.model_fields)
             raise InvalidArgumentError(
-                f"{where}{prefix}{key}={said(value)}: must be a table of {_all(inner.model_fields)}"
+                f"{where}{prefix}{key}={said(value)}: must be a table of {names}"
             )
 
 
