@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.contract.making import rollout
 from trinity_buffer.events import BatchLeased, StepDealt, TrainerRewound
 from trinity_buffer.pipeline.annotating.scoring import assign_rewards
 from trinity_buffer.pipeline.history.replay import replayed_steps
+from trinity_buffer.pipeline.loading.blocks import Block, Field
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.manifest import Manifest, plan_microbatches, plans_of
 from trinity_buffer.pipeline.verifying.findings import Problem
@@ -116,3 +118,14 @@ def test_a_trainer_goes_back_to_a_step_that_it_has_committed() -> None:
     ]
     assert list(audit.rewound(9, TrainerRewound(consumer="t", step=0, from_step=2))) == []
     assert audit.live == {}
+
+
+def test_a_block_with_fewer_values_than_rows_gives_none_of_them() -> None:
+    """As of a segment that somebody put in the place of a longer one."""
+    whole = Block(np.array([2, 0]), np.array([1, 2, 3]), np.array([0, 1, 3]))
+    found = Field([whole]).values(3)
+    assert [None if one is None else np.asarray(one).tolist() for one in found] == [
+        *([2, 3], None, [1]),
+    ]
+    with pytest.raises(ValueError, match="shorter"):
+        Field([replace(whole, rows=np.array([2, 0, 1]))]).values(3)

@@ -57,7 +57,8 @@ async def test_it_waits_aloud_and_goes_on_when_somebody_annotates(
 
 def given_to_wait(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Return the list of the states after which somebody waits for a commit, as they come."""
-    changes, found = experiment.database.changes, []
+    changes = experiment.database.changes
+    found: list[object] = []
     changed = changes.changed
 
     async def noted(state: tuple[int, int], timeout_s: float | None = None) -> None:
