@@ -44,6 +44,7 @@ def test_stats_say_what_is_there(cli: Cli, story: Story) -> None:
     (found,) = cli("stats", "--store", story.url, "--json").json
     (one,) = found["experiments"]
     assert one["experiences"] == 18
+    assert one["head"] == sum(one["events"].values()) == 25
     assert one["trainers"][0]["committed"] == 2
     assert one["trainers"][0]["counts"]["ready"] == 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,11 +17,15 @@ from sqlalchemy import update
 
 from tests.cli.calling import Cli
 from tests.conftest import Resize
-from tests.contract.making import group, opened, rollout
+from tests.contract.making import group, living, opened, rollout
 from tests.stories import tell
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.pipeline.processes import this_host
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store import promises
 from trinity_buffer.store.database import open_database
+from trinity_buffer.store.promises import PresenceRow
 from trinity_buffer.store.tables import presence
 
 
@@ -62,6 +67,43 @@ def test_a_run_whose_processes_are_gone_says_who_would_move_it(
     told = cli("doctor", "--store", store_url)
     assert "nobody is there" in told.out
     assert "stuck: experiment sort: 1 group of batch b1 lacks 3 runs, no seal, since 20" in told.out
+
+
+def test_another_explorer_brings_nothing_of_one_that_is_gone(cli: Cli, sqlite_url: str) -> None:
+    async def main() -> list[dict[str, Any]]:
+        async with opened(sqlite_url) as experiment:
+            await experiment.writer("e0").plan("b", [0], 2)
+            await anyio.to_thread.run_sync(bury, sqlite_url)
+            async with living(experiment, "e1"):
+                return await anyio.to_thread.run_sync(stuck, cli, sqlite_url)
+
+    (found,) = anyio.run(main)
+    assert found["what"] == "1 group of batch b lacks 2 runs, no seal"
+    assert found["remedy"] == (
+        "start explorer 'e0' again, which generates what is missing; or seal the batch as it is"
+    )
+
+
+def test_a_trainer_that_waits_for_a_set_is_stuck_since_it_began(cli: Cli, sqlite_url: str) -> None:
+    began = 1_800_000_000_000_000
+
+    async def write() -> None:
+        async with opened(sqlite_url) as experiment:
+            row = PresenceRow(
+                *("trainer", "t", this_host(), os.getpid()),
+                *(began, now_us(), "trainer 't' waits: no set"),
+            )
+            await experiment.database.write(promises.note_presence, experiment.key, row)
+
+    anyio.run(write)
+    assert stuck(cli, sqlite_url) == [
+        {
+            "experiment": "run",
+            "what": "trainer 't' waits: no set",
+            "since": began / 1e6,
+            "remedy": "annotate a set of this name, or start the trainer on one that is there",
+        }
+    ]
 
 
 async def _written(url: str, *, annotated: bool) -> None:

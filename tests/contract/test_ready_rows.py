@@ -21,10 +21,11 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading import event_cache
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.ready_groups import ReadyGroup, ReadyGroups
+from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.store import tables
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import first_address
-from trinity_buffer.store.trainer_queries import Reader, annotated_positions
+from trinity_buffer.store.trainer_queries import Reader, annotated_positions, spent_rows
 from trinity_buffer.store.transaction import Transaction
 
 RUNS, CALLS = 3, 3
@@ -140,6 +141,41 @@ async def test_events_of_a_single_row_are_all_found(store_url: str, resize: Resi
                 limit=9,
             )
             assert found == events[place:]
+
+
+async def test_rows_of_another_experiment_and_beyond_the_page_are_not_looked_at(
+    sqlite_url: str,
+) -> None:
+    """Both experiments have sets, trainers and addresses that are called the same."""
+    async with open_store(sqlite_url) as store:
+        both = [await annotated_one_by_one(store, name, n) for name, n in (("one", 1), ("two", 2))]
+        found = {}
+        for experiment in both:
+            read, key = experiment.database.read, experiment.key
+            positions = await read(_positions, key)
+            spent = [await read(_spent, key, first_address(p)) for p in positions]
+            found[experiment.name] = (len(positions), [len(some) for some in spent])
+    assert found == {"one": (1, [0]), "two": (2, [0, 1])}
+
+
+async def annotated_one_by_one(store: Store, name: str, number: int) -> Experiment:
+    """Return an experiment whose trainer takes the first row and rejects the others."""
+    experiment = await store.experiment(name, config={"rollouts_per_group": 1})
+    for task in range(number):
+        await experiment.writer("e0").write([rollout("b", task, length=50 if task else 8)])
+        await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
+    async with experiment.train_stream(strategy="grpo", max_tokens=20) as stream:
+        assert len([step async for step in stream]) == 1
+    return experiment
+
+
+def _positions(tx: Transaction, key: int) -> list[int]:
+    return annotated_positions(tx, key, annotation_set="grpo", start=0, limit=9)
+
+
+def _spent(tx: Transaction, key: int, end: int) -> set[int]:
+    trainer = Reader(key, "trainer", "", "trainer")
+    return set(spent_rows(tx, key, trainer=trainer, start=0, end=end))
 
 
 async def test_a_group_whose_rows_go_for_different_reasons_counts_once(store_url: str) -> None:

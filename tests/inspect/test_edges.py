@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
+from sqlalchemy import delete
 
 from tests.conftest import Resize
 from tests.contract.making import rollout
-from trinity_buffer.inspect import compare_sets, groups, position_before
+from tests.trainer.test_mixing import filled, taken
+from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.inspect import blame, compare_sets, groups, leases, position_before
 from trinity_buffer.inspect.fates import AnnotationRow, Fate, StepOfRow
 from trinity_buffer.inspect.source import now
+from trinity_buffer.inspect.steps import trainer_of
 from trinity_buffer.inspect.tensors import row_of
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.streaming.trainer_lease import owner_name
+from trinity_buffer.store.tables import experience
 
 
 async def test_two_runs_have_a_deviation_and_one_has_none(sqlite_url: str) -> None:
@@ -76,3 +84,45 @@ async def test_two_sets_are_compared_over_every_page(sqlite_url: str, resize: Re
         found = await compare_sets(now(experiment), "sharp", "flat", limit=2)
     assert (found.both, found.equal, found.opposite) == (6, 2, 0)
     assert {one.uid for one in found.rows} == {"b/0/0/0/", "b/0/1/0/"}
+
+
+async def test_a_lease_that_is_held_names_its_owner(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": 1})
+        await experiment.writer("e0").write([rollout()])
+        async with experiment.train_stream(strategy=None, lease_ttl_s=600.0) as stream:
+            await anext(stream)
+            (held,) = await leases(now(experiment))
+        (free,) = await leases(now(experiment))
+    assert (held.trainer, held.state) == ("trainer", "held")
+    host, pid, *_ = owner_name().rsplit(":", 3)
+    assert held.owner is not None
+    assert held.owner.rsplit(":", 3)[:2] == [host, pid]
+    assert (held.token, held.leased_step, held.committed_step) == (1, 1, 0)
+    assert held.expires_in_s == pytest.approx(600.0, abs=60.0)
+    assert free == replace(held, state="free", owner=None, expires_in_s=None)
+
+
+async def test_who_is_no_trainer_is_named_beside_those_that_are(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        source = now(await store.experiment("run", config={}))
+        for wanted, named in ((None, "no trainer"), ("me", "no trainer 'me'")):
+            with pytest.raises(UnknownNameError) as unknown:
+                await trainer_of(source, wanted)
+            assert str(unknown.value) == f"{named} in 'run' (there: none)"
+
+
+async def test_a_row_whose_experience_is_lost_is_shown_without_what_it_knew(
+    sqlite_url: str,
+) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await filled(store)
+        await taken(experiment, 1)
+        (before,) = [row for row in (await blame(now(experiment), 1)).rows if row.experiment]
+        lost = delete(experience).where(
+            experience.c.experiment == (await store.experiment("expert")).key
+        )
+        await store.database.write(lambda tx: tx.execute(lost))
+        (after,) = [row for row in (await blame(now(experiment), 1)).rows if row.experiment]
+    assert (before.length, before.trained_tokens) != (0, 0)
+    assert after == replace(before, uid="", reward=None, length=0, trained_tokens=0)

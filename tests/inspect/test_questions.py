@@ -88,6 +88,25 @@ async def test_the_advantage_of_a_row_is_what_its_tokens_have(story: Story) -> N
 
 
 @pytest.mark.parametrize(
+    ("uid", "asked_for", "found"),
+    [
+        ("b0/1/2/0/", None, "grpo"),
+        ("b0/1/2/0/", "grpo", "grpo"),
+        ("b0/1/2/0/", "varied", "varied"),
+        ("b0/3/0/0/", "grpo", "grpo"),
+        ("b0/3/0/0/", "varied", None),  # which rejected it
+        ("b1/0/1/0/", None, None),  # waits in both
+    ],
+)
+async def test_advantages_are_of_the_set_that_is_asked_for(
+    story: Story, uid: str, asked_for: str | None, found: str | None
+) -> None:
+    table = await asked(story, partial(inspect.tokens, uid=uid, annotation_set=asked_for))
+    assert table.annotation_set == found
+    assert ("advantage" in table.columns) is (found is not None)
+
+
+@pytest.mark.parametrize(
     ("uid", "verdict", "told"),
     [
         ("b0/1/2/0/", "trained in step 2 of trainer", "step 2 committed"),

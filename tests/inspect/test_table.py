@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import anyio
@@ -16,7 +17,7 @@ import trinity_buffer as tb
 from tests.cli.calling import Cli
 from tests.cli.conftest import cli  # noqa: F401 - a fixture
 from tests.conftest import Resize
-from tests.stories import Story, tell
+from tests.stories import Story, rollout, tell
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.experience import Experience
 
@@ -61,11 +62,31 @@ def test_a_row_says_what_became_of_it(story: Story) -> None:
     assert [(sum(row["state"] == "annotated" for row in rows),)] == states
     assert {row["reason"] for row in rows if row["state"] == "rejected"} == {"zero_variance"}
     (late,) = (row for row in rows if row["state"] == "refused")
-    assert late["reason"] == "late"
+    assert (late["reason"], late["advantage"], late["advantages"]) == ("late", None, None)
     trained = tb.to_arrow(story.url, set="grpo").to_pylist()
     steps = sql(story, "SELECT step, count(*) FROM delivery GROUP BY step")
     counted = {step: sum(row["trained_step"] == step for row in trained) for step, _ in steps}
     assert sorted(counted.items()) == steps
+    scored = [row for row in trained if row["advantages"] is not None]
+    assert len(scored) == 16
+    assert [row["advantage"] for row in scored] == pytest.approx(
+        [fmean(row["advantages"]) for row in scored]
+    )
+    assert any(row["advantage"] for row in scored)
+
+
+def test_a_table_of_what_nobody_annotated_has_no_set(sqlite_url: str) -> None:
+    async def write() -> None:
+        async with tb.open_store(sqlite_url) as store:
+            experiment = await store.experiment("run", config={})
+            await experiment.writer("e0").write([rollout("b", 0, 0, 1.0)])
+
+    anyio.run(write)
+    (row,) = tb.to_arrow(sqlite_url).to_pylist()
+    assert (row["uid"], row["set"], row["state"], row["reason"]) == ("b/0/0/0/", None, None, None)
+    with pytest.raises(UnknownNameError) as unknown:
+        tb.to_arrow(sqlite_url, set="grpo")
+    assert str(unknown.value) == "no annotation set 'grpo' (there: none)"
 
 
 def test_a_step_alone_has_the_rows_that_it_was_trained_on(story: Story) -> None:

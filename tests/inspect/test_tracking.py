@@ -101,9 +101,17 @@ async def test_what_is_no_finite_number_is_left_out(story: Story) -> None:
         (line, *_) = await inspect.steps(now(await store.experiment(story.name)))
     measured = {"loss": 0.5, "broken": float("nan"), "skipped": "non_finite", "batch/rows": -1}
     numbers = numbers_of(replace(line, metrics=measured))
-    assert numbers["loss"] == 0.5
-    assert not {"broken", "skipped"} & set(numbers)
-    assert numbers["batch/rows"] == line.rows  # what the log knows, nobody else says
+    assert numbers == {
+        "loss": 0.5,
+        "batch/reward": line.reward,
+        "batch/staleness": line.staleness,
+        "batch/oldest": line.oldest,
+        "batch/rows": line.rows,  # what the log knows, nobody else says
+        "batch/groups": line.groups,
+        "batch/tokens": line.tokens,
+        "batch/trained_tokens": line.trained_tokens,
+        "batch/seconds": line.seconds,
+    }
 
 
 async def test_a_rewound_trainer_is_followed_through_its_steps_anew(tmp_path: Path) -> None:
@@ -165,18 +173,30 @@ async def annotated(store: Store) -> Experiment:
     return experiment
 
 
+@pytest.mark.parametrize(
+    ("trainer", "named"), [(None, "a trainer"), ("trainer", "trainer 'trainer'")]
+)
 async def test_a_follower_may_begin_before_the_trainer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    trainer: str | None,
+    named: str,
 ) -> None:
+    said = (
+        f"track waits for {named} in 'sort', where there is none: start it "
+        "(`trinity-buffer train`), or name another one"
+    )
     monkeypatch.setenv("TRINITY_BUFFER_WAIT_REPORT_S", "0.01")
     kept = Kept()
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         experiment = await store.experiment("sort", config={"rollouts_per_group": 2, "model": {}})
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(track, experiment, kept, follow=True))
+            tasks.start_soon(partial(track, experiment, kept, trainer=trainer, follow=True))
             with anyio.fail_after(60):
-                while "track waits for a trainer in 'sort', where there is none" not in caplog.text:
+                while "track waits for" not in caplog.text:
                     await anyio.lowlevel.checkpoint()
+            assert said in caplog.messages
             await annotated(store)
             await train(experiment, 2)
             await kept.given(2)

@@ -182,7 +182,14 @@ async def test_what_was_archived_comes_back_byte_for_byte(store_url: str, tmp_pa
         archive.rename(tmp_path / "elsewhere")
         with pytest.raises(InvalidArgumentError, match="that file is not there"):
             await restore(experiment)
-        back = await restore(experiment, folder=tmp_path / "elsewhere")
+        seen: list[tuple[str, int, int]] = []
+        back = await restore(
+            experiment,
+            folder=tmp_path / "elsewhere",
+            progress=lambda *said: seen.append(said),
+        )
+        assert seen == [("restore", 0, 1), ("restore", 1, 1)]
+        assert back.files == gone.files
         assert (back.segments, back.bytes) == (gone.segments, gone.bytes)
         assert await rows(store.database, segment) == before
         assert (await verify(experiment)).problems == ()

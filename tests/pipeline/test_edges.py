@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from tests.contract.making import rollout
+from trinity_buffer.events import BatchLeased, StepDealt, TrainerRewound
 from trinity_buffer.pipeline.annotating.scoring import assign_rewards
 from trinity_buffer.pipeline.history.replay import replayed_steps
+from trinity_buffer.pipeline.loading.blocks import Block, Field
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.manifest import plan_microbatches
+from trinity_buffer.pipeline.streaming.manifest import Manifest, plan_microbatches, plans_of
+from trinity_buffer.pipeline.verifying.findings import Problem
+from trinity_buffer.pipeline.verifying.trainer_audit import TrainerAudit
 
 PAIR = {"rollouts_per_group": 2}
 
@@ -52,3 +59,73 @@ async def test_a_reward_of_zero_is_a_reward(sqlite_url: str) -> None:
         await experiment.writer("e0").write([rollout(run=run) for run in range(2)])
         scored = await assign_rewards(experiment, "zero", lambda e: 0.0 if e.eid.run else None)
     assert scored == 1
+
+
+LEASED = BatchLeased(
+    consumer="t",
+    step=1,
+    token=1,
+    annotations=[1 << 20, 2 << 20],
+    groups=[0, 0],
+    num_groups=1,
+    planned_groups=1,
+    microbatches=[[0, 2, 8, 0]],
+    layout="padded",
+    annotation_set="s",
+    experiences=[1 << 20, 2 << 20],
+    normalizer=None,
+    digest=bytes(16),
+)
+DEALT = StepDealt(
+    consumer="t",
+    token=2,
+    step=1,
+    leased_at=5,
+    world_size=2,
+    order=[0, 1],
+    microbatches=[[0, 1, 8, 0], [1, 2, 8, 1]],
+    digest=bytes(16),
+)
+
+
+def test_what_is_wrong_with_a_step_that_is_dealt_anew_is_told_with_its_place() -> None:
+    audit, leased = TrainerAudit("t"), Manifest.of(LEASED)
+    assert list(audit.leased(5, replace(LEASED, digest=leased.digest))) == []
+    dealt = leased.dealt(DEALT.order, plans_of(DEALT)).digest.hex()
+    place = "position 7 (trainer 't')"
+    assert list(audit.dealt(7, DEALT)) == [
+        Problem(
+            *("manifests", place),
+            f"step 1 as it was dealt has the digest {dealt}, recorded is {'00' * 16}",
+        ),
+        Problem("manifests", place, "a group of step 1 lies on two ranks"),
+    ]
+    assert list(audit.dealt(7, replace(DEALT, step=2))) == [
+        Problem(*("manifests", place), "step 2 was dealt anew, and was not leased or is committed")
+    ]
+
+
+def test_a_trainer_goes_back_to_a_step_that_it_has_committed() -> None:
+    audit = TrainerAudit("t")
+    audit.live = {1: b"one", 2: b"two", 3: b"three"}
+    assert list(audit.rewound(8, TrainerRewound(consumer="t", step=2, from_step=3))) == []
+    assert list(audit.live) == [1, 2]
+    assert list(audit.rewound(9, TrainerRewound(consumer="t", step=3, from_step=2))) == [
+        Problem(
+            *("commits", "position 9 (trainer 't')"),
+            "it goes back to step 3, which was not committed",
+        )
+    ]
+    assert list(audit.rewound(9, TrainerRewound(consumer="t", step=0, from_step=2))) == []
+    assert audit.live == {}
+
+
+def test_a_block_with_fewer_values_than_rows_gives_none_of_them() -> None:
+    """As of a segment that somebody put in the place of a longer one."""
+    whole = Block(np.array([2, 0]), np.array([1, 2, 3]), np.array([0, 1, 3]))
+    found = Field([whole]).values(3)
+    assert [None if one is None else np.asarray(one).tolist() for one in found] == [
+        *([2, 3], None, [1]),
+    ]
+    with pytest.raises(ValueError, match="shorter"):
+        Field([replace(whole, rows=np.array([2, 0, 1]))]).values(3)

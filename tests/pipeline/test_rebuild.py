@@ -16,8 +16,10 @@ from tests.pipeline.planting import append_unfolded, events_of, everything, firs
 from tests.stories import Story, rollout, tell
 from trinity_buffer.errors import StoreError
 from trinity_buffer.pipeline.history.rebuild import RebuildReport, diff_projections, rebuild
+from trinity_buffer.pipeline.history.refold import catch_up, suspects
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.store import comparison
+from trinity_buffer.store.scratch import open_scratch
 from trinity_buffer.store.tables import (
     PROJECTIONS,
     annotation,
@@ -92,6 +94,30 @@ async def test_differences_name_table_row_and_column(story: Story) -> None:
         (found,) = await diff_projections(store.database, 1)
     wanted = f"experience(address={address}): finish_reason is 'bored', the log says None"
     assert str(found) == wanted
+    async with open_store(story.url) as store:
+        assert await store.database.write(comparison.mend, [found]) == 1
+        assert await diff_projections(store.database, 1) == []
+
+
+async def test_a_scratch_that_does_not_see_the_live_side_finds_the_same_spans(
+    sqlite_story: Story, resize: Resize
+) -> None:
+    """As beside a server."""
+    resize(rows_per_span=5)
+
+    def change(tx: Transaction) -> None:
+        mine = experience.c.address == first_row(tx, experience)["address"]
+        tx.execute(update(experience).where(mine).values(finish_reason="bored"))
+
+    await unguarded(sqlite_story.url, change)
+    async with open_store(sqlite_story.url, read_only=True) as store:
+        found = []
+        for live in (store.database.path, None):
+            with open_scratch(1, live) as scratch:
+                assert await catch_up(store.database, scratch) is None
+                found.append(await suspects(store.database, scratch))
+    assert found[0] == found[1]
+    assert [span.table for span in found[0].closed] == ["experience"]
 
 
 async def test_spans_of_any_size_find_the_same(story: Story, resize: Resize) -> None:

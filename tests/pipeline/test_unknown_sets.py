@@ -42,6 +42,7 @@ async def test_it_waits_aloud_and_goes_on_when_somebody_annotates(
         await annotated(experiment)
         with caplog.at_level(logging.WARNING):
             async with experiment.train_stream(strategy="grp", follow=True) as stream:
+                states = given_to_wait(experiment, monkeypatch)
                 while REFUSED_ALOUD not in caplog.text:
                     await anyio.lowlevel.checkpoint()
                 assert (await kinds(experiment)).count("ConsumerRegistered") == 1
@@ -50,6 +51,22 @@ async def test_it_waits_aloud_and_goes_on_when_somebody_annotates(
                 step = await anext(stream)
                 await stream.commit(step)
     assert len(step.manifest.experiences) == 4
+    assert states
+    assert None not in states  # else it would ask again and again
+
+
+def given_to_wait(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return the list of the states after which somebody waits for a commit, as they come."""
+    changes = experiment.database.changes
+    found: list[object] = []
+    changed = changes.changed
+
+    async def noted(state: tuple[int, int], timeout_s: float | None = None) -> None:
+        found.append(state)
+        await changed(state, timeout_s)
+
+    monkeypatch.setattr(changes, "changed", noted)
+    return found
 
 
 REFUSED_ALOUD = "trainer 'trainer' waits: experiment 'run' has no annotation set 'grp' (there: grpo"

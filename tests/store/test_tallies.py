@@ -9,6 +9,7 @@ from sqlalchemy import select
 from tests.stories import RUNS, rollout, tell
 from tests.trainer.test_mixing import filled, taken
 from trinity_buffer.events import ExperiencesRejected
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
@@ -99,3 +100,26 @@ async def test_rows_of_an_expert_are_none_of_the_set(store_url: str) -> None:
     trainer = tallied[-1]
     assert isinstance(trainer, conservation.TrainerCounts)
     assert 0 < trainer.leased <= trainer.rows
+
+
+async def test_steps_of_another_experiments_trainer_are_not_waited_for(
+    sqlite_store_url: str, tmp_path: Path
+) -> None:
+    story = await tell(sqlite_store_url, tmp_path / "run")
+    async with open_store(sqlite_store_url) as store:
+        done = await store.experiment("done", config={"rollouts_per_group": 1})
+        await done.writer("e0").write([rollout("b0", 0, 0, 1.0)])
+        await run_strategy(done, "grpo")
+        async with done.train_stream(strategy="grpo") as stream:
+            await stream.commit(await anext(stream))
+        found = []
+        for experiment in (await store.experiment(story.name), done):
+            key, database = experiment.key, experiment.database
+            row = await database.read(queries.consumer_row, key, "trainer")
+            assert row is not None
+            found.append(await database.read(conservation.first_uncommitted, key, row))
+        leased = [e.position async for e in (await store.experiment("sort")).events(kinds=LEASED)]
+    assert found == [leased[2], None]
+
+
+LEASED = ("BatchLeased",)

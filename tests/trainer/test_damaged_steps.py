@@ -39,6 +39,7 @@ from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 from trinity_buffer.store.tables import segment
+from trinity_buffer.store.trainer_queries import step_with_rows
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.trainer.reports import StepReport
 from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
@@ -292,6 +293,17 @@ async def groups_of_policies(url: str) -> None:
         await run_strategy(experiment, "grpo")
         async with experiment.train_stream(**OPTIONS) as stream:
             assert [step.rows async for step in stream] == [2 * RUNS_OF_DATA] * 3
+
+
+async def test_steps_with_rows_are_counted_without_the_empty_one(sqlite_url: str) -> None:
+    await filled(sqlite_url)
+    await left(sqlite_url, 3, groups_per_step=1)
+    await harmed(sqlite_url, *THIRD_TASK)
+    await left(sqlite_url, 4, groups_per_step=1, damaged_rows="drop")
+    async with opened(sqlite_url) as experiment:
+        read, key = experiment.database.read, experiment.key
+        found = [await read(step_with_rows, key, "trainer", number) for number in range(6)]
+    assert found == [0, 1, 2, 4, 5, 6]  # 3 is empty, 5 and 6 are to come
 
 
 def test_the_trainer_goes_through_an_empty_step_with_its_weights_as_they_are(

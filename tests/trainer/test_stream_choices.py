@@ -189,6 +189,24 @@ async def test_a_pair_lies_in_one_micro_batch_chosen_first(store_url: str, layou
     assert step.microbatches[0].layout.total.sequences == 16
 
 
+async def test_a_pair_is_too_long_where_its_longer_half_is(sqlite_url: str) -> None:
+    made = pairs()
+    longest = [
+        len(e.tokens) + max(len(half) for half in (e.chosen, e.rejected) if half is not None)
+        for e in made
+    ]
+    limit = sorted(longest)[4]
+    async with open_store(sqlite_url) as store:
+        experiment = await recorded(store, "run", "dpo", made)
+        options = {"layout": "packed", "max_tokens": limit, "groups_per_step": 8}
+        async with experiment.train_stream(strategy=None, **options) as stream:
+            steps = [step async for step in stream]
+        gone = [e async for e in experiment.events(kinds=("ExperiencesRejected",))]
+    kept = sorted(at & 0xFFFFF for step in steps for at in step.manifest.experiences)
+    assert kept == [at for at, size in enumerate(longest) if size <= limit]
+    assert {reason for event in gone for reason in event.body["reasons"]} == {"oversize"}
+
+
 async def test_prompts_with_answers_are_groups_of_one(store_url: str) -> None:
     async with open_store(store_url) as store:
         experiment = await recorded(store, "run", "sft", solutions())

@@ -257,7 +257,15 @@ def test_a_misspelt_argument_can_be_swallowed_as_the_reference_does() -> None:
         ("step_wise_grpo", {"last_step": "first"}, "last_step"),
         ("duplicate_informative", {"copy_ids": "same"}, "copy_ids"),
         ("rec", {"drop": "half"}, "drop"),
-        ("gigpo", {"fnorm": "mean"}, "fnorm"),
+        ("gigpo", {"fnorm": "mean"}, r"^fnorm must be one of 'none', 'std', not 'mean'$"),
+        (
+            *("gigpo", {"missing_reward": "skip"}),
+            r"^missing_reward must be one of 'refuse', 'zero', not 'skip'$",
+        ),
+        (
+            *("gigpo", {"anchor_scope": "world"}),
+            r"^anchor_scope must be one of 'task', 'batch', not 'world'$",
+        ),
         ("grpo_grouped", {"std_cal_level": "world"}, "std_cal_level"),
         ("overlong_penalty", {"max_length": 4, "cache_length": 9}, "cache_length"),
         ("best_of_group", {"num_kept": 0}, "num_kept"),

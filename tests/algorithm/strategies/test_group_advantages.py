@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from tests.algorithm.strategies.rollouts import group, rollout, scores
 from trinity_buffer.algorithm import ADVANTAGE_FN
@@ -12,6 +13,7 @@ from trinity_buffer.algorithm.advantage_fn import (
     GiGPOAdvantageFn,
     GRPOGroupedAdvantage,
     OPMDGroupAdvantage,
+    PipelineAdvantage,
     RECGroupedAdvantage,
     REINFORCEGroupAdvantage,
     StepWiseGRPOAdvantageFn,
@@ -195,3 +197,24 @@ def test_misspelt_arguments_are_refused() -> None:
         GRPOGroupedAdvantage(std_treshold=0.0)
     with pytest.raises(InvalidArgumentError, match="did you mean 'omega'"):
         GiGPOAdvantageFn(omga=0.0)
+
+
+class Rewarded(PipelineAdvantage):
+    """Looks at each experience alone."""
+
+    @override
+    def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
+        self.check(exps)
+        return exps, {}
+
+
+def test_a_function_of_ones_own_names_what_it_cannot_score() -> None:
+    good, bad = rollout(0, 0, 1.0), rollout(0, 1)
+    bad.reward = float("nan")
+    (problem,) = Rewarded().problems([good, bad])
+    assert (problem.together, problem.culprit, problem.text) == ([bad], bad, "reward is nan")
+    with pytest.raises(InvalidExperienceError) as refused:
+        Rewarded()([good, bad])
+    told = f"{bad.eid.uid}: Rewarded cannot use it, its reward is nan"
+    assert str(refused.value) == told
+    assert Rewarded()([good]) == ([good], {})
