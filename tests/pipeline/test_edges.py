@@ -31,6 +31,7 @@ from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.log_audit import LogAudit
 from trinity_buffer.pipeline.verifying.trainer_audit import TrainerAudit
+from trinity_buffer.store import retention
 from trinity_buffer.store.log import StoredEvent
 
 PAIR = {"rollouts_per_group": 2}
@@ -209,3 +210,16 @@ def test_why_a_rollout_ended_is_told_by_its_info_or_by_what_was_cut() -> None:
         (0, f"{what} (0, 'stop'), its event says (0, None)"),
         (1, f"{what} (0, 'response_truncated'), its event says (0, None)"),
     ]
+
+
+async def test_what_is_held_is_counted_from_where_one_looks(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config=PAIR)
+        for task in range(3):
+            await experiment.writer("e0").write([rollout(task=task, run=run) for run in range(2)])
+        read, key = store.database.read, experiment.key
+        held = await read(retention.held_segments, key, after=-1, limit=9)
+        assert [(one.ordinal, one.last - one.first) for one in held] == [(1, 1), (2, 1), (3, 1)]
+        for seen, one in enumerate(held, 1):
+            left = await read(retention.held_segments, key, after=one.last, limit=9)
+            assert left == [later._replace(ordinal=later.ordinal - seen) for later in held[seen:]]
