@@ -38,6 +38,7 @@ GOOD = {
     "no reward": rollout(reward=None),
     "no log-probs": rollout(logprobs=None),
     "an int as reward": rollout(reward=-3),
+    "the least int as reward": rollout(reward=1 - 2**63),
     "a mask of ints": rollout(action_mask=torch.tensor([1, 0, 1])),
     "a mask of weights": rollout(action_mask=torch.tensor([0.5, 0.0, 2.0])),
     "a mask that selects nothing": rollout(action_mask=[0, 0, 0]),

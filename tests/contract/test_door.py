@@ -18,6 +18,7 @@ from trinity_buffer.errors import (
     DamagedSegmentError,
     InvalidArgumentError,
     InvalidExperienceError,
+    UnknownExperimentError,
 )
 from trinity_buffer.events import ConfigurationChanged, ExperienceColumns, ExperiencesRecorded
 from trinity_buffer.experience import EID, CustomField, Experience
@@ -218,6 +219,21 @@ async def test_a_stored_configuration_with_other_keys_still_opens(store_url: str
         assert experiment.config["colour"] == "red"
         again = await store.experiment("run", config={**experiment.config, "seed": 2})
         assert (again.config["colour"], again.config["seed"]) == ("red", 2)
+
+
+async def test_what_an_experiment_is_cannot_be_changed_later(store_url: str) -> None:
+    async with open_store(store_url) as store:
+        with pytest.raises(UnknownExperimentError) as unknown:
+            await store.experiment("run")
+        await store.experiment("run", config={}, schema="sft")
+        with pytest.raises(InvalidArgumentError) as other:
+            await store.experiment("run", config={}, schema="dpo")
+    assert str(unknown.value) == (
+        f"{store.url} holds no experiment 'run' (there: none); pass config={{}} to create it"
+    )
+    assert str(other.value) == (
+        "experiment 'run' has schema='sft', which cannot become 'dpo'; create another experiment"
+    )
 
 
 def test_every_key_of_a_run_is_known_to_the_door() -> None:

@@ -15,7 +15,7 @@ from tests.conftest import Resize
 from tests.contract.making import rollout
 from tests.trainer.test_mixing import filled, taken
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.inspect import blame, compare_sets, groups, leases, position_before
+from trinity_buffer.inspect import blame, compare_sets, groups, leases, position_before, show
 from trinity_buffer.inspect.fates import AnnotationRow, Fate, StepOfRow
 from trinity_buffer.inspect.source import now
 from trinity_buffer.inspect.steps import trainer_of
@@ -59,6 +59,21 @@ def test_a_fate_tells_of_every_copy_once() -> None:
     trained = AnnotationRow(1, (StepOfRow("t", 1, committed=True, reason=None),))
     fate = Fate("grpo", "annotated", None, (trained, trained, AnnotationRow(2, ())))
     assert str(fate) == "trained in step 1 of t; ready"
+
+
+async def test_what_no_strategy_has_seen_does_not_wait(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": 3})
+        for run in range(2):
+            await experiment.writer("e0").write([rollout(run=run)])
+            if run == 0:
+                await experiment.writer("e0").write([rollout(task=1, run=run) for run in range(3)])
+                await run_strategy(experiment, "grpo")
+        shown = [(await show(experiment, f"b/0/{run}/0/")).sets for run in range(2)]
+    assert [[(one.annotation_set, one.state) for one in sets] for sets in shown] == [
+        [("grpo", "waiting")],
+        [("grpo", "unseen")],
+    ]
 
 
 def test_a_row_without_a_tensor_has_no_place_in_the_column() -> None:

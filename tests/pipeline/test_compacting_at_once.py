@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import anyio
 import pyarrow.parquet
 import pytest
 
+from tests.conftest import Resize
 from tests.pipeline.test_compaction import trained
 from trinity_buffer.errors import StoreError
 from trinity_buffer.pipeline import archive_file
@@ -69,6 +71,30 @@ async def test_what_was_archived_meanwhile_is_told(
             with pytest.raises(StoreError, match="another process has compacted"):
                 await compact(experiment, keep_steps=0, archive=tmp_path)
         assert (await verify(experiment)).problems == ()
+
+
+async def test_what_leaves_while_it_is_verified_is_not_missing(
+    store_url: str, resize: Resize
+) -> None:
+    resize(events_per_page=1)
+    left = []
+
+    async def another() -> None:
+        async with open_store(store_url) as store:
+            experiment = await store.experiment("x")
+            left.append(await compact(experiment, keep_steps=0, archive=None, delete=True))
+
+    def meanwhile(stage: str, done: int, _total: int) -> None:
+        if (stage, done) == ("log", 1):
+            other = Thread(target=anyio.run, args=(another,), daemon=True)
+            other.start()
+            other.join(10)
+
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("x", config={})
+        await trained(experiment, steps=4)
+        assert (await verify(experiment, progress=meanwhile)).problems == ()
+    assert [report.segments for report in left] == [4]
 
 
 async def test_two_that_restore_at_once_bring_everything_back_once(

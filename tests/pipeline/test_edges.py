@@ -8,14 +8,31 @@ import numpy as np
 import pytest
 
 from tests.contract.making import rollout
-from trinity_buffer.events import BatchLeased, StepDealt, TrainerRewound
+from trinity_buffer import codec
+from trinity_buffer.events import (
+    BatchLeased,
+    ExperienceColumns,
+    ExperiencesAnnotated,
+    Fact,
+    RewardsAssigned,
+    StepDealt,
+    TrainerRewound,
+    body_of,
+)
 from trinity_buffer.pipeline.annotating.scoring import assign_rewards
+from trinity_buffer.pipeline.encoding import encode_experiences
+from trinity_buffer.pipeline.event_chain import EventChain
 from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.loading.blocks import Block, Field
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.manifest import Manifest, plan_microbatches, plans_of
+from trinity_buffer.pipeline.verifying.column_audit import wrong_columns
+from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit
 from trinity_buffer.pipeline.verifying.findings import Problem
+from trinity_buffer.pipeline.verifying.log_audit import LogAudit
 from trinity_buffer.pipeline.verifying.trainer_audit import TrainerAudit
+from trinity_buffer.store import retention
+from trinity_buffer.store.log import StoredEvent
 
 PAIR = {"rollouts_per_group": 2}
 
@@ -58,7 +75,8 @@ async def test_a_reward_of_zero_is_a_reward(sqlite_url: str) -> None:
         experiment = await store.experiment("run", config=PAIR)
         await experiment.writer("e0").write([rollout(run=run) for run in range(2)])
         scored = await assign_rewards(experiment, "zero", lambda e: 0.0 if e.eid.run else None)
-    assert scored == 1
+        (event,) = [one async for one in experiment.events(kinds=["RewardsAssigned"])]
+    assert (scored, event.actor) == (1, "user")
 
 
 LEASED = BatchLeased(
@@ -129,3 +147,79 @@ def test_a_block_with_fewer_values_than_rows_gives_none_of_them() -> None:
     ]
     with pytest.raises(ValueError, match="shorter"):
         Field([replace(whole, rows=np.array([2, 0, 1]))]).values(3)
+
+
+ANNOTATED = ExperiencesAnnotated(
+    consumer="s",
+    seen=2,
+    calls=1,
+    segment=b"annotations".ljust(16),
+    families={},
+    experiences=[1 << 20, 2 << 20],
+    groups=[0, 0],
+    planned=[True],
+    metrics=[{}],
+)
+
+
+def test_a_manifest_is_compared_with_the_annotations_that_it_names() -> None:
+    audit = CrossAudit()
+    assert list(audit.take(3, ANNOTATED)) == []
+    assert audit.named == {ANNOTATED.segment}
+    own = [3 << 20, (3 << 20) + 1]
+    assert list(audit.take(4, replace(LEASED, annotations=own))) == []
+    place = "position 5 (trainer 't')"
+    exchanged = replace(LEASED, annotations=own[::-1])
+    assert list(audit.take(5, exchanged)) == [
+        Problem("manifests", place, "row 0 trains 1:0 with 3:1, which is of 2:0")
+    ]
+    assert list(audit.take(5, LEASED)) == [
+        Problem("manifests", place, "set 's' has no annotation 1:0"),
+        Problem("manifests", place, "set 's' has no annotation 2:0"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        replace(LEASED, annotations=[1 << 63, 1]),
+        RewardsAssigned(scoring="s", experiences=[1 << 63], rewards=[1.0]),
+    ],
+)
+def test_a_number_that_can_be_no_address_is_a_wrong_form(fact: Fact) -> None:
+    kind = type(fact).__name__
+    audit = LogAudit(EventChain("run"))
+    audit.position = 6
+    body = codec.encode_body(kind, body_of(fact))
+    audit.add([StoredEvent(7, kind, "somebody", 1, body, None)])
+    (problem,) = audit.problems
+    assert (problem.check, problem.where) == ("log", "position 7")
+    assert problem.what.startswith(f"its body has not the form of {kind}: OverflowError(")
+
+
+def test_why_a_rollout_ended_is_told_by_its_info_or_by_what_was_cut() -> None:
+    ended, cut, never = rollout(run=0), rollout(run=1), rollout(run=2, version=None)
+    ended.info["finish_reason"] = "stop"
+    cut.truncate_status = "response_truncated"
+    write = encode_experiences([ended, cut, never])
+    columns = ExperienceColumns(**write.meta)
+    decoded = [codec.decode_segment(blob) for blob in write.families.values()]
+    assert list(wrong_columns(columns, decoded)) == []
+    what = "its policy version and finish reason are"
+    assert list(wrong_columns(replace(columns, finish_reason=[None] * 3), decoded)) == [
+        (0, f"{what} (0, 'stop'), its event says (0, None)"),
+        (1, f"{what} (0, 'response_truncated'), its event says (0, None)"),
+    ]
+
+
+async def test_what_is_held_is_counted_from_where_one_looks(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config=PAIR)
+        for task in range(3):
+            await experiment.writer("e0").write([rollout(task=task, run=run) for run in range(2)])
+        read, key = store.database.read, experiment.key
+        held = await read(retention.held_segments, key, after=-1, limit=9)
+        assert [(one.ordinal, one.last - one.first) for one in held] == [(1, 1), (2, 1), (3, 1)]
+        for seen, one in enumerate(held, 1):
+            left = await read(retention.held_segments, key, after=one.last, limit=9)
+            assert left == [later._replace(ordinal=later.ordinal - seen) for later in held[seen:]]

@@ -20,6 +20,7 @@ from trinity_buffer.pipeline.history.refold import catch_up, suspects
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.store import comparison
 from trinity_buffer.store.scratch import open_scratch
+from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.tables import (
     PROJECTIONS,
     annotation,
@@ -118,6 +119,21 @@ async def test_a_scratch_that_does_not_see_the_live_side_finds_the_same_spans(
                 found.append(await suspects(store.database, scratch))
     assert found[0] == found[1]
     assert [span.table for span in found[0].closed] == ["experience"]
+
+
+def test_a_library_is_told_that_the_name_of_a_scratch_is_a_uri(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Most are built to see it; others would make a file of that name."""
+    connect, told = dbapi2.connect, []
+
+    def noted(name: str, **options: Any) -> Any:
+        told.append((name.startswith("file:"), options["uri"]))
+        return connect(name, **options)
+
+    monkeypatch.setattr(dbapi2, "connect", noted)
+    with open_scratch(1):
+        assert told == [(True, True)]
 
 
 async def test_spans_of_any_size_find_the_same(story: Story, resize: Resize) -> None:

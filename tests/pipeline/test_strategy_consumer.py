@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from sqlalchemy import update
 from typing_extensions import override
 
 from tests.contract.making import (
@@ -18,6 +19,7 @@ from tests.contract.making import (
     rollout,
     rows,
 )
+from tests.pipeline.planting import unguarded
 from tests.pipeline.watching import (
     BatchWatcher,
     Watcher,
@@ -113,6 +115,22 @@ async def test_an_incomplete_group_is_kept_or_rejected_as_configured(
         assert (report.annotated, report.rejected) == (3 - len(expected), len(expected))
         assert await rejected_groups(experiment, "all") == len(expected)
         await assert_conserved(experiment)
+
+
+@pytest.mark.parametrize("incomplete", ["keep", "reject"])
+async def test_a_group_with_a_damaged_experience_is_incomplete(
+    sqlite_url: str, incomplete: str
+) -> None:
+    async with opened(sqlite_url, rollouts_per_group=2, incomplete=incomplete) as experiment:
+        for run in range(2):
+            await experiment.writer("e0").write([rollout(run=run)])
+        first = (await rows(experiment.database, tables.experience))[0]["segment"]
+    damage = update(tables.segment).where(tables.segment.c.key == first).values(checksum=0)
+    await unguarded(sqlite_url, lambda tx: tx.execute(damage))
+    async with opened(sqlite_url) as experiment:
+        await run_strategy(experiment, Watcher, name="all", incomplete=incomplete)
+        also = {} if incomplete == "keep" else {"b/0/1": "incomplete_group"}
+        assert await reasons(experiment, "all") == {"b/0/0": "damaged", **also}
 
 
 async def test_an_unplanned_task_of_a_planned_batch_closes_no_other_group(store_url: str) -> None:

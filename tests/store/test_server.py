@@ -9,6 +9,7 @@ from contextlib import suppress
 import anyio
 import asyncpg
 import pytest
+from sqlalchemy.util import await_only
 
 from tests.contract.making import group, kinds, opened
 from tests.postgres import PostgresServer
@@ -17,6 +18,7 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import postgres, sqlite
+from trinity_buffer.store.transaction import Transaction
 
 
 @pytest.fixture
@@ -134,6 +136,34 @@ async def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.Monkey
         url = f"postgresql://postgres@127.0.0.1:{silent.getsockname()[1]}/any"
         with anyio.fail_after(20), pytest.raises(StoreError, match="it does not answer"):
             await open_store(url).__aenter__()
+
+
+async def test_no_more_connections_are_opened_than_were_promised(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one waits for its turn."""
+    monkeypatch.setattr(postgres, "KEPT_CONNECTIONS", 2)
+    monkeypatch.setattr(postgres, "MORE_CONNECTIONS", 1)
+    inside, full, one_too_many, done = 0, anyio.Event(), anyio.Event(), anyio.Event()
+
+    def stay(tx: Transaction) -> int:
+        nonlocal inside
+        inside += 1
+        if inside >= 3:
+            (full if inside == 3 else one_too_many).set()
+        await_only(done.wait())
+        return len(tx.rows("SELECT 1", ()))
+
+    async with open_store(postgres_url) as store, anyio.create_task_group() as tasks:
+        for _ in range(4):
+            tasks.start_soon(store.database.read, stay)
+        with anyio.fail_after(20):
+            await full.wait()
+        with anyio.move_on_after(0.3):
+            await one_too_many.wait()
+        done.set()
+        assert not one_too_many.is_set()
+    assert inside == 4
 
 
 async def test_a_connection_that_ends_while_it_is_made_is_told_as_broken(

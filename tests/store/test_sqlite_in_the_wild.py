@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from tests.contract.making import contents, opened, rollout
 from tests.crash.forking import CONTEXT
-from trinity_buffer.errors import UnsafeStoreError
+from trinity_buffer.errors import ReadOnlyStoreError, UnsafeStoreError
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import sqlite
@@ -208,6 +209,38 @@ async def test_no_new_store_is_made_beside_the_log_of_one_that_was_moved(
     (tmp_path / "killed-store.db").rename(path)
     async with opened(sqlite_url) as experiment:
         assert len([one async for one in experiment.read()]) == 1
+
+
+@pytest.fixture
+def closed_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be written, by root neither."""
+    monkeypatch.setattr(os, "access", lambda _path, mode: mode != os.W_OK)
+
+
+@pytest.mark.usefixtures("closed_folders")
+async def test_what_is_read_as_it_lies_gets_no_files_beside_it(
+    sqlite_store_url: str, tmp_path: Path
+) -> None:
+    async with open_store(sqlite_store_url, read_only=True) as store:
+        assert await store.experiments() == []
+        assert names_in(tmp_path) == ["store.db"]
+
+
+@pytest.mark.usefixtures("closed_folders")
+def test_a_file_lies_still_where_no_log_holds_commits(tmp_path: Path) -> None:
+    path, log = tmp_path / "run.db", tmp_path / "run.db-wal"
+    assert sqlite.is_still(path)
+    log.touch()
+    assert sqlite.is_still(path)
+    log.write_bytes(b"commits")
+    with pytest.raises(ReadOnlyStoreError) as told:
+        sqlite.is_still(path)
+    assert str(told.value) == (
+        f"{path}: its log run.db-wal holds commits that cannot be read in {tmp_path}, which "
+        "cannot be written: copy run.db and run.db-wal to a folder of your own"
+    )
+    (tmp_path / "run.db-shm").touch()
+    assert not sqlite.is_still(path)
 
 
 @pytest.mark.parametrize("how", ["journal_mode=DELETE", "VACUUM INTO"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from sqlalchemy import select
@@ -14,7 +15,9 @@ from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import conservation, log, queries, tallies
+from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.tables import annotation, delivery
+from trinity_buffer.store.tables import experience as table
 from trinity_buffer.store.transaction import Transaction
 
 Counts = conservation.StrategyCounts | conservation.TrainerCounts
@@ -63,6 +66,25 @@ async def test_tallies_are_what_is_counted(store_url: str, tmp_path: Path) -> No
     assert (grpo.recorded, grpo.unseen, grpo.waiting, grpo.annotated) == (19, 1, 1, 16)
     assert (grpo.rejected, varied.rejected) == ({"late": 1}, {"late": 1, "zero_variance": RUNS})
     assert (trainer.rows, trainer.ready, trainer.leased, trainer.committed) == (16, 4, 4, 8)
+
+
+async def test_what_lies_behind_a_cursor_is_unseen(sqlite_store_url: str, tmp_path: Path) -> None:
+    story = await tell(sqlite_store_url, tmp_path / "run")
+    async with open_store(sqlite_store_url) as store:
+        experiment = await store.experiment(story.name)
+
+        def look(tx: Transaction) -> None:
+            key = experiment.key
+            row = queries.consumers(tx, key)["grpo"]
+            of = (table.c.experiment == key, table.c.refused.is_(None))
+            taken = tx.execute(select(table.c.address).where(*of)).scalars().all()
+            for cursor in range(log.head(tx, key) + 1):
+                moved = replace(row, cursor=cursor)
+                expected = sum(position_of(address) > cursor for address in taken)
+                assert conservation.of_strategy(tx, key, moved).unseen == expected
+                assert conservation.unseen(tx, key, moved)[0] == expected
+
+        await experiment.database.read(look)
 
 
 async def test_rows_that_a_trainer_rejects_before_their_turn_are_not_ready(

@@ -4,6 +4,7 @@ import copy
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typing_extensions import override
@@ -145,7 +146,11 @@ async def test_reward_variance_recognizes_seven_rewards_of_a_tenth_as_equal() ->
 
 async def test_reward_variance_says_filtered_where_rewards_do_differ() -> None:
     writer = StagedWriter()
-    await RewardVarianceAddStrategy(writer, variance_threshold=1.0).add(group([0.0, 0.5]), 0)
+    strategy = RewardVarianceAddStrategy(writer, variance_threshold=1.0)
+    await strategy.add(group([0.0, 0.5]), 0)
+    scored = strategy.score_groups(np.array([[0.0, 0.5], [0.5, 0.5], [0.0, 4.0]]))
+    assert np.asarray(scored.reasons)[:2].tolist() == [["filtered"], ["zero_variance"]]
+    assert np.asarray(scored.kept).tolist() == [[False] * 2, [False] * 2, [True] * 2]
     assert [reason for _, reason in rejected(writer)] == ["filtered"] * 2
 
 
