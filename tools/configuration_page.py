@@ -38,13 +38,14 @@ which is all that `replay`, `annotate` and `sync-weights` read of it. A dot stan
 first event of the experiment (`trinity-buffer stats --config`); a later change is an event too.
 
 An experiment that you make in Python has the same keys, and `schema`; another one is refused, with
-the one that was probably meant if one is like it. What is your own goes under `extra`. Values, and
-the keys of a section, are checked there by whoever reads them. `run_strategy` reads
-`rollouts_per_group`, `deadline_s` and `incomplete` there, a train stream `groups_per_step`,
-`tokens_per_microbatch`, `layout` and `lease_ttl_s`; a keyword that you give wins. Keys that are in
-neither place have the default of that function. `writer.plan` reads `trainer`, `groups_per_step`,
-`max_waiting_groups` (below `groups_per_step` it counts as that) and `max_staleness`; without the
-last two there is no bound. All three read `max_rejected_steps`, and `tb.explore` reads
+the one that was probably meant if one is like it. What is your own goes under `extra`. Of the keys
+that Python reads the values are checked when the experiment is made or whoever reads them begins;
+all others by the commands alone. `run_strategy` reads `rollouts_per_group`, `deadline_s` and
+`incomplete` there, a train stream `groups_per_step`, `tokens_per_microbatch`, `layout` and
+`lease_ttl_s`; a keyword that you give wins. Keys that are in neither place have the default of that
+function. `writer.plan` reads `trainer`, `groups_per_step`, `max_waiting_groups` (below
+`groups_per_step` it counts as that) and `max_staleness`; without the last two there is no bound.
+All three read `max_rejected_steps`, with `groups_per_step`, and `tb.explore` reads
 `groups_per_batch` and `rollouts_per_group`. The defaults below are those of the commands; the
 demo's recipes change some of them.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,32 @@ async def test_what_an_experiment_is_cannot_be_changed_later(store_url: str) -> 
     assert str(other.value) == (
         "experiment 'run' has schema='sft', which cannot become 'dpo'; create another experiment"
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "must"),
+    [
+        ("groups_per_step", 0, "an integer, at least 1"),
+        ("groups_per_batch", 2.5, "an integer, at least 1"),
+        ("rollouts_per_group", True, "an integer, at least 1"),
+        ("max_waiting_groups", -1, "an integer, at least 1"),
+        ("max_rejected_steps", "x", "an integer, at least 1"),
+        ("max_staleness", -1, "an integer, at least 0"),
+        ("trainer", 5, "a text"),
+        ("lease_ttl_s", 0, "a number of seconds above 0, at most 1e+09"),
+        ("lease_ttl_s", "x", "a number of seconds above 0, at most 1e+09"),
+    ],
+)
+async def test_a_value_that_nothing_can_be_made_with_is_refused(
+    sqlite_url: str, key: str, value: object, must: str
+) -> None:
+    told = f"experiment 'run': {key}={value!r}: it must be {must}"
+    async with open_store(sqlite_url) as store:
+        with pytest.raises(InvalidArgumentError, match=f"^{re.escape(told)}$"):
+            await store.experiment("run", config={key: value})
+        await store.experiment("run", config={key: None, "max_staleness": 0})
+        with pytest.raises(InvalidArgumentError, match=re.escape(told)):
+            await store.experiment("run", config={key: value})
 
 
 def test_every_key_of_a_run_is_known_to_the_door() -> None:

@@ -137,6 +137,22 @@ async def test_a_stream_ends_where_the_expert_is_finished_and_has_too_few(store_
                 await anext(stream)
 
 
+@pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.parametrize("expert_is_finished", [False, True])
+async def test_a_run_that_is_finished_before_it_is_trained_mixes_the_experts_rows_too(
+    store_url: str, follow: bool, expert_is_finished: bool
+) -> None:
+    """However much the expert recorded: what is stored is read before the end is decided."""
+    async with open_store(store_url) as store:
+        experiment = await filled(store)
+        await experiment.finish("all tasks are through")
+        if expert_is_finished:
+            await (await store.experiment("expert")).finish("no more")
+        async with experiment.train_stream(**MIXED, follow=follow) as stream:
+            sources = [step.manifest.source.count(1) async for step in stream]
+    assert sources == [1, 1, 1]
+
+
 async def test_steps_without_the_expert_are_told_of_once(
     store_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -93,11 +93,11 @@ async def test_what_nobody_gives_is_what_the_experiment_is_configured_with(
 
 async def test_a_step_size_that_is_no_number_is_named(sqlite_url: str) -> None:
     async with open_store(sqlite_url) as store:
-        experiment = await store.experiment("run", config={"groups_per_step": "four"})
+        experiment = await store.experiment("run", config={})
         with pytest.raises(
             InvalidArgumentError, match=r"groups_per_step='four': it must be an int"
         ):
-            async with experiment.train_stream(strategy="grpo"):
+            async with experiment.train_stream(strategy="grpo", groups_per_step="four"):
                 pass
 
 

@@ -1,9 +1,10 @@
-"""The keys of an experiment's configuration: what nobody reads is refused, with what was meant."""
+"""The keys of an experiment's configuration: what nobody can read is refused, with what to do."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeGuard
 
 from trinity_buffer.errors import InvalidArgumentError
 
@@ -23,6 +24,44 @@ CONFIG_KEYS = frozenset(
     }
 )
 """What somebody reads: the pipeline, or the processes of a run (``cli.run_config``)."""
+
+
+LEAST = {
+    **dict.fromkeys(("groups_per_batch", "rollouts_per_group", "groups_per_step"), 1),
+    **dict.fromkeys(("max_waiting_groups", "max_rejected_steps", "tokens_per_microbatch"), 1),
+    "max_staleness": 0,
+}
+"""Integers that the pipeline reads, and the least that each may be; None counts as not given."""
+
+
+def require_values(experiment: str, given: Mapping[str, Any]) -> None:
+    """Return if the pipeline can do with the values of those keys of ``given`` that it reads.
+
+    Raises:
+        InvalidArgumentError: names the key, its value and what it must be.
+    """
+    for key, value in given.items():
+        least, must = LEAST.get(key), ""
+        if value is None:
+            continue
+        if least is not None and not (type(value) is int and value >= least):
+            must = f"an integer, at least {least}"
+        elif key == "trainer" and not isinstance(value, str):
+            must = "a text"
+        elif key == "lease_ttl_s" and not (_is_number(value) and 0 < value <= LONGEST_S):
+            must = f"a number of seconds above 0, at most {LONGEST_S:.0e}"
+        if must:
+            raise InvalidArgumentError(
+                f"experiment {experiment!r}: {key}={value!r:.100}: it must be {must}"
+            )
+
+
+LONGEST_S = 1e9
+"""Some thirty years: what is meant to be for ever, and can still be added to a clock."""
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def require_known(experiment: str, given: Iterable[str], stored: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.events import ConfigurationChanged, ExperimentCreated
 from trinity_buffer.identity import problem_of_text, require_name
-from trinity_buffer.pipeline.config_keys import require_known
+from trinity_buffer.pipeline.config_keys import require_known, require_values
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import IDENTITY_KEYS, SCHEMA_NAMES, Experiment
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
@@ -121,12 +121,14 @@ def _create_or_change(
     found = queries.config_of(tx, key)
     require_known(name, wanted, () if found is None else found[0])
     if found is None:
+        require_values(name, wanted)
         log.append(tx, key, [created], actor=actor, now_us=now_us())
         return key, fresh
     before = found[0]
     changes = {
         k: [before.get(k), v] for k, v in wanted.items() if k not in before or before[k] != v
     }
+    require_values(name, {key: wanted[key] for key in changes})
     for identity in IDENTITY_KEYS & changes.keys():
         raise InvalidArgumentError(
             f"experiment {name!r} has {identity}={before.get(identity)!r}, "

@@ -122,6 +122,7 @@ class StrategyConsumer:
             experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
         )
         self._presence = Presence(experiment.database, experiment.key, "strategy", self.name)
+        self.has_read_all = False  # of what was stored when it looked last
         self._annotated = 0
         self._rejected = 0
         self._reasons = Counter[str]()
@@ -158,6 +159,7 @@ class StrategyConsumer:
             if worked:
                 wait.over()
                 continue
+            self.has_read_all = True
             if ending:
                 return
             # What came before the end is read once more.

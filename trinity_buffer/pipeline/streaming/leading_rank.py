@@ -11,6 +11,7 @@ from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import LeaseLostError, StoreError
 from trinity_buffer.events import StepsCommitted, TrainerRewound
 from trinity_buffer.pipeline.annotating.recorded_strategy import recorder
+from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer
 from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.diagnosis import counted, is_being_decided
 from trinity_buffer.pipeline.events import new_event
@@ -88,7 +89,8 @@ class LeadingRank:
         self._ranks = RankSession(experiment, options)
         self._recorded: deque[StepRow] = deque()
         self._next_step = 1
-        self._recorders = [e for e in (None if options.strategy else experiment, expert) if e]
+        recorded = (None if options.strategy else experiment, expert)
+        self._recorders = {e.key: recorder(e) for e in recorded if e}
         self._begun = False
         self._without_expert = False  # which was said
         self.resume: Resume | None = None
@@ -169,14 +171,14 @@ class LeadingRank:
     async def _gather(self) -> None:
         """Make the groups of what is trained as it was recorded, while the stream is read."""
         async with task_group() as tasks:
-            for experiment in list(self._recorders):
-                tasks.start_soon(self._record, experiment)
+            for key, consumer in list(self._recorders.items()):
+                tasks.start_soon(self._record, key, consumer)
 
-    async def _record(self, experiment: ExperimentHandle) -> None:
-        report = await recorder(experiment).run(follow=self._options.follow)
-        if experiment is self._experiment:
+    async def _record(self, key: int, consumer: StrategyConsumer) -> None:
+        report = await consumer.run(follow=self._options.follow)
+        if key == self._experiment.key:
             self.incomplete_groups = report.waiting_groups
-        self._recorders.remove(experiment)
+        del self._recorders[key]
         self._database.changes.notify()
 
     async def _feed(self) -> None:
@@ -193,11 +195,11 @@ class LeadingRank:
         while True:
             await self._lease.presence.seen()
             state = await self._database.changes.state()
-            recorders = list(self._recorders)
+            recorders = dict(self._recorders)
             ending = not recorders and not self._options.follow
             made = await self._make(partial_ok=ending)
             finished = False
-            if not made and not ending and self._experiment not in recorders:
+            if not made and not ending and self._experiment.key not in recorders:
                 # Asked only now: it would cost each step a transaction. What came before the end
                 # is read once more.
                 finished = await self._experiment.is_finished()
@@ -207,12 +209,15 @@ class LeadingRank:
             if made or ending:
                 wait.over()
                 return made
-            if not finished and self._expert not in recorders:  # there is one, and it is finished
+            expert = None if self._expert is None else self._expert.key
+            if not finished and expert not in recorders:  # there is one, and it is finished
                 self._sampler.require_expert()
             # Nobody says that a strategy was killed.
             await wait.changed(state, LOOK_AGAIN_S if finished else None)
 
     async def _more_is_to_come(self) -> bool:
+        if not all(consumer.has_read_all for consumer in self._recorders.values()):
+            return True
         key, annotation_set = self._experiment.key, self._options.annotation_set
         return await self._database.read(is_being_decided, key, annotation_set)
 
