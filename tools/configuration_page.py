@@ -39,15 +39,15 @@ first event of the experiment (`trinity-buffer stats --config`); a later change 
 
 An experiment that you make in Python has the same keys, and `schema`; another one is refused, with
 the one that was probably meant if one is like it. What is your own goes under `extra`. Of the keys
-that Python reads the values are checked when the experiment is made or whoever reads them begins;
-all others by the commands alone. `run_strategy` reads `rollouts_per_group`, `deadline_s` and
-`incomplete` there, a train stream `groups_per_step`, `tokens_per_microbatch`, `layout` and
-`lease_ttl_s`; a keyword that you give wins. Keys that are in neither place have the default of that
-function. `writer.plan` reads `trainer`, `groups_per_step`, `max_waiting_groups` (below
-`groups_per_step` it counts as that) and `max_staleness`; without the last two there is no bound.
-All three read `max_rejected_steps`, with `groups_per_step`, and `tb.explore` reads
-`groups_per_batch` and `rollouts_per_group`. The defaults below are those of the commands; the
-demo's recipes change some of them.
+that Python reads the values are checked when the experiment is made or whoever reads them begins
+(leave a key out rather than give None, and give `trainer` a name without a slash); all others by
+the commands alone. `run_strategy` reads `rollouts_per_group`, `deadline_s` and `incomplete` there,
+a train stream `groups_per_step`, `tokens_per_microbatch`, `layout` and `lease_ttl_s`; a keyword
+that you give wins. Keys that are in neither place have the default of that function. `writer.plan`
+reads `trainer`, `groups_per_step`, `max_waiting_groups` (below `groups_per_step` it counts as that)
+and `max_staleness`; without the last two there is no bound. All three read `max_rejected_steps`,
+with `groups_per_step`, and `tb.explore` reads `groups_per_batch` and `rollouts_per_group`. The
+defaults below are those of the commands; the demo's recipes change some of them.
 
 `exploring` and `max_tokens` are read in a run of your own alone, `task` in one of the demo's tasks.
 
