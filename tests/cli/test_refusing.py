@@ -13,6 +13,7 @@ from pysqlite3 import dbapi2
 
 from tests.cli.calling import Cli
 from tests.stories import Story, tell
+from trinity_buffer.pipeline.store import open_store
 
 DUMP = str(Path(__file__).parents[1] / "integrations" / "dumps" / "trinity.db")
 OWN_RUN = 'model = "m"\nrollout = "nowhere_at_all:f"\ntasks = "nowhere_at_all:t"\n'
@@ -354,3 +355,41 @@ def test_a_run_that_is_refused_has_made_no_folder(
     refused = cli(*words, tmp_path / "deep" / "folder", "--store", tmp_path / "nowhere.db")
     assert refused.code == 2
     assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "lacks"),
+    [
+        (("train", "--checkpoints"), "there is no folder"),
+        (("explore", "--actor", "e0", "--acknowledge"), "names no rollout"),
+    ],
+)
+def test_a_run_without_its_ends_is_refused_before_it_makes_a_folder(
+    cli: Cli, tmp_path: Path, words: tuple[str, ...], lacks: str
+) -> None:
+    made_in_python(tmp_path / "own.db", own={"rollouts_per_group": 2, "model": "nowhere"})
+    refused = cli(*words, tmp_path / "deep" / "folder", "--store", tmp_path / "own.db")
+    assert (refused.code, refused.out) == (2, "")
+    assert lacks in refused.err
+    assert not (tmp_path / "deep").exists()
+
+
+def test_weights_are_not_brought_to_what_is_no_server(cli: Cli, tmp_path: Path) -> None:
+    """An experiment that was made in Python may name anything."""
+    other = {"server": "http://127.0.0.1:1", "dialect": "sglan"}
+    made_in_python(tmp_path / "own.db", number={"server": 5}, dialect=other)
+    for name, said in (("number", "server=5"), ("dialect", "dialect='sglan'")):
+        refused = cli("sync-weights", "--store", tmp_path / "own.db", "--experiment", name)
+        assert (refused.code, refused.out) == (2, "")
+        assert said in refused.err
+
+
+def made_in_python(path: Path, **configs: dict[str, Any]) -> None:
+    """Make an experiment of each name, without the commands."""
+
+    async def make() -> None:
+        async with open_store(path) as store:
+            for name, config in configs.items():
+                await store.experiment(name, config=config)
+
+    anyio.run(make)

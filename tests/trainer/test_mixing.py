@@ -15,6 +15,7 @@ from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.sizes import resized
 
 MIXED = {
     "strategy": "grpo",
@@ -151,6 +152,28 @@ async def test_a_run_that_is_finished_before_it_is_trained_mixes_the_experts_row
         async with experiment.train_stream(**MIXED, follow=follow) as stream:
             sources = [step.manifest.source.count(1) async for step in stream]
     assert sources == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("follow", "finished"), [(False, False), (True, True)])
+async def test_rows_as_they_were_recorded_are_trained_beside_an_expert_with_too_few(
+    store_url: str, follow: bool, finished: bool
+) -> None:
+    """Its own rows are still being read when those of the expert are through."""
+    as_recorded = MIXED | {"strategy": None, "follow": follow}
+    async with open_store(store_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        expert = await recorded(store, "expert", "sft", solutions()[:1])
+        if finished:
+            await experiment.finish("all tasks are through")
+            await expert.finish("no more")
+        for sources in ([1, 0, 0], []):
+            served = []
+            with resized(events_per_page=1, experiences_per_page=2, experiences_per_commit=2):
+                async with experiment.train_stream(**as_recorded) as stream:
+                    async for step in stream:
+                        served.append(step.manifest.source.count(1))
+                        await stream.commit(step)
+            assert served == sources
 
 
 async def test_steps_without_the_expert_are_told_of_once(

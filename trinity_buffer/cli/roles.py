@@ -97,10 +97,12 @@ async def explore(
         await require_parts(store, opened)
         require_model(experiment, opened.config)
         config = of_experiment(opened.config)
+        ends = ends_of(config)
+        ends.require_explorable()
         if acknowledgements is not None:
             made_folder(acknowledgements.parent)
         say(f"explores {experiment} as {actor}")
-        await ends_of(config).explore(
+        await ends.explore(
             opened,
             algorithm_of(config),
             actor=actor,
@@ -253,6 +255,7 @@ def train(
     """Train until the target is reached or the stream ends; then finish the experiment."""
     use_one_thread()
     config, _ = anyio.run(partial(config_of, url, experiment, expert_rows=not follow))
+    ends_of(config).require_trainable()
     algorithm = algorithm_of(config)
     with open_train_stream(
         url,

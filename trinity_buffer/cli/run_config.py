@@ -126,13 +126,13 @@ class RunConfig(Section):
         None, description="folder of a tokenizer, by which tokens are shown; null: the model's"
     )
     rollout: str | None = Field(
-        None, description="async `module:function` that attempts a task; null: the demo's own tasks"
+        None, description="async `module:function` that attempts a task, for a model of one's own"
     )
     tasks: str | None = Field(
         None, description="`module:name` of a list, or of a function that returns one"
     )
     evaluate: str | None = Field(
-        None, description="async `module:function` from a model to its accuracy; null: not measured"
+        None, description="async `module:function` from a model of one's own to its accuracy"
     )
     server: str | None = Field(
         None,

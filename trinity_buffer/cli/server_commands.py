@@ -106,9 +106,15 @@ async def _sync(
         urls = server or [one for one in (found.config.get("server"),) if one]
         if not urls:
             raise InvalidArgumentError(f"experiment {name!r} names no server: say --server URL")
+        spoken = dialect or found.config.get("dialect", DIALECTS[0])
+        if spoken not in DIALECTS or not all(isinstance(one, str) for one in urls):
+            raise InvalidArgumentError(
+                f"experiment {name!r}: server={urls[0]!r}, dialect={spoken!r}: the first must be "
+                f"a URL, the second one of {', '.join(DIALECTS)}"
+            )
         plain(f"syncs the weights of {name} to {', '.join(urls)}")
         servers = [await stack.enter_async_context(Server(one)) for one in urls]
-        choices["dialect"] = dialect or found.config.get("dialect", DIALECTS[0])
+        choices["dialect"] = spoken
         if not await sync_weights(found, servers, **choices, report=tell):
             plain("no policy is published yet: nothing was pushed")
 

@@ -199,18 +199,20 @@ class LeadingRank:
             ending = not recorders and not self._options.follow
             made = await self._make(partial_ok=ending)
             finished = False
-            if not made and not ending and self._experiment.key not in recorders:
+            if not made and not ending:
                 # Asked only now: it would cost each step a transaction. What came before the end
                 # is read once more.
                 finished = await self._experiment.is_finished()
-                ending = finished and not await self._more_is_to_come()
+                through = finished and self._experiment.key not in recorders
+                ending = through and not await self._more_is_to_come()
                 if ending:
                     made = await self._make(partial_ok=True)
             if made or ending:
                 wait.over()
                 return made
             expert = None if self._expert is None else self._expert.key
-            if not finished and expert not in recorders:  # there is one, and it is finished
+            goes_on = self._options.follow and not finished
+            if goes_on and expert not in recorders:  # there is one, and it is finished
                 self._sampler.require_expert()
             # Nobody says that a strategy was killed.
             await wait.changed(state, LOOK_AGAIN_S if finished else None)
