@@ -17,6 +17,9 @@ SIZES = {
     "python -m benchmarks.asking": "--experiences 192 --repetitions 1 --store runs/asking.db",
     "python -m benchmarks.asking --experiences": "--experiences 192 --repetitions 1",
     "python -m benchmarks.compaction": "--experiences 64 --tasks 64 --store runs/compaction.db",
+    "python -m benchmarks.exporting": (
+        "--experiences 64 --tasks 8 --repetitions 1 --store runs/exporting.db"
+    ),
     "python -m benchmarks.chain": "--tasks 32 --repetitions 1",
     "python -m benchmarks.recorder": "--minutes 0.5 --rate 5",
     "make demo": DEMO,
