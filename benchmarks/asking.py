@@ -17,12 +17,11 @@ import asyncio
 import json
 import random
 import re
-import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ import httpx2
 import torch
 from starlette.testclient import TestClient
 
-from benchmarks.measuring import percentile
+from benchmarks.measuring import percentile, run_measured
 from benchmarks.performance import RECORD, record
 from benchmarks.provenance import provenance
 from benchmarks.verify import EXPERIMENT, RUNS, STORE, TASKS, fill
@@ -209,7 +208,8 @@ def commanded(url: str, _names: Names, repetitions: int) -> Iterator[Line]:
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     for _ in range(repetitions):
         for name, words in commands.items():
-            took[name].append(_process_seconds((sys.executable, "-m", "trinity_buffer", *words)))
+            _, cost = run_measured((sys.executable, "-m", "trinity_buffer", *words))
+            took[name].append((cost.wall_s, cost.cpu_s))
     for name, some in took.items():
         wall, cpu = (round(statistics.median(values), 3) for values in zip(*some, strict=True))
         yield {
@@ -218,13 +218,6 @@ def commanded(url: str, _names: Names, repetitions: int) -> Iterator[Line]:
             "cpu_p50_s": cpu,
             "repetitions": repetitions,
         }
-
-
-def _process_seconds(command: Sequence[str]) -> tuple[float, float]:
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-    wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 MEASURES = dict(zip(KINDS, (asked, shown, served, commanded), strict=True))

@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +23,7 @@ from typing import Any
 import torch
 from pyarrow import parquet
 
+from benchmarks.measuring import run_measured
 from benchmarks.provenance import provenance
 from benchmarks.throughput import GRPO
 from benchmarks.verify import STORE, fill
@@ -52,23 +51,15 @@ async def fill_long(path: Path, tasks: int) -> None:
 def compacted(path: Path, archive: Path) -> dict[str, Any]:
     """Run ``trinity-buffer compact`` and return what it took."""
     command = (sys.executable, "-m", "trinity_buffer", "compact", "--keep-steps", "0", "--json")
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run(
-        (*command, "--store", str(path), "--archive", str(archive)),
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    seconds = time.perf_counter() - began
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    found = json.loads(done.stdout)
+    said, cost = run_measured((*command, "--store", str(path), "--archive", str(archive)))
+    found = json.loads(said)
     return {
         "segments": found["segments"],
         "bytes": found["bytes"],
         "files": len(found["files"]),
-        "wall_s": round(seconds, 2),
-        "cpu_s": round(cpu, 2),
-        "largest_mb": after.ru_maxrss // 1024,
+        "wall_s": round(cost.wall_s, 2),
+        "cpu_s": round(cost.cpu_s, 2),
+        "largest_mb": cost.largest_mb,
     }
 
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,23 +23,20 @@ import torch
 from pyarrow import parquet
 
 from benchmarks.compaction import fill_long
+from benchmarks.measuring import Cost, run_measured
 from benchmarks.performance import RECORD, record
 from benchmarks.provenance import provenance
 from benchmarks.verify import STORE, fill
 from benchmarks.workload import RUNS
 
 
-def exported(store: Path, file: Path) -> dict[str, float]:
+def exported(store: Path, file: Path) -> Cost:
     """Run ``trinity-buffer export`` and return what it took."""
     command = (sys.executable, "-m", "trinity_buffer", "export", "--store", str(store))
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run((*command, "-o", str(file)), stdout=subprocess.DEVNULL, check=True)
-    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"wall_s": seconds, "cpu_s": cpu, "largest_mb": after.ru_maxrss // 1024}
+    return run_measured((*command, "-o", str(file)))[1]
 
 
-def rewritten(file: Path) -> dict[str, float]:
+def rewritten(file: Path) -> Cost:
     """Return what pyarrow takes to write ``file`` again, one group of rows after another."""
     source, again = parquet.ParquetFile(file), file.with_suffix(".again")
     codec = source.metadata.row_group(0).column(0).compression
@@ -54,7 +49,7 @@ def rewritten(file: Path) -> dict[str, float]:
             wall += time.perf_counter() - began
             cpu += time.process_time() - used
     again.unlink()
-    return {"wall_s": wall, "cpu_s": cpu}
+    return Cost(wall, cpu, 0)
 
 
 def measured(store: Path, file: Path, rows: int, repetitions: int) -> dict[str, Any]:
@@ -63,15 +58,15 @@ def measured(store: Path, file: Path, rows: int, repetitions: int) -> dict[str, 
     for _ in range(repetitions):
         ours.append(exported(store, file))
         limit.append(rewritten(file))
-    wall, cpu = (statistics.median(one[key] for one in ours) for key in ("wall_s", "cpu_s"))
+    wall = statistics.median(one.wall_s for one in ours)
     return {
         "rows": rows,
         "wall_s": round(wall, 2),
-        "cpu_s": round(cpu, 2),
+        "cpu_s": round(statistics.median(one.cpu_s for one in ours), 2),
         "rows_per_s": round(rows / wall),
-        "bare_wall_s": round(statistics.median(one["wall_s"] for one in limit), 2),
-        "bare_cpu_s": round(statistics.median(one["cpu_s"] for one in limit), 2),
-        "largest_mb": max(one["largest_mb"] for one in ours),
+        "bare_wall_s": round(statistics.median(one.wall_s for one in limit), 2),
+        "bare_cpu_s": round(statistics.median(one.cpu_s for one in limit), 2),
+        "largest_mb": max(one.largest_mb for one in ours),
         "file_mb": round(file.stat().st_size / 1e6, 1),
         "repetitions": repetitions,
     }

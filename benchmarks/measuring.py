@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import re
+import resource
 import statistics
 import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,53 @@ def figure_of_rates(
         ratio_high=round(max(ratios), 3),
         repetitions=len(ours),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a process took.
+
+    Attributes:
+        wall_s, cpu_s: seconds of the clock, and of the processor.
+        largest_mb: the most memory that it held, as seen every 20 ms.
+    """
+
+    wall_s: float
+    cpu_s: float
+    largest_mb: int
+
+
+def run_measured(command: Sequence[str]) -> tuple[str, Cost]:
+    """Run a command to its end; return what it printed, and what it took.
+
+    Raises:
+        CalledProcessError: it ended with another exit code than 0.
+    """
+    peak_kb, before = 0, resource.getrusage(resource.RUSAGE_CHILDREN)
+    with TemporaryFile("w+") as said:
+        began = time.perf_counter()
+        with subprocess.Popen(command, stdout=said) as process:
+            # The greatest memory of ended children counts what they shared with this process.
+            while process.poll() is None:
+                peak_kb = _peak_kb(process.pid) or peak_kb
+                time.sleep(0.02)
+        seconds = time.perf_counter() - began
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
+        said.seek(0)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return said.read(), Cost(seconds, cpu, peak_kb // 1024)
+
+
+def _peak_kb(pid: int) -> int:
+    """Return the most memory that a process held, 0 if it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    return int(found[1]) if found else 0
 
 
 def commit() -> str:
