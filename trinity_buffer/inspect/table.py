@@ -6,7 +6,7 @@ Memory does not grow with the store: a page of experiences is one batch.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import anyio
 import numpy as np
+import numpy.typing as npt
 
 from trinity_buffer.codec import Segment
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
@@ -22,7 +23,7 @@ from trinity_buffer.inspect.blobs import Damage, EventWithSegment, readable_even
 from trinity_buffer.inspect.fates import Fate, fates
 from trinity_buffer.inspect.source import Source, as_of
 from trinity_buffer.inspect.steps import rows_of_step
-from trinity_buffer.inspect.tensors import elements_of
+from trinity_buffer.inspect.tensors import elements_of_rows
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import queries, reads
@@ -31,6 +32,11 @@ from trinity_buffer.store.transaction import Transaction
 
 FAMILIES = ("light", "tokens", "text")
 _TEXTS = ("prompt_text", "response_text")
+_TENSORS = ("tokens", "logprobs", "action_mask")
+_OF_THE_ROW = ("reward", "policy_version", "prompt_length", "length", "trained_tokens")
+_OF_THE_ROW += ("finish_reason", "refused")
+_OF_THE_SET = ("set", "state", "reason", "trainer", "trained_step")
+_JSON = json.JSONEncoder(default=str, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +157,8 @@ async def record_batches(source: Source, wanted: Wanted) -> AsyncIterator[Any]:
         columns = await _columns(source, rows, chosen)
         if schema is None:
             schema = _schema(arrow, columns)
-        arrays = [arrow.array(columns.get(f.name, [None] * len(rows)), f.type) for f in schema]
+        nothing = [None] * len(rows)
+        arrays = [_array(arrow, columns.get(f.name, nothing), f.type) for f in schema]
         yield arrow.RecordBatch.from_arrays(arrays, schema=schema)
     if schema is None:
         schema = _schema(arrow, {})
@@ -190,88 +197,109 @@ async def _columns(
 
     decided = await source.read(look)
     own = [next((f for f in decided[r.address] if f.annotation_set == chosen), None) for r in rows]
-    noted = [f.annotations[0].position for f in own if f is not None and f.annotations]
-    recorded, damaged = await readable_events(
-        source, [position_of(r.address) for r in rows], FAMILIES
-    )
-    notes, damaged_notes = await readable_events(source, noted, ["annotation"])
+    addresses = [row.address for row in rows]
+    noted = [fate.annotations[0].address if fate and fate.annotations else None for fate in own]
+    recorded, damaged = await readable_events(source, _by_position(addresses), FAMILIES)
+    notes, damaged_notes = await readable_events(source, _by_position(noted), ["annotation"])
     damaged |= damaged_notes
-    found: dict[str, list[Any]] = {}
-    for at, (row, fate) in enumerate(zip(rows, own, strict=True)):
-        cells = _known(row, recorded.get(position_of(row.address))) | _decided(row, fate, notes)
-        cells["damaged"] = _damaged(row, fate, damaged)
-        for name, value in cells.items():
-            found.setdefault(name, [None] * len(rows))[at] = value
+    found = _known(rows)
+    found |= _gathered(addresses, recorded, _recorded)
+    found |= _decided(rows, own)
+    found |= _gathered(noted, notes, _scored)
+    found["damaged"] = [_damaged(*both, damaged) for both in zip(addresses, noted, strict=True)]
     return found
 
 
-def _damaged(row: ExperienceRow, fate: Fate | None, damaged: Mapping[int, Damage]) -> str | None:
-    notes = () if fate is None else fate.annotations[:1]
-    positions = [position_of(row.address), *(note.position for note in notes)]
+def _by_position(addresses: Iterable[int | None]) -> dict[int, list[int]]:
+    """Return position of an event -> the places of its rows among ``addresses``."""
+    found: dict[int, list[int]] = {}
+    for place, address in enumerate(addresses):
+        if address is not None:
+            found.setdefault(position_of(address), []).append(place)
+    return found
+
+
+def _damaged(address: int, noted: int | None, damaged: Mapping[int, Damage]) -> str | None:
+    if not damaged:
+        return None
+    positions = [position_of(one) for one in (address, noted) if one is not None]
     told = [f"event {at} cannot be read: {damaged[at]}" for at in positions if at in damaged]
     return "; ".join(told) or None
 
 
-def _known(row: ExperienceRow, recorded: EventWithSegment | None) -> dict[str, Any]:
-    eid = row.eid
-    cells = {
-        "uid": eid.uid,
-        "batch": str(eid.batch),
-        "task": str(eid.task),
-        "run": eid.run,
-        "step": eid.step,
-        "suffix": eid.suffix,
-        "position": position_of(row.address),
-        "reward": row.reward,
-        "policy_version": row.policy_version,
-        "prompt_length": row.prompt_length,
-        "length": row.length,
-        "trained_tokens": row.trained_tokens,
-        "finish_reason": row.finish_reason,
-        "refused": row.refused,
+def _known(rows: Sequence[ExperienceRow]) -> dict[str, list[Any]]:
+    """Return the columns that the log knows without opening a segment."""
+    eids = [row.eid for row in rows]
+    found: dict[str, list[Any]] = {
+        "uid": [eid.uid for eid in eids],
+        "batch": [str(eid.batch) for eid in eids],
+        "task": [str(eid.task) for eid in eids],
+        "run": [eid.run for eid in eids],
+        "step": [eid.step for eid in eids],
+        "suffix": [eid.suffix for eid in eids],
+        "position": [position_of(row.address) for row in rows],
     }
-    return cells if recorded is None else cells | _recorded(slot_of(row.address), recorded)
+    return found | {name: [getattr(row, name) for row in rows] for name in _OF_THE_ROW}
 
 
-def _recorded(slot: int, recorded: EventWithSegment) -> dict[str, Any]:
+def _gathered(
+    addresses: Sequence[int | None],
+    events: Mapping[int, EventWithSegment],
+    cells: Callable[[EventWithSegment, Sequence[int]], Mapping[str, Sequence[Any]]],
+) -> dict[str, list[Any]]:
+    """Return the columns of what ``cells`` gives of some rows of an event."""
+    found: dict[str, list[Any]] = {}
+    for position, places in _by_position(addresses).items():
+        if position in events:
+            slots = [slot_of(addresses[place] or 0) for place in places]
+            for name, values in cells(events[position], slots).items():
+                column = found.setdefault(name, [None] * len(addresses))
+                for place, value in zip(places, values, strict=True):
+                    column[place] = value
+    return found
+
+
+def _recorded(recorded: EventWithSegment, slots: Sequence[int]) -> dict[str, list[Any]]:
     """Return the cells that only the event and its segment have."""
     event, segments = recorded.event, recorded.families.values()
-    assert isinstance(recorded.fact, ExperiencesRecorded)  # where the row is of
+    assert isinstance(recorded.fact, ExperiencesRecorded)  # where the rows are of
+    nothing: list[Any] = [None] * len(slots)
     objects = {
-        name: values[slot] for segment in segments for name, values in segment.objects.items()
+        name: values.values(slots)
+        for segment in segments
+        for name, values in segment.objects.items()
     }
-    info = objects.get("info") or {}
-    cells = {
-        "recorded_at": event.recorded_at,
-        "actor": event.actor,
-        "kind": recorded.fact.columns.kind[slot],
-        "tokens": _of(segments, "tokens", slot),
-        "logprobs": _of(segments, "logprobs", slot),
-        "action_mask": _of(segments, "action_mask", slot),
-        "messages": _as_json(objects.get("messages")),
-        "info": _as_json(info or None),
+    infos = objects.get("info", nothing)
+    cells: dict[str, list[Any]] = {
+        "recorded_at": [event.recorded_at] * len(slots),
+        "actor": [event.actor] * len(slots),
+        "kind": [recorded.fact.columns.kind[slot] for slot in slots],
+        "messages": [_as_json(one) for one in objects.get("messages", nothing)],
+        "info": [_as_json(one or None) for one in infos],
     }
-    cells |= {name: objects.get(name) for name in _TEXTS}
-    flat = {key: value for key, value in info.items() if isinstance(value, str | int | float)}
-    return cells | {f"info.{key}": value for key, value in flat.items()}
+    cells |= {name: _of(segments, name, slots) for name in _TENSORS}
+    cells |= {name: objects.get(name, nothing) for name in _TEXTS}
+    flat: dict[str, list[Any]] = {}
+    for at, info in enumerate(infos):
+        for key, value in (info or {}).items():
+            if isinstance(value, str | int | float):
+                flat.setdefault(f"info.{key}", nothing.copy())[at] = value
+    return cells | flat
 
 
-def _decided(
-    row: ExperienceRow, fate: Fate | None, notes: Mapping[int, EventWithSegment]
-) -> dict[str, Any]:
+def _decided(rows: Sequence[ExperienceRow], own: Sequence[Fate | None]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {name: [None] * len(rows) for name in _OF_THE_SET}
+    for at, (row, fate) in enumerate(zip(rows, own, strict=True)):
+        for name, value in _what_became(row, fate).items():
+            found[name][at] = value
+    return found
+
+
+def _what_became(row: ExperienceRow, fate: Fate | None) -> dict[str, Any]:
     if fate is None:
         return {"state": None if row.refused is None else "refused", "reason": row.refused}
     cells: dict[str, Any] = {"set": fate.annotation_set, "state": fate.state, "reason": fate.reason}
-    if not fate.annotations:
-        return cells
-    first = fate.annotations[0]
-    note = notes.get(first.position)
-    segments = () if note is None else note.families.values()
-    values = _of(segments, "advantages", slot_of(first.address))
-    if values is not None and len(values):
-        cells |= {"advantage": float(np.mean(values)), "advantages": values}
-    steps = [step for note in fate.annotations for step in note.steps]
-    for step in steps:
+    for step in (step for note in fate.annotations for step in note.steps):
         if step.step is None:
             cells |= {"trainer": step.trainer, "reason": step.reason}
         else:
@@ -280,17 +308,43 @@ def _decided(
     return cells
 
 
-def _of(segments: Any, name: str, slot: int) -> Any:
-    segment: Segment
+def _scored(note: EventWithSegment, slots: Sequence[int]) -> dict[str, list[Any]]:
+    found = _of(note.families.values(), "advantages", slots)
+    values = [one if one is not None and len(one) else None for one in found]
+    return {"advantages": values, "advantage": [_mean(one) for one in values]}
+
+
+def _mean(values: npt.NDArray[Any] | None) -> float | None:
+    if values is None:
+        return None
+    return float(values[0] if len(values) == 1 else np.mean(values))
+
+
+def _of(segments: Iterable[Segment], name: str, slots: Sequence[int]) -> list[Any]:
+    found: list[Any] = [None] * len(slots)
     for segment in segments:
-        values = elements_of(segment, name, slot)
-        if values is not None:
-            return values
-    return None
+        if name in segment.columns:
+            other = elements_of_rows(segment, name, slots)
+            found = [o if f is None else f for f, o in zip(found, other, strict=True)]
+    return found
 
 
 def _as_json(value: Any) -> str | None:
-    return None if value is None else json.dumps(value, default=str, ensure_ascii=False)
+    return None if value is None else _JSON.encode(value)
+
+
+def _array(arrow: Any, values: Sequence[Any], kind: Any) -> Any:
+    """Return values, or arrays of numbers, as an array of ``kind``."""
+    if not arrow.types.is_list(kind):
+        return arrow.array(values, kind)
+    there = [one for one in values if one is not None]
+    flat = arrow.array(np.concatenate(there)) if there else arrow.array([], kind.value_type)
+    ends = np.zeros(len(values) + 1, np.int32)
+    np.cumsum([0 if one is None else len(one) for one in values], out=ends[1:])
+    absent = arrow.array([one is None for one in values])
+    return arrow.ListArray.from_arrays(
+        arrow.array(ends), flat.cast(kind.value_type), type=kind, mask=absent
+    )
 
 
 def _schema(arrow: Any, columns: Mapping[str, Sequence[Any]]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,15 +89,29 @@ def mean_of(segment: Segment, field: str, row: int) -> float | None:
 
 
 def elements_of(segment: Segment, field: str, row: int) -> npt.NDArray[Any] | None:
-    """Return the elements of one field in one row, flat; None if it has none that NumPy can read.
+    """Return the elements of one field in one row; see `elements_of_rows`."""
+    return elements_of_rows(segment, field, [row])[0]
+
+
+def elements_of_rows(
+    segment: Segment, field: str, rows: Sequence[int]
+) -> list[npt.NDArray[Any] | None]:
+    """Return the elements of one field in some rows, each flat; None where NumPy can read none.
 
     Of a scaled mask it is the one number that stands before the mask.
     """
+    found: list[npt.NDArray[Any] | None] = [None] * len(rows)
     for column in segment.columns.get(field, []):
-        place = row_of(column, row)
-        values = None if place is None else values_of(column)
-        if place is not None and values is not None:
-            begin, end = column.offsets[place : place + 2].tolist()
-            found: npt.NDArray[Any] = values[begin:end]
-            return found
-    return None
+        values, ends = values_of(column), column.offsets.tolist()
+        if values is None:
+            continue
+        places = None if column.rows is None else _places(column.rows)
+        for at, row in enumerate(rows):
+            place = row if places is None else places.get(row)
+            if place is not None and found[at] is None:
+                found[at] = values[ends[place] : ends[place + 1]]
+    return found
+
+
+def _places(rows: npt.NDArray[Any]) -> dict[int, int]:
+    return {row: place for place, row in enumerate(rows.tolist())}
