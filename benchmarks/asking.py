@@ -41,7 +41,7 @@ from trinity_buffer import inspect as ask
 from trinity_buffer.inspect.compare import comparing
 from trinity_buffer.inspect.doctor import examine
 from trinity_buffer.inspect.source import Source, now
-from trinity_buffer.inspect.steps import rows_of_step
+from trinity_buffer.inspect.step_lines import rows_of_step
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.web.app import inspector

@@ -67,6 +67,7 @@ LAZY_IMPORTS = {
     f"{PACKAGE}/pipeline/experiment.py:writer": "torch, which readers do not need",
     f"{PACKAGE}/pipeline/experiment.py:_decoded": "torch, which who only counts does not need",
     f"{PACKAGE}/pipeline/experiment.py:train_stream": "torch, which readers do not need",
+    f"{PACKAGE}/codec/objects.py:_arrays": "NumPy, which who only asks does not need",
     f"{PACKAGE}/store/changes.py:_listen": "asyncpg is an extra that users of SQLite do not have",
 }
 NAMED_BY_TRINITY = {
@@ -284,6 +285,7 @@ def modules_after(statement: str) -> set[str]:
 NOT_LOADED_BY = {
     "trinity_buffer": {"torch", "sqlalchemy", "numpy", "pydantic", "typer", "rich"},
     "trinity_buffer.pipeline.store": {"torch"},
+    "trinity_buffer.cli.stats_command": {"torch", "numpy", "pydantic"},
     "trinity_buffer.store": {"torch", "msgpack"},
     "trinity_buffer.algorithm": {"sqlalchemy", "msgpack"},
 }

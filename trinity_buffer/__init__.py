@@ -7,8 +7,9 @@ errors in `trinity_buffer.errors`.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trinity_buffer.names_on_use import names_on_use
 
 if TYPE_CHECKING:
     from trinity_buffer.errors import TrinityBufferError
@@ -93,14 +94,4 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Return a public name from the module that defines it, and keep it here."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = names_on_use(__name__, _HOMES)

@@ -12,7 +12,10 @@ from trinity_buffer.cli.main import app
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "asking.md").read_text()
 ASKED = sorted(set(re.findall(r"`trinity-buffer ([a-z]+)([^`]*)`", PAGE)))
-FOLDED = ("steps", "blame", "why", "groups", "show", "rejected", "staleness", "search", "export")
+FOLDED = (
+    *("stats", "steps", "blame", "why", "groups", "show", "rejected", "leases", "staleness"),
+    *("diff", "search", "events", "export"),
+)
 
 
 @pytest.mark.parametrize(("command", "rest"), ASKED)

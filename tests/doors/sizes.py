@@ -39,6 +39,10 @@ SIZES = {
     "python -m benchmarks.outside": "--list",
     "python -m benchmarks.proofs": "--only nothing",
     "python -m benchmarks.run": BENCH,
+    "python -m benchmarks.watching": (
+        "--experiences 2048 --steps 2 --pairs 1 --store runs/watching.db"
+    ),
+    "python -m benchmarks.watching --store": "--experiences 2048 --steps 2 --pairs 1",
     "python -m benchmarks.verify": "--experiences 64 --repetitions 1 --store runs/verify.db",
 }
 

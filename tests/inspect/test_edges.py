@@ -18,7 +18,7 @@ from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspect import blame, compare_sets, groups, leases, position_before, show
 from trinity_buffer.inspect.fates import AnnotationRow, Fate, StepOfRow
 from trinity_buffer.inspect.source import now
-from trinity_buffer.inspect.steps import trainer_of
+from trinity_buffer.inspect.step_lines import trainer_of
 from trinity_buffer.inspect.tensors import row_of
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store

@@ -292,12 +292,12 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
     "experience": {"reward": 0.123},
     "consumer": {"calls": 99},
     "waiting": {"consumer": "other"},
-    "annotation": {"group_slot": 99},
-    "rejection": {"reason": "made up"},
+    **{"annotation": {"group_slot": 99}, "rejection": {"reason": "made up"}},
     "delivery": {"step": 99},
     "step": {"groups": 99},
     "policy": {"uri": "elsewhere"},
     "assigned_reward": {"reward": 99.0},
+    "counter": {"number": 99},
     "archived": {"uri": "elsewhere"},
 }
 

@@ -455,7 +455,7 @@ FAULTS = [
     ),
     Fault(
         "a run of several steps counts as several runs",
-        "inspect/groups.py",
+        "inspect/group_views.py",
         "missing = len(set(range(rollouts)) - {run.run for run in runs})",
         "missing = max(0, rollouts - len(runs))",
         "tests/inspect/test_edges.py::test_a_run_of_several_steps_is_one_run",
@@ -497,7 +497,7 @@ FAULTS = [
     ),
     Fault(
         "run 0 is never what a group waits for",
-        "inspect/why.py",
+        "inspect/reasons.py",
         "missing = sorted(set(range(planned)) - seen.runs)",
         "missing = sorted(set(range(1, planned)) - seen.runs)",
         "tests/inspect/test_questions.py::test_why_names_the_event_that_decided",

@@ -14,7 +14,7 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import conservation, log, queries, tallies
+from trinity_buffer.store import conservation, counters, log, queries, tallies
 from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.tables import annotation, delivery
 from trinity_buffer.store.tables import experience as table
@@ -30,9 +30,10 @@ async def both(experiment: Experiment) -> tuple[list[Counts], list[Counts]]:
         key, rows = experiment.key, queries.consumers(tx, experiment.key).values()
         sets = [row for row in rows if row.kind == "strategy"]
         trainers = [row for row in rows if row.kind == "trainer"]
+        numbers = counters.numbers_of(tx, key)
         tallied: list[Counts] = [
-            *tallies.of_strategies(tx, key, sets, tallies.recorded(tx, key)),
-            *(tallies.of_trainer(tx, key, row) for row in trainers),
+            *(tallies.of_strategy(tx, key, row, numbers) for row in sets),
+            *(tallies.of_trainer(tx, key, row, numbers).counts for row in trainers),
         ]
         counted: list[Counts] = [
             *(conservation.of_strategy(tx, key, row) for row in sets),

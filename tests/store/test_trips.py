@@ -101,7 +101,7 @@ async def test_a_write_a_lease_and_a_commit_wait_for_the_server_as_seldom_as_the
     counted, url = wire
     async with opened(url, rollouts_per_group=8) as experiment:
         writer = experiment.writer("e0")
-        for task in range(2):  # the first time statements are prepared
+        for task in range(3):  # statements are prepared at first
             with counted.count(f"write {task}"):
                 await writer.write(group(task=task, runs=8))
         await run_strategy(experiment, "grpo")
@@ -120,7 +120,7 @@ async def test_a_write_a_lease_and_a_commit_wait_for_the_server_as_seldom_as_the
                         counted.trips[same.kind] = 0
                         await experiment.database.write(lease.append, [same])
         assert (await verify(experiment)).problems == ()
-    most = {"write 1": 9, "BatchLeased": 7, "StepsCommitted": 5}
+    most = {"write 2": 9, "BatchLeased": 7, "StepsCommitted": 5}
     assert {what: counted.trips[what] for what in most} == most
 
 

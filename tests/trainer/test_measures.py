@@ -18,10 +18,10 @@ from typing_extensions import override
 
 from tests.trainer.data import policy, prepared
 from trinity_buffer.algorithm import build
-from trinity_buffer.inspect.show import show
+from trinity_buffer.inspect.experience_view import show
 from trinity_buffer.inspect.source import now
-from trinity_buffer.inspect.steps import StepContents, blame, steps
-from trinity_buffer.inspect.tokens import tokens
+from trinity_buffer.inspect.step_lines import StepContents, blame, steps
+from trinity_buffer.inspect.token_table import tokens
 from trinity_buffer.pipeline.history.replay import open_replay_stream
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.measures import StepMeasures

@@ -51,7 +51,10 @@ COMMANDS = {
         f"{_RUN}:train",
         "Train on annotated groups, and commit each checkpoint with what it was trained on.",
     ),
-    "stats": Command(f"{_ASK}:stats", "Say what is in a store and how far everybody is."),
+    "stats": Command(
+        "trinity_buffer.cli.stats_command:stats",
+        "Say what is in a store and how far everybody is.",
+    ),
     "events": Command(
         f"{_ASK}:events",
         "Print the events of the log, one a line: the last ones, or those after a position.",

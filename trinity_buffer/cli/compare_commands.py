@@ -31,6 +31,7 @@ from trinity_buffer.cli.printing import (
     time_of,
 )
 from trinity_buffer.cli.running import run
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.inspect.blobs import Unreadable
 from trinity_buffer.inspect.compare import (
     RunDifference,
@@ -39,7 +40,7 @@ from trinity_buffer.inspect.compare import (
     compare_sets,
 )
 from trinity_buffer.inspect.events import event_lines, position_before
-from trinity_buffer.inspect.search import search as found_in
+from trinity_buffer.inspect.searching import search as found_in
 from trinity_buffer.inspect.source import Source, now
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
@@ -58,6 +59,7 @@ def diff(
         str | None, typer.Option("--other-store", help="Where SECOND is, if it is an experiment.")
     ] = None,
     limit: Annotated[int, typer.Option(help="Show so many rows that differ.", min=1)] = 20,
+    as_of: AsOfOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two annotation sets over the same rollouts, or two runs step by step.
@@ -66,6 +68,10 @@ def diff(
     """
     url = chosen_store(store)
     if run(lambda: _are_experiments(url, other_store or url, first, second)):
+        if as_of is not None:
+            raise InvalidArgumentError(
+                "--as-of is a position of one log: it goes with two annotation sets, not two runs"
+            )
         runs: RunDifference = run(lambda: _runs(url, first, other_store or url, second))
         if as_json:
             print_json(runs)
@@ -77,7 +83,7 @@ def diff(
         with progress() as report:
             return await compare_sets(source, first, second, limit=limit, progress=report)
 
-    sets: SetDifference = asked_of(store, experiment, None, question)
+    sets: SetDifference = asked_of(store, experiment, as_of, question)
     if as_json:
         print_json({**_plain(sets), "mean": sets.mean})
     else:

@@ -1,4 +1,4 @@
-"""Commands that only ask: what is in a store, and what became of it. None of them loads torch."""
+"""Commands that only ask: events, groups, what became of a rollout. None of them loads torch."""
 
 from __future__ import annotations
 
@@ -18,35 +18,30 @@ from trinity_buffer.cli.options import (
     JsonOption,
     StoreOption,
     TrainerOption,
-    chosen_store,
 )
 from trinity_buffer.cli.printing import (
     console,
     print_json,
     shown,
-    size_of,
     table,
     time_of,
 )
-from trinity_buffer.cli.running import INTERRUPTED, run
+from trinity_buffer.cli.running import INTERRUPTED
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspect import (
     EventLine,
     ExperienceView,
-    ExperimentOverview,
     GroupView,
-    Overview,
     TensorSummary,
 )
-from trinity_buffer.inspect.groups import Order as GroupOrder
-from trinity_buffer.inspect.show import parse_uid
+from trinity_buffer.inspect.experience_view import parse_uid
+from trinity_buffer.inspect.group_views import Order as GroupOrder
 from trinity_buffer.inspect.source import Source
-from trinity_buffer.inspect.steps import blame
+from trinity_buffer.inspect.step_lines import blame
 from trinity_buffer.inspect.texts import token_texts
-from trinity_buffer.inspect.tokens import TokenTable
-from trinity_buffer.inspect.tokens import tokens as tokens_of
+from trinity_buffer.inspect.token_table import TokenTable
+from trinity_buffer.inspect.token_table import tokens as tokens_of
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
 
 _Told = tuple[TokenTable, list[str] | None]
 """Tokens, and their texts where the experiment names a tokenizer."""
@@ -57,89 +52,6 @@ AfterOption = Annotated[
 KindOption = Annotated[
     list[str] | None, typer.Option("--kind", help="Only this kind, as StepsCommitted; repeatable.")
 ]
-
-
-def stats(
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
-    config: Annotated[
-        bool, typer.Option("--config", help="Only the configuration of an experiment, as JSON.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Say what is in a store and how far everybody is.
-
-    Example: trinity-buffer stats --store runs/demo.db
-    """
-    if config:
-        print_json(run(lambda: asked(store, experiment, _configuration)))
-        return
-
-    async def main() -> Overview:
-        url = chosen_store(store)
-        async with open_store(url, read_only=True) as opened:
-            return await questions.overview(opened, experiment)
-
-    found: Overview = run(main)
-    if as_json:
-        print_json(found)
-    else:
-        _print_overview(found)
-
-
-async def _configuration(experiment: Experiment) -> dict[str, Any]:
-    return experiment.config
-
-
-def _print_overview(found: Overview) -> None:
-    out = console()
-    out.print(f"{found.url}  {found.version}, {size_of(found.size_bytes)} on disk", markup=False)
-    if found.growth is not None:
-        out.print(found.growth, markup=False)
-    if not found.experiments:
-        out.print("no experiments yet")
-    for one in found.experiments:
-        out.print()
-        _print_experiment(one)
-
-
-def _print_experiment(one: ExperimentOverview) -> None:
-    out = console()
-    state = "finished" if one.finished else "open"
-    out.print(f"[bold]experiment {escape(one_line(one.name))}[/bold] ({state})")
-    low, high = one.versions
-    lines = [
-        f"events       {one.head}, {time_of(one.first_at)} to {time_of(one.last_at)} UTC",
-        f"batches      {one.batches} planned, {one.sealed} sealed",
-        f"rollouts     {one.plans.planned} planned = {one.plans.stored} stored + "
-        f"{one.plans.missing} missing",
-        f"experiences  {one.experiences}, by policy versions {shown(low)} to {shown(high)}",
-        f"policies     {one.policies} published, newest {shown(one.published)}",
-    ]
-    out.print("\n".join(lines), markup=False)
-    if one.strategies:
-        columns = ["set", "recorded", "unseen", "waiting", "annotated", "rows", "rejected"]
-        rows = [
-            (s.consumer, s.recorded, s.unseen, s.waiting, s.annotated, s.rows, s.rejected)
-            for s in one.strategies
-        ]
-        out.print(table("annotation sets", columns, rows))
-    if one.trainers:
-        out.print(table("trainers", _TRAINER_COLUMNS, [_trainer_row(t) for t in one.trainers]))
-    events = [(kind, count) for kind, count in one.events.items()]
-    out.print(table("events", ["kind", "count"], events))
-
-
-_TRAINER_COLUMNS = [
-    *("trainer", "set", "rows", "ready", "leased", "committed", "rejected"),
-    *("step", "staleness", "undelivered groups", "uncommitted groups"),
-]
-
-
-def _trainer_row(t: Any) -> tuple[Any, ...]:
-    c = t.counts
-    rows = (c.rows, c.ready, c.leased, c.committed, c.rejected)
-    return (t.name, c.annotation_set, *rows, t.committed, t.staleness, t.undelivered, t.uncommitted)
 
 
 def events(
@@ -157,6 +69,7 @@ def events(
             min=1,
         ),
     ] = 20,
+    as_of: AsOfOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print the events of the log, one a line: the last ones, or those after a position.
@@ -167,9 +80,9 @@ def events(
     async def question(found: Experiment) -> None:
         first = after
         if first is None:
-            first = await questions.position_before(found, limit, kinds=kind)
+            first = await questions.position_before(found, limit, kinds=kind, up_to=as_of)
         printed = 0
-        lines = questions.event_lines(found, after=first, follow=follow, kinds=kind)
+        lines = questions.event_lines(found, after=first, up_to=as_of, follow=follow, kinds=kind)
         async for line in lines:
             _print_event(line, as_json=as_json)
             printed += 1

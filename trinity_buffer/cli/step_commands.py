@@ -19,11 +19,11 @@ from trinity_buffer.cli.options import (
 )
 from trinity_buffer.cli.printing import console, print_json, shown, table, time_of
 from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.inspect.reasons import Why
+from trinity_buffer.inspect.reasons import why as why_of
 from trinity_buffer.inspect.rejected import Lease, Rejected
 from trinity_buffer.inspect.source import Source
-from trinity_buffer.inspect.steps import EatenRow, Staleness, StepContents, StepLine
-from trinity_buffer.inspect.why import Why
-from trinity_buffer.inspect.why import why as why_of
+from trinity_buffer.inspect.step_lines import EatenRow, Staleness, StepContents, StepLine
 
 AfterStepOption = Annotated[
     int | None,
@@ -210,13 +210,16 @@ def rejected(
 
 
 def leases(
-    store: StoreOption = None, experiment: ExperimentOption = None, as_json: JsonOption = False
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    as_of: AsOfOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show who holds each trainer's work, until when, and how far it is.
 
     Example: trinity-buffer leases --json
     """
-    found: list[Lease] = asked_of(store, experiment, None, questions.leases)
+    found: list[Lease] = asked_of(store, experiment, as_of, questions.leases)
     if as_json:
         print_json(*found)
         return

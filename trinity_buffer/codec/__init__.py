@@ -4,13 +4,20 @@ Whatever the bytes are, only `CodecError` escapes from reading them, and what th
 against what is there before anything is allocated.
 """
 
-from trinity_buffer.codec.bodies import decode_body, decode_fact, encode_body, encode_fact
-from trinity_buffer.codec.columns import ANNOTATED, Column, ObjectColumn, Segment, is_scorable
-from trinity_buffer.codec.contents import Contents, digests_of_segments
-from trinity_buffer.codec.digests import content_digest
-from trinity_buffer.codec.dtypes import DTYPES
-from trinity_buffer.codec.objects import ObjectPacker, RawTensor, unpack_object
-from trinity_buffer.codec.segments import SEGMENT_VERSION, decode_segment, encode_segment
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trinity_buffer.names_on_use import names_on_use
+
+if TYPE_CHECKING:
+    from trinity_buffer.codec.bodies import decode_body, decode_fact, encode_body, encode_fact
+    from trinity_buffer.codec.columns import ANNOTATED, Column, ObjectColumn, Segment, is_scorable
+    from trinity_buffer.codec.contents import Contents, digests_of_segments
+    from trinity_buffer.codec.digests import content_digest
+    from trinity_buffer.codec.dtypes import DTYPES
+    from trinity_buffer.codec.objects import ObjectPacker, RawTensor, unpack_object
+    from trinity_buffer.codec.segments import SEGMENT_VERSION, decode_segment, encode_segment
 
 __all__ = [
     "ANNOTATED",
@@ -33,3 +40,27 @@ __all__ = [
     "is_scorable",
     "unpack_object",
 ]
+
+_HOMES = {
+    "decode_body": "trinity_buffer.codec.bodies",
+    "decode_fact": "trinity_buffer.codec.bodies",
+    "encode_body": "trinity_buffer.codec.bodies",
+    "encode_fact": "trinity_buffer.codec.bodies",
+    "ANNOTATED": "trinity_buffer.codec.columns",
+    "Column": "trinity_buffer.codec.columns",
+    "ObjectColumn": "trinity_buffer.codec.columns",
+    "Segment": "trinity_buffer.codec.columns",
+    "is_scorable": "trinity_buffer.codec.columns",
+    "Contents": "trinity_buffer.codec.contents",
+    "digests_of_segments": "trinity_buffer.codec.contents",
+    "content_digest": "trinity_buffer.codec.digests",
+    "DTYPES": "trinity_buffer.codec.dtypes",
+    "ObjectPacker": "trinity_buffer.codec.objects",
+    "RawTensor": "trinity_buffer.codec.objects",
+    "unpack_object": "trinity_buffer.codec.objects",
+    "SEGMENT_VERSION": "trinity_buffer.codec.segments",
+    "decode_segment": "trinity_buffer.codec.segments",
+    "encode_segment": "trinity_buffer.codec.segments",
+}
+
+__getattr__, __dir__ = names_on_use(__name__, _HOMES)

@@ -7,16 +7,14 @@ the class itself.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import msgpack
-import numpy as np
 
-from trinity_buffer.codec.dtypes import DTYPES, MAX_DIMENSIONS
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -29,8 +27,7 @@ MAX_INT_BYTES = 1024
 """Of an int. Longer ones cannot even be printed: Python refuses over 4,300 digits."""
 
 _LEAST_INT, _GREATEST_INT = -(1 << 63), (1 << 64) - 1
-_TUPLE, _BIG_INT, _ARRAY, _SCALAR, _TENSOR = 1, 2, 3, 4, 5
-_NUMPY_KINDS = "biufc"
+_TUPLE, _BIG_INT, _TENSOR = 1, 2, 5  # 3 and 4 are those of `arrays`
 _SCALARS = frozenset({type(None), bool, float, str, bytes})
 _DIRECT = _SCALARS | {int}
 _TEXT = frozenset({str})
@@ -150,14 +147,15 @@ class ObjectPacker:
         if type(value) is tuple:
             items = self._plain_list(list(value), place, depth - 1)
             return msgpack.ExtType(_TUPLE, _packed(items))
-        if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _NUMPY_KINDS:
-            return _plain_array(value, place)
+        if "numpy" in sys.modules and _arrays().is_array(value):  # who has one has loaded NumPy
+            code, said = _arrays().said(value, _name(place))
+            return msgpack.ExtType(code, _packed(said))
         tensor = value if isinstance(value, RawTensor) else self._from_tensor(value)
         if tensor is not None:
-            if len(tensor.shape) > MAX_DIMENSIONS:
+            if len(tensor.shape) > (most := _arrays().MAX_DIMENSIONS):
                 raise InvalidArgumentError(
                     f"{_name(place)} is a tensor of {len(tensor.shape)} dimensions, the most are "
-                    f"{MAX_DIMENSIONS}"
+                    f"{most}"
                 )
             return msgpack.ExtType(
                 _TENSOR, _packed([tensor.dtype, list(tensor.shape), tensor.data])
@@ -221,17 +219,6 @@ def _plain_key(key: object, place: Place) -> object:
     return _plain_int(key, place) if type(key) is int else key
 
 
-def _plain_array(value: np.generic | np.ndarray[Any, Any], place: Place) -> object:
-    if value.dtype.itemsize > (16 if value.dtype.kind == "c" else 8):
-        raise InvalidArgumentError(
-            f"{_name(place)} is a NumPy {value.dtype}, whose width differs between machines: "
-            "make it a float64"
-        )
-    code = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
-    little = np.asarray(value).astype(value.dtype.newbyteorder("<"), copy=False)
-    return msgpack.ExtType(code, _packed([value.dtype.name, list(value.shape), little.tobytes()]))
-
-
 def _in_order(value: dict[Any, object]) -> list[tuple[Any, object]]:
     """Return the items of ``value`` in the order of its keys: ints first, then texts."""
     return sorted(value.items(), key=lambda item: (type(item[0]) is str, item[0]))
@@ -290,13 +277,20 @@ def _extension(as_tensor: AsTensor | None, depth: int, code: int, data: bytes) -
             return tuple(_listed(data, depth, as_tensor))
         case 2 if len(data) <= MAX_INT_BYTES:  # _BIG_INT
             return int.from_bytes(data, "big", signed=True)
-        case 3 | 4:  # _ARRAY, _SCALAR
-            return _numpy(_listed(data, depth), scalar=code == _SCALAR)
+        case 3 | 4:  # arrays.ARRAY, arrays.SCALAR
+            return _arrays().array_of(_listed(data, depth), scalar=code == _arrays().SCALAR)
         case 5:  # _TENSOR
-            raw = _raw_tensor(_listed(data, depth))
+            raw = RawTensor(*_arrays().checked_tensor(_listed(data, depth)))
             return raw if as_tensor is None else as_tensor(raw)
         case _:
             raise CodecError(f"a value has an extension of unknown form ({code})")
+
+
+def _arrays() -> Any:
+    """Return what knows NumPy, which takes as long to load as all else of a command that asks."""
+    from trinity_buffer.codec import arrays  # noqa: PLC0415 - most values are none of its
+
+    return arrays
 
 
 def _listed(data: bytes, depth: int, as_tensor: AsTensor | None = None) -> list[Any]:
@@ -304,42 +298,6 @@ def _listed(data: bytes, depth: int, as_tensor: AsTensor | None = None) -> list[
     if not isinstance(items, list):
         raise CodecError("an extension holds no list: its bytes are damaged")
     return items
-
-
-def _raw_tensor(items: list[Any]) -> RawTensor:
-    return RawTensor(*_checked(items, {name: dtype.itemsize for name, dtype in DTYPES.items()}))
-
-
-def _numpy(items: list[Any], *, scalar: bool) -> Any:
-    name, shape, data = _checked(items, _NUMPY_SIZES)
-    array = np.frombuffer(data, np.dtype(name).newbyteorder("<")).astype(name).reshape(shape)
-    if not scalar:
-        return array
-    if shape:
-        raise CodecError("a NumPy scalar has a shape: its bytes are damaged")
-    return array[()]
-
-
-_NUMPY_SIZES = {
-    name: np.dtype(name).itemsize
-    for name in (
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-}
-
-
-def _checked(items: list[Any], sizes: dict[str, int]) -> tuple[str, tuple[int, ...], bytes]:
-    """Return dtype, shape and data, if they fit each other."""
-    if len(items) != 3 or not isinstance(items[0], str) or items[0] not in sizes:
-        raise CodecError("an array in a value has no known dtype: its bytes are damaged")
-    name, shape, data = items
-    good = isinstance(shape, list) and isinstance(data, bytes) and len(shape) <= MAX_DIMENSIONS
-    if not good or not all(type(size) is int and size >= 0 for size in shape):
-        raise CodecError("an array in a value has no shape: its bytes are damaged")
-    if math.prod(shape) * sizes[name] != len(data):
-        raise CodecError(f"an array in a value has {len(data)} bytes, its shape says otherwise")
-    return name, tuple(shape), data
 
 
 # First byte of a msgpack value -> (bytes of the length that follows, bytes to skip beside it, the

@@ -12,7 +12,7 @@ from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspect.blobs import Unreadable, readable_events
 from trinity_buffer.inspect.fates import Fate, fates
 from trinity_buffer.inspect.source import Source
-from trinity_buffer.inspect.steps import StepLine, steps
+from trinity_buffer.inspect.step_lines import StepLine, steps
 from trinity_buffer.inspect.tensors import mean_of
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
 from trinity_buffer.sizes import sizes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trinity_buffer.pipeline.diagnosis import Lack, Surroundings, counted, lacks_of
 from trinity_buffer.pipeline.presence import place_of
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.store import conservation, log, queries, tallies, trainer_queries
+from trinity_buffer.store import conservation, counters, log, queries, tallies, trainer_queries
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
@@ -181,7 +181,8 @@ class _Look:
             yield Stuck(
                 self._name, what, self._since(tx, leased), f"{again}: it is served them first"
             )
-        counts = tallies.of_trainer(tx, self._key, row)
+        numbers = counters.numbers_of(tx, self._key)
+        counts = tallies.of_trainer(tx, self._key, row, numbers).counts
         if counts.ready:
             reader = Reader(self._key, row.name, "", row.name)
             start = trainer_queries.first_undelivered(tx, reader)

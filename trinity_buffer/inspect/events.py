@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
-from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import (
     KINDS,
     BatchLeased,
@@ -37,6 +37,7 @@ from trinity_buffer.events import (
     UnknownEvent,
     body_of,
 )
+from trinity_buffer.inspect.source import require_position
 from trinity_buffer.pipeline.events import Event
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import inspection, log
@@ -55,19 +56,25 @@ class EventLine:
 
 
 async def position_before(
-    experiment: Experiment, count: int, *, kinds: Sequence[str] | None = None
+    experiment: Experiment,
+    count: int,
+    *,
+    kinds: Sequence[str] | None = None,
+    up_to: int | None = None,
 ) -> int:
-    """Return the position after which lie the last ``count`` events (of these kinds)."""
-    database = experiment.database
+    """Return the position after which lie the last ``count`` events (of these kinds) up to one."""
+    database, key = experiment.database, experiment.key
+    last = await database.read(log.head, key) if up_to is None else up_to
     if kinds is None:
-        return max(0, await database.read(log.head, experiment.key) - count)
-    return await database.read(inspection.position_before, experiment.key, count, kinds)
+        return max(0, last - count)
+    return await database.read(inspection.position_before, key, count, kinds, last)
 
 
 async def event_lines(
     experiment: Experiment,
     *,
     after: int = 0,
+    up_to: int | None = None,
     follow: bool = False,
     kinds: Sequence[str] | None = None,
 ) -> AsyncIterator[EventLine]:
@@ -75,11 +82,18 @@ async def event_lines(
 
     Raises:
         UnknownNameError: a kind that no event has.
+        InvalidArgumentError: ``up_to`` is no position of the log, or was given with ``follow``.
     """
+    if up_to is not None:
+        await require_position(experiment, up_to)
+        if follow:
+            raise InvalidArgumentError("--as-of ends the log: leave out --follow")
     for kind in kinds or ():
         if kind not in KINDS:
             raise UnknownNameError(f"no event is a {kind!r}; kinds are {', '.join(KINDS)}")
     async for event in experiment.events(after, follow=follow, kinds=kinds):
+        if up_to is not None and event.position > up_to:
+            return
         yield line_of(event)
 
 

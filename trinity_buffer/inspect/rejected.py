@@ -9,8 +9,9 @@ from typing import NamedTuple
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.pipeline.events import now_us
-from trinity_buffer.store import conservation, inspection, queries
-from trinity_buffer.store.rows import position_of, written_as
+from trinity_buffer.store import counters, inspection, queries
+from trinity_buffer.store.inspection import LeaseRow
+from trinity_buffer.store.rows import ConsumerRow, position_of, written_as
 from trinity_buffer.store.transaction import Transaction
 
 DOOR = "door"
@@ -42,7 +43,8 @@ class Lease:
     """Who holds a trainer's work.
 
     Attributes:
-        state: ``held``, ``expired`` (nobody took it since), or ``free``.
+        state: ``held``, ``expired`` (nobody took it since), or ``free``; ``forgotten`` where it is
+            asked how it was: leases are in no log.
         expires_in_s: seconds from now; negative: so long ago.
         leased_step, committed_step: the last handed out, and the last committed.
     """
@@ -99,8 +101,8 @@ async def rejections(
 
 def _names(tx: Transaction, experiment: int) -> list[str]:
     """Return who may have rejected something."""
-    found = [*queries.consumers(tx, experiment), *inspection.rejecting(tx, experiment)]
-    return list(dict.fromkeys(found))
+    counted = {name for name, _ in counters.numbers_of(tx, experiment) if name}
+    return list(dict.fromkeys([*queries.consumers(tx, experiment), *sorted(counted)]))
 
 
 def _rejected(
@@ -131,6 +133,8 @@ def _rejected(
 
 
 def _refused(tx: Transaction, experiment: int, page: _Page) -> list[Rejected]:
+    if not counters.reasons(counters.numbers_of(tx, experiment), ""):
+        return []  # not looked for among all that were recorded
     rows = inspection.refused(tx, experiment, **page._asdict())
     return [
         Rejected(
@@ -144,39 +148,34 @@ def _refused(tx: Transaction, experiment: int, page: _Page) -> list[Rejected]:
 
 async def rejection_counts(source: Source) -> Mapping[str, Mapping[str, int]]:
     """Return consumer -> reason -> how many it rejected; ``door`` is who refuses at the door."""
-
-    def look(tx: Transaction) -> dict[str, dict[str, int]]:
-        names = _names(tx, source.key)
-        found = {name: conservation.reasons(tx, source.key, name) for name in names}
-        return found | {DOOR: conservation.refused(tx, source.key)}
-
-    counted = await source.read(look)
+    numbers = await source.read(counters.numbers_of, source.key)
+    names = sorted({name for name, _ in numbers if name})
+    counted = {name: counters.reasons(numbers, name) for name in names}
+    counted[DOOR] = counters.reasons(numbers, "")
     return {name: reasons for name, reasons in counted.items() if reasons}
 
 
 async def leases(source: Source) -> list[Lease]:
-    """Return every trainer and who holds its work now."""
+    """Return every trainer and who holds its work; as it was, how far each had come."""
 
-    def look(tx: Transaction) -> list[Lease]:
-        held = {row.consumer: row for row in inspection.leases(tx, source.key)}
-        found = []
-        for row in queries.consumers(tx, source.key).values():
-            if row.kind != "trainer":
-                continue
-            lease = held.get(row.name)
-            left = None if lease is None else (lease.expires_at - now_us()) / 1e6
-            state = "free" if left is None else "held" if left > 0 else "expired"
-            found.append(
-                Lease(
-                    row.name,
-                    state,
-                    None if lease is None else lease.owner,
-                    row.token if lease is None else lease.token,
-                    left,
-                    row.leased_step,
-                    row.committed_step,
-                )
-            )
-        return found
+    def look(tx: Transaction) -> dict[str, LeaseRow]:
+        return {row.consumer: row for row in inspection.leases(tx, source.key)}
 
-    return await source.database.read(look)
+    rows = (await source.read(queries.consumers, source.key)).values()
+    held = await source.database.read(look) if source.position is None else None
+    return [_lease_of(row, held) for row in rows if row.kind == "trainer"]
+
+
+def _lease_of(row: ConsumerRow, held: Mapping[str, LeaseRow] | None) -> Lease:
+    lease = None if held is None else held.get(row.name)
+    left = None if lease is None else (lease.expires_at - now_us()) / 1e6
+    state = "free" if left is None else "held" if left > 0 else "expired"
+    return Lease(
+        row.name,
+        "forgotten" if held is None else state,
+        None if lease is None else lease.owner,
+        row.token if lease is None else lease.token,
+        left,
+        row.leased_step,
+        row.committed_step,
+    )

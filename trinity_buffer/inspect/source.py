@@ -91,11 +91,7 @@ async def as_of(
         yield now(experiment)
         return
     database, key = experiment.database, experiment.key
-    head = await database.read(log.head, key)
-    if not 1 <= position <= head:
-        raise InvalidArgumentError(
-            f"--as-of {position}: the log of {experiment.name!r} goes from 1 to {head}"
-        )
+    await require_position(experiment, position)
     with open_scratch(key, indexed=True) as scratch:
         async for page in pages(database, key, after=0, up_to=position):
             events = await anyio.to_thread.run_sync(decoded_events, page)
@@ -107,3 +103,16 @@ async def as_of(
                 )
             progress("fold", page[-1].position, position)
         yield Source(database, key, experiment.name, position, scratch)
+
+
+async def require_position(experiment: Experiment, position: int) -> None:
+    """Return if the log has this position.
+
+    Raises:
+        InvalidArgumentError: it has not.
+    """
+    head = await experiment.database.read(log.head, experiment.key)
+    if not 1 <= position <= head:
+        raise InvalidArgumentError(
+            f"--as-of {position}: the log of {experiment.name!r} goes from 1 to {head}"
+        )

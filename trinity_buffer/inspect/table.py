@@ -22,7 +22,7 @@ from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.inspect.blobs import Damage, EventWithSegment, readable_events
 from trinity_buffer.inspect.fates import Fate, fates
 from trinity_buffer.inspect.source import Source, as_of
-from trinity_buffer.inspect.steps import rows_of_step
+from trinity_buffer.inspect.step_lines import rows_of_step
 from trinity_buffer.inspect.tensors import elements_of_rows
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.sizes import sizes
@@ -33,8 +33,10 @@ from trinity_buffer.store.transaction import Transaction
 FAMILIES = ("light", "tokens", "text")
 _TEXTS = ("prompt_text", "response_text")
 _TENSORS = ("tokens", "logprobs", "action_mask")
-_OF_THE_ROW = ("reward", "policy_version", "prompt_length", "length", "trained_tokens")
-_OF_THE_ROW += ("finish_reason", "refused")
+_OF_THE_ROW = (
+    *("reward", "policy_version", "prompt_length", "length", "trained_tokens"),
+    *("finish_reason", "refused"),
+)
 _OF_THE_SET = ("set", "state", "reason", "trainer", "trained_step")
 _JSON = json.JSONEncoder(default=str, ensure_ascii=False)
 
@@ -249,13 +251,13 @@ def _gathered(
 ) -> dict[str, list[Any]]:
     """Return the columns of what ``cells`` gives of some rows of an event."""
     found: dict[str, list[Any]] = {}
-    for position, places in _by_position(addresses).items():
-        if position in events:
-            slots = [slot_of(addresses[place] or 0) for place in places]
-            for name, values in cells(events[position], slots).items():
-                column = found.setdefault(name, [None] * len(addresses))
-                for place, value in zip(places, values, strict=True):
-                    column[place] = value
+    known = ((at, places) for at, places in _by_position(addresses).items() if at in events)
+    for position, places in known:
+        slots = [slot_of(addresses[place] or 0) for place in places]
+        for name, values in cells(events[position], slots).items():
+            column = found.setdefault(name, [None] * len(addresses))
+            for place, value in zip(places, values, strict=True):
+                column[place] = value
     return found
 
 

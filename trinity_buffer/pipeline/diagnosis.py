@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from trinity_buffer.pipeline.presence import is_here, place_of, was_silent
-from trinity_buffer.store import conservation, promises, queries, tallies
+from trinity_buffer.store import conservation, counters, promises, queries, tallies
 from trinity_buffer.store.promises import PresenceRow
 from trinity_buffer.store.rows import BatchRow, ConsumerRow
 from trinity_buffer.store.transaction import Transaction
@@ -166,7 +166,8 @@ def found_of(tx: Transaction, experiment: int, trainer: str) -> str:
     row = queries.consumer_row(tx, experiment, trainer)
     if row is None:
         return "it is not registered"
-    counts = tallies.of_trainer(tx, experiment, row)
+    numbers = counters.numbers_of(tx, experiment)
+    counts = tallies.of_trainer(tx, experiment, row, numbers).counts
     rows = f"the {counted(counts.rows, 'row')} of set {counts.annotation_set!r}"
     if not counts.rows:
         return f"set {counts.annotation_set!r} has no rows: nothing was annotated"

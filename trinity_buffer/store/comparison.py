@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from sqlalchemy import (
@@ -18,6 +19,7 @@ from sqlalchemy import (
     MetaData,
     Table,
     and_,
+    bindparam,
     delete,
     func,
     insert,
@@ -35,6 +37,10 @@ from trinity_buffer.store.tables import (
     annotation,
     archived,
     assigned_reward,
+    batch,
+    configuration,
+    consumer,
+    counter,
     delivery,
     experience,
     plan,
@@ -43,7 +49,7 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Prepared, Transaction
 
 Row = tuple[Any, ...]
 
@@ -67,7 +73,17 @@ _OWNER: Mapping[str, str] = {
     **dict.fromkeys((t.name for t in (waiting, annotation, rejection, delivery, step)), "consumer"),
     assigned_reward.name: "scoring",
 }
-_STATEFUL = frozenset({"configuration", "batch", "consumer", "waiting", "step"})
+# Table -> the number that only grows as its rows are added.
+_GROWS: Mapping[str, str] = {
+    plan.name: "ordinal",
+    experience.name: "address",
+    policy.name: "position",
+    annotation.name: "address",
+    rejection.name: "position",
+    delivery.name: "step",
+}
+
+_STATEFUL = frozenset({"configuration", "batch", "consumer", "counter", "waiting", "step"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +102,17 @@ class Span:
     def is_stateful(self) -> bool:
         """Whether the fold makes its rows of other rows, so that one error may make others."""
         return self.table in _STATEFUL
+
+
+@dataclass(slots=True)
+class Part:
+    """Rows of one projection, all those with ``after`` < number <= ``up_to`` (of ``owner``)."""
+
+    table: str
+    owner: str | None
+    after: int
+    up_to: int
+    rows: list[Row] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +203,7 @@ def rows_of(tx: Transaction, experiment: int, span: Span) -> list[Row]:
     """Return the rows of ``span`` in one order on every backend, as the driver gives them."""
     table = _TABLES[span.table]
     number = _ORDER.get(span.table)
-    query = _where(select(*(type_coerce(c, NULLTYPE) for c in table.c)), experiment, span)
+    query = _where(select(*_raw(table)), experiment, span)
     if number is not None:
         query = query.order_by(table.c[number])
     found = [tuple(row) for row in tx.execute(query).all()]
@@ -281,3 +308,57 @@ def counts(tx: Transaction, experiment: int) -> dict[str, int]:
         query = select(func.count()).select_from(table).where(table.c.experiment == experiment)
         found[name] = int(tx.execute(query).scalar_one())
     return found
+
+
+_CHANGING = (configuration, batch, consumer, step, counter, assigned_reward, archived)
+
+
+def changing_rows(tx: Transaction, experiment: int) -> dict[str, list[Row]]:
+    """Return the live rows that `Expectation.holds_for_changing` compares."""
+    found = {}
+    for table in (*_CHANGING, waiting):
+        query = select(*_raw(table)).where(table.c.experiment == experiment)
+        found[table.name] = [tuple(row) for row in tx.execute(query).all()]
+    return found
+
+
+def holds_for(tx: Transaction, experiment: int, parts: Sequence[Part]) -> bool:
+    """Return whether the live rows are those of ``parts``, and no others lie between them."""
+    for part in parts:
+        table = _TABLES[part.table]
+        given = {"of": experiment, "after": part.after, "up_to": part.up_to}
+        owned = {} if part.owner is None else {"owner": part.owner}
+        live = _query(table).rows(tx, **given, **owned)
+        if not equal(part.table, live, part.rows):
+            return False
+    return True
+
+
+@cache
+def _query(table: Table) -> Prepared:
+    number, owner = table.c[_GROWS[table.name]], owner_of(table)
+    query = select(*_raw(table)).where(
+        table.c.experiment == bindparam("of"),
+        number > bindparam("after"),
+        number <= bindparam("up_to"),
+    )
+    if owner is not None:
+        query = query.where(owner == bindparam("owner"))
+    return Prepared(query.order_by(number))
+
+
+def _raw(table: Table) -> list[Any]:
+    """Return the columns as the driver gives them, past SQLAlchemy's types."""
+    return [type_coerce(column, NULLTYPE) for column in table.c]
+
+
+def equal(name: str, live: list[Row], expected: list[Row]) -> bool:
+    """Return whether both hold the same rows of a table, in whatever order; no two are equal."""
+    if live == expected:
+        return True
+    if len(live) != len(expected):
+        return False
+    if set(live) == set(expected):
+        return True
+    key = _key_getter(_TABLES[name])
+    return all(map(same_row, sorted(live, key=key), sorted(expected, key=key)))

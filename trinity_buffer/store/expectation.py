@@ -10,12 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from operator import itemgetter
 from typing import Any, assert_never
 
-from sqlalchemy import Table, bindparam, select, type_coerce
-from sqlalchemy.types import NULLTYPE
+from sqlalchemy import Table
 
 from trinity_buffer.events import (
     BatchLeased,
@@ -47,16 +44,17 @@ from trinity_buffer.events import (
 from trinity_buffer.identity import Key
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import rows
-from trinity_buffer.store.comparison import Row, owner_of, same_row
+from trinity_buffer.store.comparison import Part, Row, equal
+from trinity_buffer.store.expected_counts import ExpectedCounts
 from trinity_buffer.store.rows import first_address
 from trinity_buffer.store.tables import (
-    PROJECTIONS,
     annotation,
     archived,
     assigned_reward,
     batch,
     configuration,
     consumer,
+    counter,
     delivery,
     experience,
     plan,
@@ -65,32 +63,8 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
-from trinity_buffer.store.transaction import Prepared, Transaction
-
-_TABLES: Mapping[str, Table] = {table.name: table for table in PROJECTIONS}
-
-# Table -> the number that only grows as its rows are added.
-_GROWS: Mapping[str, str] = {
-    plan.name: "ordinal",
-    experience.name: "address",
-    policy.name: "position",
-    annotation.name: "address",
-    rejection.name: "position",
-    delivery.name: "step",
-}
 
 _CONTRADICTIONS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-
-
-@dataclass(slots=True)
-class Part:
-    """Rows of one projection, all those with ``after`` < number <= ``up_to`` (of ``owner``)."""
-
-    table: str
-    owner: str | None
-    after: int
-    up_to: int
-    rows: list[Row] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -123,6 +97,7 @@ class Expectation:
         self._rewards: dict[tuple[str, int], float] = {}
         self._archived: dict[bytes, tuple[int, str | None]] = {}
         self._planned = 0
+        self._counts = ExpectedCounts()
 
     def take(self, events: Iterable[PlacedFact]) -> None:
         """Take in the next events."""
@@ -164,10 +139,9 @@ class Expectation:
             case BatchPlanned():
                 self._plan(at, fact, placed.actor)
             case BatchSealed():
-                self._batch(fact.batch, placed.actor).update(sealed_at=at, expected=fact.expected)
+                self._sealed(at, fact, placed.actor)
             case ExperiencesRecorded():
-                made = rows.experience_rows(self.experiment, at, fact)
-                self._add(experience, made, _last_address(at))
+                self._recorded(at, fact)
             case ConsumerRegistered():
                 self._registered(fact)
             case ExperiencesAnnotated():
@@ -203,12 +177,24 @@ class Expectation:
             raise ValueError("a batch is planned twice")
         found = self._batch(fact.batch, actor)
         found |= {"rollouts_per_group": fact.rollouts_per_group, "planned_at": position}
+        found["planned_groups"] = len(fact.tasks)
+        self._counts.planned(fact)
         made = rows.plan_rows(self.experiment, fact, self._planned + 1)
         self._planned += len(made)
         self._add(plan, made, self._planned)
 
+    def _sealed(self, position: int, fact: BatchSealed, actor: str) -> None:
+        found = self._batch(fact.batch, actor)
+        found.update(sealed_at=position, expected=fact.expected)
+        self._counts.count_stored(str(fact.batch), found)
+
+    def _recorded(self, position: int, fact: ExperiencesRecorded) -> None:
+        made = rows.experience_rows(self.experiment, position, fact)
+        self._add(experience, made, _last_address(position))
+        self._counts.recorded(fact, self._batches)
+
     def _batch(self, key: Key, actor: str) -> dict[str, Any]:
-        unknown = dict.fromkeys(("rollouts_per_group", "planned_at", "sealed_at", "expected"))
+        unknown = dict.fromkeys(_OF_BATCH)
         new = {"batch": str(key), "batch_is_int": isinstance(key, int), "actor": actor, **unknown}
         return self._batches.setdefault(str(key), new)
 
@@ -233,12 +219,14 @@ class Expectation:
         self._seen(fact)
         made = rows.annotation_rows(self.experiment, position, fact)
         self._add(annotation, made, _last_address(position), fact.consumer)
+        self._counts.annotated(fact)
 
     def _rejected(self, position: int, fact: ExperiencesRejected) -> None:
         if fact.by == "strategy":
             self._seen(fact)
         made = rows.rejection_rows(self.experiment, position, fact)
         self._add(rejection, made, position, fact.consumer)
+        self._counts.rejected(fact)
         if fact.planned_groups:
             self._consumers[fact.consumer].row["rejected_groups"] += fact.planned_groups
 
@@ -303,6 +291,7 @@ class Expectation:
             batch: self._batches.values(),
             consumer: [{**c.row, "config": _text_of(c.row["config"])} for c in consumers],
             step: [{**row, "rows_by_rank": _text_of(row["rows_by_rank"])} for row in steps],
+            counter: self._counts.rows(),
             assigned_reward: [
                 {"scoring": scoring, "address": address, "reward": reward}
                 for (scoring, address), reward in self._rewards.items()
@@ -333,58 +322,7 @@ class Expectation:
             for name, addresses in undecided.items()
             for address in addresses
         ]
-        return all(_equal(_TABLES[name], live[name], rows) for name, rows in expected.items())
-
-
-def changing_rows(tx: Transaction, experiment: int) -> dict[str, list[Row]]:
-    """Return the live rows that `Expectation.holds_for_changing` compares."""
-    found = {}
-    for table in (configuration, batch, consumer, step, assigned_reward, archived, waiting):
-        query = select(*_raw(table)).where(table.c.experiment == experiment)
-        found[table.name] = [tuple(row) for row in tx.execute(query).all()]
-    return found
-
-
-def holds_for(tx: Transaction, experiment: int, parts: Sequence[Part]) -> bool:
-    """Return whether the live rows are those of ``parts``, and no others lie between them."""
-    for part in parts:
-        table = _TABLES[part.table]
-        given = {"of": experiment, "after": part.after, "up_to": part.up_to}
-        owned = {} if part.owner is None else {"owner": part.owner}
-        live = _query(table).rows(tx, **given, **owned)
-        if not _equal(table, live, part.rows):
-            return False
-    return True
-
-
-@cache
-def _query(table: Table) -> Prepared:
-    number, owner = table.c[_GROWS[table.name]], owner_of(table)
-    query = select(*_raw(table)).where(
-        table.c.experiment == bindparam("of"),
-        number > bindparam("after"),
-        number <= bindparam("up_to"),
-    )
-    if owner is not None:
-        query = query.where(owner == bindparam("owner"))
-    return Prepared(query.order_by(number))
-
-
-def _raw(table: Table) -> list[Any]:
-    """Return the columns as the driver gives them, past SQLAlchemy's types."""
-    return [type_coerce(column, NULLTYPE) for column in table.c]
-
-
-def _equal(table: Table, live: list[Row], expected: list[Row]) -> bool:
-    """Return whether both hold the same rows, in whatever order; no two of ``live`` are equal."""
-    if live == expected:
-        return True
-    if len(live) != len(expected):
-        return False
-    if set(live) == set(expected):
-        return True
-    key = itemgetter(*(place for place, column in enumerate(table.c) if column.primary_key))
-    return all(map(same_row, sorted(live, key=key), sorted(expected, key=key)))
+        return all(equal(name, live[name], rows) for name, rows in expected.items())
 
 
 def _last_address(position: int) -> int:
@@ -395,4 +333,8 @@ def _text_of(value: Any) -> str | None:
     return None if value is None else json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
+_OF_BATCH = (
+    *("rollouts_per_group", "planned_at", "sealed_at", "expected"),
+    *("planned_groups", "stored_rollouts"),
+)
 _NUMBERS = ("cursor", "calls", "rejected_groups", "token", "leased_step", "committed_step")

@@ -6,33 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, bindparam, exists, func, or_, select, text
+from sqlalchemy import ColumnElement, Select, exists, func, or_, select, text
 
 from trinity_buffer.identity import EID
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.rows import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
 from trinity_buffer.store.tables import (
     annotation,
-    batch,
     delivery,
     event,
     experience,
     lease,
-    policy,
     rejection,
     segment,
     waiting,
 )
-from trinity_buffer.store.transaction import Prepared, Transaction, among
-
-
-@dataclass(frozen=True, slots=True)
-class LogBounds:
-    """How long a log is, and when it was written; times in microseconds since 1970."""
-
-    events: int
-    first_at: int | None
-    last_at: int | None
+from trinity_buffer.store.transaction import Transaction, among
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,59 +43,17 @@ class Decision:
     annotation: int | None = None
 
 
-def log_bounds(tx: Transaction, experiment: int) -> LogBounds:
-    """Return the number of events, and when the first and the last were recorded."""
-    ends = [_FIRST.rows(tx, of=experiment), _LAST.rows(tx, of=experiment)]
-    if not all(ends):
-        return LogBounds(0, None, None)
-    ((_, first_at),), ((last, last_at),) = ends
-    return LogBounds(int(last), int(first_at), int(last_at))
-
-
-def kinds(tx: Transaction, experiment: int) -> dict[str, int]:
-    """Return how many events of each kind there are."""
-    return {kind: int(count) for kind, count in _KINDS.rows(tx, of=experiment)}
-
-
-_ENDS = select(event.c.position, event.c.recorded_at).where(event.c.experiment == bindparam("of"))
-_FIRST = Prepared(_ENDS.order_by(event.c.position).limit(1))
-_LAST = Prepared(_ENDS.order_by(event.c.position.desc()).limit(1))
-_KINDS = Prepared(
-    select(event.c.kind, func.count())
-    .where(event.c.experiment == bindparam("of"))
-    .group_by(event.c.kind)
-    .order_by(event.c.kind)
-)
-
-
-def position_before(tx: Transaction, experiment: int, count: int, wanted: Sequence[str]) -> int:
-    """Return the position after which lie the last ``count`` events of the ``wanted`` kinds."""
+def position_before(
+    tx: Transaction, experiment: int, count: int, wanted: Sequence[str], up_to: int
+) -> int:
+    """Return the position after which lie the last ``count`` events of ``wanted`` kinds, to one."""
     query = select(event.c.position).where(
-        event.c.experiment == experiment, event.c.kind.in_(wanted)
+        event.c.experiment == experiment,
+        event.c.kind.in_(wanted),
+        event.c.position <= up_to,
     )
     query = query.order_by(event.c.position.desc()).offset(count).limit(1)
     return int(tx.execute(query).scalar_one_or_none() or 0)
-
-
-def batch_counts(tx: Transaction, experiment: int) -> tuple[int, int]:
-    """Return (planned, sealed) batches."""
-    ((planned, sealed),) = _BATCHES.rows(tx, of=experiment)
-    return int(planned), int(sealed)
-
-
-def published_versions(tx: Transaction, experiment: int) -> int:
-    """Return how many policies were published."""
-    return int(_POLICIES.value(tx, of=experiment))
-
-
-_BATCHES = Prepared(
-    select(func.count(batch.c.planned_at), func.count(batch.c.sealed_at)).where(
-        batch.c.experiment == bindparam("of")
-    )
-)
-_POLICIES = Prepared(
-    select(func.count()).select_from(policy).where(policy.c.experiment == bindparam("of"))
-)
 
 
 def known_policy_versions(
@@ -318,17 +265,6 @@ def rejected(
         query = query.where(rejection.c.address < before)
     rows = tx.execute(query.order_by(rejection.c.address.desc()).limit(limit)).all()
     return [RejectedRow(row.consumer, int(row.address), row.reason, row.position) for row in rows]
-
-
-def rejecting(tx: Transaction, experiment: int) -> list[str]:
-    """Return who rejected something, trainers of other experiments too (``EXPERIMENT/TRAINER``)."""
-    names: list[str] = []
-    own = select(func.min(rejection.c.consumer)).where(rejection.c.experiment == experiment)
-    name = tx.execute(own).scalar()
-    while name is not None:  # a look at the index for each, and not at each row
-        names.append(name)
-        name = tx.execute(own.where(rejection.c.consumer > name)).scalar()
-    return names
 
 
 def _for(recorded: ColumnElement[Any], reason: str) -> ColumnElement[bool]:

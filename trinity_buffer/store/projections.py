@@ -43,10 +43,9 @@ from trinity_buffer.events import (
     TrainerRewound,
     UnknownEvent,
 )
-from trinity_buffer.store import rows
+from trinity_buffer.store import counters, rows
 from trinity_buffer.store.rows import first_address
 from trinity_buffer.store.tables import (
-    PROJECTIONS,
     annotation,
     archived,
     assigned_reward,
@@ -62,7 +61,13 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
-from trinity_buffer.store.transaction import Prepared, Transaction, among_given, given, upsert
+from trinity_buffer.store.transaction import (
+    Prepared,
+    Transaction,
+    among_given,
+    given,
+    upsert,
+)
 
 Decided = ExperiencesAnnotated | ExperiencesRejected
 """What moves the cursor of a strategy."""
@@ -81,7 +86,7 @@ def fold(tx: Transaction, experiment: int, placed: PlacedFact) -> None:  # noqa:
         case BatchSealed():
             _sealed(tx, experiment, at, fact, placed.actor)
         case ExperiencesRecorded():
-            tx.add(experience, rows.experience_rows(experiment, at, fact))
+            _recorded(tx, experiment, [placed])
         case ConsumerRegistered():
             _registered(tx, experiment, fact)
         case ExperiencesAnnotated():
@@ -121,33 +126,18 @@ def fold_all(tx: Transaction, experiment: int, facts: Sequence[PlacedFact]) -> N
 
     Calls that share a transaction record one event each: their experiences are one insert.
     """
-    for _, group in groupby(facts, key=lambda placed: type(placed.fact)):
-        made = []
+    for kind, group in groupby(facts, key=lambda placed: type(placed.fact)):
+        if kind is ExperiencesRecorded:
+            _recorded(tx, experiment, list(group))
+            continue
         for placed in group:
-            if isinstance(placed.fact, ExperiencesRecorded):
-                made += rows.experience_rows(experiment, placed.position, placed.fact)
-            else:
-                fold(tx, experiment, placed)
-        if made:
-            tx.add(experience, made)
-
-
-def clear(tx: Transaction, experiment: int) -> None:
-    """Delete every projection of the experiment, before `fold` makes them again."""
-    for table in PROJECTIONS:
-        tx.execute(delete(table).where(table.c.experiment == experiment))
+            fold(tx, experiment, placed)
 
 
 def _configured(tx: Transaction, experiment: int, position: int, config: Config) -> None:
-    row = {
-        "experiment": experiment,
-        "position": position,
-        "config": config,
-        "finished": False,
-    }
-    statement = upsert(tx, configuration).values(row)
-    changed = {"position": position, "config": config, "finished": False}
-    tx.execute(statement.on_conflict_do_update(index_elements=["experiment"], set_=changed))
+    said = {"position": position, "config": config, "finished": False}
+    statement = upsert(tx, configuration).values(experiment=experiment, **said)
+    tx.execute(statement.on_conflict_do_update(index_elements=["experiment"], set_=said))
 
 
 def _finished(tx: Transaction, experiment: int) -> None:
@@ -169,6 +159,8 @@ def _planned(
         "planned_at": position,
         "sealed_at": None,
         "expected": None,
+        "planned_groups": len(fact.tasks),
+        "stored_rollouts": None,
     }
     tx.execute(insert(batch), row)
     last = select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == experiment)
@@ -187,19 +179,24 @@ def _sealed(tx: Transaction, experiment: int, position: int, fact: BatchSealed, 
     }
     statement = upsert(tx, batch).values(row)
     tx.execute(statement.on_conflict_do_update(index_elements=["experiment", "batch"], set_=sealed))
+    counters.count_stored(tx, experiment, [str(key)])
+
+
+def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) -> None:
+    facts = [one.fact for one in placed if isinstance(one.fact, ExperiencesRecorded)]
+    made = []
+    for one, fact in zip(placed, facts, strict=True):
+        made += rows.experience_rows(experiment, one.position, fact)
+    tx.add(experience, made)
+    counters.add(tx, experiment, counters.of_recorded(facts))
+    if late := {str(fact.columns.batch[slot]) for fact in facts for slot in fact.refused}:
+        counters.count_stored(tx, experiment, sorted(late))
 
 
 def _registered(tx: Transaction, experiment: int, fact: ConsumerRegistered) -> None:
-    numbers = dict.fromkeys(
-        ("cursor", "calls", "rejected_groups", "token", "leased_step", "committed_step"), 0
-    )
-    row = {
-        "experiment": experiment,
-        "name": fact.consumer,
-        "kind": fact.kind,
-        "config": fact.config,
-    }
-    tx.execute(insert(consumer), row | numbers)
+    said = {"name": fact.consumer, "kind": fact.kind, "config": fact.config}
+    numbers = ("cursor", "calls", "rejected_groups", "token", "leased_step", "committed_step")
+    tx.execute(insert(consumer), {"experiment": experiment, **said, **dict.fromkeys(numbers, 0)})
 
 
 def _see(tx: Transaction, experiment: int, fact: Decided) -> None:
@@ -264,6 +261,7 @@ def _annotated(tx: Transaction, experiment: int, position: int, fact: Experience
     _see(tx, experiment, fact)
     decide(tx, experiment, fact.consumer, sorted(set(fact.experiences)))
     tx.add(annotation, rows.annotation_rows(experiment, position, fact))
+    counters.add(tx, experiment, counters.of_annotated(fact))
 
 
 def _rejected(tx: Transaction, experiment: int, position: int, fact: ExperiencesRejected) -> None:
@@ -271,6 +269,7 @@ def _rejected(tx: Transaction, experiment: int, position: int, fact: Experiences
         _see(tx, experiment, fact)
         decide(tx, experiment, fact.consumer, fact.experiences)
     tx.add(rejection, rows.rejection_rows(experiment, position, fact))
+    counters.add(tx, experiment, counters.of_rejected(fact))
     if fact.planned_groups:
         _LEFT_OUT.change(tx, of=experiment, by=fact.consumer, more=fact.planned_groups)
 

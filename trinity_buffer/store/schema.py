@@ -150,7 +150,7 @@ def view_created(name: str) -> str:
     return f"CREATE VIEW {name} AS {VIEWS[name]}"
 
 
-KNOWN_REVISIONS = ("0001", "0002")
+KNOWN_REVISIONS = ("0001", "0002", "0003")
 """Revisions that can be migrated from, oldest first, up to `tables.SCHEMA_REVISION`."""
 
 _CREATE_LOCK = 0x54425546

@@ -30,7 +30,7 @@ from sqlalchemy import (
 )
 from typing_extensions import override
 
-SCHEMA_REVISION = "0002"
+SCHEMA_REVISION = "0003"
 """The alembic revision that equals these tables; a test holds them together."""
 
 metadata = MetaData(
@@ -140,6 +140,9 @@ batch = Table(
     Column("planned_at", BigInteger),
     Column("sealed_at", BigInteger),
     Column("expected", BigInteger),
+    Column("planned_groups", BigInteger),  # None: never planned
+    # planned rollouts that are stored; None before the seal, until when it is counted when asked
+    Column("stored_rollouts", BigInteger),
     sqlite_with_rowid=False,
 )
 
@@ -299,6 +302,17 @@ assigned_reward = Table(
     sqlite_with_rowid=False,
 )
 
+# What is asked often and would have to be counted row by row; see `store.counters`.
+counter = Table(
+    "counter",
+    metadata,
+    _key("experiment", Integer),
+    _key("consumer", Text),  # "" for the experiment itself
+    _key("state", Text),
+    Column("number", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
 # Segments that may leave, or have left, the database; the trigger on `segment` asks this table.
 archived = Table(
     "archived",
@@ -350,5 +364,6 @@ PROJECTIONS = (
     step,
     policy,
     assigned_reward,
+    counter,
     archived,
 )

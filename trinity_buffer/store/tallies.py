@@ -1,22 +1,74 @@
-"""The numbers of `conservation` for people who ask often: at a fraction of its cost.
+"""The numbers of `conservation` for people who ask often: at a cost that a run's length leaves be.
 
-What follows from other numbers is not counted again, so these always add up: `verify` counts each
-by itself. Each function needs one transaction.
+They come from `counters` and from what is left over: what follows from other numbers is not counted
+again, so these always add up. `verify` counts each by itself. Each function needs one transaction;
+where ``of`` is None it answers for all experiments at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Integer, and_, bindparam, case, exists, func, literal, select
+from sqlalchemy import (
+    ColumnElement,
+    Integer,
+    Select,
+    and_,
+    bindparam,
+    case,
+    exists,
+    func,
+    literal,
+    select,
+    text,
+)
 
-from trinity_buffer.store import conservation
-from trinity_buffer.store.conservation import StrategyCounts, TrainerCounts
-from trinity_buffer.store.rows import ConsumerRow
-from trinity_buffer.store.tables import annotation, delivery, experience, rejection, step, waiting
-from trinity_buffer.store.trainer_queries import Reader, first_undelivered
+from trinity_buffer.store import counters
+from trinity_buffer.store.conservation import PlanCounts, StrategyCounts, TrainerCounts
+from trinity_buffer.store.counters import Numbers
+from trinity_buffer.store.rows import ConsumerRow, first_address
+from trinity_buffer.store.tables import (
+    FREQUENT,
+    NOT_FREQUENT,
+    annotation,
+    batch,
+    configuration,
+    consumer,
+    delivery,
+    event,
+    experience,
+    experiment,
+    policy,
+    rejection,
+    step,
+)
 from trinity_buffer.store.transaction import Prepared, Transaction
+
+
+class LogCounts(NamedTuple):
+    """How long a log is, when it was written, in microseconds since 1970, and its rarer kinds."""
+
+    events: int
+    first_at: int | None
+    last_at: int | None
+    kinds: dict[str, int]
+
+
+class BatchCounts(NamedTuple):
+    """Batches that were planned, and sealed; groups and rollouts of the planned ones."""
+
+    planned: int
+    sealed: int
+    groups: int
+    plans: PlanCounts
+
+
+class PolicyCounts(NamedTuple):
+    """Policies that were published, and the version of the last one, None before the first."""
+
+    number: int
+    newest: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,110 +87,208 @@ class Recorded:
     refused: dict[str, int]
 
 
-def recorded(tx: Transaction, experiment: int) -> Recorded:
-    """Return how many experiences are stored, in one look at them."""
-    ((number, low, high, refused),) = _RECORDED.rows(tx, of=experiment)
-    return Recorded(number, low, high, conservation.refused(tx, experiment) if refused else {})
+@dataclass(frozen=True, slots=True)
+class TrainerTally:
+    """What a trainer was handed, and how many planned groups that were; see `TrainerProgress`."""
+
+    counts: TrainerCounts
+    groups_delivered: int
+    groups_committed: int
 
 
-_VERSION = experience.c.policy_version
-_RECORDED = Prepared(
-    select(
-        func.count(), func.min(_VERSION), func.max(_VERSION), func.count(experience.c.refused)
-    ).where(experience.c.experiment == bindparam("of"))
-)
+def logs(tx: Transaction, of: int | None = None, up_to: int | None = None) -> dict[int, LogCounts]:
+    """Return experiment -> its log, up to a position."""
+    mine = event.c.experiment == experiment.c.id
+    mine = mine if up_to is None else and_(mine, event.c.position <= up_to)
+    first = select(event.c.recorded_at).where(mine).order_by(event.c.position).limit(1)
+    last = select(event.c.position).where(mine).order_by(event.c.position.desc()).limit(1)
+    ended = select(event.c.recorded_at).where(mine).order_by(event.c.position.desc()).limit(1)
+    ends = select(experiment.c.id, *(one.scalar_subquery() for one in (last, first, ended)))
+    some = select(event.c.experiment, event.c.kind, func.count()).where(text(NOT_FREQUENT))
+    if up_to is not None:
+        some = some.where(event.c.position <= up_to)
+    some = some.group_by(event.c.experiment, event.c.kind)
+    kinds: dict[int, dict[str, int]] = {}
+    for key, kind, count in tx.execute(_of(some, event.c.experiment, of)).all():
+        kinds.setdefault(int(key), {})[kind] = int(count)
+    return {
+        int(key): LogCounts(int(events or 0), begun, ended, kinds.get(int(key), {}))
+        for key, events, begun, ended in tx.execute(_of(ends, experiment.c.id, of)).all()
+    }
 
 
-def of_strategies(
-    tx: Transaction, experiment: int, rows: Sequence[ConsumerRow], stored: Recorded
-) -> tuple[StrategyCounts, ...]:
-    """Return the numbers of annotation sets; what was annotated is what nothing else became of."""
-    return tuple(_of_strategy(tx, experiment, row, stored) for row in rows)
+def frequent_kinds(numbers: Numbers) -> dict[str, int]:
+    """Return how many events there are of the kinds that are not among those of `LogCounts`."""
+    return {kind: numbers["", kind] for kind in FREQUENT if ("", kind) in numbers}
 
 
-def _of_strategy(
-    tx: Transaction, experiment: int, row: ConsumerRow, stored: Recorded
-) -> StrategyCounts:
-    unseen, _ = conservation.unseen(tx, experiment, row)
-    still = select(func.count()).where(
-        waiting.c.experiment == experiment, waiting.c.consumer == row.name
+def finished(tx: Transaction, of: int | None = None) -> dict[int, bool]:
+    """Return experiment -> whether it is finished."""
+    query = select(configuration.c.experiment, configuration.c.finished)
+    rows = tx.execute(_of(query, configuration.c.experiment, of)).all()
+    return {int(key): bool(done) for key, done in rows}
+
+
+def batches(tx: Transaction, of: int | None = None) -> dict[int, BatchCounts]:
+    """Return experiment -> its batches. Only of those that are open, rollouts are counted now."""
+    rollouts = batch.c.planned_groups * batch.c.rollouts_per_group
+    sealed = batch.c.sealed_at.is_not(None)
+    stored = case((sealed, batch.c.stored_rollouts), else_=counters.stored_rollouts())
+    numbers = (batch.c.planned_groups, rollouts, stored)
+    query = select(
+        batch.c.experiment,
+        func.count(batch.c.planned_at),
+        func.count(batch.c.sealed_at),
+        *(func.coalesce(func.sum(number, type_=Integer), 0) for number in numbers),
     )
-    left = int(tx.execute(still).scalar_one())
-    rejected = conservation.reasons(tx, experiment, row.name)
-    for reason, count in stored.refused.items():
-        rejected[reason] = rejected.get(reason, 0) + count
+    rows = tx.execute(_of(query, batch.c.experiment, of).group_by(batch.c.experiment)).all()
+    found = {}
+    for key, *counts in rows:
+        planned, ended, groups, wanted, there = map(int, counts)
+        found[int(key)] = BatchCounts(planned, ended, groups, PlanCounts(wanted, there))
+    return found
+
+
+def policies(tx: Transaction, of: int | None = None) -> dict[int, PolicyCounts]:
+    """Return experiment -> its published policies."""
+    query = select(policy.c.experiment, func.count(), func.max(policy.c.position))
+    query = _of(query, policy.c.experiment, of).group_by(policy.c.experiment)
+    counted = query.subquery().alias("counted")
+    experiment_of, number, last = counted.c
+    newest = and_(policy.c.experiment == experiment_of, policy.c.position == last)
+    joined = select(experiment_of, number, policy.c.version).select_from(
+        counted.join(policy, newest)
+    )
+    rows = tx.execute(joined).all()
+    return {int(key): PolicyCounts(int(count), int(version)) for key, count, version in rows}
+
+
+def consumers(tx: Transaction, of: int | None = None) -> dict[int, list[ConsumerRow]]:
+    """Return experiment -> its strategies and trainers, by name."""
+    query = _of(select(consumer), consumer.c.experiment, of)
+    found: dict[int, list[ConsumerRow]] = {}
+    for key, *row in tx.execute(query.order_by(consumer.c.name)).all():
+        found.setdefault(int(key), []).append(ConsumerRow(*row))
+    return found
+
+
+def _of(query: Select[*Any], column: ColumnElement[int], of: int | None) -> Select[*Any]:
+    return query if of is None else query.where(column == of)
+
+
+def recorded(numbers: Numbers) -> Recorded:
+    """Return how many experiences are stored."""
+    return Recorded(
+        numbers.get(("", counters.RECORDED), 0),
+        numbers.get(("", counters.LOWEST_VERSION)),
+        numbers.get(("", counters.HIGHEST_VERSION)),
+        counters.reasons(numbers, ""),
+    )
+
+
+def of_strategy(
+    tx: Transaction, experiment_key: int, row: ConsumerRow, numbers: Numbers
+) -> StrategyCounts:
+    """Return the numbers of one annotation set; what waits is what nothing else became of."""
+    stored = recorded(numbers)
+    own, refused = counters.reasons(numbers, row.name), stored.refused
+    annotated = numbers.get((row.name, counters.ANNOTATED), 0)
+    undecided = stored.number - sum(refused.values()) - annotated - sum(own.values())
+    unseen = undecided  # of one that has seen nothing
+    if row.cursor:
+        behind = first_address(row.cursor + 1)
+        unseen = int(_UNSEEN.value(tx, of=experiment_key, start=behind))
+    rejected = {reason: own.get(reason, 0) + refused.get(reason, 0) for reason in own | refused}
     return StrategyCounts(
         row.name,
         stored.number,
         unseen,
-        left,
-        stored.number - unseen - left - sum(rejected.values()),
+        undecided - unseen,
+        annotated,
         dict(sorted(rejected.items())),
-        _rows(tx, experiment, row.name),
+        numbers.get((row.name, counters.ROWS), 0),
     )
 
 
-def of_trainer(tx: Transaction, experiment: int, row: ConsumerRow) -> TrainerCounts:
+_UNSEEN = Prepared(
+    select(func.count()).where(
+        experience.c.experiment == bindparam("of"),
+        experience.c.address >= bindparam("start"),
+        experience.c.refused.is_(None),
+    )
+)
+
+
+def of_trainer(
+    tx: Transaction, experiment_key: int, row: ConsumerRow, numbers: Numbers
+) -> TrainerTally:
     """Return the numbers of one trainer; ready is what lies above all that it was handed."""
-    of = str(row.config.get("strategy", ""))
-    delivered, committed = _delivered(tx, experiment, row)
-    start = first_undelivered(tx, Reader(experiment, row.name, "", row.name))
-    above = _rows(tx, experiment, of, start)
-    rejected = conservation.reasons(tx, experiment, row.name)
+    of, mine = str(row.config.get("strategy", "")), {"of": experiment_key, "by": row.name}
+    delivered, committed = _delivered(tx, experiment_key, row)
+    rejected = counters.reasons(numbers, row.name)
+    ready = numbers.get((of, counters.ROWS), 0)
+    if last := _LAST_HANDED.value(tx, **mine):
+        ready = int(_ROWS_FROM.value(tx, of=experiment_key, by=of, start=last + 1))
     all_rejected = sum(rejected.values())
-    ready = above - (_left_out(tx, experiment, row, of, start) if all_rejected else 0)
-    return TrainerCounts(
-        row.name,
-        of,
-        delivered + ready + all_rejected,
-        ready,
-        delivered - committed,
-        committed,
-        rejected,
+    if all_rejected:
+        ready -= int(
+            _LEFT_OUT.value(tx, of=experiment_key, by=row.name, set=of, start=(last or 0) + 1)
+        )
+    rows = delivered + ready + all_rejected
+    counts = TrainerCounts(row.name, of, rows, ready, delivered - committed, committed, rejected)
+    so_far = dict(_SO_FAR.rows(tx, **mine, leased=row.leased_step, committed=row.committed_step))
+    return TrainerTally(
+        counts, int(so_far.get(row.leased_step, 0)), int(so_far.get(row.committed_step, 0))
     )
 
 
-def _rows(tx: Transaction, experiment: int, annotation_set: str, start: int = 0) -> int:
-    query = select(func.count()).where(
-        annotation.c.experiment == experiment,
-        annotation.c.consumer == annotation_set,
-        annotation.c.address >= start,
-    )
-    return int(tx.execute(query).scalar_one())
-
-
-def _left_out(
-    tx: Transaction, experiment: int, row: ConsumerRow, annotation_set: str, start: int
-) -> int:
-    """Return how many rows of the set from ``start`` on a trainer rejected before their turn."""
-    query = select(func.count()).where(
-        rejection.c.experiment == experiment,
-        rejection.c.consumer == row.name,
-        rejection.c.address >= start,
-        exists().where(
-            annotation.c.experiment == experiment,
-            annotation.c.consumer == annotation_set,
-            annotation.c.address == rejection.c.address,
-        ),
-    )
-    return int(tx.execute(query).scalar_one())
-
-
-def _delivered(tx: Transaction, experiment: int, row: ConsumerRow) -> tuple[int, int]:
+def _delivered(tx: Transaction, experiment_key: int, row: ConsumerRow) -> tuple[int, int]:
     """Return how many rows of its own experiment a trainer was handed, and how many it committed.
 
     Steps say how many rows they have; of which experiment, a mixing trainer's deliveries alone.
     """
-    own = and_(delivery.c.experiment == experiment, delivery.c.consumer == row.name)
-    of_others = select(exists().where(own, delivery.c.source > ""))
-    rows: ColumnElement[int]
-    if tx.execute(of_others).scalar():
-        rows, number = literal(1), delivery.c.step
-        of = and_(own, delivery.c.source == "")
-    else:
-        rows, number = step.c.rows, step.c.step
-        of = and_(step.c.experiment == experiment, step.c.consumer == row.name)
-    committed = case((number <= row.committed_step, rows), else_=0)
-    query = select(func.sum(rows, type_=Integer), func.sum(committed, type_=Integer)).where(of)
-    delivered, done = tx.execute(query).one()
-    return int(delivered or 0), int(done or 0)
+    mine = {"of": experiment_key, "by": row.name}
+    counted = _DELIVERED_OWN if _MIXES.rows(tx, **mine) else _DELIVERED
+    ((delivered, committed),) = counted.rows(tx, **mine, done=row.committed_step)
+    return int(delivered or 0), int(committed or 0)
+
+
+_DELIVERY = (delivery.c.experiment == bindparam("of"), delivery.c.consumer == bindparam("by"))
+_STEP = (step.c.experiment == bindparam("of"), step.c.consumer == bindparam("by"))
+_MIXES = Prepared(select(literal(1)).where(*_DELIVERY, delivery.c.source > "").limit(1))
+_OWN = (*_DELIVERY, delivery.c.source == "")
+_LAST_HANDED = Prepared(select(func.max(delivery.c.address)).where(*_OWN))
+
+
+def _sums(rows: ColumnElement[int], number: ColumnElement[int]) -> Select[*Any]:
+    committed = case((number <= bindparam("done"), rows), else_=0)
+    return select(func.sum(rows, type_=Integer), func.sum(committed, type_=Integer))
+
+
+_DELIVERED = Prepared(_sums(step.c.rows, step.c.step).where(*_STEP))
+_DELIVERED_OWN = Prepared(_sums(literal(1), delivery.c.step).where(*_OWN))
+_SO_FAR = Prepared(
+    select(step.c.step, step.c.planned_groups_so_far).where(
+        *_STEP, (step.c.step == bindparam("leased")) | (step.c.step == bindparam("committed"))
+    )
+)
+_ROWS_FROM = Prepared(
+    select(func.count()).where(
+        annotation.c.experiment == bindparam("of"),
+        annotation.c.consumer == bindparam("by"),
+        annotation.c.address >= bindparam("start"),
+    )
+)
+# Rows of the set that a trainer rejected before their turn.
+_LEFT_OUT = Prepared(
+    select(func.count()).where(
+        rejection.c.experiment == bindparam("of"),
+        rejection.c.consumer == bindparam("by"),
+        rejection.c.address >= bindparam("start"),
+        exists().where(
+            annotation.c.experiment == rejection.c.experiment,
+            annotation.c.consumer == bindparam("set"),
+            annotation.c.address == rejection.c.address,
+        ),
+    )
+)

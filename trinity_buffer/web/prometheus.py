@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from trinity_buffer.inspect.doctor import examine
-from trinity_buffer.inspect.overview import ExperimentOverview, Overview, overview
+from trinity_buffer.inspect.overviews import ExperimentOverview, Overview, overview
 from trinity_buffer.pipeline.store import Store
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

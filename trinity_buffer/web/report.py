@@ -20,7 +20,7 @@ from trinity_buffer.inspect import (
 )
 from trinity_buffer.inspect.doctor import examine
 from trinity_buffer.inspect.source import Source, now
-from trinity_buffer.inspect.steps import EatenRow
+from trinity_buffer.inspect.step_lines import EatenRow
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.web.charts import Lines, histogram, lines
 from trinity_buffer.web.templating import cut, templates

@@ -11,7 +11,7 @@ from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspect import show, tokens, why
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.texts import token_texts
-from trinity_buffer.inspect.tokens import TokenTable
+from trinity_buffer.inspect.token_table import TokenTable
 from trinity_buffer.web.asked import Asked, Page
 
 TOKENS = 500

@@ -45,6 +45,7 @@ from trinity_buffer.pipeline.event_chain import EventChain
 from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.trainer_audit import TrainerAudit
+from trinity_buffer.store import counters
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import address_of, first_address, written_as
 
@@ -138,6 +139,7 @@ class LogAudit:
         self._runs = Names()
         self._planned_runs: list[Integers] = []
         self._held: Counter[str] = Counter()
+        self._states: set[tuple[str, str]] = set()  # of which there are counters
         self._batches: set[str] = set()
 
     def add(self, page: Sequence[StoredEvent]) -> list[PlacedFact]:
@@ -215,12 +217,10 @@ class LogAudit:
                     del self.archived[key]
             case ExperimentCreated() | ConfigurationChanged() | ExperimentFinished():
                 pass  # one row of one table, which the expectation compares
-            case RankJoined() | StepPartDone() | StreamEnded():
-                pass  # what ranks say to each other is in no projection
             case ChainStarted():
                 self._chain_started(position, fact)
-            case UnknownEvent():
-                pass
+            case RankJoined() | StepPartDone() | StreamEnded() | UnknownEvent():
+                pass  # what ranks say to each other is in no projection
             case _:
                 assert_never(fact)
 
@@ -266,6 +266,10 @@ class LogAudit:
         self._recorded.append(np.delete(addresses, sorted(refused)) if refused else addresses)
         self._held.update(batches)
         self._held.subtract(batches[slot] for slot, why in refused.items() if why == "late")
+        self._states |= {("", "ExperiencesRecorded"), ("", counters.RECORDED)}
+        self._states.update(("", counters.rejected_for(reason)) for reason in refused.values())
+        if any(version is not None for version in columns.policy_version):
+            self._states |= {("", counters.LOWEST_VERSION), ("", counters.HIGHEST_VERSION)}
 
     def _planned(self, fact: BatchPlanned) -> None:
         batch, tasks, rollouts = str(fact.batch), fact.tasks, fact.rollouts_per_group
@@ -296,6 +300,9 @@ class LogAudit:
 
     def _annotated(self, position: int, fact: ExperiencesAnnotated) -> None:
         found = self._strategy(position, fact.consumer, fact.seen)
+        self._states.add(("", "ExperiencesAnnotated"))
+        states = (counters.ANNOTATED, counters.ROWS) if fact.experiences else ()
+        self._states.update((fact.consumer, state) for state in states)
         found.rows += len(fact.experiences)
         # Copies are one experience; of so few numbers a set is quicker than NumPy.
         found.decided.append(np.array(sorted(set(fact.experiences)), np.int64))
@@ -303,6 +310,7 @@ class LogAudit:
     def _rejected(self, position: int, fact: ExperiencesRejected) -> None:
         count = len(fact.experiences)
         self._counts["rejection"] += count
+        self._states.update((fact.consumer, counters.rejected_for(why)) for why in fact.reasons)
         if fact.by == "strategy":
             found = self._strategy(position, fact.consumer, fact.seen)
             found.rejections += count
@@ -357,6 +365,7 @@ class LogAudit:
             "annotation": annotations,
             "assigned_reward": sum(len(np.unique(_joined(s))) for s in self._scores.values()),
             "archived": len(self.archived),
+            "counter": len(self._states),
             "delivery": sum(len(step.rows) for step in steps),
             **{name: counts[name] for name in names},
         }

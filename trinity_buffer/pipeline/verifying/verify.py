@@ -32,7 +32,8 @@ from trinity_buffer.pipeline.verifying.log_audit import LogAudit
 from trinity_buffer.pipeline.verifying.outside import Evidence
 from trinity_buffer.pipeline.verifying.segment_audit import check_segments
 from trinity_buffer.store import comparison, conservation, log, queries
-from trinity_buffer.store.expectation import Expectation, Part, changing_rows, holds_for
+from trinity_buffer.store.comparison import Part, changing_rows, holds_for
+from trinity_buffer.store.expectation import Expectation
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import address_of, written_as
 from trinity_buffer.store.scratch import Unfoldable

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.identity import EID
+from trinity_buffer.inspect.experience_view import parse_uid
 from trinity_buffer.inspect.fates import Fate, fates
-from trinity_buffer.inspect.show import parse_uid
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.store import inspection, queries, trainer_queries
 from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, StepRow, position_of

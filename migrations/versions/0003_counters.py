@@ -1,0 +1,69 @@
+"""Counters of what is asked often, and how many rollouts of a batch are planned and stored.
+
+Written out, not made from `store.tables`: that module goes on, this revision stays what it was.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0003"
+down_revision = "0002"
+branch_labels = None
+depends_on = None
+
+COUNTS = (
+    "SELECT experiment, '', kind, count(*) FROM event "
+    "WHERE kind IN ('ExperiencesRecorded', 'ExperiencesAnnotated') GROUP BY experiment, kind",
+    "SELECT experiment, '', 'recorded', count(*) FROM experience GROUP BY experiment",
+    "SELECT experiment, '', 'lowest version', min(policy_version) FROM experience "
+    "WHERE policy_version IS NOT NULL GROUP BY experiment",
+    "SELECT experiment, '', 'highest version', max(policy_version) FROM experience "
+    "WHERE policy_version IS NOT NULL GROUP BY experiment",
+    "SELECT experiment, '', 'rejected: ' || refused, count(*) FROM experience "
+    "WHERE refused IS NOT NULL GROUP BY experiment, refused",
+    "SELECT experiment, consumer, 'annotated', count(DISTINCT experience) FROM annotation "
+    "GROUP BY experiment, consumer",
+    "SELECT experiment, consumer, 'rows', count(*) FROM annotation GROUP BY experiment, consumer",
+    "SELECT experiment, consumer, 'rejected: ' || reason, count(*) FROM rejection "
+    "GROUP BY experiment, consumer, reason",
+)
+PLANNED = (
+    "UPDATE batch SET planned_groups = (SELECT count(*) FROM plan p "
+    "WHERE p.experiment = batch.experiment AND p.batch = batch.batch) "
+    "WHERE planned_at IS NOT NULL"
+)
+STORED = (
+    "UPDATE batch SET stored_rollouts = (SELECT coalesce(sum((SELECT count(DISTINCT e.run) "
+    "FROM experience e WHERE e.experiment = p.experiment AND e.batch = p.batch "
+    "AND e.task = p.task AND e.run < batch.rollouts_per_group)), 0) FROM plan p "
+    "WHERE p.experiment = batch.experiment AND p.batch = batch.batch) "
+    "WHERE sealed_at IS NOT NULL"
+)
+
+
+def upgrade() -> None:
+    """Add the table and two columns, and count what is there."""
+    op.create_table(
+        "counter",
+        sa.Column("experiment", sa.Integer(), autoincrement=False, nullable=False),
+        sa.Column("consumer", sa.Text(), autoincrement=False, nullable=False),
+        sa.Column("state", sa.Text(), autoincrement=False, nullable=False),
+        sa.Column("number", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("experiment", "consumer", "state", name=op.f("pk_counter")),
+        sqlite_with_rowid=False,
+    )
+    op.add_column("batch", sa.Column("planned_groups", sa.BigInteger(), nullable=True))
+    op.add_column("batch", sa.Column("stored_rollouts", sa.BigInteger(), nullable=True))
+    for count in COUNTS:
+        op.execute(sa.text(f"INSERT INTO counter (experiment, consumer, state, number) {count}"))
+    op.execute(sa.text(PLANNED))
+    op.execute(sa.text(STORED))
+
+
+def downgrade() -> None:
+    """Take back what 0003 added."""
+    op.drop_column("batch", "stored_rollouts")
+    op.drop_column("batch", "planned_groups")
+    op.drop_table("counter")

@@ -1,0 +1,171 @@
+"""Counters are what plain SQL counts, after every event, and `verify` and `rebuild` hold them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from tests.contract.making import group, opened
+from tests.pipeline.planting import unguarded
+from tests.stories import RUNS, rollout, tell
+from trinity_buffer.inspect.overviews import ExperimentOverview, overview, overview_of
+from trinity_buffer.inspect.source import as_of
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.history.rebuild import rebuild
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.store import conservation, counters, log, queries, tallies
+from trinity_buffer.store.transaction import Transaction
+
+PLAIN = (
+    "SELECT '', kind, count(*) FROM event WHERE kind LIKE 'Experiences%' "
+    "AND kind <> 'ExperiencesRejected' GROUP BY kind",
+    "SELECT '', 'recorded', count(*) FROM experience HAVING count(*) > 0",
+    "SELECT '', 'lowest version', min(policy_version) FROM experience "
+    "HAVING min(policy_version) IS NOT NULL",
+    "SELECT '', 'highest version', max(policy_version) FROM experience "
+    "HAVING max(policy_version) IS NOT NULL",
+    "SELECT '', 'rejected: ' || refused, count(*) FROM experience WHERE refused IS NOT NULL "
+    "GROUP BY refused",
+    "SELECT consumer, 'annotated', count(DISTINCT experience) FROM annotation GROUP BY consumer",
+    "SELECT consumer, 'rows', count(*) FROM annotation GROUP BY consumer",
+    "SELECT consumer, 'rejected: ' || reason, count(*) FROM rejection GROUP BY consumer, reason",
+)
+STORED = (
+    "SELECT b.batch, count(p.task), (SELECT count(*) FROM (SELECT DISTINCT e.task, e.run "
+    "FROM experience e JOIN plan q ON q.batch = e.batch AND q.task = e.task "
+    "WHERE e.batch = b.batch AND e.run < b.rollouts_per_group) AS runs) "
+    "FROM batch b LEFT JOIN plan p ON p.batch = b.batch WHERE b.sealed_at IS NOT NULL "
+    "GROUP BY b.batch, b.rollouts_per_group"
+)
+
+
+def in_plain_sql(tx: Transaction) -> counters.Numbers:
+    rows = [row for query in PLAIN for row in tx.rows(query, ())]
+    return {(name, state): int(number) for name, state, number in rows}
+
+
+def stored_in_plain_sql(tx: Transaction) -> list[tuple[str, int, int]]:
+    return sorted((key, int(groups), int(stored)) for key, groups, stored in tx.rows(STORED, ()))
+
+
+def stored(tx: Transaction) -> list[tuple[str, int, int]]:
+    query = "SELECT batch, planned_groups, stored_rollouts FROM batch WHERE sealed_at IS NOT NULL"
+    return sorted(
+        (key, int(groups or 0), int(number)) for key, groups, number in tx.rows(query, ())
+    )
+
+
+async def require_plain(experiment: Experiment) -> None:
+    read, key = experiment.database.read, experiment.key
+    assert await read(counters.numbers_of, key) == await read(in_plain_sql)
+    assert await read(stored) == await read(stored_in_plain_sql)
+    batches = await read(tallies.batches, key)
+    plans = batches[key].plans if batches else conservation.PlanCounts(0, 0)
+    assert plans == await read(conservation.of_plans, key)
+
+
+async def test_counters_are_what_plain_sql_counts(store_url: str, tmp_path: Path) -> None:
+    story = await tell(store_url, tmp_path / "run")
+    async with open_store(store_url) as store:
+        await require_plain(await store.experiment(story.name))
+
+
+async def test_versions_go_both_ways_and_none_is_no_version(store_url: str) -> None:
+    async with opened(store_url) as experiment:
+        writer, seen = experiment.writer("e0"), []
+        for task, version in enumerate([None, 5, 2, 7, 0]):
+            info = {} if version is None else {"model_version": version}
+            made = group(task=task)
+            for one in made:
+                one.info = dict(info)
+            await writer.write(made)
+            found = tallies.recorded(
+                await experiment.database.read(counters.numbers_of, experiment.key)
+            )
+            seen.append((found.lowest_version, found.highest_version))
+            await require_plain(experiment)
+    assert seen == [(None, None), (5, 5), (2, 5), (2, 7), (0, 7)]
+
+
+async def test_rollouts_that_come_after_the_seal_are_stored_all_the_same(store_url: str) -> None:
+    """Planned 2 × 2; sealed with one group; then a planned run, one beyond, and another task."""
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        await writer.plan("b0", [0, 1], rollouts_per_group=2)
+        await writer.write([rollout("b0", 0, run, 1.0) for run in range(2)])
+        await writer.seal("b0", expected=2)
+        await require_plain(experiment)
+        late = [rollout("b0", 1, 0, 1.0), rollout("b0", 1, 5, 1.0), rollout("b0", 9, 0, 1.0)]
+        for one in late:
+            await writer.write([one])
+            await require_plain(experiment)
+        assert await experiment.database.read(stored) == [("b0", 2, 3)]
+        assert await writer.missing("b0") == [(1, 1)]
+        assert (await verify(experiment)).problems == ()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        "UPDATE counter SET number = number + 1 WHERE state = 'recorded'",
+        "UPDATE counter SET number = 9 WHERE state = 'highest version'",
+        "UPDATE counter SET number = number - 1 WHERE state = 'rows' AND consumer = 'grpo'",
+        "DELETE FROM counter WHERE state = 'rejected: zero_variance'",
+        "INSERT INTO counter SELECT experiment, 'nobody', 'rows', 3 FROM configuration",
+        "UPDATE batch SET stored_rollouts = stored_rollouts - 1 WHERE sealed_at IS NOT NULL",
+        "UPDATE batch SET planned_groups = 3 WHERE batch = 'b1'",
+    ],
+)
+async def test_a_counter_that_lies_is_found_and_mended(
+    store_url: str, tmp_path: Path, edit: str
+) -> None:
+    story = await tell(store_url, tmp_path / "run")
+    await unguarded(store_url, lambda tx: tx.execute(text(edit)))
+    async with open_store(store_url) as store:
+        experiment = await store.experiment(story.name)
+        problems = (await verify(experiment)).problems
+        assert [one.check for one in problems] == ["projections"]
+        await rebuild(store.database, experiment.key)
+        assert (await verify(experiment)).problems == ()
+        await require_plain(experiment)
+
+
+async def test_an_overview_as_of_each_position_grows_to_the_one_of_now(
+    store_url: str, tmp_path: Path
+) -> None:
+    story = await tell(store_url, tmp_path / "run")
+    async with open_store(store_url, read_only=True) as store:
+        (now,) = (await overview(store)).experiments
+        experiment = await store.experiment(story.name)
+        then = [await _as_of(experiment, position) for position in range(1, now.head + 1)]
+    assert then[-1] == now
+    for position, one in enumerate(then, 1):
+        assert sum(one.events.values()) == one.head == position
+        assert one.experiences <= now.experiences
+    assert [one.finished for one in then].count(True) == now.finished
+    steps = [one.trainers[0].committed for one in then if one.trainers]
+    assert steps == sorted(steps)
+    assert {0, 1, 2} == set(steps)
+
+
+async def _as_of(experiment: Experiment, position: int) -> ExperimentOverview:
+    async with as_of(experiment, position) as source:
+        return await overview_of(source)
+
+
+async def test_all_experiments_are_told_as_each_alone(store_url: str, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        await tell(store_url, tmp_path / name, name)
+    async with open_store(store_url) as store:
+        empty = await store.experiment("empty", config={})
+        every = (await overview(store)).experiments
+        alone = [(await overview(store, one.name)).experiments[0] for one in every]
+        names = await store.database.read(log.experiment_names)
+        rows = await store.database.read(queries.consumers, empty.key)
+    assert list(every) == alone
+    assert [one.name for one in every] == list(names)
+    assert (every[2].experiences, every[2].trainers, rows) == (0, (), {})
+    assert every[0].experiences == every[1].experiences == 4 * RUNS + 2

@@ -1,0 +1,182 @@
+"""What is asked often, counted as it is recorded: asking costs the same however long a run is.
+
+A counter only grows, but for the lowest policy version. Nothing that trains depends on one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Integer,
+    ScalarSelect,
+    Text,
+    bindparam,
+    case,
+    cast,
+    func,
+    select,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+
+from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded, ExperiencesRejected
+from trinity_buffer.store.tables import batch, counter, experience, plan
+from trinity_buffer.store.transaction import Prepared, Transaction, among
+
+Numbers = dict[tuple[str, str], int]
+"""(consumer, state) -> a number; the consumer is ``""`` for the experiment itself."""
+
+RECORDED = "recorded"
+"""Experiences, refused ones included."""
+ANNOTATED, ROWS = "annotated", "rows"
+"""Of a set: experiences with an annotation, and annotations, copies included."""
+LOWEST_VERSION, HIGHEST_VERSION = "lowest version", "highest version"
+"""Of the policies that generated something."""
+
+_REJECTED = "rejected: "
+
+
+def rejected_for(reason: str) -> str:
+    """Return the state of what a consumer rejected, or was refused at the door, for ``reason``."""
+    return _REJECTED + reason
+
+
+def reasons(numbers: Numbers, consumer: str) -> dict[str, int]:
+    """Return reason -> how many experiences (of a trainer: rows) a consumer rejected for it.
+
+    Args:
+        numbers: of an experiment.
+        consumer: its name; "" for what was refused at the door.
+    """
+    found = {
+        state.removeprefix(_REJECTED): number
+        for (name, state), number in numbers.items()
+        if name == consumer and state.startswith(_REJECTED)
+    }
+    return dict(sorted(found.items()))
+
+
+def of_recorded(facts: Iterable[ExperiencesRecorded]) -> Numbers:
+    """Return what events add that record experiences."""
+    numbers: Counter[str] = Counter()
+    versions: set[int] = set()
+    for fact in facts:
+        numbers["ExperiencesRecorded"] += 1
+        numbers[RECORDED] += len(fact.columns)
+        numbers.update(map(rejected_for, fact.refused.values()))
+        versions.update(version for version in fact.columns.policy_version if version is not None)
+    found = {("", state): number for state, number in numbers.items()}
+    if versions:
+        found["", LOWEST_VERSION], found["", HIGHEST_VERSION] = min(versions), max(versions)
+    return found
+
+
+def of_annotated(fact: ExperiencesAnnotated) -> Numbers:
+    """Return what an event adds that annotates experiences."""
+    found = {("", "ExperiencesAnnotated"): 1}
+    if fact.experiences:
+        found[fact.consumer, ANNOTATED] = len(set(fact.experiences))
+        found[fact.consumer, ROWS] = len(fact.experiences)
+    return found
+
+
+def of_rejected(fact: ExperiencesRejected) -> Numbers:
+    """Return what an event adds that rejects experiences, or rows of a set."""
+    reasons = Counter(fact.reasons)
+    return {(fact.consumer, rejected_for(reason)): count for reason, count in reasons.items()}
+
+
+def add(tx: Transaction, experiment: int, numbers: Numbers) -> None:
+    """Add to the counters of an experiment."""
+    if numbers:
+        _add(tx.dialect.name).change(tx, of=experiment, **_given(tx, numbers))
+
+
+def _given(tx: Transaction, numbers: Numbers) -> Mapping[str, Any]:
+    rows = [(name, state, number) for (name, state), number in numbers.items()]
+    if tx.dialect.name == "sqlite":
+        return {"some": json.dumps(rows)}
+    return dict(
+        zip(("names", "states", "numbers"), map(list, zip(*rows, strict=True)), strict=True)
+    )
+
+
+@cache
+def _add(dialect: str) -> Prepared:
+    columns = [column.name for column in counter.c]
+    of = bindparam("of", type_=Integer())
+    if dialect == "sqlite":
+        each = func.json_each(bindparam("some", type_=Text())).table_valued("key", "value")
+        fields = (func.json_extract(each.c.value, f"$[{place}]") for place in range(3))
+        # A condition, or SQLite reads ON CONFLICT as that of a join.
+        made: Any = sqlite.insert(counter).from_select(
+            columns, select(of, *fields).where(each.c.key >= 0)
+        )
+    else:
+        given = (("names", Text()), ("states", Text()), ("numbers", BigInteger()))
+        arrays = (
+            cast(bindparam(name, type_=postgresql.ARRAY(kind)), postgresql.ARRAY(kind))
+            for name, kind in given
+        )
+        rows = func.unnest(*arrays).table_valued("consumer", "state", "number").render_derived()
+        made = postgresql.insert(counter).from_select(
+            columns, select(of, rows.c.consumer, rows.c.state, rows.c.number)
+        )
+    number, more = counter.c.number, made.excluded.number
+    new: ColumnElement[int] = case(
+        (counter.c.state == LOWEST_VERSION, case((more < number, more), else_=number)),
+        (counter.c.state == HIGHEST_VERSION, case((more > number, more), else_=number)),
+        else_=number + more,
+    )
+    keys = [column.name for column in counter.primary_key]
+    return Prepared(made.on_conflict_do_update(index_elements=keys, set_={"number": new}))
+
+
+def numbers_of(tx: Transaction, experiment: int) -> Numbers:
+    """Return the counters of one experiment."""
+    return {(name, state): int(number) for name, state, number in _NUMBERS.rows(tx, of=experiment)}
+
+
+_NUMBERS = Prepared(
+    select(counter.c.consumer, counter.c.state, counter.c.number).where(
+        counter.c.experiment == bindparam("of")
+    )
+)
+
+
+def all_numbers(tx: Transaction) -> dict[int, Numbers]:
+    """Return experiment -> its counters, of all that have any."""
+    found: dict[int, Numbers] = {}
+    for of, name, state, number in tx.execute(select(counter)).all():
+        found.setdefault(int(of), {})[name, state] = int(number)
+    return found
+
+
+def count_stored(tx: Transaction, experiment: int, batches: Sequence[str]) -> None:
+    """Count the planned rollouts of those of ``batches`` that are sealed."""
+    sealed = (batch.c.experiment == experiment, batch.c.sealed_at.is_not(None))
+    some = update(batch).where(*sealed, among(tx, batch.c.batch, batches))
+    tx.execute(some.values(stored_rollouts=stored_rollouts()))
+
+
+def stored_rollouts() -> ScalarSelect[int]:
+    """Return how many planned rollouts of a row of `batch` are stored, to be asked beside it."""
+    # A look at an index for each group: joined, every experience would be looked up again.
+    runs = select(func.count(experience.c.run.distinct())).where(
+        experience.c.experiment == plan.c.experiment,
+        experience.c.batch == plan.c.batch,
+        experience.c.task == plan.c.task,
+        experience.c.run < batch.c.rollouts_per_group,
+    )
+    of_group = runs.correlate(plan, batch).scalar_subquery()
+    of_batch = select(func.coalesce(func.sum(of_group, type_=Integer), 0)).where(
+        plan.c.experiment == batch.c.experiment, plan.c.batch == batch.c.batch
+    )
+    return of_batch.correlate(batch).scalar_subquery()

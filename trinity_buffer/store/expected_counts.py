@@ -1,0 +1,76 @@
+"""What the log says that counters hold, and how much of a batch is stored; see `expectation`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_buffer.events import (
+    BatchPlanned,
+    ExperiencesAnnotated,
+    ExperiencesRecorded,
+    ExperiencesRejected,
+)
+from trinity_buffer.store import counters
+
+Batches = Mapping[str, dict[str, Any]]
+"""Batch -> its row, as it is expected so far."""
+
+
+class ExpectedCounts:
+    """Takes in events; knows of a planned batch which runs are stored, while more may come."""
+
+    def __init__(self) -> None:
+        self._numbers: Counter[tuple[str, str]] = Counter()
+        self._versions: set[int] = set()
+        self._runs: dict[str, dict[str, int]] = {}  # batch -> task -> a bit for each run
+
+    def planned(self, fact: BatchPlanned) -> None:
+        """Take in a plan."""
+        self._runs[str(fact.batch)] = dict.fromkeys(map(str, fact.tasks), 0)
+
+    def recorded(self, fact: ExperiencesRecorded, batches: Batches) -> None:
+        """Take in experiences; what is refused may belong to a batch that is sealed."""
+        columns, refused = fact.columns, fact.refused
+        self._numbers["", "ExperiencesRecorded"] += 1
+        self._numbers["", counters.RECORDED] += len(columns)
+        for reason in refused.values():
+            self._numbers["", counters.rejected_for(reason)] += 1
+        self._versions.update(version for version in columns.policy_version if version is not None)
+        for key, task, run in zip(map(str, columns.batch), columns.task, columns.run, strict=True):
+            of = self._runs.get(key, {})
+            if str(task) in of and run < batches[key]["rollouts_per_group"]:
+                of[str(task)] |= 1 << run
+        for key in {str(columns.batch[slot]) for slot in refused}:
+            if key in batches and batches[key]["sealed_at"] is not None:
+                self.count_stored(key, batches[key])
+
+    def count_stored(self, key: str, row: dict[str, Any]) -> None:
+        """Write the planned rollouts of a sealed batch into its row; forget them if all are."""
+        if (of := self._runs.get(key)) is None:
+            row["stored_rollouts"] = row["stored_rollouts"] or 0
+            return
+        row["stored_rollouts"] = sum(runs.bit_count() for runs in of.values())
+        if row["stored_rollouts"] == row["rollouts_per_group"] * len(of):
+            del self._runs[key]
+
+    def annotated(self, fact: ExperiencesAnnotated) -> None:
+        """Take in annotations."""
+        self._numbers["", "ExperiencesAnnotated"] += 1
+        if fact.experiences:
+            self._numbers[fact.consumer, counters.ANNOTATED] += len(set(fact.experiences))
+            self._numbers[fact.consumer, counters.ROWS] += len(fact.experiences)
+
+    def rejected(self, fact: ExperiencesRejected) -> None:
+        """Take in what a strategy or a trainer left out."""
+        for reason in fact.reasons:
+            self._numbers[fact.consumer, counters.rejected_for(reason)] += 1
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of `tables.counter`, without the experiment."""
+        found = dict(self._numbers)
+        if self._versions:
+            found["", counters.LOWEST_VERSION] = min(self._versions)
+            found["", counters.HIGHEST_VERSION] = max(self._versions)
+        return [{"consumer": n, "state": state, "number": k} for (n, state), k in found.items()]
