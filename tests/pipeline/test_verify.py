@@ -292,7 +292,8 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
     "experience": {"reward": 0.123},
     "consumer": {"calls": 99},
     "waiting": {"consumer": "other"},
-    **{"annotation": {"group_slot": 99}, "rejection": {"reason": "made up"}},
+    "annotation": {"group_slot": 99},
+    "rejection": {"reason": "made up"},
     "delivery": {"step": 99},
     "step": {"groups": 99},
     "policy": {"uri": "elsewhere"},
@@ -308,7 +309,6 @@ def test_every_projection_is_changed_once() -> None:
 
 @pytest.mark.parametrize("table", PROJECTIONS, ids=lambda table: table.name)
 async def test_a_changed_row_is_named(story: Story, table: Any) -> None:
-
     def change(tx: Transaction) -> dict[str, Any]:
         row = first_row(tx, table)
         key = [column == row[column.name] for column in table.primary_key]
@@ -333,7 +333,6 @@ async def test_a_changed_row_is_named(story: Story, table: Any) -> None:
     "table", [t for t in PROJECTIONS if t.name != "configuration"], ids=lambda table: table.name
 )
 async def test_a_quick_look_counts_rows(story: Story, table: Any) -> None:
-
     def change(tx: Transaction) -> None:
         row = first_row(tx, table)
         key = [column == row[column.name] for column in table.primary_key]
@@ -345,7 +344,6 @@ async def test_a_quick_look_counts_rows(story: Story, table: Any) -> None:
 
 
 async def test_a_row_that_is_handed_out_and_not_there_breaks_the_equation(story: Story) -> None:
-
     def change(tx: Transaction) -> None:
         row = first_row(tx, delivery)
         tx.execute(delivery.insert().values({**row, "address": row["address"] + 999}))
@@ -383,6 +381,9 @@ async def test_verifying_goes_on_while_others_write(story: Story) -> None:
         experiment = await reading.experiment(story.name)
         stages: list[str] = []
 
+        def look(stage: str, _done: int, _total: int) -> None:
+            stages.append(stage)
+
         async def write() -> None:
             for number in range(40):
                 await writer.write([rollout(f"c{number}", 0, 0, 1.0)])
@@ -391,10 +392,7 @@ async def test_verifying_goes_on_while_others_write(story: Story) -> None:
             tasks.start_soon(write)
             for _ in range(3):
                 report = await verify(
-                    experiment,
-                    story.acknowledged,
-                    story.checkpoint,
-                    progress=lambda stage, done, total: stages.append(stage),
+                    experiment, story.acknowledged, story.checkpoint, progress=look
                 )
                 assert report.ok, report
     assert set(stages) == {"log"}, "nobody was suspected"
