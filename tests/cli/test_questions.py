@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -13,6 +14,7 @@ from tokenizers.models import WordLevel
 import trinity_buffer as tb
 from tests.cli.calling import Cli
 from tests.stories import Story, rollout, tell
+from trinity_buffer.cli.stats_command import MOST_IN_FULL
 from trinity_buffer.identity import FAMILIES
 
 
@@ -61,6 +63,73 @@ def test_what_was_rejected_can_be_asked_as_it_was(cli: Cli, story: Story) -> Non
     beyond = cli("rejected", "--as-of", 999, "--store", story.url)
     assert beyond.code == 2
     assert "goes from 1 to" in beyond.err
+
+
+def test_numbers_and_events_can_be_asked_as_they_were(cli: Cli, story: Story) -> None:
+    def of(*words: object) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = cli(*words, "--store", story.url, "--json").json
+        return found
+
+    (now,), (then,) = of("stats"), of("stats", "--as-of", 10)
+    (one,), (before,) = now["experiments"], then["experiments"]
+    assert (before["head"], sum(before["events"].values())) == (10, 10)
+    assert before["trainers"] == []
+    assert 0 < before["experiences"] <= one["experiences"]
+    assert of("stats", "--as-of", one["head"]) == [now]
+    last = of("events", "--as-of", 10, "--limit", 3)
+    assert [event["position"] for event in last] == [8, 9, 10]
+    sealed = of("events", "--as-of", 10, "--kind", "BatchSealed", "--limit", 1)
+    assert [event["kind"] for event in sealed] == ["BatchSealed"]
+    assert all(event["position"] <= 10 for event in sealed)
+    assert of("leases", "--as-of", 10) == []
+    (held,) = of("leases", "--as-of", one["head"])
+    assert (held["state"], held["owner"], held["leased_step"]) == ("forgotten", None, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["stats", "--as-of", 999], "goes from 1 to"),
+        (["events", "--as-of", 999], "goes from 1 to"),
+        (["events", "--as-of", 3, "--follow"], "leave out --follow"),
+        (["diff", "sort", "sort", "--as-of", 3], "not two runs"),
+        (["diff", "grpo", "varied", "--as-of", 3], "no annotation set 'grpo' (there: none)"),
+    ],
+)
+def test_a_position_that_says_nothing_is_refused(
+    cli: Cli, story: Story, words: list[object], told: str
+) -> None:
+    ended = cli(*words, "--store", story.url)
+    assert (ended.code, ended.out) == (2, "")
+    assert told in ended.err
+
+
+def test_two_sets_are_compared_as_they_were(cli: Cli, story: Story) -> None:
+    (now,) = cli("diff", "grpo", "varied", "--store", story.url, "--json").json
+    (one,) = cli("stats", "--store", story.url, "--json").json[0]["experiments"]
+    asked = ("diff", "grpo", "varied", "--store", story.url, "--json", "--as-of")
+    assert cli(*asked, one["head"]).json == [now]
+
+
+def test_of_many_experiments_each_is_a_line(cli: Cli, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'many.db'}"
+
+    async def make(count: int) -> None:
+        async with tb.open_store(url) as store:
+            for number in range(count):
+                await store.experiment(f"run-{number:02}", config={})
+            one = await store.experiment("run-03")
+            await one.writer("e0").write([rollout("b", 0, run, 1.0) for run in range(5)])
+
+    anyio.run(make, MOST_IN_FULL)
+    assert cli("stats", "--store", url).out.count("experiment run-") == MOST_IN_FULL
+    anyio.run(make, MOST_IN_FULL + 1)
+    lines = cli("stats", "--store", url).out.splitlines()
+    found = [line.split() for line in lines if line.startswith("run-")]
+    assert [words[0] for words in found] == [f"run-{n:02}" for n in range(MOST_IN_FULL + 1)]
+    assert [int(words[2]) for words in found] == [5 * (n == 3) for n in range(MOST_IN_FULL + 1)]
+    (whole,) = cli("stats", "--store", url, "--json").json
+    assert len(whole["experiments"]) == MOST_IN_FULL + 1
 
 
 def test_groups_are_ordered_before_they_are_cut(cli: Cli, story: Story) -> None:
