@@ -217,6 +217,7 @@ def settings_of(
         value_clip_range=config.optimizer.value_clip_range,
         recompute_old_logprob=config.recompute_old_logprob,
         commit_every_steps=config.commit_every_steps,
+        async_checkpoints=config.async_checkpoints,
         record_facts=config.record_facts,
         record_tokens=config.record_tokens,
         max_steps=config.max_steps,

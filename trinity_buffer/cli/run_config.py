@@ -200,6 +200,9 @@ class RunConfig(Section):
         2, ge=0, description="before explorers wait for new weights; null: no bound"
     )
     commit_every_steps: int = Field(1, ge=1, description="with a checkpoint and new weights")
+    async_checkpoints: bool = Field(
+        default=False, description="written while the training goes on; the commit follows"
+    )
     record_facts: bool = Field(
         default=True, description="with each commit, what its steps measured of each row"
     )

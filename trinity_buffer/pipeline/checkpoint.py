@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,34 +18,53 @@ MANIFESTS_FILE = "manifests.json"
 """In the folder of a checkpoint: the manifests that its weights went through, as `GoneThrough`."""
 
 
-def make_durable(checkpoint: Path) -> str:
+def make_durable(checkpoint: Path, known: dict[Path, str] | None = None) -> str:
     """Write a checkpoint (a file or a folder) through to the disk and return its digest.
 
     The digest is sha256 over the sorted (relative path, size, sha256) of its files, those that
     symbolic links lead to included: what is loaded through a link is part of the checkpoint.
 
+    Args:
+        checkpoint: its path.
+        known: file -> sha256 of what `written` has already seen to; the other files are added.
+
     Raises:
         CheckpointError: there is nothing at this path, it is empty, it goes meanwhile, or it has a
             link that leads nowhere or in a circle, or what is neither file nor folder.
     """
+    known = {} if known is None else known
     with _staying(checkpoint):
         files, folders = _content(checkpoint)
-        for path in (*files, *folders, checkpoint.parent):
-            _fsync(path)
-    return digest_of(checkpoint)
+        for file in files:
+            if file not in known:
+                known[file] = written(file)
+        for folder in (*folders, checkpoint.parent):
+            _fsync(folder)
+    return digest_of(checkpoint, known)
 
 
-def digest_of(checkpoint: Path) -> str:
+def written(file: Path) -> str:
+    """Write a file through to the disk and return the sha256 of its content."""
+    _fsync(file)
+    return _sha256(file)
+
+
+def digest_of(checkpoint: Path, known: Mapping[Path, str] | None = None) -> str:
     """Return the digest of a checkpoint, as `make_durable` does, without touching the disk.
+
+    Args:
+        checkpoint: its path.
+        known: file -> sha256, of those that need not be read.
 
     Raises:
         CheckpointError: there is nothing at this path, it is empty, or it goes meanwhile.
     """
-    total = hashlib.sha256()
+    total, known = hashlib.sha256(), {} if known is None else known
     with _staying(checkpoint):
         for file in _content(checkpoint)[0]:
             name = file.name if file == checkpoint else file.relative_to(checkpoint).as_posix()
-            said = f"\0{file.stat().st_size}\0{_sha256(file)}\n".encode()
+            content = known.get(file) or _sha256(file)
+            said = f"\0{file.stat().st_size}\0{content}\n".encode()
             total.update(os.fsencode(name) + said)  # a name may be no text at all
     return total.hexdigest()
 

@@ -54,9 +54,10 @@ class StepStream(Protocol):
         environment: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         skipped: Mapping[int, Sequence[str]] | None = None,
+        digests: Mapping[Path, str] | None = None,
     ) -> None:
         """Record that every step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`."""
-        self._commit(step, Commit(checkpoint, policy, environment, metrics, skipped))
+        self._commit(step, Commit(checkpoint, policy, environment, metrics, skipped, digests))
 
     def _commit(self, step: TrainStep, kept: Commit) -> None: ...
 

@@ -7,8 +7,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -16,10 +17,11 @@ from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.extras import extra
 from trinity_buffer.trainer.parallel import is_sharded, unwrapped
 from trinity_buffer.trainer.policy import TokenScores, all_finite
+from trinity_buffer.trainer.sharded import opened, part_like
 from trinity_buffer.trainer.token_scores import entropy_changes, token_scores
 
-WEIGHTS_FILE = "model.safetensors"
-ADAPTER_FILE = "adapter_model.safetensors"
+WEIGHTS, ADAPTER = "model", "adapter_model"
+"""How the files of the weights begin."""
 
 
 class CausalLM:
@@ -29,22 +31,14 @@ class CausalLM:
     base.
 
     Args:
-        model: of transformers, or a `PeftModel` of one, perhaps in a `DistributedDataParallel`; it
-            is trained in place.
-
-    Raises:
-        InvalidArgumentError: its weights are sharded.
+        model: of transformers, or a `PeftModel` of one, perhaps in a `DistributedDataParallel`, or
+            with weights that the ranks hold in parts (``fully_shard``, FSDP2); it is trained in
+            place.
     """
 
     file_name = "policy"
 
     def __init__(self, model: Any) -> None:
-        if any(map(is_sharded, model.parameters())):
-            raise InvalidArgumentError(
-                f"a {type(model).__name__} whose weights are sharded (FSDP2): a `Trainer` writes "
-                "no sharded checkpoints yet; train it in a loop of your own with "
-                "`tb.token_scores`, or use DistributedDataParallel"
-            )
         self.model = model
         self._own = unwrapped(model)
 
@@ -68,35 +62,51 @@ class CausalLM:
         """Return the expected change of entropy at every token; see `entropy_changes`."""
         return entropy_changes(self.model, microbatch)
 
+    @property
+    def is_adapted(self) -> bool:
+        """Whether its adapter is all that is saved."""
+        return _is_adapted(self._own)
+
+    @property
+    def stem(self) -> str:
+        """How the files of its weights begin."""
+        return ADAPTER if self.is_adapted else WEIGHTS
+
+    def held(self) -> dict[str, Tensor]:
+        """Return what is saved, under its names, as this rank holds it; tied weights once."""
+        if self.is_adapted:
+            return _adapter_of(self._own)
+        weights = self._own.state_dict()
+        return {name: weights[name] for name in dict.fromkeys(self._names().values())}
+
     def save(self, path: str | Path) -> None:
         """Write config and weights into the new folder ``path``.
 
         The bytes depend on the model alone; whoever commits the checkpoint makes it durable.
         """
-        folder = Path(path)
-        folder.mkdir()
-        if _is_adapted(self._own):
-            _save_adapter(self._own, folder)
-            return
-        self._own.config.save_pretrained(folder)
-        names = self._names()
-        weights = self._own.state_dict()
-        kept = {name: weights[name].detach().cpu().contiguous() for name in set(names.values())}
-        save_file(kept, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        Path(path).mkdir()
+        self.save_config(path)
+        kept = {name: weight.detach().cpu().contiguous() for name, weight in self.held().items()}
+        save_file(kept, Path(path) / f"{self.stem}.safetensors", metadata={"format": "pt"})
+
+    def save_config(self, path: str | Path) -> None:
+        """Write all but the weights into the folder ``path``."""
+        if self.is_adapted:
+            self._own.peft_config[self._own.active_adapter].save_pretrained(path)
+        else:
+            self._own.config.save_pretrained(path)
 
     def restore(self, path: str | Path) -> None:
-        """Take the weights that `save` wrote into ``path``.
+        """Take the weights that any number of ranks wrote into ``path``.
 
         Raises:
             CheckpointError: they are not there, not of this model, or not finite.
         """
-        file = Path(path) / (ADAPTER_FILE if _is_adapted(self._own) else WEIGHTS_FILE)
+        file = Path(path) / f"{self.stem}.safetensors"
         try:
-            kept = load_file(file)
-            if not all_finite(kept.values()):
-                raise CheckpointError(f"{file}: the weights hold NaN or Inf; use an older one")
-            self._take(kept)
-        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+            with opened(Path(path), self.stem) as kept:
+                self._take(kept, file)
+        except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"{file}: no weights of a {type(self._own).__name__} of this shape ({error})"
             ) from error
@@ -106,25 +116,46 @@ class CausalLM:
 
         That costs no memory, and is the same as long as the adapter is fresh.
         """
-        return _Unadapted(self.model) if _is_adapted(self._own) else CausalLM(deepcopy(self._own))
-
-    def _take(self, kept: Mapping[str, Tensor]) -> None:
         if _is_adapted(self._own):
-            missing = set(_adapter_of(self._own)) ^ set(kept)
-            if missing:
-                raise KeyError(min(missing))
-            name = self._own.active_adapter
-            extra("peft", "lora").set_peft_model_state_dict(self._own, kept, adapter_name=name)
-        else:
-            self._own.load_state_dict({n: kept[first] for n, first in self._names().items()})
+            return _Unadapted(self.model)
+        if any(map(is_sharded, self.parameters())):
+            raise InvalidArgumentError(
+                "the algorithm measures a divergence from the model as it is now, and a model that "
+                "ranks hold in parts (FSDP2) is not copied: give reference=, sharded likewise"
+            )
+        return CausalLM(deepcopy(self._own))
+
+    def _take(self, kept: Mapping[str, Tensor], file: Path) -> None:
+        """Copy what was saved over what is held, one tensor after the other."""
+        held = self.held()
+        if missing := held.keys() ^ kept.keys():
+            raise KeyError(min(missing))
+        taken = {}
+        for name, weight in held.items():
+            whole = kept[name]
+            if whole.shape != weight.shape:
+                raise ValueError(f"{name} is of {list(whole.shape)}, not of {list(weight.shape)}")
+            if not all_finite([whole]):
+                raise CheckpointError(f"{file}: {name} holds NaN or Inf; use an older one")
+            taken[name] = part_like(whole, weight)
+            if not self.is_adapted:
+                with torch.no_grad():
+                    weight.copy_(taken.pop(name))
+        if self.is_adapted:
+            adapter = self._own.active_adapter
+            extra("peft", "lora").set_peft_model_state_dict(self._own, taken, adapter_name=adapter)
 
     def _names(self) -> dict[str, str]:
         """Return for each name of a weight the first name of it: tied weights have several."""
-        first: dict[tuple[int, Any], str] = {}
-        return {
-            name: first.setdefault((value.data_ptr(), value.shape), name)
-            for name, value in self._own.state_dict().items()
-        }
+        first: dict[Any, str] = {}
+        weights = dict(self._own.named_parameters(remove_duplicate=False))
+
+        def place(name: str, value: Tensor) -> Any:
+            # A part may be empty, and then lies nowhere.
+            return id(weights[name]) if is_sharded(value) else (value.data_ptr(), value.shape)
+
+        found = self._own.state_dict()
+        return {name: first.setdefault(place(name, value), name) for name, value in found.items()}
 
 
 class _Unadapted(CausalLM):
@@ -147,13 +178,6 @@ def _adapter_of(model: Any) -> dict[str, Tensor]:
         model, adapter_name=model.active_adapter, save_embedding_layers=False
     )
     return found
-
-
-def _save_adapter(model: Any, folder: Path) -> None:
-    """Write the active adapter and its configuration, as peft and inference servers read them."""
-    model.peft_config[model.active_adapter].save_pretrained(folder)
-    kept = {name: w.detach().cpu().contiguous() for name, w in _adapter_of(model).items()}
-    save_file(kept, folder / ADAPTER_FILE, metadata={"format": "pt"})
 
 
 def reference_of(policy: Any) -> Any:

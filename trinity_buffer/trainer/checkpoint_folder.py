@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import count
@@ -29,9 +30,11 @@ from trinity_buffer.pipeline.checkpoint import (
 from trinity_buffer.pipeline.gone_through import GoneThrough
 from trinity_buffer.trainer.optimizer_state import OptimizerState
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Trainable, all_finite
+from trinity_buffer.trainer.sharded import opened
 
 POLICY_FILE = "policy.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
+OPTIMIZER = "optimizer"
+OPTIMIZER_FILE = f"{OPTIMIZER}.safetensors"
 CRITIC_FILE = "critic.safetensors"
 CRITIC_OPTIMIZER_FILE = "critic_optimizer.safetensors"
 STATE_FILE = "state.json"
@@ -68,7 +71,7 @@ class TrainerState(Generic[AnyPolicy]):
     random: Sequence[torch.Tensor] = ()
 
 
-def _fresh_folder(root: Path, step: int) -> Path:
+def fresh_folder(root: Path, step: int) -> Path:
     """Return a new, empty folder for a checkpoint of ``step``.
 
     Never one that is there already: it may be of a process that was killed before its commit, or of
@@ -93,7 +96,7 @@ def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
             neither a tensor nor a number, and no folder is left.
         NonFiniteError: a weight or a number of an optimizer is NaN or infinite; no folder is left.
     """
-    folder = _fresh_folder(root, state.step)
+    folder = fresh_folder(root, state.step)
     try:
         _write(folder, state)
     except (CheckpointError, NonFiniteError):
@@ -110,7 +113,7 @@ def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
     return folder
 
 
-def _require_finite(step: int, model: Trainable, optimizer: OptimizerState) -> None:
+def require_finite(step: int, model: Trainable, optimizer: OptimizerState) -> None:
     """Return if all weights, and all that the optimizer keeps, are finite."""
     finite = {
         "the weights": all_finite([*model.parameters()]),
@@ -127,41 +130,59 @@ def _require_finite(step: int, model: Trainable, optimizer: OptimizerState) -> N
 
 def _write(folder: Path, state: TrainerState[Any]) -> None:
     kept = OptimizerState.of(state.optimizer)
-    _require_finite(state.step, state.policy, kept)
+    require_finite(state.step, state.policy, kept)
+    numbers = write_critic(folder, state)
+    state.policy.save(folder / state.policy.file_name)
+    save_file({**kept.tensors, **random_of_ranks(state)}, folder / OPTIMIZER_FILE)
+    write_numbers(folder, state, kept, numbers)
+
+
+def write_critic(folder: Path, state: TrainerState[Any]) -> dict[str, Any]:
+    """Write the critic, where there is one; return what `STATE_FILE` says of it."""
+    if state.critic is None:
+        return {}
+    critic, optimizer = state.critic
+    kept = OptimizerState.of(optimizer)
+    require_finite(state.step, critic, kept)
+    critic.save(folder / CRITIC_FILE)
+    save_file(dict(kept.tensors), folder / CRITIC_OPTIMIZER_FILE)
+    return {"critic_optimizer": kept.groups}
+
+
+def write_numbers(
+    folder: Path, state: TrainerState[Any], kept: OptimizerState, more: Mapping[str, Any]
+) -> None:
+    """Write what is no tensor."""
     numbers = {
         "step": state.step,
         "optimizer": kept.groups,
         "optimizer_numbers": kept.numbers,
         "coefficients": dict(state.coefficients),
+        **more,
     }
-    if state.critic is not None:
-        critic, optimizer = state.critic
-        of_critic = OptimizerState.of(optimizer)
-        _require_finite(state.step, critic, of_critic)
-        critic.save(folder / CRITIC_FILE)
-        save_file(of_critic.tensors, folder / CRITIC_OPTIMIZER_FILE)
-        numbers["critic_optimizer"] = of_critic.groups
-    state.policy.save(folder / state.policy.file_name)
-    states = state.random or [torch.get_rng_state()]
-    random = {_random_of(rank): one for rank, one in enumerate(states)}
-    save_file(kept.tensors | random, folder / OPTIMIZER_FILE)
     (folder / STATE_FILE).write_text(json.dumps(numbers))
     write_gone_through(folder, state.manifests, state.log_head)
 
 
+def random_of_ranks(state: TrainerState[Any]) -> dict[str, torch.Tensor]:
+    """Return the state of the random numbers of each rank, by its name in a checkpoint."""
+    states = state.random or [torch.get_rng_state()]
+    return {_random_of(rank): one for rank, one in enumerate(states)}
+
+
+_RANDOM = "rng"
+
+
 def _random_of(rank: int) -> str:
-    return f"rng.{rank}" if rank else "rng"  # one rank alone writes what it always wrote
+    return f"{_RANDOM}.{rank}" if rank else _RANDOM  # one rank alone writes what it always wrote
 
 
-def _restore_random(tensors: dict[str, torch.Tensor], rank: int) -> None:
-    """Take the random numbers out of ``tensors`` and go on with those of ``rank``.
+def _restore_random(tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Go on with the random numbers of ``rank``.
 
     A rank that there was not begins numbers of its own, which depend on rank 0's alone.
     """
-    first = tensors["rng"]
-    own = tensors.get(_random_of(rank))
-    for name in [name for name in tensors if name.partition(".")[0] == "rng"]:
-        del tensors[name]
+    first, own = tensors[_RANDOM], tensors.get(_random_of(rank))
     if own is not None:
         torch.set_rng_state(own)
         return
@@ -187,21 +208,23 @@ def load_checkpoint(
     Raises:
         CheckpointError: a file is missing or cannot be read.
     """
-    try:
-        state = json.loads((folder / STATE_FILE).read_text())
-        tensors = load_file(folder / OPTIMIZER_FILE)
-        manifests = read_gone_through(folder).after()
-        trains_critic = "critic_optimizer" in state
-        of_critic = load_file(folder / CRITIC_OPTIMIZER_FILE) if trains_critic else {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"checkpoint {folder} cannot be read: {error}; resume from an older step"
-        ) from error
-    policy.restore(folder / policy.file_name)
-    optimizer = optimizer_of(policy)
-    _restore_random(tensors, rank)
-    numbers = state.get("optimizer_numbers", {})  # older checkpoints have none
-    OptimizerState(tensors, numbers, state["optimizer"]).restore(optimizer)
+    with ExitStack() as stack:
+        try:
+            state = json.loads((folder / STATE_FILE).read_text())
+            tensors = stack.enter_context(opened(folder, OPTIMIZER))
+            manifests = read_gone_through(folder).after()
+            trains_critic = "critic_optimizer" in state
+            of_critic = load_file(folder / CRITIC_OPTIMIZER_FILE) if trains_critic else {}
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise CheckpointError(
+                f"checkpoint {folder} cannot be read: {error}; resume from an older step"
+            ) from error
+        policy.restore(folder / policy.file_name)
+        optimizer = optimizer_of(policy)
+        _restore_random(tensors, rank)
+        numbers = state.get("optimizer_numbers", {})  # older checkpoints have none
+        kept = OptimizerState(tensors.without(_RANDOM), numbers, state["optimizer"])
+        kept.restore(optimizer)
     trained = None
     if trains_critic and critic is not None:
         critic.restore(folder / CRITIC_FILE)

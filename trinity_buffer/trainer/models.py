@@ -15,6 +15,7 @@ from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.train_step import Reduce, TrainStep
+from trinity_buffer.trainer.parallel import is_sharded
 from trinity_buffer.trainer.policy import Critic, Policy
 from trinity_buffer.trainer.token_scores import stand_in
 
@@ -65,6 +66,12 @@ def require_trained(policy: Policy, optimizer: torch.optim.Optimizer | None) -> 
         InvalidArgumentError: they cannot; says what to give.
     """
     weights = list(policy.parameters())
+    if any(map(is_sharded, weights)) and not hasattr(policy, "held"):
+        raise InvalidArgumentError(
+            f"ranks hold the weights of a {type(policy).__name__} in parts (FSDP2), and it does "
+            "not say what a checkpoint keeps of them: give the Trainer the model of transformers "
+            "itself, or train in a loop of your own"
+        )
     if not any(weight.requires_grad for weight in weights):
         raise InvalidArgumentError(
             "no parameter of the model requires a gradient, so that nothing can be trained: call "

@@ -11,6 +11,7 @@ import torch
 
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.trainer.policy import all_finite
+from trinity_buffer.trainer.sharded import part_like
 
 
 class OptimizerState(NamedTuple):
@@ -22,7 +23,7 @@ class OptimizerState(NamedTuple):
         groups: its parameter groups, for JSON.
     """
 
-    tensors: dict[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
     numbers: dict[str, float | None]
     groups: list[dict[str, Any]]
 
@@ -56,11 +57,15 @@ class OptimizerState(NamedTuple):
         return plain and all_finite([*self.tensors.values()])
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put the state into ``optimizer``."""
+        """Put the state into ``optimizer``; of weights that ranks hold in parts, this rank's."""
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         state: dict[int, dict[str, Any]] = {}
-        for key, value in {**self.tensors, **self.numbers}.items():
-            index, _, name = key.partition(".")
-            state.setdefault(int(index), {})[name] = value
+        for key, value in (*self.tensors.items(), *self.numbers.items()):
+            number, _, name = key.partition(".")
+            index = int(number)
+            if isinstance(value, torch.Tensor) and value.shape == weights[index].shape:
+                value = part_like(value, weights[index])
+            state.setdefault(index, {})[name] = value
         optimizer.load_state_dict({"state": state, "param_groups": self.groups})
 
 

@@ -95,8 +95,23 @@ class OneProcess:
         """Do nothing."""
 
 
+def processes_of_writers() -> Processes:
+    """Return the ranks as a group of their own, in the processors' memory; every rank calls it.
+
+    What a thread asks in there goes past what the training asks in the default group.
+    """
+    return TorchProcesses(torch.distributed.new_group(backend="gloo"))
+
+
 class TorchProcesses:
-    """The default process group of `torch.distributed`, initialised by whoever starts the ranks."""
+    """A process group of `torch.distributed`, initialised by whoever starts the ranks.
+
+    Args:
+        group: None: the default one.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
 
     @property
     def rank(self) -> int:
@@ -111,14 +126,14 @@ class TorchProcesses:
     def sum(self, value: Tensor) -> Tensor:
         """Return ``value`` summed over all ranks."""
         total = value.clone()
-        torch.distributed.all_reduce(total)
+        torch.distributed.all_reduce(total, group=self._group)
         return total
 
     def gather(self, value: Tensor) -> list[Tensor]:
         """Return ``value`` of each rank."""
-        own = value.cuda() if torch.distributed.get_backend() == "nccl" else value
+        own = value.cuda() if torch.distributed.get_backend(self._group) == "nccl" else value
         found = [torch.empty_like(own) for _ in range(self.world_size)]
-        torch.distributed.all_gather(found, own)
+        torch.distributed.all_gather(found, own, group=self._group)
         return [one.to(value.device) for one in found]
 
     def average_gradients(self, model: Trainable) -> None:
@@ -134,3 +149,14 @@ class TorchProcesses:
         joined = self.sum(torch.cat([gradient.flatten() for gradient in own])) / self.world_size
         for weight, mean in zip(weights, joined.split([w.numel() for w in weights]), strict=True):
             weight.grad = mean.view_as(weight)
+
+
+def gather_texts(processes: Processes, text: str) -> list[str]:
+    """Return ``text`` of each rank; every rank must call it."""
+    own = text.encode()
+    lengths = processes.gather(torch.tensor([len(own)]))
+    padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+    padded[: len(own)] = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
+    found = processes.gather(padded)
+    pairs = zip(found, lengths, strict=True)
+    return [bytes(one[: int(length)].tolist()).decode() for one, length in pairs]

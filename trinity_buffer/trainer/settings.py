@@ -27,6 +27,8 @@ class TrainerSettings:
         lowest_rate: fraction of ``learning_rate`` at which it stays.
         max_gradient_norm: gradients are scaled down to it.
         commit_every_steps: how often a checkpoint is written and committed.
+        async_checkpoints: write them in a thread, from a copy in the processor's memory; the commit
+            follows when all is on the disk. One at a time: the next one waits.
         keep_checkpoints: how many committed ones stay on the disk, the newest; None: all of them.
         critic_learning_rate: of the critic, where there is one; it follows the same schedule.
         value_clip_range: see `ValueLossFn`.
@@ -48,6 +50,7 @@ class TrainerSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     max_gradient_norm: float = 1.0
     commit_every_steps: int = 1
+    async_checkpoints: bool = False
     keep_checkpoints: int | None = KEPT_CHECKPOINTS
     critic_learning_rate: float = 1e-3
     value_clip_range: float | None = None

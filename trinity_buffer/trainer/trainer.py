@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,12 +23,8 @@ from trinity_buffer.pipeline.streaming.stream_options import Resume
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.trainer.causal_lm import policy_of, reference_of
-from trinity_buffer.trainer.checkpoint_folder import (
-    TrainerState,
-    load_checkpoint,
-    remove_old,
-    save_checkpoint,
-)
+from trinity_buffer.trainer.checkpoint_folder import TrainerState, load_checkpoint
+from trinity_buffer.trainer.commits import Commits, Committed
 from trinity_buffer.trainer.critic import ValueLossFn
 from trinity_buffer.trainer.measuring import StepMeter
 from trinity_buffer.trainer.models import (
@@ -40,7 +37,7 @@ from trinity_buffer.trainer.models import (
 )
 from trinity_buffer.trainer.non_finite import largest_rows
 from trinity_buffer.trainer.noting import noting, require_known
-from trinity_buffer.trainer.parallel import processes_here
+from trinity_buffer.trainer.parallel import processes_here, whole
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
 from trinity_buffer.trainer.reports import StepReport, report_of
 from trinity_buffer.trainer.requirements import require_of
@@ -107,6 +104,7 @@ class Trainer:
         self._skipped_in_a_row = 0 if stream.resume is None else stream.resume.skipped
         teacher = None if teacher is None else policy_of(teacher)
         self._models = Models(policy, critic, reference, teacher)
+        self._commits = Commits(stream, settings, self._processes, policy)
         require_models(algorithm, self._models)
         if isinstance(stream, SyncTrainStream):  # a replay lacks nothing that the run had
             require_of(algorithm, stream, teacher=teacher is not None)
@@ -151,10 +149,23 @@ class Trainer:
             NonFiniteError: ``max_skipped_steps`` in a row were skipped, which is committed; or the
                 weights themselves are not finite, which is not.
         """
-        last: TrainStep | None = None
         if self._reached(self.state.step):
             return
+        with closing(self._commits):
+            last = self._steps(report, measure)
+            if last is not None:
+                self._commit(last, {})
+            self._commits.finish()
+
+    def _steps(
+        self,
+        report: Callable[[StepReport], bool | None],
+        measure: Callable[[int], dict[str, float]],
+    ) -> TrainStep | None:
+        """Train; return the last step if it is still to be committed."""
+        last: TrainStep | None = None
         for step in self._stream:
+            self._commits.look()
             begin = time.perf_counter()
             meter = self._meter(step)
             metrics = self._train(step, meter)
@@ -167,7 +178,7 @@ class Trainer:
             ending = self._reached(step.step) or self._gives_up
             committed = ending or step.step % self._settings.commit_every_steps == 0
             if committed:
-                self._commit(step, metrics)
+                committed = self._commit(step, metrics)
                 last = None
             skipped = self._skipped_in_a_row > 0
             told = report_of(step, metrics, begin, committed=committed, skipped=skipped)
@@ -176,8 +187,7 @@ class Trainer:
                 raise self._given_up(step)
             if stop or ending:
                 break
-        if last is not None:
-            self._commit(last, {})
+        return last
 
     def _reached(self, step: int) -> bool:
         return self._settings.max_steps is not None and step >= self._settings.max_steps
@@ -331,7 +341,7 @@ class Trainer:
         """Average the gradients over the ranks, scale them down to the limit, return their norm."""
         self._processes.average_gradients(model)
         limit = self._settings.max_gradient_norm
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), limit).detach()
+        return whole(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).detach())
 
     def _adapt(self, step: TrainStep, numbers: Mapping[str, float]) -> None:
         """Let an adaptive coefficient of the loss take its step; that of a penalty has done so."""
@@ -358,26 +368,10 @@ class Trainer:
             if getattr(self._algorithm, name).adaptive
         }
 
-    def _commit(self, step: TrainStep, metrics: dict[str, float]) -> None:
-        random = self._processes.gather(torch.get_rng_state())
-        if self._processes.rank:
-            self._stream.commit(step)
-            return
-        reached("before-checkpoint")
-        folder = save_checkpoint(self._settings.checkpoints, replace(self.state, random=random))
-        reached("after-checkpoint")
-        self._stream.commit(
-            step,
-            checkpoint=folder,
-            policy=folder / self.state.policy.file_name,
-            metrics=metrics,
-            skipped=self._skipped,
-        )
-        self._skipped = {}
-        keep = self._settings.keep_checkpoints
-        # Whoever took over may have gone back, and go on from what would be removed here.
-        if keep is not None and self._stream.leads():
-            remove_old(self._settings.checkpoints, keep=keep, committed=folder)
+    def _commit(self, step: TrainStep, metrics: dict[str, float]) -> bool:
+        """Commit all steps up to ``step``; return whether that is done, or only begun."""
+        skipped, self._skipped = self._skipped, {}
+        return self._commits.commit(Committed(step, metrics, skipped), self.state)
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

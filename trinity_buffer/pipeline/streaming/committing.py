@@ -34,6 +34,7 @@ class Commit:
     environment: Mapping[str, Any] | None = None
     metrics: Mapping[str, float] | None = None
     skipped: Mapping[int, Sequence[str]] | None = None
+    digests: Mapping[Path, str] | None = None
 
 
 class _Delivered(NamedTuple):
@@ -137,29 +138,26 @@ class CommitRecords(NamedTuple):
 
 
 async def commit_records(
-    commit: StepsCommitted,
-    checkpoint: str | Path | None,
-    policy: str | Path | None,
-    measured: Sequence[StepMeasures] = (),
+    commit: StepsCommitted, kept: Commit, measured: Sequence[StepMeasures] = ()
 ) -> CommitRecords:
     """Write the files of a commit through to the disk; return what records it.
 
     Args:
         commit: without its checkpoint.
-        checkpoint: file or folder that holds the weights after its last step; None: none.
-        policy: file with the weights that explorers shall load as the version of that step.
+        kept: the file or folder that holds the weights after its last step, and the file with those
+            that explorers shall load as the version of that step.
         measured: of its steps.
 
     Raises:
         CheckpointError: no file at ``checkpoint`` or ``policy``.
     """
-    kept: tuple[str | None, str | None] = (None, None)
-    if checkpoint is not None:
-        kept = await anyio.to_thread.run_sync(_make_durable, checkpoint)
-    path, content = kept
+    path = content = None
+    known = dict(kept.digests or {})  # what lies in both is read once
+    if kept.checkpoint is not None:
+        path, content = await anyio.to_thread.run_sync(_make_durable, kept.checkpoint, known)
     events = [new_event(replace(commit, checkpoint=path, checkpoint_digest=content))]
-    if policy is not None:
-        uri, digest = await anyio.to_thread.run_sync(_make_durable, policy)
+    if kept.policy is not None:
+        uri, digest = await anyio.to_thread.run_sync(_make_durable, kept.policy, known)
         published = PolicyPublished(number=commit.steps[-1], uri=uri, digest=digest)
         events.append(new_event(published))
     if not measured:
@@ -168,10 +166,10 @@ async def commit_records(
     return CommitRecords(events + told, rows)
 
 
-def _make_durable(path: str | Path) -> tuple[str, str]:
+def _make_durable(path: str | Path, known: dict[Path, str]) -> tuple[str, str]:
     """Return the absolute path and the digest of what is there, which is on the disk then."""
     whole = Path(path).absolute()
-    return str(whole), checkpoints.make_durable(whole)
+    return str(whole), checkpoints.make_durable(whole, known)
 
 
 def environment_of_run(device: str) -> dict[str, Any]:

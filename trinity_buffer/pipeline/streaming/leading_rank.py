@@ -324,7 +324,7 @@ class LeadingRank:
             **skips(kept.skipped or {}),
         )
         measured = delivered.measured(steps)
-        records = await commit_records(commit, kept.checkpoint, kept.policy, measured)
+        records = await commit_records(commit, kept, measured)
         reached("before-commit")
         await self._append_commit(records, steps)
         reached("after-commit")

@@ -123,6 +123,7 @@ class TrainStream:
         environment: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         skipped: Mapping[int, Sequence[str]] | None = None,
+        digests: Mapping[Path, str] | None = None,
     ) -> None:
         """Record, in one transaction, that the steps up to ``step`` are in ``checkpoint``.
 
@@ -139,6 +140,8 @@ class TrainStream:
             environment: what replay must restore; by default that of `environment_of_run`.
             metrics: numbers to remember with the step; those that are not finite are left out.
             skipped: steps that the weights did not go through -> uids of the rows to look at.
+            digests: absolute path -> sha256 of files of the checkpoint that whoever wrote them has
+                hashed and written through to the disk (`pipeline.checkpoint.written`).
 
         Raises:
             LeaseLostError: another process took over, or the ranks assembled anew without this
@@ -146,7 +149,8 @@ class TrainStream:
             CheckpointError: no file at ``checkpoint`` or ``policy``.
             InvalidArgumentError: a step up to ``step`` was not delivered by this stream.
         """
-        await self.record(step, Commit(checkpoint, policy, environment, metrics, skipped))
+        kept = Commit(checkpoint, policy, environment, metrics, skipped, digests)
+        await self.record(step, kept)
 
     async def record(self, step: TrainStep, kept: Commit) -> None:
         """Do what `commit` says, one call after the other."""

@@ -1,0 +1,78 @@
+"""One rank of a trainer whose model the ranks hold in parts.
+
+Its arguments are URL, FOLDER, RANK, WORLD, STEPS and the name of the trainer; then perhaps
+``async``, ``lora``, or ``broken``: this rank cannot write.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.distributed.fsdp import fully_shard
+
+import trinity_buffer as tb
+from tests.trainer.qwen import qwen3
+from trinity_buffer.algorithm import build
+from trinity_buffer.trainer import shared_checkpoint
+
+
+def model_of(*, lora: bool = False) -> Any:
+    """Return the model to begin with, whole."""
+    model = qwen3()
+    if not lora:
+        return model
+    import peft  # noqa: PLC0415 - an extra, and slow to import
+
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+def trainer_on(
+    stream: Any, folder: Path, model: Any, reference: Any = None, **settings: Any
+) -> tb.Trainer:
+    """Return a trainer with an optimizer that keeps something of each weight."""
+    optimizer = torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], lr=0.01)
+    given = tb.TrainerSettings(checkpoints=folder, keep_checkpoints=None, **settings)
+    return tb.Trainer(stream, model, build("grpo"), given, optimizer=optimizer, reference=reference)
+
+
+def in_parts(model: Any) -> Any:
+    """Let the ranks hold ``model`` in parts."""
+    for layer in [one for one in model.modules() if type(one).__name__ == "Qwen3DecoderLayer"]:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def main(url: str, folder: str, rank: str, world: str, steps: str, name: str, *how: str) -> None:
+    """Train up to step ``steps``, as one of ``world`` ranks."""
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting-{name}-{world}-{steps}"
+    torch.distributed.init_process_group("gloo", meeting, rank=int(rank), world_size=int(world))
+    if "broken" in how:
+
+        def broken(*_: Any) -> list[Path]:
+            raise OSError(28, "No space left on device", "model-00002")
+
+        shared_checkpoint.write_share = broken
+    lora = "lora" in how
+    model, reference = in_parts(model_of(lora=lora)), None if lora else in_parts(model_of())
+    with tb.open_train_stream(
+        url,
+        experiment="run",
+        strategy="grpo",
+        consumer=name,
+        groups_per_step=2,
+        rank=int(rank),
+        world_size=int(world),
+    ) as stream:
+        settings = {"max_steps": int(steps), "async_checkpoints": "async" in how}
+        trainer_on(stream, Path(folder) / name, model, reference, **settings).run()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

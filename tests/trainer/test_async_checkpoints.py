@@ -1,0 +1,157 @@
+"""Checkpoints that a thread writes beside the training: each commit follows its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import trinity_buffer as tb
+from tests.trainer.data import policy, prepared
+from tests.trainer.gradients import train
+from tests.trainer.qwen import qwen3
+from trinity_buffer.algorithm import build
+from trinity_buffer.events import StepsCommitted
+from trinity_buffer.pipeline.checkpoint import digest_of
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.trainer import commits, shared_checkpoint
+from trinity_buffer.trainer.shared_checkpoint import Begun, Saved
+
+
+def made(url: str) -> Any:
+    algorithm = build("grpo")
+    anyio.run(prepared, url, algorithm)
+    return algorithm
+
+
+async def committed(url: str, consumer: str) -> list[tuple[int, str, str]]:
+    """Return step, checkpoint and digest of each commit, once `verify` finds nothing wrong."""
+    found = []
+    async with open_store(url, read_only=True) as store:
+        experiment = await store.experiment("run")
+        async for event in experiment.events(kinds=["StepsCommitted"]):
+            fact = event.fact
+            assert isinstance(fact, StepsCommitted)
+            if fact.consumer == consumer:
+                found.append((fact.steps[-1], fact.checkpoint or "", fact.checkpoint_digest or ""))
+        report = await verify(experiment, checkpoint=Path(found[-1][1]), consumer=consumer)
+    assert report.ok, report
+    return found
+
+
+def test_it_trains_the_same_bits_and_commits_each_step(sqlite_url: str, tmp_path: Path) -> None:
+    algorithm = made(sqlite_url)
+    settings = {"max_steps": 3, "keep_checkpoints": None}
+    beside, reports = train(
+        sqlite_url,
+        algorithm,
+        tmp_path / "a",
+        consumer="beside",
+        async_checkpoints=True,
+        **settings,
+    )
+    at_once, _ = train(sqlite_url, algorithm, tmp_path / "b", consumer="at once", **settings)
+    assert [report.committed for report in reports] == [False] * 3  # begun, that is
+    for name, weight in at_once.policy.state_dict().items():
+        assert torch.equal(weight, beside.policy.state_dict()[name]), name
+    found, wanted = (anyio.run(committed, sqlite_url, name) for name in ("beside", "at once"))
+    assert [step for step, _, _ in found] == [step for step, _, _ in wanted] == [1, 2, 3]
+    for (_, folder, digest), (_, other, _) in zip(found, wanted, strict=True):
+        assert digest_of(Path(folder)) == digest
+        for name in ("policy.safetensors", "optimizer.safetensors"):
+            # As they were after that step, however far the training was when they were written.
+            kept, expected = load_file(Path(folder) / name), load_file(Path(other) / name)
+            assert kept.keys() == expected.keys()
+            assert all(torch.equal(kept[key], expected[key]) for key in kept), name
+
+
+def test_a_model_of_transformers_is_copied_and_replays(sqlite_url: str, tmp_path: Path) -> None:
+    made(sqlite_url)
+
+    def trainer_on(stream: Any, folder: Path, *, beside: bool) -> tb.Trainer:
+        settings = tb.TrainerSettings(
+            checkpoints=folder, async_checkpoints=beside, keep_checkpoints=None
+        )
+        return tb.Trainer(stream, qwen3(), build("grpo"), settings)
+
+    torch.set_num_threads(1)
+    options = {"experiment": "run", "strategy": "grpo", "groups_per_step": 2}
+    with tb.open_train_stream(sqlite_url, consumer="t", **options) as stream:
+        first = trainer_on(stream, tmp_path / "c", beside=True)
+        first.run()
+    (*_, (_, folder, _)) = anyio.run(committed, sqlite_url, "t")
+    assert sorted(file.name for file in (Path(folder) / "policy").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    with tb.open_replay_stream(sqlite_url, experiment="run", consumer="t") as stream:
+        again = trainer_on(stream, tmp_path / "d", beside=False)
+        again.run()
+    for name, weight in first.policy.model.state_dict().items():
+        assert torch.equal(weight, again.policy.model.state_dict()[name]), name
+
+
+def test_the_next_step_is_trained_while_the_disk_is_slow(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm, may, begun, end = made(sqlite_url), threading.Event(), [], shared_checkpoint.end
+
+    def slow(what: Begun, write: Callable[[], str]) -> Saved:
+        begun.append(what.folder.name)
+        assert may.wait(60)
+        return end(what, write)
+
+    def trained(step: int) -> dict[str, float]:
+        if step == 2:  # trained, while nothing of step 1 is committed
+            assert begun == ["step-00000001"]
+            assert anyio.run(commits_of, sqlite_url) == []
+            may.set()
+        return {}
+
+    monkeypatch.setattr(commits, "end", slow)
+    with tb.open_train_stream(
+        sqlite_url, experiment="run", strategy="grpo", consumer="t", groups_per_step=2
+    ) as stream:
+        settings = tb.TrainerSettings(checkpoints=tmp_path / "c", async_checkpoints=True)
+        tb.Trainer(stream, policy(), algorithm, settings).run(measure=trained)
+    assert anyio.run(commits_of, sqlite_url) == [1, 2, 3]
+    kept = sorted(folder.name for folder in (tmp_path / "c").iterdir())
+    assert kept == ["step-00000002", "step-00000003"]
+
+
+async def commits_of(url: str) -> list[int]:
+    async with open_store(url, read_only=True) as store:
+        experiment = await store.experiment("run")
+        facts = [event.fact async for event in experiment.events(kinds=["StepsCommitted"])]
+    return [fact.steps[-1] for fact in facts if isinstance(fact, StepsCommitted)]
+
+
+def test_what_cannot_be_written_ends_the_training_and_is_not_committed(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm, write_share = made(sqlite_url), shared_checkpoint.write_share
+    written: list[Path] = []
+
+    def full(folder: Path, *rest: Any) -> list[Path]:
+        written.append(folder)
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        return write_share(folder, *rest)
+
+    monkeypatch.setattr(shared_checkpoint, "write_share", full)
+    settings = {"consumer": "t", "async_checkpoints": True}
+    with pytest.raises(OSError, match="No space left on device"):
+        train(sqlite_url, algorithm, tmp_path / "c", max_steps=3, **settings)
+    assert anyio.run(commits_of, sqlite_url) == [1]
+    assert [folder.name for folder in (tmp_path / "c").iterdir()] == ["step-00000001"]
+    monkeypatch.undo()
+    resumed, _ = train(sqlite_url, algorithm, tmp_path / "c", max_steps=3, **settings)
+    assert resumed.state.step == 3
+    assert [step for step, _, _ in anyio.run(committed, sqlite_url, "t")] == [1, 2, 3]

@@ -1,0 +1,132 @@
+"""How a trainer commits: at once, or by a thread that writes the checkpoint beside the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from trinity_buffer.crash_points import reached
+from trinity_buffer.pipeline.history.replay import ReplayStream
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.sync_stream import SyncTrainStream
+from trinity_buffer.trainer.checkpoint_folder import TrainerState, remove_old, save_checkpoint
+from trinity_buffer.trainer.parallel import OneProcess, Processes, processes_of_writers
+from trinity_buffer.trainer.policy import Policy
+from trinity_buffer.trainer.settings import TrainerSettings
+from trinity_buffer.trainer.shared_checkpoint import Saved, begin, end, is_shared
+
+
+class Committed(NamedTuple):
+    """What is committed beside the checkpoint.
+
+    Attributes:
+        metrics: of the step.
+        skipped: steps that the weights did not go through -> uids of the rows to look at.
+    """
+
+    step: TrainStep
+    metrics: Mapping[str, float]
+    skipped: Mapping[int, Sequence[str]]
+
+
+class Commits:
+    """Writes the checkpoints of a trainer and commits them, one after the other.
+
+    Args:
+        stream: of the trainer.
+        settings: of the trainer.
+        processes: its ranks; each calls everything here, in the same order.
+        policy: what is trained.
+    """
+
+    def __init__(
+        self,
+        stream: SyncTrainStream | ReplayStream,
+        settings: TrainerSettings,
+        processes: Processes,
+        policy: Policy,
+    ) -> None:
+        self._stream = stream
+        self._settings = settings
+        self._processes = processes
+        self._shared = is_shared(policy)
+        self._file_name = policy.file_name
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
+        self._writers: Processes = OneProcess()
+        if self._shared:  # in a group of their own: the training goes on in the other
+            self._writers = processes_of_writers()
+
+    def commit(self, what: Committed, state: TrainerState[Any]) -> bool:
+        """Commit a step, whose weights ``state`` has; return whether that is done.
+
+        Raises:
+            CheckpointError, NonFiniteError: it cannot be written, or the one before could not.
+            LeaseLostError: another process took over.
+        """
+        self.finish()
+        state = replace(state, random=self._processes.gather(torch.get_rng_state()))
+        if self._processes.rank and not self._shared:
+            self._stream.commit(what.step)  # rank 0 writes for all
+            return not self._settings.async_checkpoints
+        reached("before-checkpoint")
+        root = self._settings.checkpoints
+        if self._settings.async_checkpoints:
+            begun = begin(root, state, self._writers, copied=True)
+            self._begin(partial(self._write, lambda: end(begun, begun.write), what))
+            return False
+        if self._shared:
+            begun = begin(root, state, self._writers, copied=False)
+            self._write(lambda: end(begun, begun.write), what)
+        else:
+            self._write(lambda: Saved(save_checkpoint(root, state), {}), what)
+        return True
+
+    def look(self) -> None:
+        """Raise what went wrong beside the training; it is waited for by nobody."""
+        if self._last is not None and self._last.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the last step is committed that was to be.
+
+        Raises:
+            CheckpointError, LeaseLostError: it was not.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def close(self) -> None:
+        """Wait until what is being written is committed, and end the thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._last = self._thread.submit(work)
+
+    def _write(self, write: Callable[[], Saved], what: Committed) -> None:
+        saved = write()
+        reached("after-checkpoint")
+        if self._processes.rank:
+            self._stream.commit(what.step)
+            return
+        self._stream.commit(
+            what.step,
+            checkpoint=saved.folder,
+            policy=saved.folder / self._file_name,
+            metrics=what.metrics,
+            skipped=what.skipped,
+            digests=saved.digests,
+        )
+        keep = self._settings.keep_checkpoints
+        # Whoever took over may have gone back, and go on from what would be removed here.
+        if keep is not None and self._stream.leads():
+            remove_old(self._settings.checkpoints, keep=keep, committed=saved.folder)
