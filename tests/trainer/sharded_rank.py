@@ -57,7 +57,7 @@ def main(url: str, folder: str, rank: str, world: str, steps: str, name: str, *h
         def broken(*_: Any) -> list[Path]:
             raise OSError(28, "No space left on device", "model-00002")
 
-        shared_checkpoint.write_share = broken
+        vars(shared_checkpoint)["write_share"] = broken
     lora = "lora" in how
     model, reference = in_parts(model_of(lora=lora)), None if lora else in_parts(model_of())
     with tb.open_train_stream(

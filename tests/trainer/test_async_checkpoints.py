@@ -22,6 +22,7 @@ from trinity_buffer.pipeline.checkpoint import digest_of
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.trainer import commits, shared_checkpoint
+from trinity_buffer.trainer.sharded import write_share
 from trinity_buffer.trainer.shared_checkpoint import Begun, Saved
 
 
@@ -48,7 +49,7 @@ async def committed(url: str, consumer: str) -> list[tuple[int, str, str]]:
 
 def test_it_trains_the_same_bits_and_commits_each_step(sqlite_url: str, tmp_path: Path) -> None:
     algorithm = made(sqlite_url)
-    settings = {"max_steps": 3, "keep_checkpoints": None}
+    settings: dict[str, Any] = {"max_steps": 3, "keep_checkpoints": None}
     beside, reports = train(
         sqlite_url,
         algorithm,
@@ -82,8 +83,9 @@ def test_a_model_of_transformers_is_copied_and_replays(sqlite_url: str, tmp_path
         return tb.Trainer(stream, qwen3(), build("grpo"), settings)
 
     torch.set_num_threads(1)
-    options = {"experiment": "run", "strategy": "grpo", "groups_per_step": 2}
-    with tb.open_train_stream(sqlite_url, consumer="t", **options) as stream:
+    with tb.open_train_stream(
+        sqlite_url, experiment="run", strategy="grpo", consumer="t", groups_per_step=2
+    ) as stream:
         first = trainer_on(stream, tmp_path / "c", beside=True)
         first.run()
     (*_, (_, folder, _)) = anyio.run(committed, sqlite_url, "t")
@@ -91,8 +93,8 @@ def test_a_model_of_transformers_is_copied_and_replays(sqlite_url: str, tmp_path
         "config.json",
         "model.safetensors",
     ]
-    with tb.open_replay_stream(sqlite_url, experiment="run", consumer="t") as stream:
-        again = trainer_on(stream, tmp_path / "d", beside=False)
+    with tb.open_replay_stream(sqlite_url, experiment="run", consumer="t") as recorded:
+        again = trainer_on(recorded, tmp_path / "d", beside=False)
         again.run()
     for name, weight in first.policy.model.state_dict().items():
         assert torch.equal(weight, again.policy.model.state_dict()[name]), name
@@ -136,7 +138,7 @@ async def commits_of(url: str) -> list[int]:
 def test_what_cannot_be_written_ends_the_training_and_is_not_committed(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    algorithm, write_share = made(sqlite_url), shared_checkpoint.write_share
+    algorithm = made(sqlite_url)
     written: list[Path] = []
 
     def full(folder: Path, *rest: Any) -> list[Path]:
@@ -146,7 +148,7 @@ def test_what_cannot_be_written_ends_the_training_and_is_not_committed(
         return write_share(folder, *rest)
 
     monkeypatch.setattr(shared_checkpoint, "write_share", full)
-    settings = {"consumer": "t", "async_checkpoints": True}
+    settings: dict[str, Any] = {"consumer": "t", "async_checkpoints": True}
     with pytest.raises(OSError, match="No space left on device"):
         train(sqlite_url, algorithm, tmp_path / "c", max_steps=3, **settings)
     assert anyio.run(commits_of, sqlite_url) == [1]
