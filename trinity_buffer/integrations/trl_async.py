@@ -1,0 +1,186 @@
+"""TRL's asynchronous trainer, fed from the store.
+
+Written against TRL 1.16: a rollout worker of its `AsyncGRPOTrainer`, and the callback that commits
+what was trained. The training step of TRL itself wants a GPU.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import TrainerCallback
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from typing_extensions import override
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.sync_stream import SyncTrainStream
+
+AHEAD = 2
+"""Steps that wait in TRL's queue."""
+_POLL_S = 0.2
+
+
+class StoredRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    """A rollout worker whose rollouts, old log-probs and advantages are those of a train stream.
+
+    Give it to the trainer twice, as ``rollout_worker=`` and in ``callbacks=``. One optimizer step
+    is one step of the stream; a step with fewer rows is filled up with rows that nobody trains.
+    Each checkpoint that TRL saves commits the steps up to it, and the training ends with the
+    stream. Go on from ``stream.resume.checkpoint`` (``trainer.train(resume_from_checkpoint=...)``):
+    what was trained after it is handed out again. How old a rollout may be is the stream's affair
+    (``max_staleness=``): TRL, which drops rows in silence, is told that none is.
+
+    Args:
+        stream: from `trinity_buffer.open_train_stream`, padded.
+        args: of the trainer, with ``token_budget=0``: so many rows make a step as
+            ``per_device_train_batch_size``, ``gradient_accumulation_steps`` and processes say.
+
+    Raises:
+        InvalidArgumentError: a token budget, under which nobody knows what a step was trained on.
+    """
+
+    def __init__(self, stream: SyncTrainStream, args: Any) -> None:
+        if args.token_budget != 0:
+            raise InvalidArgumentError(
+                f"token_budget={args.token_budget}: give token_budget=0, else a step of TRL is not "
+                "a step of the stream"
+            )
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self._rows = rows * args.world_size
+        self._stream = stream
+        self._version = 0
+        self._handed: dict[int, TrainStep] = {}
+        self._trained: TrainStep | None = None
+        self._last: int | None = None  # the stream's last step, once it has ended
+        self._failed: BaseException | None = None
+        self._room = threading.Semaphore(AHEAD)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._feed, name="stored-rollouts", daemon=True)
+
+    # -- the worker
+
+    def start(self) -> None:
+        """Begin to hand out steps."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; a wait for a step that nobody brings ends with the stream."""
+        self._stopped.set()
+
+    def update_model_version(self, model_version: int) -> None:
+        """Take note of TRL's own count of weight syncs."""
+        self._version = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise what went wrong; to wait for explorers is no fault, and the stream says so."""
+        del stale_after_s
+        if self._failed is not None:
+            raise self._failed
+
+    def _feed(self) -> None:
+        number = 0 if self._stream.resume is None else self._stream.resume.step
+        try:
+            for step in self._stream:
+                while not self._room.acquire(timeout=_POLL_S):
+                    if self._stopped.is_set():
+                        return
+                self._put(step, list(samples_of(step, self._version + AHEAD + 1)))
+                number = step.step
+            self._last = number
+            # TRL looks one micro-batch ahead: these are never trained.
+            self._put(None, [])
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that trains
+            self._failed = error
+
+    def _put(self, step: TrainStep | None, samples: list[RolloutSample]) -> None:
+        if len(samples) > self._rows:
+            raise InvalidArgumentError(
+                f"step {step.step if step else 0} has {len(samples)} rows, TRL's steps have "
+                f"{self._rows}: per_device_train_batch_size × gradient_accumulation_steps × "
+                "processes must be groups_per_step × rollouts_per_group"
+            )
+        if step is not None:
+            self._handed[step.step] = step
+        for sample in samples + [_filler()] * (self._rows - len(samples)):
+            self.rollout_buffer.put(sample)
+
+    # -- the callback
+
+    @override
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take note that a step was trained; end with the stream."""
+        if state.global_step not in self._handed:
+            raise InvalidArgumentError(
+                f"TRL has trained step {state.global_step}, the stream handed out "
+                f"{sorted(self._handed)}: train from the checkpoint of the last commit"
+            )
+        self._trained = self._handed.pop(state.global_step)
+        self._room.release()
+        if state.global_step == self._last:
+            control.should_training_stop = control.should_save = True
+
+    @override
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Commit what the checkpoint was trained on."""
+        if self._trained is not None:
+            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            self._stream.commit(self._trained, checkpoint)
+
+
+def samples_of(step: TrainStep, version: int) -> Iterator[RolloutSample]:
+    """Yield the rows of a step as TRL's worker makes them.
+
+    Args:
+        step: of a padded stream.
+        version: that TRL shall take them to be made with.
+
+    Raises:
+        InvalidArgumentError: packed rows, advantages that differ from token to token, or no
+            log-probabilities of the explorer.
+    """
+    for batch in step.microbatches:
+        if "cu_seqlens" in batch:
+            raise InvalidArgumentError("open the stream with layout='padded' for TRL")
+        if "old_logprob" not in batch:
+            raise InvalidArgumentError(
+                f"step {step.step} has no log-probabilities of the explorer, which TRL trains with"
+            )
+        for row, length in enumerate(batch["attention_mask"].sum(-1).tolist()):
+            group = step.step << 20 | int(batch["group_index"][row])
+            yield _sample(batch, row, length, group=group, version=version)
+
+
+def _sample(batch: MicroBatch, row: int, length: int, *, group: int, version: int) -> RolloutSample:
+    mask = batch["action_mask"][row, :length]
+    advantages = batch["advantages"][row, :length][mask]
+    if len(advantages) and bool((advantages != advantages[0]).any()):
+        raise InvalidArgumentError(
+            "TRL's asynchronous trainer takes one advantage of a rollout, and those of this set "
+            "differ from token to token: annotate with a strategy such as 'grpo'"
+        )
+    return RolloutSample(
+        prompt=[],
+        completion=[],
+        input_ids=batch["input_ids"][row, :length].numpy(),
+        completion_mask=mask.numpy().astype(np.int64),
+        old_log_probs=batch["old_logprob"][row, :length].float().numpy(),
+        advantage=float(advantages[0]) if len(advantages) else 0.0,
+        model_version=version,
+        group_id=group,
+        metrics={},
+    )
+
+
+def _filler() -> RolloutSample:
+    """Return a row without a token to train."""
+    nothing = np.zeros(2, np.int64)
+    return RolloutSample([], [], nothing, nothing, nothing.astype(np.float32), 0.0, 1 << 40, -1, {})
