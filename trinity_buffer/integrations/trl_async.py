@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +62,21 @@ class StoredRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._handed: dict[int, TrainStep] = {}
         self._trained: TrainStep | None = None
         self._last: int | None = None  # the stream's last step, once it has ended
-        self._failed: BaseException | None = None
         self._room = threading.Semaphore(AHEAD)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._feed, name="stored-rollouts", daemon=True)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stored-rollouts")
+        self._feeding: Future[None] | None = None
 
     # -- the worker
 
     def start(self) -> None:
         """Begin to hand out steps."""
-        self._thread.start()
+        self._feeding = self._thread.submit(self._feed)
 
     def stop(self) -> None:
         """End; a wait for a step that nobody brings ends with the stream."""
         self._stopped.set()
+        self._thread.shutdown(wait=False)
 
     def update_model_version(self, model_version: int) -> None:
         """Take note of TRL's own count of weight syncs."""
@@ -83,23 +85,19 @@ class StoredRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def check_health(self, stale_after_s: float) -> None:
         """Raise what went wrong; to wait for explorers is no fault, and the stream says so."""
         del stale_after_s
-        if self._failed is not None:
-            raise self._failed
+        if self._feeding is not None and self._feeding.done():
+            self._feeding.result()
 
     def _feed(self) -> None:
         number = 0 if self._stream.resume is None else self._stream.resume.step
-        try:
-            for step in self._stream:
-                while not self._room.acquire(timeout=_POLL_S):
-                    if self._stopped.is_set():
-                        return
-                self._put(step, list(samples_of(step, self._version + AHEAD + 1)))
-                number = step.step
-            self._last = number
-            # TRL looks one micro-batch ahead: these are never trained.
-            self._put(None, [])
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that trains
-            self._failed = error
+        for step in self._stream:
+            while not self._room.acquire(timeout=_POLL_S):
+                if self._stopped.is_set():
+                    return
+            self._put(step, list(samples_of(step, self._version + AHEAD + 1)))
+            number = step.step
+        self._last = number
+        self._put(None, [])  # TRL looks one micro-batch ahead: these are never trained
 
     def _put(self, step: TrainStep | None, samples: list[RolloutSample]) -> None:
         if len(samples) > self._rows:
