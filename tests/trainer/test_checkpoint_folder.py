@@ -214,3 +214,23 @@ def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
     assert drawn[:2] == wanted
     assert drawn[2] == drawn[3]  # a rank that there was not
     assert len({tuple(one) for one in drawn}) == 4
+
+
+def test_the_random_numbers_of_a_gpu_are_kept_behind_those_of_the_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_gpu = torch.arange(16, dtype=torch.uint8)
+    restored: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: of_gpu)
+    folder = save_checkpoint(tmp_path, state())
+    wanted = torch.rand(3)
+    monkeypatch.undo()
+    optimizer_of = TrainerSettings(checkpoints=tmp_path).optimizer_of
+    load_checkpoint(folder, optimizer_of, policy())  # where there is none, nothing is lost
+    assert torch.equal(torch.rand(3), wanted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", restored.append)
+    load_checkpoint(folder, optimizer_of, policy())
+    assert torch.equal(torch.rand(3), wanted)
+    assert [one.tolist() for one in restored] == [of_gpu.tolist()]

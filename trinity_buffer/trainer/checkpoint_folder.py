@@ -30,6 +30,7 @@ from trinity_buffer.pipeline.checkpoint import (
 from trinity_buffer.pipeline.gone_through import GoneThrough
 from trinity_buffer.trainer.optimizer_state import OptimizerState
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Trainable, all_finite
+from trinity_buffer.trainer.random_numbers import random_state, restore_random
 from trinity_buffer.trainer.sharded import opened
 
 POLICY_FILE = "policy.safetensors"
@@ -166,7 +167,7 @@ def write_numbers(
 
 def random_of_ranks(state: TrainerState[Any]) -> dict[str, torch.Tensor]:
     """Return the state of the random numbers of each rank, by its name in a checkpoint."""
-    states = state.random or [torch.get_rng_state()]
+    states = state.random or [random_state()]
     return {_random_of(rank): one for rank, one in enumerate(states)}
 
 
@@ -184,7 +185,7 @@ def _restore_random(tensors: Mapping[str, torch.Tensor], rank: int) -> None:
     """
     first, own = tensors[_RANDOM], tensors.get(_random_of(rank))
     if own is not None:
-        torch.set_rng_state(own)
+        restore_random(own)
         return
     digest = sha256(first.numpy().tobytes() + rank.to_bytes(4, "big")).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "big", signed=True))

@@ -8,8 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-
 from trinity_buffer.crash_points import reached
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
@@ -17,6 +15,7 @@ from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.trainer.checkpoint_folder import TrainerState, remove_old, save_checkpoint
 from trinity_buffer.trainer.parallel import OneProcess, Processes, processes_of_writers
 from trinity_buffer.trainer.policy import Policy
+from trinity_buffer.trainer.random_numbers import random_state
 from trinity_buffer.trainer.settings import TrainerSettings
 from trinity_buffer.trainer.shared_checkpoint import Saved, begin, end, is_shared
 
@@ -70,7 +69,7 @@ class Commits:
             LeaseLostError: another process took over.
         """
         self.finish()
-        state = replace(state, random=self._processes.gather(torch.get_rng_state()))
+        state = replace(state, random=self._processes.gather(random_state()))
         if self._processes.rank and not self._shared:
             self._stream.commit(what.step)  # rank 0 writes for all
             return not self._settings.async_checkpoints
