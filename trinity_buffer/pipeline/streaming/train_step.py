@@ -6,6 +6,7 @@ pieces into which memory forces it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.annotating.recorded_strategy import RECORDED
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.gone_through import FIRST_LINK, chain
 from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step, rows_in
@@ -25,6 +27,8 @@ from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.transaction import ReadSession
+
+_logger = logging.getLogger(__name__)
 
 Tensors = dict[str, Any]
 
@@ -210,6 +214,7 @@ class StepMaker:
         self._loader = loader
         self._memory = StepMemory()
         self._chain = FIRST_LINK
+        self._has_looked = False
 
     def go_on_after(self, committed: Iterable[StepRow]) -> bytes:
         """Begin behind the ``committed`` steps; return the link of the chain after them.
@@ -223,6 +228,7 @@ class StepMaker:
 
     def collate(self, manifest: Manifest, rows: LoadedRows) -> list[MicroBatch]:
         """Return the micro-batches of this rank."""
+        self._look_for_advantages(manifest, rows)
         return collate_step(
             manifest,
             rows,
@@ -231,6 +237,22 @@ class StepMaker:
             device=self._options.device,
             memory=self._memory,
         )
+
+    def _look_for_advantages(self, manifest: Manifest, rows: LoadedRows) -> None:
+        """Warn, with the first step, of zeros that may be taken for advantages."""
+        options = self._options
+        if self._has_looked or not manifest.annotations:
+            return
+        self._has_looked = True
+        lacking = len(rows.lacking("advantages")) == len(manifest.annotations)
+        if lacking and not options.needs and options.annotation_set != RECORDED:
+            _logger.warning(
+                "trainer %r: the annotation set %r has no advantages, so that `advantages` is 0 "
+                "everywhere: train on another set, or say with needs= what the loss reads "
+                "(needs=('advantages',) refuses a set without them)",
+                options.consumer,
+                options.annotation_set,
+            )
 
     async def leased(self, row: StepRow) -> TrainStep:
         """Return a step that was leased before, as the log has it.
