@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
@@ -10,7 +9,7 @@ import anyio.to_thread
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.errors import CheckpointError, ConflictingStrategyError, UnknownNameError
 from trinity_buffer.events import ConsumerRegistered, StepsCommitted
-from trinity_buffer.pipeline.checkpoint import found_again, require_digest
+from trinity_buffer.pipeline.checkpoint import digest_of, found_again, require_digest
 from trinity_buffer.pipeline.events import fact_at, new_event, now_us
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.presence import Presence
@@ -85,17 +84,19 @@ async def require_checkpoint_of(
     live = [row for row in found[: trainer.committed_step] if row.checkpoint is not None]
     paths = {row.step: _path_of(row, database.folder) for row in live}
     wanted = next((row for row in live if row.step == step), None)
-    if step == 0 or (wanted is not None and paths[step].exists()):
-        if wanted is not None and wanted.checkpoint_digest:
-            check = partial(require_digest, paths[step], wanted.checkpoint_digest)
-            await anyio.to_thread.run_sync(check)
+    if step == 0:
         return
     lacks = "has no checkpoint committed at that step"
-    if wanted is not None:
+    if wanted is not None and paths[step].exists():
+        found_digest = await anyio.to_thread.run_sync(digest_of, paths[step])
+        if wanted.checkpoint_digest in (None, found_digest):
+            return
+        lacks = f"committed {wanted.checkpoint}, whose content is another now (restore it)"
+    elif wanted is not None:
         lacks = (
             f"committed {wanted.checkpoint}, which is gone (`train --keep-checkpoints` keeps it)"
         )
-    there = [str(number) for number, path in paths.items() if path.exists()]
+    there = [str(number) for number, path in paths.items() if number != step and path.exists()]
     raise CheckpointError(
         f"resume_from={step}: trainer {trainer.name!r} {lacks}; the last committed step is "
         f"{trainer.committed_step}, there are checkpoints of {', '.join(there[-10:]) or 'none'}"
