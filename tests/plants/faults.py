@@ -622,6 +622,44 @@ FAULTS = [
         "self._parts.get(rank, 0) < steps[0]",
         "tests/trainer/test_ranks.py::test_a_commit_of_several_steps_waits_for_the_last_of_each_rank",
     ),
+    Fault(
+        "the newest policy that generated something is the one that did so last",
+        "store/counters.py",
+        "(counter.c.state == HIGHEST_VERSION, case((more > number, more), else_=number)),",
+        "(counter.c.state == HIGHEST_VERSION, more),",
+        "tests/store/test_counters.py::test_versions_go_both_ways_and_none_is_no_version",
+    ),
+    Fault(
+        "a rollout that comes after the seal is not among those that are stored",
+        "store/projections.py",
+        "if late := {",
+        "if late := set() and {",
+        "tests/store/test_counters.py"
+        "::test_rollouts_that_come_after_the_seal_are_stored_all_the_same",
+    ),
+    Fault(
+        "verify takes any counters for the right ones",
+        "store/comparison.py",
+        "_CHANGING = (configuration, batch, consumer, step, counter, assigned_reward, archived)",
+        "_CHANGING = (configuration, batch, consumer, step, assigned_reward, archived)",
+        "tests/pipeline/test_verify.py::test_a_changed_row_is_named",
+    ),
+    Fault(
+        "what is written beside the training is what the training changes",
+        "trainer/sharded.py",
+        "here.clone() if copied and is_same else here",
+        "here",
+        "tests/trainer/test_async_checkpoints.py"
+        "::test_the_next_step_is_trained_while_the_disk_is_slow",
+    ),
+    Fault(
+        "what could not be written beside the training is passed over",
+        "trainer/commits.py",
+        "            last.result()\n",
+        "            last.exception()\n",
+        "tests/trainer/test_async_checkpoints.py"
+        "::test_what_cannot_be_written_ends_the_training_and_is_not_committed",
+    ),
 ]
 
 

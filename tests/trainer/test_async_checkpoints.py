@@ -121,11 +121,16 @@ def test_the_next_step_is_trained_while_the_disk_is_slow(
     with tb.open_train_stream(
         sqlite_url, experiment="run", strategy="grpo", consumer="t", groups_per_step=2
     ) as stream:
-        settings = tb.TrainerSettings(checkpoints=tmp_path / "c", async_checkpoints=True)
+        settings = tb.TrainerSettings(
+            checkpoints=tmp_path / "c", async_checkpoints=True, keep_checkpoints=None
+        )
         tb.Trainer(stream, policy(), algorithm, settings).run(measure=trained)
     assert anyio.run(commits_of, sqlite_url) == [1, 2, 3]
-    kept = sorted(folder.name for folder in (tmp_path / "c").iterdir())
-    assert kept == ["step-00000002", "step-00000003"]
+    monkeypatch.undo()
+    train(sqlite_url, algorithm, tmp_path / "d", max_steps=1, consumer="at once")
+    for name in ("policy.safetensors", "optimizer.safetensors"):  # step 1, though 2 was trained
+        found, wanted = (load_file(tmp_path / x / "step-00000001" / name) for x in "cd")
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted), name
 
 
 async def commits_of(url: str) -> list[int]:
