@@ -2,7 +2,7 @@
 
 python -m benchmarks.asking                       # a million experiences; again: goes on, or asks
 python -m benchmarks.asking --experiences 200000 --store postgresql
-python -m benchmarks.asking --only page           # or some of: answer, page, serve, stats
+python -m benchmarks.asking --only page           # or some of: answer, page, serve, stats, start
 
 A store is filled as `benchmarks.verify` fills its own, and a file is kept for the next time.
 Questions go through `trinity_buffer.inspect`, pages through the application in this process; each
@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ import httpx2
 import torch
 from starlette.testclient import TestClient
 
-from benchmarks.measuring import percentile, run_measured
+from benchmarks.measuring import Cost, percentile, run_measured
 from benchmarks.performance import RECORD, record
 from benchmarks.provenance import provenance
 from benchmarks.verify import EXPERIMENT, RUNS, STORE, TASKS, fill
@@ -49,7 +49,7 @@ from trinity_buffer.web.app import inspector
 ONE, LIST = 0.2, 1.0
 """Limits in seconds: about one rollout or step, and of any other answer or page."""
 HERE = "http://127.0.0.1:8500"
-KINDS = ("answer", "page", "serve", "stats")
+KINDS = ("answer", "page", "serve", "stats", "start")
 
 Line = dict[str, Any]
 Ask = Callable[[], Awaitable[object]]
@@ -200,27 +200,66 @@ def served(url: str, names: Names, repetitions: int) -> Iterator[Line]:
 
 def commanded(url: str, _names: Names, repetitions: int) -> Iterator[Line]:
     """Yield what the command `stats` takes as a whole process, beside its help and any help."""
+    ours = (sys.executable, "-m", "trinity_buffer")
     commands = {
-        "stats": ("stats", "--store", url),
-        "stats --help": ("stats", "--help"),
-        "--help": ("--help",),
+        "stats": (*ours, "stats", "--store", url),
+        "stats --help": (*ours, "stats", "--help"),
+        "--help": (*ours, "--help"),
     }
-    took: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
-    for _ in range(repetitions):
-        for name, words in commands.items():
-            _, cost = run_measured((sys.executable, "-m", "trinity_buffer", *words))
-            took[name].append((cost.wall_s, cost.cpu_s))
-    for name, some in took.items():
-        wall, cpu = (round(statistics.median(values), 3) for values in zip(*some, strict=True))
+    took = in_turns(commands, repetitions)
+    for name, costs in took.items():
+        yield {"case": f"command: {name}", **_medians(costs), "repetitions": repetitions}
+
+
+IMPORTS = "import sqlalchemy.ext.asyncio, aiosqlite, rich.console, rich.table"
+
+
+def started(_url: str, _names: Names, repetitions: int) -> Iterator[Line]:
+    """Yield how long commands take to start, beside what nobody can be quicker than."""
+    python = (sys.executable, "-c")
+    with TemporaryDirectory() as folder:
+        small = str(Path(folder) / "small.db")
+        asyncio.run(fill(small, TASKS * RUNS, Path(folder) / "acks"))
+        ours = (sys.executable, "-m", "trinity_buffer")
+        commands = {
+            "--help": (*ours, "--help"),
+            "import typer": (*python, "import typer"),
+            "question": (*ours, "stats", "--store", small),
+            "imports of a question": (*python, IMPORTS),
+        }
+        took = in_turns(commands, repetitions)
+    for name, beside, limit in (
+        ("--help", "import typer", 2.0),
+        ("question", "imports of a question", 1.5),
+    ):
+        pairs = zip(took[name], took[beside], strict=True)
+        ratio = statistics.median(one.wall_s / other.wall_s for one, other in pairs)
+        found = {"ratio": round(ratio, 2), "limit": limit, "beside": beside}
         yield {
-            "case": f"command: {name}",
-            "p50_s": wall,
-            "cpu_p50_s": cpu,
+            "case": f"start: {name}",
+            **_medians(took[name]),
+            **found,
             "repetitions": repetitions,
         }
 
 
-MEASURES = dict(zip(KINDS, (asked, shown, served, commanded), strict=True))
+def in_turns(commands: Mapping[str, tuple[str, ...]], repetitions: int) -> dict[str, list[Cost]]:
+    """Return name -> what each run of its command took; one after the other, and again."""
+    took: dict[str, list[Cost]] = {name: [] for name in commands}
+    for _ in range(repetitions):
+        for name, words in commands.items():
+            _, cost = run_measured(words)
+            took[name].append(cost)
+    return took
+
+
+def _medians(costs: Sequence[Cost]) -> Line:
+    wall = statistics.median(cost.wall_s for cost in costs)
+    cpu = statistics.median(cost.cpu_s for cost in costs)
+    return {"p50_s": round(wall, 3), "cpu_p50_s": round(cpu, 3)}
+
+
+MEASURES = dict(zip(KINDS, (asked, shown, served, commanded, started), strict=True))
 
 
 async def _sizes(url: str) -> tuple[int, int, int]:
