@@ -5,6 +5,8 @@ Written out, not made from `store.tables`: that module goes on, this revision st
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -43,21 +45,34 @@ STORED = (
 )
 
 
+def key_of(state: str) -> str:
+    """Return a state, or its digest where it is too long for an index of PostgreSQL."""
+    said = state.encode(errors="surrogatepass")
+    return state if len(said) <= 200 else sha256(said).hexdigest()
+
+
 def upgrade() -> None:
     """Add the table and two columns, and count what is there."""
-    op.create_table(
+    table = op.create_table(
         "counter",
         sa.Column("experiment", sa.Integer(), autoincrement=False, nullable=False),
         sa.Column("consumer", sa.Text(), autoincrement=False, nullable=False),
-        sa.Column("state", sa.Text(), autoincrement=False, nullable=False),
+        sa.Column("key", sa.Text(), autoincrement=False, nullable=False),
+        sa.Column("state", sa.Text(), nullable=False),
         sa.Column("number", sa.BigInteger(), nullable=False),
-        sa.PrimaryKeyConstraint("experiment", "consumer", "state", name=op.f("pk_counter")),
+        sa.PrimaryKeyConstraint("experiment", "consumer", "key", name=op.f("pk_counter")),
         sqlite_with_rowid=False,
     )
     op.add_column("batch", sa.Column("planned_groups", sa.BigInteger(), nullable=True))
     op.add_column("batch", sa.Column("stored_rollouts", sa.BigInteger(), nullable=True))
     for count in COUNTS:
-        op.execute(sa.text(f"INSERT INTO counter (experiment, consumer, state, number) {count}"))
+        rows = op.get_bind().execute(sa.text(count)).all()
+        made = [
+            {"experiment": of, "consumer": name, "key": key_of(state), "state": state, "number": n}
+            for of, name, state, n in rows
+        ]
+        if made:
+            op.bulk_insert(table, made)
     op.execute(sa.text(PLANNED))
     op.execute(sa.text(STORED))
 

@@ -111,7 +111,7 @@ LIES = (
     "UPDATE counter SET number = 9 WHERE state = 'highest version'",
     "UPDATE counter SET number = number - 1 WHERE state = 'rows' AND consumer = 'grpo'",
     "DELETE FROM counter WHERE state = 'rejected: zero_variance'",
-    "INSERT INTO counter SELECT experiment, 'nobody', 'rows', 3 FROM configuration",
+    "INSERT INTO counter SELECT experiment, 'nobody', 'rows', 'rows', 3 FROM configuration",
     "UPDATE batch SET stored_rollouts = stored_rollouts - 1 WHERE sealed_at IS NOT NULL",
     "UPDATE batch SET planned_groups = 3 WHERE batch = 'b1'",
 )

@@ -5,10 +5,10 @@ A counter only grows, but for the lowest policy version. Nothing that trains dep
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from functools import cache
+from hashlib import sha256
 from typing import Any
 
 from sqlalchemy import (
@@ -19,7 +19,7 @@ from sqlalchemy import (
     Text,
     bindparam,
     case,
-    cast,
+    exists,
     func,
     select,
     update,
@@ -28,7 +28,14 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded, ExperiencesRejected
 from trinity_buffer.store.tables import batch, counter, experience, plan
-from trinity_buffer.store.transaction import Prepared, Transaction, among
+from trinity_buffer.store.transaction import (
+    Prepared,
+    Transaction,
+    among_given,
+    given,
+    given_rows,
+    rows_given,
+)
 
 Numbers = dict[tuple[str, str], int]
 """(consumer, state) -> a number; the consumer is ``""`` for the experiment itself."""
@@ -46,6 +53,15 @@ _REJECTED = "rejected: "
 def rejected_for(reason: str) -> str:
     """Return the state of what a consumer rejected, or was refused at the door, for ``reason``."""
     return _REJECTED + reason
+
+
+def key_of(state: str) -> str:
+    """Return what stands for a state in the index, which takes no long texts on PostgreSQL."""
+    said = state.encode(errors="surrogatepass")
+    return state if len(said) <= _MAX_KEY_BYTES else sha256(said).hexdigest()
+
+
+_MAX_KEY_BYTES = 200
 
 
 def reasons(numbers: Numbers, consumer: str) -> dict[str, int]:
@@ -96,39 +112,18 @@ def of_rejected(fact: ExperiencesRejected) -> Numbers:
 def add(tx: Transaction, experiment: int, numbers: Numbers) -> None:
     """Add to the counters of an experiment."""
     if numbers:
-        _add(tx.dialect.name).change(tx, of=experiment, **_given(tx, numbers))
-
-
-def _given(tx: Transaction, numbers: Numbers) -> Mapping[str, Any]:
-    rows = [(name, state, number) for (name, state), number in numbers.items()]
-    if tx.dialect.name == "sqlite":
-        return {"some": json.dumps(rows)}
-    return dict(
-        zip(("names", "states", "numbers"), map(list, zip(*rows, strict=True)), strict=True)
-    )
+        rows = [(name, key_of(state), state, number) for (name, state), number in numbers.items()]
+        _add(tx.dialect.name).change(tx, of=experiment, **given_rows(tx, rows))
 
 
 @cache
 def _add(dialect: str) -> Prepared:
     columns = [column.name for column in counter.c]
-    of = bindparam("of", type_=Integer())
-    if dialect == "sqlite":
-        each = func.json_each(bindparam("some", type_=Text())).table_valued("key", "value")
-        fields = (func.json_extract(each.c.value, f"$[{place}]") for place in range(3))
-        # A condition, or SQLite reads ON CONFLICT as that of a join.
-        made: Any = sqlite.insert(counter).from_select(
-            columns, select(of, *fields).where(each.c.key >= 0)
-        )
-    else:
-        given = (("names", Text()), ("states", Text()), ("numbers", BigInteger()))
-        arrays = (
-            cast(bindparam(name, type_=postgresql.ARRAY(kind)), postgresql.ARRAY(kind))
-            for name, kind in given
-        )
-        rows = func.unnest(*arrays).table_valued("consumer", "state", "number").render_derived()
-        made = postgresql.insert(counter).from_select(
-            columns, select(of, rows.c.consumer, rows.c.state, rows.c.number)
-        )
+    each = rows_given(dialect, (Text(), Text(), Text(), BigInteger()))
+    # A condition, or SQLite reads ON CONFLICT as that of a join.
+    some = select(bindparam("of", type_=Integer()), *each).where(each[-1].is_not(None))
+    insert = sqlite.insert if dialect == "sqlite" else postgresql.insert
+    made: Any = insert(counter).from_select(columns, some)
     number, more = counter.c.number, made.excluded.number
     new: ColumnElement[int] = case(
         (counter.c.state == LOWEST_VERSION, case((more < number, more), else_=number)),
@@ -154,16 +149,55 @@ _NUMBERS = Prepared(
 def all_numbers(tx: Transaction) -> dict[int, Numbers]:
     """Return experiment -> its counters, of all that have any."""
     found: dict[int, Numbers] = {}
-    for of, name, state, number in tx.execute(select(counter)).all():
+    columns = (counter.c.experiment, counter.c.consumer, counter.c.state, counter.c.number)
+    for of, name, state, number in tx.execute(select(*columns)).all():
         found.setdefault(int(of), {})[name, state] = int(number)
     return found
 
 
-def count_stored(tx: Transaction, experiment: int, batches: Sequence[str]) -> None:
-    """Count the planned rollouts of those of ``batches`` that are sealed."""
-    sealed = (batch.c.experiment == experiment, batch.c.sealed_at.is_not(None))
-    some = update(batch).where(*sealed, among(tx, batch.c.batch, batches))
-    tx.execute(some.values(stored_rollouts=stored_rollouts()))
+def count_stored(tx: Transaction, experiment: int, key: str) -> None:
+    """Count the planned rollouts of a batch, which was sealed just now."""
+    of = (batch.c.experiment == experiment, batch.c.batch == key)
+    tx.execute(update(batch).where(*of).values(stored_rollouts=stored_rollouts()))
+
+
+def count_late(
+    tx: Transaction, experiment: int, runs: Collection[tuple[str, str, int]], first: int
+) -> None:
+    """Count what came to sealed batches: of some runs, those that are planned and were not there.
+
+    Args:
+        tx: a transaction.
+        experiment: its key.
+        runs: (batch, task, run) of an event.
+        first: the lowest address of that event.
+    """
+    some = sorted(set(runs))
+    if some:
+        keys = given(tx, sorted({key for key, _, _ in some}))
+        rows = given_rows(tx, some)
+        _late(tx.dialect.name).change(tx, of=experiment, first=first, keys=keys, **rows)
+
+
+@cache
+def _late(dialect: str) -> Prepared:
+    key, task, run = rows_given(dialect, (Text(), Text(), BigInteger()))
+    of = bindparam("of", type_=Integer())
+    planned = exists().where(plan.c.experiment == of, plan.c.batch == key, plan.c.task == task)
+    before = exists().where(
+        experience.c.experiment == of,
+        experience.c.batch == key,
+        experience.c.task == task,
+        experience.c.run == run,
+        experience.c.address < bindparam("first", type_=BigInteger()),
+    )
+    new = select(func.count()).where(
+        key == batch.c.batch, run < batch.c.rollouts_per_group, planned, ~before
+    )
+    more = new.correlate(batch).scalar_subquery()
+    some = among_given(dialect, batch.c.batch, "keys")
+    late = update(batch).where(batch.c.experiment == of, batch.c.sealed_at.is_not(None), some)
+    return Prepared(late.values(stored_rollouts=batch.c.stored_rollouts + more))
 
 
 def stored_rollouts() -> ScalarSelect[int]:

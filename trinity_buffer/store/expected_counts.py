@@ -73,4 +73,7 @@ class ExpectedCounts:
         if self._versions:
             found["", counters.LOWEST_VERSION] = min(self._versions)
             found["", counters.HIGHEST_VERSION] = max(self._versions)
-        return [{"consumer": n, "state": state, "number": k} for (n, state), k in found.items()]
+        return [
+            {"consumer": name, "key": counters.key_of(state), "state": state, "number": number}
+            for (name, state), number in found.items()
+        ]

@@ -179,7 +179,7 @@ def _sealed(tx: Transaction, experiment: int, position: int, fact: BatchSealed, 
     }
     statement = upsert(tx, batch).values(row)
     tx.execute(statement.on_conflict_do_update(index_elements=["experiment", "batch"], set_=sealed))
-    counters.count_stored(tx, experiment, [str(key)])
+    counters.count_stored(tx, experiment, str(key))
 
 
 def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) -> None:
@@ -189,8 +189,10 @@ def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) ->
         made += rows.experience_rows(experiment, one.position, fact)
     tx.add(experience, made)
     counters.add(tx, experiment, counters.of_recorded(facts))
-    if late := {str(fact.columns.batch[slot]) for fact in facts for slot in fact.refused}:
-        counters.count_stored(tx, experiment, sorted(late))
+    for one, fact in zip(placed, facts, strict=True):
+        columns = fact.columns
+        late = [(str(columns.batch[n]), str(columns.task[n]), columns.run[n]) for n in fact.refused]
+        counters.count_late(tx, experiment, late, first_address(one.position))
 
 
 def _registered(tx: Transaction, experiment: int, fact: ConsumerRegistered) -> None:

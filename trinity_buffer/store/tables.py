@@ -308,7 +308,8 @@ counter = Table(
     metadata,
     _key("experiment", Integer),
     _key("consumer", Text),  # "" for the experiment itself
-    _key("state", Text),
+    _key("key", Text),  # the state, or its digest where it is too long for an index
+    Column("state", Text, nullable=False),
     Column("number", BigInteger, nullable=False),
     sqlite_with_rowid=False,
 )

@@ -21,6 +21,7 @@ from sqlalchemy import (
     Text,
     bindparam,
     cast,
+    column,
     func,
     literal,
     select,
@@ -28,6 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Dialect
+from sqlalchemy.types import TypeEngine
 
 from trinity_buffer.errors import SchemaTooNewError, StoreError
 from trinity_buffer.store.tables import SCHEMA_REVISION
@@ -184,6 +186,33 @@ def given(tx: Transaction, values: Iterable[int | str]) -> Any:
     """Return what a statement made with `among_given` takes for ``values``."""
     listed = list(values)
     return json.dumps(listed) if tx.dialect.name == "sqlite" else listed
+
+
+def rows_given(dialect: str, kinds: Sequence[TypeEngine[Any]]) -> tuple[ColumnElement[Any], ...]:
+    """Return the columns of rows that a kept statement is given; bound to what `given_rows` says.
+
+    Args:
+        dialect: of the statement.
+        kinds: type of each column.
+    """
+    if dialect == "sqlite":
+        each = func.json_each(bindparam("rows", type_=Text())).table_valued("value").c.value
+        return tuple(func.json_extract(each, f"$[{n}]", type_=kind) for n, kind in enumerate(kinds))
+    arrays = [
+        cast(bindparam(f"column{n}", type_=postgresql.ARRAY(kind)), postgresql.ARRAY(kind))
+        for n, kind in enumerate(kinds)
+    ]
+    names = (column(f"column{n}", kind) for n, kind in enumerate(kinds))
+    rows = func.unnest(*arrays).table_valued(*names).render_derived()
+    return tuple(rows.c)
+
+
+def given_rows(tx: Transaction, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Return what a statement made with `rows_given` takes for ``rows``, one at least."""
+    if tx.dialect.name == "sqlite":
+        return {"rows": json.dumps(rows)}
+    columns = zip(*rows, strict=True)
+    return {f"column{number}": list(values) for number, values in enumerate(columns)}
 
 
 def upsert(tx: Transaction, table: Table) -> Any:
