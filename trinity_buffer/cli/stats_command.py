@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from trinity_buffer.cli.asking import asked
+from trinity_buffer.cli.asking import asked_of
 from trinity_buffer.cli.escaping import one_line
 from trinity_buffer.cli.options import (
     AsOfOption,
@@ -31,9 +31,10 @@ from trinity_buffer.cli.printing import (
 )
 from trinity_buffer.cli.running import run
 from trinity_buffer.inspect.overviews import ExperimentOverview, Overview, overview, overview_of
+from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.source import as_of as at_position
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.store import queries
 
 MOST_IN_FULL = 12
 """Experiments; of more, each is one line."""
@@ -53,7 +54,7 @@ def stats(
     Example: trinity-buffer stats --store runs/demo.db
     """
     if config:
-        print_json(run(lambda: asked(store, experiment, _configuration)))
+        print_json(asked_of(store, experiment, as_of, _configuration))
         return
 
     async def main() -> Overview:
@@ -77,8 +78,9 @@ async def _as_it_was(store: Store, found: Overview, position: int) -> Overview:
             return replace(found, experiments=(await overview_of(source),))
 
 
-async def _configuration(experiment: Experiment) -> dict[str, Any]:
-    return experiment.config
+async def _configuration(source: Source) -> dict[str, Any]:
+    found = await source.read(queries.config_of, source.key)
+    return {} if found is None else found[0]
 
 
 def _print_overview(found: Overview) -> None:

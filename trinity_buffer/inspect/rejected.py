@@ -101,8 +101,8 @@ async def rejections(
 
 def _names(tx: Transaction, experiment: int) -> list[str]:
     """Return who may have rejected something."""
-    counted = {name for name, _ in counters.numbers_of(tx, experiment) if name}
-    return list(dict.fromkeys([*queries.consumers(tx, experiment), *sorted(counted)]))
+    counted = counters.counted_names(tx, experiment)
+    return list(dict.fromkeys([*queries.consumers(tx, experiment), *counted]))
 
 
 def _rejected(
@@ -133,7 +133,7 @@ def _rejected(
 
 
 def _refused(tx: Transaction, experiment: int, page: _Page) -> list[Rejected]:
-    if not counters.reasons(counters.numbers_of(tx, experiment), ""):
+    if not counters.reasons(counters.counted_of(tx, experiment, ""), ""):
         return []  # not looked for among all that were recorded
     rows = inspection.refused(tx, experiment, **page._asdict())
     return [

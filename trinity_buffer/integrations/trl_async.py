@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from accelerate import PartialState
 from transformers import TrainerCallback
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from typing_extensions import override
@@ -28,37 +30,52 @@ AHEAD = 2
 _POLL_S = 0.2
 
 
+class _Rollouts(queue.Queue[RolloutSample]):
+    """The queue that TRL drains. Behind the stream's last row come rows without weight.
+
+    TRL looks a micro-batch ahead, and waits for it before it trains the one that it has.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_ended = False
+        self.version = 0
+
+    @override
+    def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
+        if self.has_ended and self.empty():
+            return _filler(self.version)
+        return super().get(block, timeout)
+
+
 class StoredRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
     """A rollout worker whose rollouts, old log-probs and advantages are those of a train stream.
 
     Give it to the trainer twice, as ``rollout_worker=`` and in ``callbacks=``. One optimizer step
-    is one step of the stream; a step with fewer rows is filled up with rows that nobody trains.
-    Each checkpoint that TRL saves commits the steps up to it, and the training ends with the
-    stream. Go on from ``stream.resume.checkpoint`` (``trainer.train(resume_from_checkpoint=...)``):
-    what was trained after it is handed out again. How old a rollout may be is the stream's affair
-    (``max_staleness=``): TRL, which drops rows in silence, is told that none is.
+    is one step of the stream; a step with fewer rows is filled up with rows of one token and
+    advantage 0, which TRL counts in its means. Each checkpoint that TRL saves commits the steps up
+    to it, and the training ends with the stream. Go on from ``stream.resume.checkpoint``
+    (``trainer.train(resume_from_checkpoint=...)``): what was trained after it is handed out again.
+    How old a rollout may be is the stream's affair (``max_staleness=``): TRL, which drops rows in
+    silence, is told that none is.
 
     Args:
-        stream: from `trinity_buffer.open_train_stream`, padded.
-        args: of the trainer, with ``token_budget=0``: so many rows make a step as
+        stream: from `trinity_buffer.open_train_stream`, padded; None on all processes but the main
+            one.
+        args: of the trainer, with ``token_budget=0`` and ``max_steps``: so many rows make a step as
             ``per_device_train_batch_size``, ``gradient_accumulation_steps`` and processes say.
 
     Raises:
-        InvalidArgumentError: a token budget, under which nobody knows what a step was trained on.
+        InvalidArgumentError: settings under which a step of TRL is not one of the stream.
     """
 
-    def __init__(self, stream: SyncTrainStream, args: Any) -> None:
-        if args.token_budget != 0:
-            raise InvalidArgumentError(
-                f"token_budget={args.token_budget}: give token_budget=0, else a step of TRL is not "
-                "a step of the stream"
-            )
-        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
+    def __init__(self, stream: SyncTrainStream | None, args: Any) -> None:
+        _require_served(args)
+        self.rollout_buffer = _Rollouts()
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self._rows = rows * args.world_size
         self._stream = stream
-        self._version = 0
         self._handed: dict[int, TrainStep] = {}
         self._trained: TrainStep | None = None
         self._last: int | None = None  # the stream's last step, once it has ended
@@ -80,7 +97,7 @@ class StoredRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     def update_model_version(self, model_version: int) -> None:
         """Take note of TRL's own count of weight syncs."""
-        self._version = model_version
+        self.rollout_buffer.version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise what went wrong; to wait for explorers is no fault, and the stream says so."""
@@ -89,49 +106,78 @@ class StoredRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is 
             self._feeding.result()
 
     def _feed(self) -> None:
-        number = 0 if self._stream.resume is None else self._stream.resume.step
+        assert self._stream is not None, "TRL starts a worker on the main process"
         for step in self._stream:
             while not self._room.acquire(timeout=_POLL_S):
                 if self._stopped.is_set():
                     return
-            self._put(step, list(samples_of(step, self._version + AHEAD + 1)))
-            number = step.step
-        self._last = number
-        self._put(None, [])  # TRL looks one micro-batch ahead: these are never trained
+            self._put(step)
+        if not self._handed and self._trained is None:
+            raise InvalidArgumentError("the stream has ended: nothing is left to train on")
+        self._last = max(self._handed, default=0 if self._trained is None else self._trained.step)
+        self.rollout_buffer.has_ended = True
 
-    def _put(self, step: TrainStep | None, samples: list[RolloutSample]) -> None:
+    def _put(self, step: TrainStep) -> None:
+        version = self.rollout_buffer.version + AHEAD + 1
+        samples = list(samples_of(step, version))
         if len(samples) > self._rows:
             raise InvalidArgumentError(
-                f"step {step.step if step else 0} has {len(samples)} rows, TRL's steps have "
-                f"{self._rows}: per_device_train_batch_size × gradient_accumulation_steps × "
-                "processes must be groups_per_step × rollouts_per_group"
+                f"step {step.step} has {len(samples)} rows, TRL's steps have {self._rows}: "
+                "per_device_train_batch_size × gradient_accumulation_steps × processes must be "
+                "groups_per_step × rollouts_per_group"
             )
-        if step is not None:
-            self._handed[step.step] = step
-        for sample in samples + [_filler()] * (self._rows - len(samples)):
+        self._handed[step.step] = step
+        for sample in samples + [_filler(version)] * (self._rows - len(samples)):
             self.rollout_buffer.put(sample)
 
     # -- the callback
 
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take note that a step was trained; end with the stream."""
-        if state.global_step not in self._handed:
-            raise InvalidArgumentError(
-                f"TRL has trained step {state.global_step}, the stream handed out "
-                f"{sorted(self._handed)}: train from the checkpoint of the last commit"
-            )
-        self._trained = self._handed.pop(state.global_step)
-        self._room.release()
-        if state.global_step == self._last:
+        """Take note that a step was trained; end, on all processes, with the stream."""
+        ends = self._stream is not None and self._note(state.global_step)
+        if _of_main(ends=ends):
             control.should_training_stop = control.should_save = True
+
+    def _note(self, step: int) -> bool:
+        """Note that a step was trained; return whether it was the last one."""
+        if step not in self._handed:
+            raise InvalidArgumentError(
+                f"TRL has trained step {step}, the stream handed out {sorted(self._handed)}: train "
+                "from the checkpoint of the last commit"
+            )
+        self._trained = self._handed.pop(step)
+        self._room.release()
+        return step == self._last
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Commit what the checkpoint was trained on."""
-        if self._trained is not None:
+        if self._stream is not None and self._trained is not None:
             checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             self._stream.commit(self._trained, checkpoint)
+
+
+def _require_served(args: Any) -> None:
+    if args.token_budget != 0:
+        raise InvalidArgumentError(
+            f"token_budget={args.token_budget}: give token_budget=0, else a step of TRL is not a "
+            "step of the stream"
+        )
+    if args.max_steps < 1:
+        raise InvalidArgumentError(
+            "max_steps: give it, else TRL counts epochs of a data set that the store does not "
+            "have; the run ends with the stream if that is sooner"
+        )
+
+
+def _of_main(*, ends: bool) -> bool:
+    """Return whether the main process says so; every process calls it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return ends
+    flag = torch.tensor(int(ends), device=PartialState().device)
+    torch.distributed.broadcast(flag, 0)
+    return bool(flag)
 
 
 def samples_of(step: TrainStep, version: int) -> Iterator[RolloutSample]:
@@ -178,7 +224,16 @@ def _sample(batch: MicroBatch, row: int, length: int, *, group: int, version: in
     )
 
 
-def _filler() -> RolloutSample:
-    """Return a row without a token to train."""
-    nothing = np.zeros(2, np.int64)
-    return RolloutSample([], [], nothing, nothing, nothing.astype(np.float32), 0.0, 1 << 40, -1, {})
+def _filler(version: int) -> RolloutSample:
+    """Return a row whose one token changes nothing: TRL's loss needs one in every micro-batch."""
+    return RolloutSample(
+        prompt=[],
+        completion=[],
+        input_ids=np.zeros(2, np.int64),
+        completion_mask=np.array([0, 1]),
+        old_log_probs=np.zeros(2, np.float32),
+        advantage=0.0,
+        model_version=version,
+        group_id=-1,
+        metrics={},
+    )

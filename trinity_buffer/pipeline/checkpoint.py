@@ -35,6 +35,12 @@ def make_durable(checkpoint: Path, known: dict[Path, str] | None = None) -> str:
     known = {} if known is None else known
     with _staying(checkpoint):
         files, folders = _content(checkpoint)
+        for file in known.keys() - files:
+            if file.is_relative_to(checkpoint):
+                raise CheckpointError(
+                    f"checkpoint {checkpoint} lacks {file.relative_to(checkpoint)}, which another "
+                    "rank wrote: all ranks need the same folder, on a file system that they share"
+                )
         for file in files:
             if file not in known:
                 known[file] = written(file)

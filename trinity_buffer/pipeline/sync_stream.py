@@ -64,6 +64,10 @@ class StepStream(Protocol):
     def measure(self, measures: StepMeasures) -> None:
         """Keep what was measured of a step that was delivered: its commit records that."""
 
+    def fail(self, error: Exception) -> None:
+        """Let whoever waits for the next step, now or later, hear of what went wrong elsewhere."""
+        ...
+
     def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
         ...
@@ -115,6 +119,10 @@ class SyncTrainStream(StepStream):
     @override
     def _commit(self, step: TrainStep, kept: Commit) -> None:
         self._call(self._stream.record, step, kept)
+
+    @override
+    def fail(self, error: Exception) -> None:
+        self._stream.fail(error)
 
     @override
     def measure(self, measures: StepMeasures) -> None:

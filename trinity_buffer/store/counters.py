@@ -146,6 +146,32 @@ _NUMBERS = Prepared(
 )
 
 
+def counted_of(tx: Transaction, experiment: int, consumer: str) -> Numbers:
+    """Return the counters of one consumer, "" for those of the experiment itself."""
+    rows = _OF_ONE.rows(tx, of=experiment, by=consumer)
+    return {(consumer, state): int(number) for state, number in rows}
+
+
+def counted_names(tx: Transaction, experiment: int) -> list[str]:
+    """Return the consumers of which something is counted, trainers of other experiments too."""
+    names: list[str] = []
+    while name := _NEXT.value(tx, of=experiment, after=names[-1] if names else ""):
+        names.append(name)  # a look at the index for each, and not at each reason
+    return names
+
+
+_OF_ONE = Prepared(
+    select(counter.c.state, counter.c.number).where(
+        counter.c.experiment == bindparam("of"), counter.c.consumer == bindparam("by")
+    )
+)
+_NEXT = Prepared(
+    select(func.min(counter.c.consumer)).where(
+        counter.c.experiment == bindparam("of"), counter.c.consumer > bindparam("after")
+    )
+)
+
+
 def all_numbers(tx: Transaction) -> dict[int, Numbers]:
     """Return experiment -> its counters, of all that have any."""
     found: dict[int, Numbers] = {}

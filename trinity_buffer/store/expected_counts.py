@@ -25,9 +25,16 @@ class ExpectedCounts:
         self._numbers: Counter[tuple[str, str]] = Counter()
         self._versions: set[int] = set()
         self._runs: dict[str, dict[str, int]] = {}  # batch -> task -> a bit for each run
+        self._unplanned: set[str] = set()
 
     def planned(self, fact: BatchPlanned) -> None:
-        """Take in a plan."""
+        """Take in a plan.
+
+        Raises:
+            ValueError: it came after rollouts, as old versions let it; which ones is not known.
+        """
+        if str(fact.batch) in self._unplanned:
+            raise ValueError("a batch was planned after something was recorded of it")
         self._runs[str(fact.batch)] = dict.fromkeys(map(str, fact.tasks), 0)
 
     def recorded(self, fact: ExperiencesRecorded, batches: Batches) -> None:
@@ -38,6 +45,7 @@ class ExpectedCounts:
         for reason in refused.values():
             self._numbers["", counters.rejected_for(reason)] += 1
         self._versions.update(version for version in columns.policy_version if version is not None)
+        self._unplanned.update({str(key) for key in columns.batch} - batches.keys())
         for key, task, run in zip(map(str, columns.batch), columns.task, columns.run, strict=True):
             of = self._runs.get(key, {})
             if str(task) in of and run < batches[key]["rollouts_per_group"]:

@@ -234,7 +234,7 @@ def of_trainer(
         ready -= int(
             _LEFT_OUT.value(tx, of=experiment_key, by=row.name, set=of, start=(last or 0) + 1)
         )
-    rows = delivered + ready + all_rejected
+    rows = numbers.get((of, counters.ROWS), 0)
     counts = TrainerCounts(row.name, of, rows, ready, delivered - committed, committed, rejected)
     so_far = dict(_SO_FAR.rows(tx, **mine, leased=row.leased_step, committed=row.committed_step))
     return TrainerTally(

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.extras import extra
-from trinity_buffer.trainer.parallel import is_sharded, unwrapped
+from trinity_buffer.trainer.parallel import is_sharded, resharded, unwrapped
 from trinity_buffer.trainer.policy import TokenScores, all_finite
 from trinity_buffer.trainer.sharded import opened, part_like
 from trinity_buffer.trainer.token_scores import entropy_changes, token_scores
@@ -41,6 +41,7 @@ class CausalLM:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._own = unwrapped(model)
+        resharded(model)
 
     @property
     def vocabulary(self) -> int | None:
@@ -74,6 +75,7 @@ class CausalLM:
 
     def held(self) -> dict[str, Tensor]:
         """Return what is saved, under its names, as this rank holds it; tied weights once."""
+        resharded(self.model)
         if self.is_adapted:
             return _adapter_of(self._own)
         weights = self._own.state_dict()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import count
@@ -99,19 +99,28 @@ def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
     """
     folder = fresh_folder(root, state.step)
     try:
-        _write(folder, state)
+        with staying(folder):
+            _write(folder, state)
     except (CheckpointError, NonFiniteError):
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    return folder
+
+
+@contextmanager
+def staying(folder: Path) -> Iterator[None]:
+    """Say what it means if the folder of a checkpoint goes, or is not here, while it is written."""
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         # The folder itself is the last to go: a file that is missing says enough.
         if folder.is_dir() and not isinstance(error, FileNotFoundError):
             raise
         raise CheckpointError(
             f"checkpoint {folder} was removed while it was written: a trainer of this name took "
-            "over and has gone on; start again to resume from its last commit"
+            "over and has gone on; start again to resume from its last commit. Or ranks on several "
+            "machines do not share the folder"
         ) from error
-    return folder
 
 
 def require_finite(step: int, model: Trainable, optimizer: OptimizerState) -> None:

@@ -105,11 +105,19 @@ class Commits:
         """Wait until what is being written is committed, and end the thread."""
         if self._thread is not None:
             self._thread.shutdown()
+            self._thread = None
 
     def _begin(self, work: Callable[[], None]) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._last = self._thread.submit(work)
+        self._last.add_done_callback(self._tell)
+
+    def _tell(self, done: Future[None]) -> None:
+        """End a wait for the next step, which may be for what this commit would have published."""
+        error = done.exception()
+        if isinstance(error, Exception):
+            self._stream.fail(error)
 
     def _write(self, write: Callable[[], Saved], what: Committed) -> None:
         saved = write()

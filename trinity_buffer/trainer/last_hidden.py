@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.trainer.parallel import unwrapped, whole
@@ -65,7 +66,25 @@ def last_hidden(model: Any, microbatch: Mapping[str, Any]) -> tuple[Tensor, Outp
         handle.remove()
     (hidden,) = seen
     _require_own(model, said.logits, hidden, head)
+    if hasattr(unwrapped(model), "reshard"):  # FSDP2 begins to go backward at what a model says
+        hidden = _Beside.apply(hidden, said.logits)  # type: ignore[no-untyped-call]  # of torch
     return hidden.view(*microbatch["input_ids"].shape, -1), head
+
+
+class _Beside(torch.autograd.Function):
+    """Hidden states as they are; the backward pass goes through the logits too, with zeros."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, hidden: Tensor, logits: Tensor) -> Tensor:
+        ctx.logits = (logits.shape, logits.dtype, logits.device)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype, device = ctx.logits
+        return gradient, torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _head_of(model: Any) -> tuple[nn.Linear, OutputHead]:

@@ -72,6 +72,11 @@ def require_trained(policy: Policy, optimizer: torch.optim.Optimizer | None) -> 
             "not say what a checkpoint keeps of them: give the Trainer the model of transformers "
             "itself, or train in a loop of your own"
         )
+    if any(map(is_sharded, weights)) and not all(map(is_sharded, weights)):
+        raise InvalidArgumentError(
+            "ranks hold some weights of the model in parts (FSDP2) and others whole: call "
+            "fully_shard on the model itself, too, after its layers"
+        )
     if not any(weight.requires_grad for weight in weights):
         raise InvalidArgumentError(
             "no parameter of the model requires a gradient, so that nothing can be trained: call "

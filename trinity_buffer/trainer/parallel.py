@@ -23,6 +23,16 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
+def resharded(model: Any) -> None:
+    """Let each rank hold its part alone of a model that FSDP2 shards.
+
+    After a forward pass without a backward one it holds the whole weights of the outermost module.
+    """
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
 def whole(weight: Tensor) -> Tensor:
     """Return all of a weight that ranks may hold parts of; its gradient is averaged over them.
 

@@ -55,10 +55,12 @@ def whole_tensors(
     """
     found, wanted = {}, frozenset(kept)
     for name, tensor in tensors.items():
-        full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # of a DTensor
+        held: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # of a DTensor
+        full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # as above
         if name in wanted:
             here = full.detach().cpu().contiguous()
-            is_same = here.data_ptr() == full.data_ptr() and full is tensor
+            # One rank may hold all of a tensor: then the whole is its part, and not a copy.
+            is_same = here.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
             found[name] = here.clone() if copied and is_same else here
     return found
 

@@ -25,6 +25,7 @@ from trinity_buffer.trainer.checkpoint_folder import (
     fresh_folder,
     random_of_ranks,
     require_finite,
+    staying,
     write_critic,
     write_numbers,
 )
@@ -90,7 +91,12 @@ def begin(root: Path, state: TrainerState[Any], processes: Processes, *, copied:
         return ""
 
     def make() -> str:
-        return str(fresh_folder(root, state.step).absolute()) if processes.rank == 0 else ""
+        if processes.rank:
+            return ""
+        folder = fresh_folder(root, state.step).absolute()
+        if hasattr(state.policy, "held"):
+            (folder / state.policy.file_name).mkdir()
+        return str(folder)
 
     on_each(processes, look)
     folder = Path(on_each(processes, make)[0])
@@ -119,12 +125,12 @@ def end(begun: Begun, write: Callable[[], str]) -> Saved:
     Raises:
         CheckpointError, OSError: a rank could not write; no folder is left.
     """
+    told: list[str] = []
     try:
         told = on_each(begun.processes, write)
-    except _FAILURES:
-        if begun.processes.rank == 0:  # nobody writes any more
+    finally:
+        if not told and begun.processes.rank == 0:  # nobody writes any more
             shutil.rmtree(begun.folder, ignore_errors=True)
-        raise
     digests = {file: digest for text in told for file, digest in json.loads(text).items()}
     return Saved(begun.folder, {Path(file): digest for file, digest in digests.items()})
 
@@ -173,6 +179,10 @@ class _Writing:
     rank: int
 
     def __call__(self) -> str:
+        with staying(self.folder):
+            return self._written()
+
+    def _written(self) -> str:
         files: list[Path] = []
         for share in self.shares:
             owners, mine = dict(share.owners), dict(share.mine)
@@ -181,7 +191,6 @@ class _Writing:
                 owners |= dict.fromkeys(random, 0)
                 mine |= random if self.rank == 0 else {}
             if self.rank < share.among:
-                share.place.mkdir(exist_ok=True)
                 files += write_share(share.place, share.stem, mine, owners, self.rank, share.among)
         if self.rank == 0:
             self.save(self.folder / self.state.policy.file_name)
@@ -195,18 +204,19 @@ def on_each(processes: Processes, work: Callable[[], str]) -> list[str]:
     Raises:
         CheckpointError: another rank failed; the message names it.
     """
-    done, failed = "", None
+    done, reason = "", "it ended with an error of its own"
     try:
         done = work()
+        reason = ""
     except _FAILURES as error:
-        failed = error
-    told = gather_texts(processes, json.dumps([done, None if failed is None else str(failed)]))
-    if failed is not None:
-        raise failed
+        reason = str(error)
+        raise
+    finally:  # the others wait for it
+        told = gather_texts(processes, json.dumps([done, reason]))
     found = []
     for rank, one in enumerate(told):
-        text, reason = json.loads(one)
-        if reason is not None:
-            raise CheckpointError(f"no checkpoint was written, as rank {rank} failed: {reason}")
+        text, why = json.loads(one)
+        if why:
+            raise CheckpointError(f"no checkpoint was written, as rank {rank} failed: {why}")
         found.append(text)
     return found

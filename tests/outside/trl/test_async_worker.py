@@ -1,43 +1,27 @@
-"""Our rollout worker under TRL's own queue, batcher and collator; its training step wants a GPU."""
+"""Our rollout worker under TRL's own asynchronous trainer, but for its kernel of the attention."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
 import torch
-from transformers import TrainerControl, TrainerState
-from trl.experimental.async_grpo.async_grpo_trainer import (
-    DataCollatorForRollout,
-    FixedCountBatcher,
-    RolloutQueueDataset,
-    RolloutWorkerProtocol,
-)
+from transformers import TrainerCallback
 
 import trinity_buffer as tb
+from tests.outside.trl.on_cpu import settings, trainer_of
 from tests.outside.trl.test_grpo_trainer import GROUPS, RUNS, record
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.integrations.trl_async import StoredRollouts
+from trinity_buffer.events import StepsCommitted
+from trinity_buffer.integrations.trl_async import StoredRollouts, samples_of
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 
 PER_STEP = 4
 """Groups of a step; two micro-batches of 8 rows."""
-
-
-def settings(folder: Path, **changes: Any) -> Any:
-    plain = {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 2,
-        "world_size": 1,
-        "token_budget": 0,
-        "output_dir": str(folder),
-    }
-    return SimpleNamespace(**plain | changes)
+STEPS = GROUPS // PER_STEP
 
 
 @pytest.fixture(scope="module")
@@ -53,121 +37,107 @@ def url(recorded: bytes, tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'run.db'}"
 
 
-def stream_of(url: str) -> Any:
-    return tb.open_train_stream(url, experiment="run", strategy="grpo", groups_per_step=PER_STEP)
+class Seen(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    """Notes the steps, and ends after some of them as Ctrl-C does."""
+
+    def __init__(self, most: int = 1000) -> None:
+        self.steps: list[int] = []
+        self.most = most
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps.append(state.global_step)
+        if len(self.steps) == self.most:
+            raise KeyboardInterrupt
 
 
-def train(stream: Any, folder: Path, most: int = 1000) -> list[dict[str, Any]]:
-    """Do what the trainer does with a worker, but for the forward pass; return its batches.
-
-    Every second step is saved. Like accelerate's dispatcher, it holds the next batch already.
-    """
-    args, control = settings(folder), TrainerControl()
-    worker: Any = StoredRollouts(stream, args)
-    protocol: RolloutWorkerProtocol = worker
-    version, metrics = [0], defaultdict(list)
-    dataset = RolloutQueueDataset(
-        protocol.rollout_buffer,
-        lambda: version[0],
-        protocol.check_health,
-        60.0,
-        metrics,
-        max_staleness=0,
-        poll_interval_s=0.1,
-    )
-    collate = DataCollatorForRollout(0, 1)
-    batches = (collate([rows]) for rows in FixedCountBatcher(dataset, 1, 8))
-    state = TrainerState(global_step=0 if stream.resume is None else stream.resume.step)
-    protocol.start()
-    seen, ahead = [], next(batches)
-    for _ in range(most):
-        for _ in range(args.gradient_accumulation_steps):
-            seen.append(ahead)
-            ahead = next(batches)
-        state.global_step += 1
-        worker.on_step_end(args, state, control)
-        version[0] += 1
-        protocol.update_model_version(version[0])
-        if control.should_save or state.global_step % 2 == 0:
-            checkpoint = folder / f"checkpoint-{state.global_step}"
-            checkpoint.mkdir(parents=True)
-            (checkpoint / "weights").write_bytes(b"w")
-            worker.on_save(args, state, control)
-            control.should_save = False
-        if control.should_training_stop:
-            break
-    protocol.stop()
-    assert not metrics["sample/dropped_stale_total"]
-    return seen
-
-
-def terms(batches: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Return (old log-prob, advantage) of each trained token."""
-    pairs = [
-        pair
-        for batch in batches
-        for pair in zip(
-            batch["old_log_probs"].flatten().tolist(),
-            batch["advantages"].flatten().tolist(),
-            strict=True,
-        )
-    ]
-    return sorted(pairs)
-
-
-def expected(url: str) -> list[tuple[float, float]]:
+def train(
+    url: str, folder: Path, *, groups: int = PER_STEP, most: int = 1000, **changes: Any
+) -> tuple[list[int], list[tuple[int, list[list[float]]]]]:
+    """Train to the end of the stream; return the steps, and (group, log-probs) of each sample."""
+    handed: list[Any] = []
     with tb.open_train_stream(
-        url, experiment="run", strategy="grpo", groups_per_step=PER_STEP, consumer="other"
+        url, experiment="run", strategy="grpo", groups_per_step=groups
     ) as stream:
-        found = []
-        for step in stream:
-            for batch in step.microbatches:
-                mask = batch["action_mask"]
-                pairs = torch.stack([batch["old_logprob"][mask], batch["advantages"][mask]], -1)
-                found += [(a, b) for a, b in pairs.tolist()]
-            stream.commit(step)
-    return sorted(found)
+        args = settings(folder / "out", **changes)
+        rollouts, seen = StoredRollouts(stream, args), Seen(most)
+        put = rollouts.rollout_buffer.put
+        rollouts.rollout_buffer.put = lambda one: (handed.append(one), put(one))[1]  # type: ignore[assignment, method-assign, func-returns-value]
+        resume = None if stream.resume is None else str(stream.resume.checkpoint)
+        trainer = trainer_of(rollouts, args, folder / "model", seen)
+        if most < 1000:
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train(resume_from_checkpoint=resume)
+        else:
+            trainer.train(resume_from_checkpoint=resume)
+    return seen.steps, [(one.group_id, one.old_log_probs.tolist()) for one in handed]
+
+
+async def looked_at(url: str) -> tuple[VerifyReport, list[int]]:
+    async with open_store(url, read_only=True) as store:
+        experiment = await store.experiment("run")
+        facts = [event.fact async for event in experiment.events(kinds=["StepsCommitted"])]
+        last = [fact.steps[-1] for fact in facts if isinstance(fact, StepsCommitted)]
+        return await verify(experiment), last
 
 
 def test_each_group_is_trained_once_and_the_training_ends_with_the_stream(
     url: str, tmp_path: Path
 ) -> None:
-    with stream_of(url) as stream:
-        batches = train(stream, tmp_path / "trl")
-    assert len(batches) == 2 * GROUPS // PER_STEP
-    assert terms(batches) == expected(url)
-    assert (tmp_path / "trl" / f"checkpoint-{GROUPS // PER_STEP}").is_dir()
-    report = anyio.run(verified, url)
+    steps, handed = train(url, tmp_path)
+    assert steps == list(range(1, STEPS + 1))
+    assert len(handed) == GROUPS * RUNS
+    assert len({group for group, _ in handed}) == GROUPS
+    report, commits = anyio.run(looked_at, url)
+    assert commits == [2, 4, 6, 8, 10]
     assert (report.ok, report.trainers[-1].committed) == (True, GROUPS * RUNS)
-
-
-async def verified(url: str) -> Any:
-    async with open_store(url, read_only=True) as store:
-        return await verify(await store.experiment("run"))
+    with pytest.raises(InvalidArgumentError, match="nothing is left to train on"):
+        train(url, tmp_path)
 
 
 def test_what_was_not_saved_is_handed_out_again(url: str, tmp_path: Path) -> None:
-    with stream_of(url) as stream:
-        first = train(stream, tmp_path / "trl", most=5)  # the last saved one is step 4
-    with stream_of(url) as stream:
-        assert stream.resume is not None
-        assert (stream.resume.step, stream.resume.checkpoint) == (4, tmp_path / "trl/checkpoint-4")
-        second = train(stream, tmp_path / "trl")
-    assert terms(first[:8] + second) == expected(url)
+    assert train(url, tmp_path, most=5)[0] == [1, 2, 3, 4, 5]
+    assert anyio.run(looked_at, url)[1] == [2, 4]
+    assert train(url, tmp_path)[0] == [5, 6, 7, 8, 9, 10]
+    report, commits = anyio.run(looked_at, url)
+    assert commits == [2, 4, 6, 8, 10]
+    assert (report.ok, report.trainers[-1].committed) == (True, GROUPS * RUNS)
 
 
-def test_steps_of_other_sizes_are_filled_up_or_refused(url: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="token_budget=0"):
-        StoredRollouts(None, settings(tmp_path, token_budget=512))  # type: ignore[arg-type]
+def test_a_last_step_with_fewer_rows_is_trained_too(url: str, tmp_path: Path) -> None:
+    """Of 24 rows, in three micro-batches; the last step has 16."""
+    steps, handed = train(url, tmp_path, groups=6, gradient_accumulation_steps=3, save_steps=1)
+    assert steps == [1, 2, 3, 4, 5, 6, 7]
+    assert sum(group >= 0 for group, _ in handed) == GROUPS * RUNS
+    assert sum(group < 0 for group, _ in handed) == 8
+    report, _ = anyio.run(looked_at, url)
+    assert (report.ok, report.trainers[-1].committed) == (True, GROUPS * RUNS)
+
+
+def test_samples_are_the_rows_of_the_step(url: str) -> None:
     with tb.open_train_stream(
-        url, experiment="run", strategy="grpo", groups_per_step=3
-    ) as stream:  # 12 rows of 16
-        batches = train(stream, tmp_path / "few")
-    assert terms(batches) == expected(url)
-    with (
-        tb.open_train_stream(
-            url, experiment="run", strategy="grpo", groups_per_step=5, consumer="many"
-        ) as stream,
-        pytest.raises(InvalidArgumentError, match="20 rows, TRL's steps have 16"),
+        url, experiment="run", strategy="grpo", groups_per_step=PER_STEP
+    ) as stream:
+        step = next(stream)
+        samples = list(samples_of(step, version=3))
+    found = torch.tensor([float(one.advantage) for one in samples])
+    wanted = [
+        batch["advantages"][row][batch["action_mask"][row]][0]
+        for batch in step.microbatches
+        for row in range(len(batch["input_ids"]))
+    ]
+    assert torch.equal(found, torch.stack(wanted))
+    for sample in samples:
+        assert len(sample.input_ids) == len(sample.completion_mask) == len(sample.old_log_probs)
+        assert not sample.completion_mask[0]
+        assert sample.model_version == 3
+
+
+def test_settings_that_the_store_cannot_serve_are_refused(url: str, tmp_path: Path) -> None:
+    for changes, told in (
+        ({"token_budget": 512}, "token_budget=0"),
+        ({"max_steps": -1}, "max_steps: give it"),
     ):
-        train(stream, tmp_path / "many")
+        with pytest.raises(InvalidArgumentError, match=told):
+            StoredRollouts(None, settings(tmp_path, **changes))
+    with pytest.raises(InvalidArgumentError, match="20 rows, TRL's steps have 16"):
+        train(url, tmp_path, groups=5)

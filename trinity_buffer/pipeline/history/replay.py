@@ -170,6 +170,10 @@ class ReplayStream(StepStream):
         return self._portal.call(self._replayed.uids, step, rows)
 
     @override
+    def fail(self, error: Exception) -> None:
+        """Do nothing: a replay waits for nobody."""
+
+    @override
     def leads(self) -> bool:
         """Return True: nobody takes over a replay."""
         return True

@@ -7,7 +7,7 @@ position 0 holds 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, TypeVar
@@ -56,6 +56,7 @@ class MicroBatch(Mapping[str, Any]):
         policy_versions: one per row, None where unknown.
         unrecorded: ``usual`` or ``expert`` -> uid of a row of the step without log-probabilities,
             where others have some.
+        read_zeros: called when ``advantages`` are read that nobody computed; None: there are some.
     """
 
     tensors: dict[str, Any]
@@ -63,13 +64,18 @@ class MicroBatch(Mapping[str, Any]):
     multi_modal_inputs: list[dict[str, Tensor]] = field(default_factory=list)
     policy_versions: list[int | None] = field(default_factory=list)
     unrecorded: Mapping[str, str] = field(default_factory=dict)
+    read_zeros: Callable[[], None] | None = None
 
     @override
     def __getitem__(self, key: str) -> Any:
+        if self.read_zeros is not None and key == "advantages":
+            self.read_zeros()
         return self.tensors[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.tensors[key] = value
+        if key == "advantages":
+            self.read_zeros = None
 
     @override
     def __iter__(self) -> Iterator[str]:

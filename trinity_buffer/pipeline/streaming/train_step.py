@@ -214,7 +214,7 @@ class StepMaker:
         self._loader = loader
         self._memory = StepMemory()
         self._chain = FIRST_LINK
-        self._has_looked = False
+        self._has_told = False
 
     def go_on_after(self, committed: Iterable[StepRow]) -> bytes:
         """Begin behind the ``committed`` steps; return the link of the chain after them.
@@ -228,8 +228,7 @@ class StepMaker:
 
     def collate(self, manifest: Manifest, rows: LoadedRows) -> list[MicroBatch]:
         """Return the micro-batches of this rank."""
-        self._look_for_advantages(manifest, rows)
-        return collate_step(
+        found = collate_step(
             manifest,
             rows,
             rank=self._options.rank,
@@ -237,21 +236,22 @@ class StepMaker:
             device=self._options.device,
             memory=self._memory,
         )
+        asked = self._options.needs or self._options.annotation_set == RECORDED
+        if not asked and len(rows.lacking("advantages")) == len(manifest.annotations):
+            for microbatch in found:
+                microbatch.read_zeros = self._tell_of_zeros
+        return found
 
-    def _look_for_advantages(self, manifest: Manifest, rows: LoadedRows) -> None:
-        """Warn, with the first step, of zeros that may be taken for advantages."""
-        options = self._options
-        if self._has_looked or not manifest.annotations:
-            return
-        self._has_looked = True
-        lacking = len(rows.lacking("advantages")) == len(manifest.annotations)
-        if lacking and not options.needs and options.annotation_set != RECORDED:
+    def _tell_of_zeros(self) -> None:
+        """Warn, once, of zeros that were taken for advantages."""
+        if not self._has_told:
+            self._has_told = True
             _logger.warning(
                 "trainer %r: the annotation set %r has no advantages, so that `advantages` is 0 "
                 "everywhere: train on another set, or say with needs= what the loss reads "
                 "(needs=('advantages',) refuses a set without them)",
-                options.consumer,
-                options.annotation_set,
+                self._options.consumer,
+                self._options.annotation_set,
             )
 
     async def leased(self, row: StepRow) -> TrainStep:

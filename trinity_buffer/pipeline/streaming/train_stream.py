@@ -107,6 +107,11 @@ class TrainStream:
         """Return the next step, or None at the end; for a thread that may wait."""
         return self._delivery(self._rank.queue.get())
 
+    def fail(self, error: Exception) -> None:
+        """Let whoever waits for the next step, now or later, hear of what went wrong elsewhere."""
+        self._rank.queue.fail(error)
+        self._rank.queue.end()
+
     def _delivery(self, step: TrainStep | None) -> TrainStep | None:
         """Note that ``step`` is in the trainer's hands."""
         if step is not None:

@@ -209,16 +209,24 @@ class _Verification:
             self._compare_counts()
             return
         await self._compare(self._expected.parts(all_of_them=True))
-        holds = (
+        sound = (
             not self._differs
             and not self._problems
             and not self._expected.contradicted
             and self._seen.rows == self._audit.rows()
             and not self._audit.uids.repeated()
-            and await anyio.to_thread.run_sync(self._changing_holds)
         )
-        if not holds:
-            await self._name_differences()
+        agrees = sound and await anyio.to_thread.run_sync(self._changing_holds)
+        if agrees:
+            return
+        before = len(self._problems)
+        await self._name_differences()
+        if sound and len(self._problems) == before:  # both were of one moment
+            what = (
+                "they are what this version makes of the log, and not what the log says by "
+                "`store.expectation`: one of the two is wrong, please report it"
+            )
+            self._problems.append(Problem("projections", "all", what))
 
     def _changing_holds(self) -> bool:
         undecided = {name: rows.tolist() for name, rows in self._audit.undecided().items()}
