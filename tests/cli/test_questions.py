@@ -86,6 +86,22 @@ def test_numbers_and_events_can_be_asked_as_they_were(cli: Cli, story: Story) ->
     assert (held["state"], held["owner"], held["leased_step"]) == ("forgotten", None, 3)
 
 
+def test_a_configuration_can_be_asked_as_it_was(cli: Cli, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'a.db'}"
+
+    async def change() -> None:
+        async with tb.open_store(url) as store:
+            await store.experiment("run", config={"rollouts_per_group": 2})
+            await store.experiment("run", config={"rollouts_per_group": 4})
+
+    anyio.run(change)
+    asked = ("stats", "--config", "--store", url)
+    for words, runs in (((), 4), (("--as-of", 1), 2), (("--as-of", 2), 4)):
+        (found,) = cli(*asked, *words).json
+        assert found["rollouts_per_group"] == runs
+    assert cli(*asked, "--as-of", 99).code == 2
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

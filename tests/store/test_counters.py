@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, ClassVar
 
+import pytest
 from sqlalchemy import text
+from typing_extensions import override
 
 from tests.contract.making import group, opened
 from tests.pipeline.planting import unguarded
 from tests.stories import RUNS, rollout, tell
+from trinity_buffer.algorithm.add_strategy import AddStrategy
+from trinity_buffer.events import ExperiencesAnnotated
+from trinity_buffer.experience import Experience
+from trinity_buffer.inspect import now, rejection_counts
 from trinity_buffer.inspect.overviews import ExperimentOverview, overview, overview_of
 from trinity_buffer.inspect.source import as_of
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.store import conservation, counters, log, queries, tallies
+from trinity_buffer.store import conservation, counters, log, migrations, queries, tallies
+from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.transaction import Transaction
 
 PLAIN = (
@@ -104,6 +114,55 @@ async def test_rollouts_that_come_after_the_seal_are_stored_all_the_same(store_u
         assert await experiment.database.read(stored) == [("b0", 2, 3)]
         assert await writer.missing("b0") == [(1, 1)]
         assert (await verify(experiment)).problems == ()
+
+
+class Verbose(AddStrategy):
+    """Rejects each experience, with a reason that no index takes and one of its own."""
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+
+    @override
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        """Write nothing."""
+        for one in experiences:
+            self.reject([one], f"task {one.eid.task}: " + "because " * 800)
+        return 0, {}
+
+
+async def test_reasons_may_be_as_long_as_one_likes(store_url: str) -> None:
+    """On PostgreSQL a key of an index has 2,700 bytes at most; migrated, it is the same."""
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        for task in range(2):
+            await experiment.writer("e0").write(group(task=task))
+        await run_strategy(experiment, Verbose)
+        await require_plain(experiment)
+        counted = await rejection_counts(now(experiment))
+        assert [len(reason) > 6000 for reason in counted["Verbose"]] == [True, True]
+        assert sum(counted["Verbose"].values()) == 8
+    async with open_for_migration(store_url) as database:
+        await database.write(migrations.downgrade, "0002")
+    await migrate(store_url)
+    async with opened(store_url) as experiment:
+        await require_plain(experiment)
+        assert await rejection_counts(now(experiment)) == counted
+        assert (await verify(experiment)).problems == ()
+
+
+async def test_a_fold_that_the_second_opinion_contradicts_is_told_of(
+    sqlite_store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version whose fold counts wrongly folds the same wrong numbers again."""
+    of_annotated = counters.of_annotated
+
+    def thrice(fact: ExperiencesAnnotated) -> counters.Numbers:
+        return {key: 3 * number for key, number in of_annotated(fact).items()}
+
+    monkeypatch.setattr(counters, "of_annotated", thrice)
+    story = await tell(sqlite_store_url, tmp_path / "run")
+    async with open_store(sqlite_store_url) as store:
+        (problem,) = (await verify(await store.experiment(story.name))).problems
+    assert (problem.check, problem.where) == ("projections", "all")
+    assert "please report it" in problem.what
 
 
 LIES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.trainer.data import policy, prepared
 from tests.trainer.gradients import train
 from tests.trainer.qwen import qwen3
 from trinity_buffer.algorithm import build
+from trinity_buffer.errors import CheckpointError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.checkpoint import digest_of
 from trinity_buffer.pipeline.store import open_store
@@ -162,3 +164,49 @@ def test_what_cannot_be_written_ends_the_training_and_is_not_committed(
     resumed, _ = train(sqlite_url, algorithm, tmp_path / "c", max_steps=3, **settings)
     assert resumed.state.step == 3
     assert [step for step, _, _ in anyio.run(committed, sqlite_url, "t")] == [1, 2, 3]
+
+
+def test_a_checkpoint_that_fails_ends_a_wait_for_more_rows(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Explorers may wait for the policy that it would have published, and nobody would end."""
+    algorithm = made(sqlite_url)
+
+    def full(*_: Any) -> list[Path]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shared_checkpoint, "write_share", full)
+    with tb.open_train_stream(
+        sqlite_url, experiment="run", strategy="grpo", groups_per_step=6, follow=True
+    ) as stream:
+        settings = tb.TrainerSettings(checkpoints=tmp_path / "c", async_checkpoints=True)
+        trainer = tb.Trainer(stream, policy(), algorithm, settings)
+        with pytest.raises(OSError, match="No space left on device"):
+            trainer.run()  # the one step that there is rows for, and then it waits
+
+
+def test_a_trainer_runs_again(sqlite_url: str, tmp_path: Path) -> None:
+    algorithm = made(sqlite_url)
+    with tb.open_train_stream(
+        sqlite_url, experiment="run", strategy="grpo", consumer="t", groups_per_step=2
+    ) as stream:
+        settings = tb.TrainerSettings(checkpoints=tmp_path / "c", async_checkpoints=True)
+        trainer = tb.Trainer(stream, policy(), algorithm, settings)
+        trainer.run(lambda report: report.step == 1)
+        assert anyio.run(commits_of, sqlite_url) == [1]
+        trainer.run()
+    assert anyio.run(commits_of, sqlite_url) == [1, 2, 3]
+
+
+def test_a_folder_that_goes_while_a_thread_writes_is_named(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = made(sqlite_url)
+
+    def removed_before(folder: Path, *rest: Any) -> list[Path]:
+        shutil.rmtree(folder)  # as `remove_old` of who took over does
+        return write_share(folder, *rest)
+
+    monkeypatch.setattr(shared_checkpoint, "write_share", removed_before)
+    with pytest.raises(CheckpointError, match="step-00000001 was removed while it was written"):
+        train(sqlite_url, algorithm, tmp_path / "c", max_steps=1, async_checkpoints=True)

@@ -34,7 +34,7 @@ def bare(*, tied: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "fsdp2 of the root alone"])
 def test_two_ranks_have_the_gradient_of_one(wrapper: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.trainer.wrapped_rank", str(tmp_path)]
     ranks = [

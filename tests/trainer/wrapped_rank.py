@@ -24,7 +24,7 @@ def main(folder: Path, rank: str, wrapper: str) -> None:
         if wrapper == "ddp":
             model = DistributedDataParallel(own)
         else:
-            for layer in own.model.layers:
+            for layer in own.model.layers if wrapper == "fsdp2" else ():
                 fully_shard(layer)
             fully_shard(own)
         for layout in ("padded", "packed"):
