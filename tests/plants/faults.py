@@ -632,8 +632,8 @@ FAULTS = [
     Fault(
         "a rollout that comes after the seal is not among those that are stored",
         "store/projections.py",
-        "if late := {",
-        "if late := set() and {",
+        "count_late(tx, experiment, late, ",
+        "count_late(tx, experiment, late[:0], ",
         "tests/store/test_counters.py"
         "::test_rollouts_that_come_after_the_seal_are_stored_all_the_same",
     ),
