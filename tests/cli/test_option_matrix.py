@@ -110,6 +110,7 @@ KEYS: dict[str, dict[str, str]] = {
     "max_waiting_groups": {"1": TRAINS, "null": TRAINS, "0": "max_waiting_groups=0"},
     "max_staleness": {"0": TRAINS, "null": TRAINS, "-1": "max_staleness=-1"},
     "commit_every_steps": {"2": TRAINS, "3": "commit at least every 2", "0": "steps=0"},
+    "async_checkpoints": {"true": TRAINS, "false": TRAINS, "3": "async_checkpoints=3"},
     "max_steps": {"4": TRAINS, "0": "max_steps=0"},
     "max_skipped_steps": {"1": TRAINS, "0": "max_skipped_steps=0"},
     "max_rejected_steps": {"1": TRAINS, "0": "max_rejected_steps=0"},
@@ -287,8 +288,7 @@ async def run_to_the_end(url: str, checkpoints: Path) -> None:
 
 def trains_or_is_refused(cli: Cli, folder: Path, chosen: str, said: str) -> None:
     url = f"sqlite:///{folder / 'run.db'}"
-    sets = [f"{key}={value}" for key, value in SMALL.items()] + chosen.split()
-    words = [word for one in sets for word in ("--set", one)]
+    words = words_of(SMALL) + [word for one in chosen.split() for word in ("--set", one)]
     ended = cli(
         "explore", "--store", url, "--experiment", "run", "--actor", "e0", "--batches", 1, *words
     )
