@@ -91,7 +91,7 @@ def test_the_program_is_killed_goes_on_and_replays_to_the_same_bits(tmp_path: Pa
 @pytest.mark.long
 def test_the_questions_are_answered_by_the_demo(tmp_path: Path) -> None:
     def told(*command: str) -> str:
-        given = [COMMAND, *command]
+        given = [str(COMMAND), *command]
         return subprocess.run(
             given, cwd=tmp_path, capture_output=True, text=True, check=True
         ).stdout

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -21,6 +22,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -29,7 +31,7 @@ from typing import Any, Literal, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from trinity_buffer.errors import BatchTakenError, InvalidArgumentError
+from trinity_buffer.errors import BatchTakenError, InvalidArgumentError, TrainingError
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.acknowledgements import Acknowledgements
 from trinity_buffer.explorer.explorer import BatchReport
@@ -92,12 +94,36 @@ class ExploreOptions:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "groups_per_batch", "rollouts_per_group", "concurrency", "attempts"):
-            if getattr(self, name) < 1:
-                raise InvalidArgumentError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.on_failure not in ("raise", "leave_out"):
-            raise InvalidArgumentError(
-                f"on_failure={self.on_failure!r}: accepted are 'raise' and 'leave_out'"
-            )
+            self._require(name, _is_count(getattr(self, name)), "a number, 1 or more")
+        most, seconds, delay = self.max_batches, self.timeout_s, self.retry_delay_s
+        self._require(
+            "max_batches", most is None or _is_count(most), "a number, 1 or more, or None"
+        )
+        some = seconds is None or (_is_seconds(seconds) and seconds > 0)
+        self._require("timeout_s", some, "seconds, more than 0, or None")
+        self._require("retry_delay_s", _is_seconds(delay) and delay >= 0, "seconds, 0 or more")
+        kinds = type(self.retry_on) is tuple and all(map(_is_error, self.retry_on))
+        self._require("retry_on", kinds, "a tuple of Exception classes")
+        chosen = self.on_failure in ("raise", "leave_out")
+        self._require("on_failure", chosen, "'raise' or 'leave_out'")
+        told = self.report is None or callable(self.report)
+        self._require("report", told, "a function of a BatchReport, or None")
+
+    def _require(self, name: str, is_right: bool, what: str) -> None:  # noqa: FBT001 - of a line
+        if not is_right:
+            raise InvalidArgumentError(f"{name}={getattr(self, name)!r}: must be {what}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_seconds(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _is_error(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Exception)
 
 
 async def explore(
@@ -129,6 +155,7 @@ async def explore(
         ConflictingPlanError: these batches were planned with other tasks, or cut otherwise.
         InvalidArgumentError: a rollout is not async, or returned something else than experiences.
         InvalidExperienceError: a rollout returned what cannot be right.
+        TrainingError: a rollout was cancelled from within.
     """
     sizes = ("groups_per_batch", "rollouts_per_group")
     known = {name: experiment.config[name] for name in sizes if name in experiment.config}
@@ -305,16 +332,23 @@ class _Exploration:
         except Exception as error:
             error.add_note(f"in the rollout {run.rid}")
             raise
+        except anyio.get_cancelled_exc_class() as error:
+            if anyio.current_effective_deadline() == -math.inf:
+                raise  # all of `explore` is
+            raise TrainingError(
+                f"rollout {run.rid} was cancelled from within, by a task that it waited for: catch "
+                "that error in the rollout, and return [] to leave the run out"
+            ) from error
         if not is_async:
             raise InvalidArgumentError(
                 f"rollout {run.rid} returned {kind_of(returned)} without being awaited: write it "
                 "as an async function of a task and a model that returns a list of Experience"
             )
-        made = _listed(run, returned)
+        made = [copy(one) for one in _listed(run, returned)]  # other runs may return the same ones
         for step, experience in enumerate(made):
             experience.eid = EID(run.batch, run.task, run.run, step)
             if version is not None:
-                experience.info.setdefault("model_version", version)
+                experience.info = {"model_version": version} | experience.info
         return made
 
     async def _seal(self, batch: _Batch) -> None:
