@@ -26,7 +26,10 @@ class StepView:
     """A gradient step that holds the experience, or the reason for which a trainer left it out.
 
     Attributes:
-        measured: what the trainer measured of it in that step; empty before the commit.
+        measured: what the trainer measured of it in that step; empty before the commit, and of
+            another experiment's trainer.
+        experiment: of a trainer of another experiment, that one; its ``trainer`` is
+            ``EXPERIMENT/TRAINER``.
     """
 
     trainer: str
@@ -34,6 +37,7 @@ class StepView:
     committed: bool
     reason: str | None
     measured: Mapping[str, float] = field(default_factory=dict)
+    experiment: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ async def _measured(source: Source, found: Sequence[Fate]) -> dict[tuple[str, in
     """Return (trainer, step) -> what was measured, of the steps that hold the experience."""
     steps: dict[str, set[int]] = {}
     for one in (step for fate in found for row in fate.annotations for step in row.steps):
-        if one.step is not None and one.committed:
+        if one.step is not None and one.committed and not one.experiment:
             steps.setdefault(one.trainer, set()).add(one.step)
     every = {name: await measured(source, name, sorted(some)) for name, some in steps.items()}
     return {(name, step): one for name, some in every.items() for step, one in some.items()}
@@ -208,4 +212,4 @@ def _set(
 def _step(address: int, step: StepOfRow, measures: Mapping[tuple[str, int], Measured]) -> StepView:
     one = None if step.step is None else measures.get((step.trainer, step.step))
     known = {} if one is None else one.of_row(address)
-    return StepView(step.trainer, step.step, step.committed, step.reason, known)
+    return StepView(step.trainer, step.step, step.committed, step.reason, known, step.experiment)

@@ -7,19 +7,26 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from trinity_buffer.store import inspection, queries
+from trinity_buffer.store import counters, inspection, queries
 from trinity_buffer.store.rows import ConsumerRow, ExperienceRow, position_of
 from trinity_buffer.store.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True)
 class StepOfRow:
-    """The gradient step that holds an annotation row, or why a trainer left it out."""
+    """The gradient step that holds an annotation row, or why a trainer left it out.
+
+    Attributes:
+        trainer: its name; of one of another experiment, which mixes in rows of this one as its
+            expert's, ``EXPERIMENT/TRAINER``.
+        experiment: that other experiment, to whose log the step belongs; "" for this one.
+    """
 
     trainer: str
     step: int | None
     committed: bool
     reason: str | None
+    experiment: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +76,10 @@ def _told(row: AnnotationRow) -> str:
 
 
 def fates(tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]) -> dict[int, list[Fate]]:
-    """Return address of experience -> its fate in every annotation set, by name of the set."""
+    """Return address of experience -> its fate in every annotation set, by name of the set.
+
+    What trainers of other experiments were handed is known of the store as it is alone.
+    """
     consumers = list(queries.consumers(tx, experiment).values())
     strategies = [row for row in consumers if row.kind == "strategy"]
     trainers = {row.name: row for row in consumers if row.kind == "trainer"}
@@ -112,13 +122,21 @@ def _fate(
 def _steps(
     tx: Transaction, experiment: int, trainers: dict[str, ConsumerRow], rows: Sequence[int]
 ) -> dict[int, list[StepOfRow]]:
-    found: dict[int, list[StepOfRow]] = {}
-    for one in inspection.deliveries(tx, experiment, list(trainers), rows):
-        number = one.step or 0
-        committed = number <= trainers[one.consumer].committed_step
-        step = StepOfRow(one.consumer, number, committed, None)
-        found.setdefault(one.address, []).append(step)
-    for one in inspection.rejections(tx, experiment, list(trainers), rows):
+    """Return address of annotation -> what trainers made of it: what was trained comes last."""
+    found: dict[int, list[StepOfRow]] = {address: [] for address in rows}
+    if not found:
+        return found
+    guests = [name for name in counters.counted_names(tx, experiment) if "/" in name]
+    for one in inspection.rejections(tx, experiment, [*guests, *trainers], rows):
         step = StepOfRow(one.consumer, None, committed=False, reason=one.reason)
-        found.setdefault(one.address, []).append(step)
+        found[one.address].append(step)
+    for guest in inspection.guests(tx, experiment):
+        held = inspection.deliveries(tx, guest.key, [guest.trainer], rows, guest.source)
+        for one in held:
+            committed = (one.step or 0) <= guest.committed_step
+            step = StepOfRow(guest.name, one.step, committed, None, guest.experiment)
+            found[one.address].append(step)
+    for one in inspection.deliveries(tx, experiment, list(trainers), rows):
+        committed = (one.step or 0) <= trainers[one.consumer].committed_step
+        found[one.address].append(StepOfRow(one.consumer, one.step, committed, None))
     return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.identity import EID
 from trinity_buffer.inspect.experience_view import parse_uid
-from trinity_buffer.inspect.fates import Fate, fates
+from trinity_buffer.inspect.fates import Fate, StepOfRow, fates
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.store import inspection, queries, trainer_queries
 from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, StepRow, position_of
@@ -20,7 +20,8 @@ class Reason:
     """What decided the fate of an experience.
 
     Attributes:
-        position: of the event, None of what has not happened.
+        position: of the event, None of what has not happened, or of what another experiment's log
+            says.
         recorded_at: seconds since 1970; ``actor`` recorded it.
     """
 
@@ -98,18 +99,19 @@ def _look(tx: Transaction, experiment: int, eid: EID) -> _Seen:
         for fate in found
         for note in fate.annotations
         for step in note.steps
-        if step.step is not None
+        if step.step is not None and not step.experiment
     }
     steps: dict[tuple[str, int], StepRow] = {}
     for trainer, number in handed_out:
         some = trainer_queries.steps(tx, experiment, trainer, after=number - 1, limit=1)
         steps |= {(trainer, one.step): one for one in some}
     consumers = queries.consumers(tx, experiment)
+    guests = {step.trainer for fate in found for note in fate.annotations for step in note.steps}
     return _Seen(
         row,
         queries.batches(tx, experiment, [str(eid.batch)]).get(str(eid.batch)),
         found,
-        inspection.rejections_of(tx, experiment, list(consumers), [*own, *notes]),
+        inspection.rejections_of(tx, experiment, [*guests, *consumers], [*own, *notes]),
         consumers,
         steps,
         frozenset(one.eid.run for one in group if one.refused is None),
@@ -146,19 +148,25 @@ def _told_of(fate: Fate, seen: _Seen, row: ExperienceRow) -> Iterator[tuple[int 
     for note in fate.annotations:
         yield position_of(note.address), f"set {name}: annotated"
         for step in note.steps:
-            if step.step is None:
-                at = seen.rejected.get((step.trainer, note.address))
-                yield at, f"trainer {step.trainer}: rejected, {step.reason}"
-                continue
-            known = seen.steps[step.trainer, step.step]
-            yield known.leased_at, f"trainer {step.trainer}: handed out in step {step.step}"
-            if known.committed_at is not None:
-                told = f"trainer {step.trainer}: step {step.step} committed"
-                yield known.committed_at, told
-            else:
-                yield None, f"trainer {step.trainer}: step {step.step} is not committed"
+            yield from _told_of_step(step, seen, note.address)
         if not note.steps:
             yield None, f"set {name}: ready, and no trainer has taken it"
+
+
+def _told_of_step(
+    step: StepOfRow, seen: _Seen, annotation: int
+) -> Iterator[tuple[int | None, str]]:
+    told = f"trainer {step.trainer}:"
+    if step.step is None:
+        yield seen.rejected.get((step.trainer, annotation)), f"{told} rejected, {step.reason}"
+    elif step.experiment:
+        held = "trained" if step.committed else "handed out, and not committed,"
+        yield None, f"{told} {held} in step {step.step}, as the log of {step.experiment!r} says"
+    else:
+        known = seen.steps[step.trainer, step.step]
+        yield known.leased_at, f"{told} handed out in step {step.step}"
+        done = "committed" if known.committed_at is not None else "is not committed"
+        yield known.committed_at, f"{told} step {step.step} {done}"
 
 
 def _undecided(fate: Fate, seen: _Seen) -> str:

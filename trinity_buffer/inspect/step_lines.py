@@ -29,7 +29,8 @@ class StepLine:
         leased_at, committed_at: positions of the events.
         recorded_at: when it was handed out, in seconds since 1970.
         seconds: from then to its commit; None before.
-        tokens, trained_tokens: of its rows; an expert's rows are not counted.
+        rows, groups: of it, an expert's included; all that follows leaves the expert's out.
+        tokens, trained_tokens: of its rows.
         reward: mean over its rows.
         staleness, oldest: mean and greatest (step - 1 - policy version) of its rows.
         metrics: what the trainer measured; without `StepMeasured` only at the last of a commit.
@@ -300,7 +301,7 @@ def _line(
 ) -> StepLine:
     leased = events[row.leased_at]
     commit = None if row.committed_at is None else events[row.committed_at]
-    known = [one for one in eaten.rows if one is not None]
+    known = _own(eaten)
     rewards = [one.reward for one in known if one.reward is not None]
     lags = [row.step - 1 - r.policy_version for r in known if r.policy_version is not None]
     return StepLine(

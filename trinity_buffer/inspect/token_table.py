@@ -103,7 +103,8 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
 async def _trained(source: Source, fate: Fate) -> dict[str, Numbers | None]:
     """Return what the last step of an annotation recorded of each token, if it did."""
     first = fate.annotations[0]
-    steps = [(one.trainer, one.step) for one in first.steps if one.step and one.committed]
+    own = [one for one in first.steps if not one.experiment]
+    steps = [(one.trainer, one.step) for one in own if one.step and one.committed]
     if not steps:
         return {}
     trainer, step = steps[-1]

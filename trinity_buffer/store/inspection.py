@@ -10,9 +10,11 @@ from sqlalchemy import ColumnElement, Select, exists, func, or_, select, text
 
 from trinity_buffer.identity import EID
 from trinity_buffer.sizes import sizes
+from trinity_buffer.store import log
 from trinity_buffer.store.rows import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
 from trinity_buffer.store.tables import (
     annotation,
+    consumer,
     delivery,
     event,
     experience,
@@ -21,6 +23,7 @@ from trinity_buffer.store.tables import (
     segment,
     waiting,
 )
+from trinity_buffer.store.trainer_queries import guest_name
 from trinity_buffer.store.transaction import Transaction, among
 
 
@@ -180,19 +183,71 @@ def annotation_rows(tx: Transaction, experiment: int, addresses: Sequence[int]) 
 
 
 def deliveries(
-    tx: Transaction, experiment: int, trainers: Sequence[str], addresses: Sequence[int]
+    tx: Transaction,
+    experiment: int,
+    trainers: Sequence[str],
+    addresses: Sequence[int],
+    source: str = "",
 ) -> list[Decision]:
-    """Return the gradient steps of ``trainers`` that hold annotation rows."""
+    """Return the gradient steps of ``trainers`` that hold annotation rows.
+
+    Args:
+        experiment: the trainers'.
+        source: the experiment of the rows, where it is another one.
+    """
     query = select(delivery).where(
         delivery.c.experiment == experiment,
         among(tx, delivery.c.consumer, trainers),
-        delivery.c.source == "",
+        delivery.c.source == source,
         among(tx, delivery.c.address, addresses),
     )
     query = query.order_by(delivery.c.consumer, delivery.c.step)
     return [
         Decision(row.consumer, int(row.address), step=int(row.step))
         for row in tx.execute(query).all()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """A trainer of another experiment that was handed rows of this one, its expert.
+
+    Attributes:
+        experiment: the trainer's; ``key`` is that experiment's.
+        name: by which it rejects here, ``EXPERIMENT/TRAINER``.
+        source: by which name its deliveries call this experiment.
+    """
+
+    experiment: str
+    key: int
+    trainer: str
+    committed_step: int
+    name: str
+    source: str
+
+
+def guests(tx: Transaction, experiment: int) -> list[Guest]:
+    """Return the trainers of other experiments that were handed rows of ``experiment``.
+
+    None of them where the projections are those of one experiment alone.
+    """
+    others = (consumer.c.kind == "trainer", consumer.c.experiment != experiment)
+    if tx.execute(select(consumer.c.name).where(*others).limit(1)).first() is None:
+        return []
+    names = {key: name for name, key in log.experiment_names(tx).items()}
+    # A look at the primary key for each trainer: joined, PostgreSQL may read every delivery.
+    first = select(func.min(delivery.c.address)).where(
+        delivery.c.experiment == consumer.c.experiment,
+        delivery.c.consumer == consumer.c.name,
+        delivery.c.source == names[experiment],
+    )
+    found = first.correlate(consumer).scalar_subquery()
+    query = select(consumer.c.experiment, consumer.c.name, consumer.c.committed_step, found)
+    query = query.where(*others).order_by(consumer.c.experiment, consumer.c.name)
+    return [
+        Guest(names[key], key, name, step, guest_name(names[key], name), names[experiment])
+        for key, name, step, address in tx.execute(query).all()
+        if address is not None
     ]
 
 
