@@ -127,6 +127,14 @@ def test_two_sets_are_compared_as_they_were(cli: Cli, story: Story) -> None:
     assert cli(*asked, one["head"]).json == [now]
 
 
+def test_lines_of_steps_that_are_left_out_are_told_of(
+    cli: Cli, story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_buffer.cli.compare_commands.MOST_LINES", 5)
+    out = cli("diff", "sort", "sort", "--store", story.url).out
+    assert out.endswith("these are the last 5 of 12 lines: --json has them all\n")
+
+
 def test_of_many_experiments_each_is_a_line(cli: Cli, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'many.db'}"
 

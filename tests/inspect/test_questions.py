@@ -217,6 +217,22 @@ async def test_a_run_does_not_differ_from_itself(story: Story) -> None:
     assert sorted(found.steps) == [1, 2, 3]
 
 
+async def test_all_steps_of_two_runs_count_however_long_they_are(
+    story: Story, resize: Resize
+) -> None:
+    whole = await asked(story, lambda s: inspect.compare_runs(s, s))
+    resize(experiences_per_page=2)
+    told: list[tuple[str, int, int]] = []
+
+    def progress(*reached: Any) -> None:
+        told.append(reached)
+
+    paged = await asked(story, lambda s: inspect.compare_runs(s, s, progress=progress))
+    assert (paged, told) == (whole, [("diff", 2, 3), ("diff", 3, 3)])
+    last = await asked(story, lambda s: inspect.compare_runs(s, s, limit=1))
+    assert (last.numbers["steps"], list(last.steps)) == ([1, 1], [3])
+
+
 async def test_search_finds_every_text_once(story: Story) -> None:
     async def question(source: Source) -> list[inspect.Match]:
         return [one async for one in inspect.search(source, "1 AND 2")]

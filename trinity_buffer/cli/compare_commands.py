@@ -46,6 +46,9 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import queries
 
+MOST_LINES = 200
+"""Of the steps that two runs have."""
+
 FRAME_S = 0.5
 """A screen is drawn at most so often, however much is written."""
 
@@ -98,9 +101,9 @@ async def _are_experiments(url: str, other: str, first: str, second: str) -> boo
 
 async def _runs(url: str, first: str, other: str, second: str) -> RunDifference:
     async with open_store(url, read_only=True) as one, open_store(other, read_only=True) as two:
-        return await compare_runs(
-            now(await one.experiment(first)), now(await two.experiment(second))
-        )
+        a, b = now(await one.experiment(first)), now(await two.experiment(second))
+        with progress() as report:
+            return await compare_runs(a, b, progress=report)
 
 
 def _plain(found: SetDifference) -> dict[str, Any]:
@@ -136,7 +139,10 @@ def _print_runs(found: RunDifference) -> None:
     steps = [
         (step, name, *values) for step, some in found.steps.items() for name, values in some.items()
     ]
-    out.print(table("steps of both", ["step", "", *sides], steps[-200:]))
+    out.print(table("steps of both", ["step", "", *sides], steps[-MOST_LINES:]))
+    if len(steps) > MOST_LINES:
+        told = f"these are the last {MOST_LINES} of {len(steps)} lines: --json has them all"
+        out.print(told, markup=False)
 
 
 def search(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,49 +192,87 @@ def _state(fate: Fate) -> str:
     return fate.state if fate.reason is None else f"{fate.state}: {fate.reason}"
 
 
-async def compare_runs(first: Source, second: Source, *, limit: int = 1000) -> RunDifference:
+async def compare_runs(
+    first: Source, second: Source, *, limit: int | None = None, progress: Progress = no_progress
+) -> RunDifference:
     """Return how two runs differ: configuration, counts, and the steps that both have.
 
     Args:
         first, second: the experiments; they may be of different stores.
-        limit: at most so many of the last steps of each.
+        limit: only so many of the last steps of each count; None: all do.
+        progress: called with the step that was reached, and the last one.
     """
-    configs = [await one.read(queries.config_of, one.key) for one in (first, second)]
+    sides = (first, second)
+    configs = [await one.read(queries.config_of, one.key) for one in sides]
     a, b = ({} if config is None else _flat(config[0]) for config in configs)
     config = {k: [a.get(k), b.get(k)] for k in sorted({*a, *b}) if a.get(k) != b.get(k)}
-    lines = [await _steps(one, limit) for one in (first, second)]
-    numbers = [_numbers(some) for some in lines]
-    both = [{line.step: line for line in some} for some in lines]
-    shared = sorted(both[0].keys() & both[1].keys())
-    return RunDifference(
-        first.name,
-        second.name,
-        config,
-        {name: [one[name] for one in numbers] for name in numbers[0]},
-        {step: _side_by_side(both[0][step], both[1][step]) for step in shared},
-    )
+    totals = (_Totals(), _Totals())
+    shared: dict[int, dict[str, list[Any]]] = {}
+    last = [await _last_step(one) for one in sides]
+    skipped = [0 if limit is None else max(0, one - limit) for one in last]
+    page = sizes().experiences_per_page
+    for after in range(min(skipped), max(last), page):
+        up_to = after + page
+        some = [
+            await _steps(one, max(after, left), min(up_to, end))
+            for one, left, end in zip(sides, skipped, last, strict=True)
+        ]
+        for total, lines in zip(totals, some, strict=True):
+            total.add(lines.values())
+        both = sorted(some[0].keys() & some[1].keys())
+        shared |= {step: _side_by_side(some[0][step], some[1][step]) for step in both}
+        progress("diff", min(up_to, max(last)), max(last))
+    numbers = [one.numbers() for one in totals]
+    found = {name: [one[name] for one in numbers] for name in numbers[0]}
+    return RunDifference(first.name, second.name, config, found, shared)
 
 
-async def _steps(source: Source, limit: int) -> list[StepLine]:
+async def _last_step(source: Source) -> int:
+    """Return the last step of the busiest trainer, 0 where there is none."""
     consumers = await source.read(queries.consumers, source.key)
-    trained = any(row.kind == "trainer" for row in consumers.values())
-    return await steps(source, limit=limit) if trained else []
+    trainers = [row for row in consumers.values() if row.kind == "trainer"]
+    return max((row.leased_step for row in trainers), default=0)
 
 
-def _numbers(lines: Sequence[StepLine]) -> dict[str, Any]:
-    def mean(of: Callable[[StepLine], float | None]) -> float | None:
-        known = [value for value in map(of, lines) if value is not None]
-        return sum(known) / len(known) if known else None
+async def _steps(source: Source, after: int, up_to: int) -> dict[int, StepLine]:
+    if after >= up_to:
+        return {}
+    lines = await steps(source, after=after, limit=up_to - after)
+    return {line.step: line for line in lines if line.step <= up_to}
 
-    return {
-        "steps": len(lines),
-        "committed": sum(line.state == "committed" for line in lines),
-        "rows": sum(line.rows for line in lines),
-        "tokens": sum(line.tokens for line in lines),
-        "reward": mean(lambda line: line.reward),
-        "staleness": mean(lambda line: line.staleness),
-        "seconds": mean(lambda line: line.seconds),
-    }
+
+@dataclass(slots=True)
+class _Totals:
+    """What is counted of the steps of a run, page by page."""
+
+    steps: int = 0
+    sums: Counter[str] = field(default_factory=Counter)
+    known: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, lines: Iterable[StepLine]) -> None:
+        """Count some more steps."""
+        for line in lines:
+            self.steps += 1
+            self.sums["committed"] += line.state == "committed"
+            self.sums["rows"] += line.rows
+            self.sums["tokens"] += line.tokens
+            for name in _MEANS:
+                value = getattr(line, name)
+                if value is not None:
+                    total, number = self.known.get(name, (0.0, 0))
+                    self.known[name] = (total + value, number + 1)
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the counts, and the means over the steps that know the number."""
+        means = {name: self.known.get(name) for name in _MEANS}
+        return {
+            "steps": self.steps,
+            **{name: self.sums[name] for name in ("committed", "rows", "tokens")},
+            **{name: None if one is None else one[0] / one[1] for name, one in means.items()},
+        }
+
+
+_MEANS = ("reward", "staleness", "seconds")
 
 
 def _side_by_side(a: StepLine, b: StepLine) -> dict[str, list[Any]]:
