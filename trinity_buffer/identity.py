@@ -155,6 +155,11 @@ def problem_of_text(text: object) -> str | None:
     return None
 
 
+def storable(text: str) -> str:
+    """Return ``text`` with U+FFFD in place of each character that no database stores."""
+    return _UNSTORABLE.sub("\ufffd", text)
+
+
 def require_name(what: str, name: object) -> None:
     """Do nothing if ``name`` can name something; the error begins with ``what``.
 

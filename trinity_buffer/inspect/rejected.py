@@ -11,11 +11,9 @@ from trinity_buffer.inspect.source import Source
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.store import counters, inspection, queries
 from trinity_buffer.store.inspection import LeaseRow
+from trinity_buffer.store.queries import DOOR
 from trinity_buffer.store.rows import ConsumerRow, position_of, written_as
 from trinity_buffer.store.transaction import Transaction
-
-DOOR = "door"
-"""Who rejects what is late or invalid when it is written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,9 @@ from trinity_buffer.store.transaction import (
     lock_experiment,
 )
 
+DOOR = "door"
+"""Who rejects what is late or invalid when it is written."""
+
 
 def config_of(tx: Transaction, experiment: int) -> tuple[dict[str, Any], bool] | None:
     """Return (configuration, whether it is finished), or None before the first event."""
@@ -240,7 +243,7 @@ def registered(
     """Return the consumer ``name``; where there is none, append the event that registers it.
 
     Raises:
-        InvalidArgumentError: a new name has a slash.
+        InvalidArgumentError: a new name has a slash, or is that of the door.
     """
     lock_experiment(tx, experiment)
     row = consumer_row(tx, experiment, name)
@@ -249,6 +252,11 @@ def registered(
             raise InvalidArgumentError(
                 f"consumer {name!r}: a name with a slash is that of a trainer of another "
                 "experiment, which rejects rows here; choose one without"
+            )
+        if name == DOOR:
+            raise InvalidArgumentError(
+                f"consumer {name!r}: by this name questions tell what was refused when it was "
+                "written; choose another one"
             )
         log.append(tx, experiment, [event], actor=name, now_us=clock())
         row = consumer_row(tx, experiment, name)

@@ -122,7 +122,10 @@ class AddStrategy(ABC):
         return scorer_of(self, self.needs)
 
     def reject(self, experiences: Sequence[Experience], reason: str) -> bool:
-        """Tell the writer why ``experiences`` are left out; False if it is one that only takes."""
+        """Tell the writer why ``experiences`` are left out; False if it is one that only takes.
+
+        A reason is recorded with U+FFFD in place of NUL and surrogates, which no database stores.
+        """
         record: Callable[[Sequence[Experience], str], None] | None = getattr(
             self.writer, "reject", None
         )

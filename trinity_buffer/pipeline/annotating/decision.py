@@ -14,6 +14,7 @@ from trinity_buffer.codec import ANNOTATED, content_digest
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRejected
 from trinity_buffer.experience import Experience
+from trinity_buffer.identity import storable
 from trinity_buffer.pipeline.annotating.grouping import Group
 from trinity_buffer.pipeline.annotating.reward_table import RowVerdicts
 from trinity_buffer.pipeline.annotation_encoding import encode_annotations, encode_scores
@@ -212,6 +213,7 @@ class Verdicts:
         left_out = sum(planned and tid not in there for tid, planned in self.planned.items())
         if self.reasons or left_out:
             addresses = sorted(self.reasons)
+            self.reasons = {address: storable(self.reasons[address]) for address in addresses}
             rejected = ExperiencesRejected(
                 consumer=self.strategy,
                 seen=seen,
