@@ -13,9 +13,11 @@ from tokenizers.models import WordLevel
 
 import trinity_buffer as tb
 from tests.cli.calling import Cli
+from tests.inspect.test_experts import mixed
 from tests.stories import Story, rollout, tell
 from trinity_buffer.cli.stats_command import MOST_IN_FULL
 from trinity_buffer.identity import FAMILIES
+from trinity_buffer.pipeline.store import open_store
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,53 @@ def test_lines_of_steps_that_are_left_out_are_told_of(
     monkeypatch.setattr("trinity_buffer.cli.compare_commands.MOST_LINES", 5)
     out = cli("diff", "sort", "sort", "--store", story.url).out
     assert out.endswith("these are the last 5 of 12 lines: --json has them all\n")
+
+
+def test_what_was_refused_at_the_door_is_told_without_a_strategy(cli: Cli, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+
+    async def make() -> None:
+        async with open_store(url) as store:
+            writer = (await store.experiment("run", config={})).writer("e0")
+            await writer.plan("b", [0], 2)
+            await writer.seal("b", 0)
+            await writer.write([rollout("b", 0, run, 1.0) for run in range(2)])
+
+    anyio.run(make)
+    assert "refused      at the door: late 2\n" in cli("stats", "--store", url).out
+    (found,) = cli("stats", "--store", url, "--json").json[0]["experiments"]
+    assert (found["refused"], found["guests"]) == ({"late": 2}, {})
+
+
+def test_stats_of_an_expert_tell_what_others_rejected_of_it(cli: Cli, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+
+    async def make() -> None:
+        async with open_store(url) as store:
+            await mixed(store, steps=1, max_tokens=50)
+
+    anyio.run(make)
+    asked = ("stats", "--store", url, "--experiment", "expert")
+    assert "rejected     by run/trainer: oversize 1\n" in cli(*asked).out
+    (found,) = cli(*asked, "--json").json[0]["experiments"]
+    assert found["guests"] == {"run/trainer": {"oversize": 1}}
+
+
+def test_a_store_without_experiments_says_so(cli: Cli, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+
+    async def make() -> None:
+        async with open_store(url):
+            pass
+
+    anyio.run(make)
+    for words in (["steps"], ["groups"], ["why", "b/0/0/0/"], ["steps", "--experiment", "run"]):
+        ended = cli(*words, "--store", url)
+        assert ended.code == 2
+        assert ended.err == (
+            f"error: {url} holds no experiment yet: `trinity-buffer explore` and "
+            "`store.experiment(NAME, config={})` make one\n"
+        )
 
 
 def test_of_many_experiments_each_is_a_line(cli: Cli, tmp_path: Path) -> None:

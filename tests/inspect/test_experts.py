@@ -70,7 +70,6 @@ async def test_an_experts_row_is_trained_where_another_experiment_trained_it(
     )
     ((step,),) = [one.steps for one in shown.sets]
     assert (step.trainer, step.step, step.committed) == ("run/trainer", 1, True)
-    assert step.experiment == "run"
     assert held.verdict == "never trained: leased in step 3 of run/trainer (set recorded)"
     assert left.verdict == "never trained: ready (set recorded)"
     states = [one.state for one in groups]

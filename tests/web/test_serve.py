@@ -303,6 +303,7 @@ def test_metrics_are_what_sql_says(client: TestClient, told: str) -> None:
         "trinity_buffer_rejected_experiences_total", f'{own},by="varied",reason="zero_variance"'
     ]
     assert rejected == number(told, PAGES["rejected"])
+    assert found["trinity_buffer_refused_experiences_total", f'{own},reason="late"'] == 1
 
 
 @asynccontextmanager

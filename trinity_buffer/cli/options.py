@@ -149,11 +149,14 @@ async def chosen_experiment(url: str, experiment: str | None) -> str:
         names, where = await store.experiments(), store.url
     if experiment is not None and experiment in names:
         return experiment
-    if experiment is not None or not names:
-        known = ", ".join(names) or "none"
+    if not names:
         raise UnknownExperimentError(
-            f"{where} holds no experiment {experiment or ''!r} (there: {known})"
+            f"{where} holds no experiment yet: `trinity-buffer explore` and "
+            "`store.experiment(NAME, config={})` make one"
         )
+    if experiment is not None:
+        known = ", ".join(names)
+        raise UnknownExperimentError(f"{where} holds no experiment {experiment!r} (there: {known})")
     if len(names) > 1:
         raise InvalidArgumentError(
             f"{where} holds several experiments, say which with --experiment: {', '.join(names)}"

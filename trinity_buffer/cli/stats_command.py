@@ -125,6 +125,9 @@ def _print_experiment(one: ExperimentOverview) -> None:
         f"experiences  {one.experiences}, by policy versions {shown(low)} to {shown(high)}",
         f"policies     {one.policies} published, newest {shown(one.published)}",
     ]
+    lines += [f"refused      at the door: {shown(one.refused)}"] if one.refused else []
+    for name, reasons in one.guests.items():
+        lines.append(one_line(f"rejected     by {name}: {shown(reasons)}"))
     out.print("\n".join(lines), markup=False)
     if one.strategies:
         columns = ["set", "recorded", "unseen", "waiting", "annotated", "rows", "rejected"]

@@ -26,10 +26,9 @@ class StepView:
     """A gradient step that holds the experience, or the reason for which a trainer left it out.
 
     Attributes:
+        trainer: its name; of one of another experiment ``EXPERIMENT/TRAINER``.
         measured: what the trainer measured of it in that step; empty before the commit, and of
             another experiment's trainer.
-        experiment: of a trainer of another experiment, that one; its ``trainer`` is
-            ``EXPERIMENT/TRAINER``.
     """
 
     trainer: str
@@ -37,7 +36,6 @@ class StepView:
     committed: bool
     reason: str | None
     measured: Mapping[str, float] = field(default_factory=dict)
-    experiment: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,4 +210,4 @@ def _set(
 def _step(address: int, step: StepOfRow, measures: Mapping[tuple[str, int], Measured]) -> StepView:
     one = None if step.step is None else measures.get((step.trainer, step.step))
     known = {} if one is None else one.of_row(address)
-    return StepView(step.trainer, step.step, step.committed, step.reason, known, step.experiment)
+    return StepView(step.trainer, step.step, step.committed, step.reason, known)

@@ -50,7 +50,10 @@ class ExperimentOverview:
         first_at, last_at: seconds since 1970.
         batches, sealed: planned, and sealed.
         plans: planned rollouts, and those stored.
-        refused: experiences that were recorded as late or invalid, by reason.
+        refused: experiences that were recorded as late or invalid, by reason; a strategy counts
+            them among those that it rejected.
+        guests: ``EXPERIMENT/TRAINER`` of each trainer of another experiment that rejected rows of
+            this one, its expert -> reason -> how many.
         versions: the lowest and highest policy version that generated something.
         published: the newest policy version, None before the first; ``policies`` counts them.
     """
@@ -70,6 +73,8 @@ class ExperimentOverview:
     versions: tuple[int | None, int | None]
     published: int | None
     policies: int
+    refused: dict[str, int]
+    guests: dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +199,7 @@ def _of_experiment(
 ) -> ExperimentOverview:
     numbers, plans = projected.numbers, projected.batches
     recorded = tallies.recorded(numbers)
+    guests = sorted({consumer for consumer, _ in numbers if "/" in consumer})
     kinds = logged.kinds | tallies.frequent_kinds(numbers)
     return ExperimentOverview(
         name=name,
@@ -211,6 +217,8 @@ def _of_experiment(
         versions=(recorded.lowest_version, recorded.highest_version),
         published=projected.policies.newest,
         policies=projected.policies.number,
+        refused=recorded.refused,
+        guests={guest: counters.reasons(numbers, guest) for guest in guests},
     )
 
 

@@ -7,7 +7,12 @@ from itertools import groupby
 from typing import NamedTuple
 
 from trinity_buffer.inspect.doctor import examine
-from trinity_buffer.inspect.overviews import ExperimentOverview, Overview, overview
+from trinity_buffer.inspect.overviews import (
+    STEPS_OF_STALENESS,
+    ExperimentOverview,
+    Overview,
+    overview,
+)
 from trinity_buffer.pipeline.store import Store
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -23,12 +28,14 @@ HELP = {
     "unseen_experiences": "Experiences that a strategy has not read yet.",
     "waiting_experiences": "Experiences that wait for their group.",
     "rejected_experiences_total": "Experiences that were left out, by whom and why.",
+    "refused_experiences_total": "Experiences that were refused at the door, by reason.",
     "leased_step": "The last gradient step that a trainer was handed.",
     "committed_step": "The last gradient step that a trainer committed.",
     "ready_rows": "Rows that a trainer could be handed.",
     "leased_rows": "Rows that were handed out and are not committed.",
-    "committed_rows_total": "Rows in committed steps.",
-    "staleness_mean": "Mean policy versions between sampling and training, of the last 100 steps.",
+    "committed_rows": "Rows in committed steps; a rewind takes some back.",
+    "staleness_mean": "Mean policy versions between sampling and training, of the last "
+    f"{STEPS_OF_STALENESS} steps.",
     "stuck": "Things that nobody moves: `trinity-buffer doctor` names them.",
     "here": "Processes that are there, by role.",
 }
@@ -90,6 +97,10 @@ def _of_experiment(one: ExperimentOverview) -> Iterator[_Sample]:
     yield _Sample("missing_rollouts", one.plans.missing, own)
     if one.published is not None:
         yield _Sample("policy_version", one.published, own)
+    for reason, count in one.refused.items():
+        yield _Sample("refused_experiences_total", count, {**own, "reason": reason})
+    for name, reasons in one.guests.items():
+        yield from _rejected(one.name, name, reasons)
 
 
 def _of_strategies(one: ExperimentOverview) -> Iterator[_Sample]:
@@ -108,7 +119,7 @@ def _of_trainers(one: ExperimentOverview) -> Iterator[_Sample]:
         yield _Sample("committed_step", row.committed, labels)
         yield _Sample("ready_rows", row.counts.ready, labels)
         yield _Sample("leased_rows", row.counts.leased, labels)
-        yield _Sample("committed_rows_total", row.counts.committed, labels)
+        yield _Sample("committed_rows", row.counts.committed, labels)
         if row.staleness is not None:
             yield _Sample("staleness_mean", row.staleness, labels)
         yield from _rejected(one.name, row.name, row.counts.rejected)
