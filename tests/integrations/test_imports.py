@@ -19,13 +19,10 @@ import pytest
 import torch
 from pyarrow import ipc, parquet
 from safetensors.torch import load, save
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import trinity_buffer as tb
+from tests.integrations.conftest import WORDS
 from trinity_buffer.cli.main import app
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.integrations.imports import trinity
@@ -41,11 +38,6 @@ from trinity_buffer.integrations.imports.texts import Texts
 from trinity_buffer.store.sqlite import dbapi2
 
 DUMPS = Path(__file__).with_name("dumps")
-WORDS = ["<e>", "<user>", "<assistant>", *["one", "two", "three", "four", "five"]]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}> {{ m.content }} <e> {% endfor %}"
-    "{% if add_generation_prompt %}<assistant> {% endif %}"
-)
 PAIRS: dict[str, dict[str, Any]] = {
     "texts": {"prompt": "one two", "chosen": "three", "rejected": "four five"},
     "messages": {
@@ -68,17 +60,6 @@ DEMONSTRATIONS: dict[str, dict[str, Any]] = {
     "texts": {"prompt": "one two", "completion": "three"},
     "messages": {"messages": PAIRS["no prompt"]["chosen"]},
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    inner = Tokenizer(WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<e>"))
-    inner.pre_tokenizer = WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<e>")
-    made.chat_template = TEMPLATE
-    made.save_pretrained(folder)
-    return folder
 
 
 def imported(url: str, name: str, path: Path, tokenizer: Path | None = None) -> Imported:

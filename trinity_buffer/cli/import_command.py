@@ -19,6 +19,7 @@ from trinity_buffer.integrations.imports.formats import (
     import_file,
     require_readable,
 )
+from trinity_buffer.integrations.imports.rows import name_of
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store.database import named
 
@@ -30,7 +31,7 @@ def import_(
         str, typer.Option(envvar="TRINITY_BUFFER_STORE", help="Where to: a path or URL.")
     ] = "runs/imported.db",
     experiment: Annotated[
-        str | None, typer.Option(help="Its name; by default the name of the file.")
+        str | None, typer.Option(help="Its name; by default that of the file or folder.")
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of a tokenizer of transformers, for texts.")
@@ -44,7 +45,7 @@ def import_(
     if name not in FORMATS:
         known = "; ".join(f"{key}: {one.holds}" for key, one in FORMATS.items())
         raise UnknownNameError(f"no format {name!r} ({known})")
-    target = experiment or path.stem
+    target = experiment or name_of(path)
     require_name("an experiment's name", target)
     require_readable(name, path, tokenizer=tokenizer)
     made_folder_of(store)

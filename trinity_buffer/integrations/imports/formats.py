@@ -103,7 +103,8 @@ async def import_file(
         tokenizer: the folder of a tokenizer of transformers; formats that hold texts need it.
 
     Raises:
-        InvalidArgumentError: a line is not of the format, or texts come without a tokenizer.
+        InvalidArgumentError: a line is not of the format, or texts come without a tokenizer;
+            what stands before the line may be stored already.
         ConflictingExperienceError: another content is stored under the same address.
     """
     chosen = FORMATS[name]
@@ -116,12 +117,20 @@ async def _written(found: Experiment, given: Iterable[Experience], actor: str) -
     writer, done = found.writer(actor=actor), Imported()
     batches: dict[Key, None] = {}
     rest = iter(given)
-    while some := list(islice(rest, PER_WRITE)):
-        receipt = await writer.write(some)
-        done.written += receipt.written
-        done.duplicates += receipt.duplicates
-        done.late += receipt.rejected
-        batches.update(dict.fromkeys(one.eid.batch for one in some))
+    try:
+        while some := list(islice(rest, PER_WRITE)):
+            receipt = await writer.write(some)
+            done.written += receipt.written
+            done.duplicates += receipt.duplicates
+            done.late += receipt.rejected
+            batches.update(dict.fromkeys(one.eid.batch for one in some))
+    except InvalidArgumentError as error:
+        if not batches:
+            raise
+        raise InvalidArgumentError(
+            f"{error}; the {done.written + done.duplicates} experiences before it are stored and "
+            "not sealed yet: mend it and import the same again, which skips them"
+        ) from error
     for batch in batches:
         await writer.seal(batch, await writer.stored(batch))
     done.batches = len(batches)

@@ -14,26 +14,27 @@ import torch
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
-from trinity_buffer.integrations.imports.rows import rows
+from trinity_buffer.integrations.imports.rows import name_of, reading, rows
 from trinity_buffer.integrations.imports.texts import Texts
 
 
 def read(path: Path, texts: Texts) -> Iterator[Experience]:
     """Yield a pair for each row."""
     for number, (where, row) in enumerate(rows(path)):
-        prompt, chosen, rejected = _parts(where, row)
-        tokens = texts.prompt(prompt)
-        answers = [texts.answer(prompt, one) for one in (chosen, rejected)]
-        yield Experience(
-            eid=EID(path.stem, number, 0),
-            tokens=tokens,
-            prompt_length=len(tokens),
-            chosen=torch.tensor(answers[0], dtype=torch.int32),
-            rejected=torch.tensor(answers[1], dtype=torch.int32),
-            prompt_text=prompt if isinstance(prompt, str) else None,
-            chosen_messages=chosen if isinstance(chosen, list) else None,
-            rejected_messages=rejected if isinstance(rejected, list) else None,
-        )
+        with reading(where, row):
+            prompt, chosen, rejected = _parts(where, row)
+            tokens = texts.prompt(prompt)
+            answers = [texts.answer(prompt, one) for one in (chosen, rejected)]
+            yield Experience(
+                eid=EID(name_of(path), number, 0),
+                tokens=tokens,
+                prompt_length=len(tokens),
+                chosen=torch.tensor(answers[0], dtype=torch.int32),
+                rejected=torch.tensor(answers[1], dtype=torch.int32),
+                prompt_text=prompt if isinstance(prompt, str) else None,
+                chosen_messages=chosen if isinstance(chosen, list) else None,
+                rejected_messages=rejected if isinstance(rejected, list) else None,
+            )
 
 
 def _parts(where: str, row: dict[str, Any]) -> tuple[Any, Any, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
-from trinity_buffer.integrations.imports.rows import rows
+from trinity_buffer.integrations.imports.rows import reading, rows
 from trinity_buffer.integrations.imports.texts import Texts
 
 Path_ = list[dict[str, Any]]
@@ -33,16 +33,17 @@ def read(path: Path, texts: Texts) -> Iterator[Experience]:
     notes = _notes(traces / "annotations")
     runs: dict[tuple[str, str], int] = {}
     for where, episode in _lines(traces / "stream"):
-        work = (episode.get("run") or {}).get("work") or {}
-        if work.get("type") == "eval":
-            continue
-        place = (f"step-{work.get('step', 0)}", _group(where, episode))
-        runs[place] = runs.get(place, -1) + 1
-        found = _branches(episode)
-        for step, (trace, index, nodes) in enumerate(found):
-            told = notes.get(trace["id"], {})
-            eid = EID(*place, runs[place], step)
-            yield _experience(eid, trace, nodes, told, index, work.get("policy") or {})
+        with reading(where, episode):
+            work = (episode.get("run") or {}).get("work") or {}
+            if work.get("type") == "eval":
+                continue
+            place = (f"step-{work.get('step', 0)}", _group(where, episode))
+            runs[place] = runs.get(place, -1) + 1
+            found = _branches(episode)
+            for step, (trace, index, nodes) in enumerate(found):
+                told = notes.get(trace["id"], {})
+                eid = EID(*place, runs[place], step)
+                yield _experience(eid, trace, nodes, told, index, work.get("policy") or {})
 
 
 def _lines(stream: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -58,10 +59,11 @@ def _notes(folder: Path) -> dict[str, dict[int, list[float | None]]]:
     found: dict[str, dict[int, list[float | None]]] = {}
     names = {one.name.partition(".")[0] for one in folder.glob("*")} if folder.is_dir() else set()
     for name in sorted(names):
-        for _, update in _lines(folder / name):
-            told = [one for one in update.get("branches") or [] if one.get("advantages")]
-            own = {branch["index"]: branch["advantages"] for branch in told}
-            found.setdefault(update["trace_id"], {}).update(own)
+        for where, update in _lines(folder / name):
+            with reading(where, update):
+                told = [one for one in update.get("branches") or [] if one.get("advantages")]
+                own = {branch["index"]: branch["advantages"] for branch in told}
+                found.setdefault(update["trace_id"], {}).update(own)
     return found
 
 

@@ -4,11 +4,43 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import (
+    InvalidArgumentError,
+    InvalidExperienceError,
+    TrinityBufferError,
+)
 from trinity_buffer.extras import extra
+
+_SHORT = Repr()
+_SHORT.maxdict, _SHORT.maxlevel = 12, 3
+
+
+def name_of(path: Path) -> str:
+    """Return what a file or folder is called: a file without its ending."""
+    return path.name if path.is_dir() else path.stem
+
+
+@contextmanager
+def reading(where: str, row: object) -> Iterator[None]:
+    """Let an error in the reading of one row say where the row stands, and what it holds.
+
+    Raises:
+        InvalidArgumentError: a field of the row is missing, or is not what it should be.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, TrinityBufferError) and not isinstance(error, InvalidExperienceError):
+            raise
+        why = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise InvalidArgumentError(
+            f"{where}: this row cannot be imported ({why}): {_SHORT.repr(row)}"
+        ) from error
 
 
 def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -11,30 +11,32 @@ from pathlib import Path
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
-from trinity_buffer.integrations.imports.rows import rows
+from trinity_buffer.integrations.imports.rows import name_of, reading, rows
 from trinity_buffer.integrations.imports.texts import Texts
 
 
 def read(path: Path, texts: Texts) -> Iterator[Experience]:
     """Yield a demonstration for each row."""
     for number, (where, row) in enumerate(rows(path)):
-        messages = row.get("messages")
-        if messages:
-            prompt, answer = messages[:-1], messages[-1:]
-        elif {"prompt", "completion"} <= row.keys():
-            prompt, answer = row["prompt"], row["completion"]
-        else:
-            raise InvalidArgumentError(
-                f"{where}: a demonstration has messages, or prompt and completion, not "
-                f"{sorted(row)}"
+        with reading(where, row):
+            messages = row.get("messages")
+            if messages:
+                *prompt, last = messages
+                answer = [last]
+            elif {"prompt", "completion"} <= row.keys():
+                prompt, answer = row["prompt"], row["completion"]
+            else:
+                raise InvalidArgumentError(
+                    f"{where}: a demonstration has messages, or prompt and completion, not "
+                    f"{sorted(row)}"
+                )
+            before = texts.prompt(prompt)
+            yield Experience(
+                eid=EID(name_of(path), number, 0),
+                tokens=before + texts.answer(prompt, answer),
+                prompt_length=len(before),
+                messages=messages or None,
+                tools=row.get("tools"),
+                prompt_text=prompt if isinstance(prompt, str) else None,
+                response_text=answer if isinstance(answer, str) else None,
             )
-        before = texts.prompt(prompt)
-        yield Experience(
-            eid=EID(path.stem, number, 0),
-            tokens=before + texts.answer(prompt, answer),
-            prompt_length=len(before),
-            messages=messages or None,
-            tools=row.get("tools"),
-            prompt_text=prompt if isinstance(prompt, str) else None,
-            response_text=answer if isinstance(answer, str) else None,
-        )

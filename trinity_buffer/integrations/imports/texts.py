@@ -47,8 +47,8 @@ class Texts:
             else:
                 end = self._tokenizer.eos_token_id
                 return self._text(said) + ([] if end is None else [end])
-        asked = [] if isinstance(prompt, str) else list(prompt)
-        before, whole = self.prompt(prompt), self._chat([*asked, *said], ask=False)
+        asked = [] if isinstance(prompt, str) else _messages(prompt)
+        before, whole = self.prompt(prompt), self._chat([*asked, *_messages(said)], ask=False)
         if whole[: len(before)] != before:
             raise InvalidArgumentError(
                 "the chat template writes the prompt otherwise once it is answered: its answer has "
@@ -60,9 +60,15 @@ class Texts:
         return list(self._tokenizer.encode(said, add_special_tokens=False))
 
     def _chat(self, said: Sequence[Mapping[str, Any]], *, ask: bool) -> list[int]:
-        messages = [dict(message) for message in said]
+        messages = _messages(said)
         return list(
             self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=ask, return_dict=False
             )
         )
+
+
+def _messages(said: Any) -> list[dict[str, Any]]:
+    if not isinstance(said, list) or not all(isinstance(one, Mapping) for one in said):
+        raise TypeError(f"neither a text nor a list of messages: {said!r:.50}")
+    return [dict(message) for message in said]

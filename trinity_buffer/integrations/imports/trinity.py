@@ -18,7 +18,7 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import CustomField, Experience
 from trinity_buffer.identity import EID
 from trinity_buffer.integrations.imports.plain_pickle import plain
-from trinity_buffer.integrations.imports.rows import rows
+from trinity_buffer.integrations.imports.rows import reading, rows
 from trinity_buffer.integrations.imports.texts import Texts
 from trinity_buffer.store.sqlite import dbapi2
 
@@ -69,9 +69,11 @@ def _from_table(connection: Any, table: str) -> Iterator[Experience]:
         f' join "{table}_blob" using (id) order by id'
     )
     for number, given, blob in found:
-        for one in _from_blob(f"{table} {number}", bytes(blob)):
-            one.reward = given if reward == "reward" else one.reward
-            yield one
+        where = f"{table} {number}"
+        with reading(where, {"id": number, "reward": given}):
+            for one in _from_blob(where, bytes(blob)):
+                one.reward = given if reward == "reward" else one.reward
+                yield one
 
 
 def _from_blob(where: str, blob: bytes) -> Iterator[Experience]:
@@ -120,22 +122,24 @@ def _eid(said: dict[str, Any]) -> EID:
 
 def _from_text(path: Path, texts: Texts) -> Iterator[Experience]:
     for where, row in rows(path):
-        if not isinstance(row.get("eid"), dict):
-            raise InvalidArgumentError(f"{where}: an experience of Trinity-RFT has an eid")
-        prompt, answer = _said(where, row)
-        before = texts.prompt(prompt)
-        yield Experience(
-            eid=_eid(row["eid"]),
-            tokens=before + texts.answer(prompt, answer),
-            prompt_length=len(before),
-            reward=row.get("reward"),
-            **{name: row.get(name) for name in PLAIN},
-        )
+        with reading(where, row):
+            if not isinstance(row.get("eid"), dict):
+                raise InvalidArgumentError(f"{where}: an experience of Trinity-RFT has an eid")
+            prompt, answer = _said(where, row)
+            before = texts.prompt(prompt)
+            yield Experience(
+                eid=_eid(row["eid"]),
+                tokens=before + texts.answer(prompt, answer),
+                prompt_length=len(before),
+                reward=row.get("reward"),
+                **{name: row.get(name) for name in PLAIN},
+            )
 
 
 def _said(where: str, row: dict[str, Any]) -> tuple[Any, Any]:
     if row.get("messages"):
-        return row["messages"][:-1], row["messages"][-1:]
+        *prompt, last = row["messages"]
+        return prompt, [last]
     if row.get("prompt_text") is None or row.get("response_text") is None:
         raise InvalidArgumentError(
             f"{where}: neither messages nor prompt_text and response_text; {AS_PREFERENCES}"
