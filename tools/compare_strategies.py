@@ -14,9 +14,11 @@ from trinity_buffer.inspect import compare_sets, now
 
 async def compare_strategies(url: str, first: str, second: str) -> None:
     """Add the annotation set ``second`` if it is missing, and print how the two differ."""
-    async with tb.open_store(url) as store:
-        (name, *_) = await store.experiments()
-        experiment = await store.experiment(name)
+    async with tb.open_store(url, create=False) as store:
+        names = await store.experiments()
+        if not names:
+            raise SystemExit(f"no experiment in {url}")
+        experiment = await store.experiment(names[0])
         await tb.run_strategy(experiment, second)
         found = await compare_sets(now(experiment), first, second, limit=5)
         print(f"{found.experiences} rollouts, {found.both} with an advantage in both sets")
@@ -35,4 +37,7 @@ if __name__ == "__main__":
     parser.add_argument("first", help="an annotation set")
     parser.add_argument("second", help="a registered strategy")
     given = parser.parse_args()
-    asyncio.run(compare_strategies(given.store, given.first, given.second))
+    try:
+        asyncio.run(compare_strategies(given.store, given.first, given.second))
+    except tb.TrinityBufferError as error:
+        raise SystemExit(f"error: {error}") from None

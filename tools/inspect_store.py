@@ -38,4 +38,7 @@ if __name__ == "__main__":
     parser.add_argument("store", help="path or URL")
     parser.add_argument("--rollouts", type=int, default=5, help="how many to print, per experiment")
     given = parser.parse_args()
-    asyncio.run(inspect_store(given.store, given.rollouts))
+    try:
+        asyncio.run(inspect_store(given.store, given.rollouts))
+    except tb.TrinityBufferError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -3,13 +3,14 @@
 python tools/plot_run.py runs/demo.db demo.png
 
 All of it comes from the log: ``ExperiencesRecorded`` says what was generated, ``BatchLeased`` which
-of it each step trained on. No tensor is loaded.
+of it each step trained on; rows of an expert are left out. No tensor is loaded.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+from itertools import repeat
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
@@ -32,9 +33,11 @@ async def points_of(url: str, experiment: str | None, trainer: str) -> list[Poin
     generated: dict[int, tuple[float, int, int]] = {}
     points = []
     async with tb.open_store(url, read_only=True) as store:
-        name = experiment or (await store.experiments())[0]
+        names = [experiment] if experiment else await store.experiments()
+        if not names:
+            raise SystemExit(f"no experiment in {url}")
         kinds = ["ExperiencesRecorded", "BatchLeased"]
-        async for event in (await store.experiment(name)).events(kinds=kinds):
+        async for event in (await store.experiment(names[0])).events(kinds=kinds):
             body = event.body
             if event.kind == "ExperiencesRecorded":
                 meta = body["meta"]
@@ -42,8 +45,12 @@ async def points_of(url: str, experiment: str | None, trainer: str) -> list[Poin
                 for slot, (reward, length, version) in enumerate(rows):
                     known = (reward or 0.0, length, version or 0)
                     generated[event.position * 2**20 + slot] = known
-            elif body["consumer"] == trainer and not body.get("sources"):
-                trained = [generated[address] for address in body["experiences"]]
+            elif body["consumer"] == trainer:
+                # In a mixed step: 0 is this experiment, what is above it an expert's.
+                rows = zip(body["experiences"], body.get("source") or repeat(0), strict=False)
+                trained = [generated[address] for address, of in rows if of == 0]
+                if not trained:
+                    continue
                 reward, length, version = (
                     sum(v) / len(trained) for v in zip(*trained, strict=True)
                 )
@@ -71,7 +78,10 @@ if __name__ == "__main__":
     parser.add_argument("--experiment", help="by default the first one")
     parser.add_argument("--trainer", default="trainer", help="name of the trainer")
     given = parser.parse_args()
-    found = asyncio.run(points_of(given.store, given.experiment, given.trainer))
+    try:
+        found = asyncio.run(points_of(given.store, given.experiment, given.trainer))
+    except tb.TrinityBufferError as error:
+        raise SystemExit(f"error: {error}") from None
     if not found:
         raise SystemExit(f"no gradient step of {given.trainer!r} in {given.store}")
     plot(found, given.picture)

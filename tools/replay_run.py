@@ -56,4 +56,7 @@ if __name__ == "__main__":
     parser.add_argument("--experiment", required=True)
     parser.add_argument("--trainer", default="trainer", help="name of the trainer")
     given = parser.parse_args()
-    replay(given.store, given.experiment, given.trainer)
+    try:
+        replay(given.store, given.experiment, given.trainer)
+    except tb.TrinityBufferError as error:
+        raise SystemExit(f"error: {error}") from None

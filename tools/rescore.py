@@ -22,9 +22,11 @@ def short(rollout: tb.Experience) -> float:
 
 async def rescore(url: str) -> None:
     """Score every rollout of the first experiment with `short`, and annotate with GRPO."""
-    async with tb.open_store(url) as store:
-        (name, *_) = await store.experiments()
-        experiment = await store.experiment(name)
+    async with tb.open_store(url, create=False) as store:
+        names = await store.experiments()
+        if not names:
+            raise SystemExit(f"no experiment in {url}")
+        experiment = await store.experiment(names[0])
         count = await tb.assign_rewards(experiment, "short", short)
         print(f"{count} rollouts scored")
         report = await tb.run_strategy(experiment, "grpo", name="grpo-short", rewards="short")
@@ -35,4 +37,8 @@ async def rescore(url: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store", help="path or URL")
-    asyncio.run(rescore(parser.parse_args().store))
+    given = parser.parse_args()
+    try:
+        asyncio.run(rescore(given.store))
+    except tb.TrinityBufferError as error:
+        raise SystemExit(f"error: {error}") from None

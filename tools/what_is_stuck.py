@@ -34,4 +34,7 @@ if __name__ == "__main__":
     parser.add_argument("store", help="path or URL")
     parser.add_argument("--groups", type=int, default=100, help="how many groups to look at")
     given = parser.parse_args()
-    asyncio.run(what_is_stuck(given.store, given.groups))
+    try:
+        asyncio.run(what_is_stuck(given.store, given.groups))
+    except tb.TrinityBufferError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -15,8 +15,10 @@ from trinity_buffer.inspect import blame, now, show
 async def worst_rollouts(url: str, step: int, count: int) -> None:
     """Print the rows of gradient step ``step`` with the lowest advantages; changes nothing."""
     async with tb.open_store(url, read_only=True) as store:
-        (name, *_) = await store.experiments()
-        experiment = await store.experiment(name)
+        names = await store.experiments()
+        if not names:
+            raise SystemExit(f"no experiment in {url}")
+        experiment = await store.experiment(names[0])
         contents = await blame(now(experiment), step)
         known = [row for row in contents.rows if row.advantage is not None and not row.experiment]
         for row in sorted(known, key=lambda row: row.advantage or 0.0)[:count]:
@@ -31,4 +33,7 @@ if __name__ == "__main__":
     parser.add_argument("step", type=int, help="number of a gradient step")
     parser.add_argument("--rollouts", type=int, default=5, help="how many to print")
     given = parser.parse_args()
-    asyncio.run(worst_rollouts(given.store, given.step, given.rollouts))
+    try:
+        asyncio.run(worst_rollouts(given.store, given.step, given.rollouts))
+    except tb.TrinityBufferError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -12,7 +12,9 @@ from typing import NamedTuple
 import anyio
 import pytest
 
-from tests.stories import Story, tell
+import trinity_buffer as tb
+from tests.stories import Story, rollout, tell
+from tests.trainer.test_mixing import MIXED, filled
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -116,4 +118,83 @@ def test_another_reward_and_another_strategy_stand_beside_the_first(
 def test_a_group_becomes_a_test_that_passes(run: Run, story: Story, tmp_path: Path) -> None:
     case = tmp_path / "test_group.py"
     assert "as it was recorded" in run("group_as_test.py", story.url, "--output", case).stdout
-    runpy.run_path(str(case))["test_grpo_gives_this_group_the_advantages_that_were_recorded"]()
+    runpy.run_path(str(case))["test_this_group_gets_the_advantages_that_were_recorded"](tmp_path)
+
+
+def test_a_group_becomes_a_test_of_the_strategy_that_annotated_it(run: Run, tmp_path: Path) -> None:
+    async def told(url: str) -> None:
+        async with tb.open_store(url) as store:
+            experiment = await store.experiment("run", config={"rollouts_per_group": 2})
+            await experiment.writer("e").write([rollout("b", 0, n, float(n)) for n in range(2)])
+            await tb.run_strategy(experiment, "opmd", {"opmd_baseline": "logavgexp", "tau": 2.0})
+
+    anyio.run(told, f"sqlite:///{tmp_path / 'opmd.db'}")
+    case = tmp_path / "test_group.py"
+    assert run("group_as_test.py", tmp_path / "opmd.db", "--output", case).returncode == 0
+    assert "['opmd']" in case.read_text()
+    runpy.run_path(str(case))["test_this_group_gets_the_advantages_that_were_recorded"](tmp_path)
+
+
+def test_a_mixed_run_is_drawn_by_its_own_rows(run: Run, tmp_path: Path) -> None:
+    async def mixed(url: str) -> None:
+        async with tb.open_store(url) as store:
+            experiment = await filled(store)
+            async with experiment.train_stream(**MIXED) as stream:
+                await stream.commit(await anext(stream))
+
+    anyio.run(mixed, f"sqlite:///{tmp_path / 'mixed.db'}")
+    done = run("plot_run.py", tmp_path / "mixed.db", tmp_path / "p.png", "--experiment", "run")
+    assert "steps, last reward" in done.stdout, done.stderr
+
+
+TOOLS_OF_A_STORE = {
+    "compare_strategies.py": ["grpo", "opmd"],
+    "group_as_test.py": [],
+    "inspect_store.py": [],
+    "plot_run.py": ["p.png"],
+    "replay_run.py": ["--experiment", "nobody"],
+    "rescore.py": [],
+    "what_is_stuck.py": [],
+    "worst_rollouts.py": [1],
+}
+OF_NO_EXPERIMENT = TOOLS_OF_A_STORE.keys() - {"inspect_store.py", "what_is_stuck.py"}
+
+
+@pytest.mark.parametrize("tool", TOOLS_OF_A_STORE)
+def test_a_tool_says_that_there_is_no_store(run: Run, tmp_path: Path, tool: str) -> None:
+    done = run(tool, tmp_path / "none.db", *TOOLS_OF_A_STORE[tool])
+    assert done.returncode == 1
+    assert "no store" in done.stderr
+    assert not (tmp_path / "none.db").exists()
+
+
+@pytest.mark.parametrize("tool", sorted(OF_NO_EXPERIMENT))
+def test_a_tool_says_that_there_is_no_experiment(run: Run, tmp_path: Path, tool: str) -> None:
+    anyio.run(_made, f"sqlite:///{tmp_path / 'empty.db'}")
+    done = run(tool, tmp_path / "empty.db", *TOOLS_OF_A_STORE[tool])
+    assert done.returncode == 1
+    assert "no experiment" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tool", "says"),
+    [
+        ("group_as_test.py", "no group of 'run' in"),
+        ("plot_run.py", "no gradient step of 'trainer'"),
+        ("replay_run.py", "no experiment 'nobody'"),
+        ("worst_rollouts.py", "no trainer in 'run'"),
+    ],
+)
+def test_a_tool_says_what_an_untrained_experiment_lacks(
+    run: Run, tmp_path: Path, tool: str, says: str
+) -> None:
+    anyio.run(_made, f"sqlite:///{tmp_path / 'young.db'}", "run")
+    done = run(tool, tmp_path / "young.db", *TOOLS_OF_A_STORE[tool])
+    assert done.returncode == 1
+    assert says in done.stderr
+
+
+async def _made(url: str, *names: str) -> None:
+    async with tb.open_store(url) as store:
+        for name in names:
+            await store.experiment(name, config={})
