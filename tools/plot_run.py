@@ -47,8 +47,8 @@ async def points_of(url: str, experiment: str | None, trainer: str) -> list[Poin
                     generated[event.position * 2**20 + slot] = known
             elif body["consumer"] == trainer:
                 # In a mixed step: 0 is this experiment, what is above it an expert's.
-                rows = zip(body["experiences"], body.get("source") or repeat(0), strict=False)
-                trained = [generated[address] for address, of in rows if of == 0]
+                leased = zip(body["experiences"], body.get("source") or repeat(0), strict=False)
+                trained = [generated[address] for address, of in leased if of == 0]
                 if not trained:
                     continue
                 reward, length, version = (

@@ -147,7 +147,7 @@ def test_a_mixed_run_is_drawn_by_its_own_rows(run: Run, tmp_path: Path) -> None:
     assert "steps, last reward" in done.stdout, done.stderr
 
 
-TOOLS_OF_A_STORE = {
+TOOLS_OF_A_STORE: dict[str, list[object]] = {
     "compare_strategies.py": ["grpo", "opmd"],
     "group_as_test.py": [],
     "inspect_store.py": [],

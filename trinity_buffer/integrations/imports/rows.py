@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from reprlib import Repr
+from reprlib import repr as short
 from typing import Any
 
 from trinity_buffer.errors import (
@@ -16,9 +16,6 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.extras import extra
 
-_SHORT = Repr()
-_SHORT.maxdict, _SHORT.maxlevel = 12, 3
-
 
 def name_of(path: Path) -> str:
     """Return what a file or folder is called: a file without its ending."""
@@ -26,7 +23,7 @@ def name_of(path: Path) -> str:
 
 
 @contextmanager
-def reading(where: str, row: object) -> Iterator[None]:
+def reading(where: str, row: dict[str, Any]) -> Iterator[None]:
     """Let an error in the reading of one row say where the row stands, and what it holds.
 
     Raises:
@@ -34,12 +31,13 @@ def reading(where: str, row: object) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         if isinstance(error, TrinityBufferError) and not isinstance(error, InvalidExperienceError):
             raise
         why = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+        held = ", ".join(f"{name}={short(value)}" for name, value in row.items())
         raise InvalidArgumentError(
-            f"{where}: this row cannot be imported ({why}): {_SHORT.repr(row)}"
+            f"{where}: this row cannot be imported ({why}): {held:.500}"
         ) from error
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
@@ -20,6 +21,8 @@ def read(path: Path, texts: Texts) -> Iterator[Experience]:
     for number, (where, row) in enumerate(rows(path)):
         with reading(where, row):
             messages = row.get("messages")
+            prompt: Any
+            answer: Any
             if messages:
                 *prompt, last = messages
                 answer = [last]
