@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,8 +18,10 @@ from torch.utils.data import DataLoader
 
 import trinity_buffer as tb
 from trinity_buffer.errors import InvalidArgumentError, StoreError
+from trinity_buffer.events import StepsCommitted
 from trinity_buffer.integrations.torch_data import StepDataset
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 
 GROUPS, RUNS = 6, 2
 
@@ -151,6 +157,86 @@ def test_a_commit_that_no_process_can_make_says_so(
     monkeypatch.setattr("trinity_buffer.integrations.torch_data.COMMIT_S", 0.01)
     with pytest.raises(StoreError, match="commit while the loader is being read"):
         steps.commit(step)
+
+
+def committed(url: str) -> tuple[int, list[str | None]]:
+    """Return the last committed step, and the names of the checkpoints of all commits."""
+
+    async def asked() -> tuple[int, list[str | None]]:
+        async with tb.open_store(url) as store:
+            experiment = await store.experiment("run")
+            facts = [one.fact async for one in experiment.events(kinds=("StepsCommitted",))]
+            paths = [one.checkpoint for one in facts if isinstance(one, StepsCommitted)]
+            return await experiment.committed_step("trainer"), [p and Path(p).name for p in paths]
+
+    return anyio.run(asked)
+
+
+def test_a_commit_that_came_too_late_answers_no_other(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = dataset(url)
+    reader: Any = loaded(steps, workers=1)
+    first, second = next(reader), next(reader)
+    worker = reader._workers[0].pid
+    os.kill(worker, signal.SIGSTOP)
+    with monkeypatch.context() as context:
+        context.setattr("trinity_buffer.integrations.torch_data.COMMIT_S", 0.1)
+        with pytest.raises(StoreError, match="the same step again"):
+            steps.commit(first, checkpoint(tmp_path, 1))
+    os.kill(worker, signal.SIGCONT)
+    with pytest.raises(StoreError, match="not-there"):
+        steps.commit(second, tmp_path / "not-there")
+    assert committed(url) == (0, [])
+    steps.commit(first, tmp_path / "step-1")
+    steps.commit(second, checkpoint(tmp_path, 2))
+    assert committed(url) == (2, ["step-1", "step-2"])
+
+
+def test_a_commit_that_was_stored_after_its_time_is_done_when_asked_again(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*args: Any, **named: Any) -> None:
+        time.sleep(1.0)
+        usual(*args, **named)
+
+    usual = SyncTrainStream.commit
+    monkeypatch.setattr(SyncTrainStream, "commit", slow)  # of the worker, which is forked
+    steps = dataset(url)
+    reader = loaded(steps, workers=1)
+    first, second = next(reader), next(reader)
+    with monkeypatch.context() as context:
+        context.setattr("trinity_buffer.integrations.torch_data.COMMIT_S", 0.3)
+        with pytest.raises(StoreError, match="the same step again"):
+            steps.commit(first, checkpoint(tmp_path, 1))
+    steps.commit(first, tmp_path / "step-1")
+    with pytest.raises(StoreError, match="not-there"):
+        steps.commit(second, tmp_path / "not-there")
+    assert committed(url) == (1, ["step-1"])
+    assert steps.state_dict() == {"step": 1}
+
+
+def test_a_new_worker_does_not_do_what_a_dead_one_was_asked(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = dataset(url)
+    reader: Any = loaded(steps, workers=1)
+    first = next(reader)
+    worker = reader._workers[0]
+    worker.kill()
+    worker.join()
+    with monkeypatch.context() as context:
+        context.setattr("trinity_buffer.integrations.torch_data.COMMIT_S", 0.1)
+        with pytest.raises(StoreError, match="no worker answered"):
+            steps.commit(first, checkpoint(tmp_path, 10))
+    with suppress(RuntimeError):  # of the loader, whose worker was killed
+        del reader
+    again = loaded(steps, workers=1)
+    first, second = next(again), next(again)
+    steps.commit(first, checkpoint(tmp_path, 1))
+    with pytest.raises(StoreError, match="not-there"):
+        steps.commit(second, tmp_path / "not-there")
+    assert committed(url) == (1, ["step-1"])
 
 
 def test_a_state_of_something_else_is_refused(url: str) -> None:

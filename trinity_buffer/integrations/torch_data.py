@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
+from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any
+from time import monotonic
+from typing import Any, cast
 
 import torch.multiprocessing as mp
 from torch.utils.data import IterableDataset, get_worker_info
@@ -23,6 +25,9 @@ NOWHERE = -1
 
 COMMIT_S = 60.0
 """A worker that has not committed by then is gone."""
+
+NOBODY = 0
+"""No request is waited for; requests are numbered from 1."""
 
 
 class StepDataset(IterableDataset[TrainStep]):
@@ -47,6 +52,9 @@ class StepDataset(IterableDataset[TrainStep]):
         self._committed: int | None = None
         self._go_on_after = mp.Value("q", NOWHERE)  # a worker that stays reads it again
         self._asking, self._asked = mp.Pipe()
+        self._requests = count(1)
+        # Without a lock, which a worker that is killed could hold for good.
+        self._waited_for = mp.Value("q", NOBODY, lock=False)
         self._worker: _Worker | None = None
 
     @override
@@ -59,7 +67,7 @@ class StepDataset(IterableDataset[TrainStep]):
         worker = get_worker_info()
         if worker is not None:
             if worker.id == 0:
-                self._worker = self._worker or _Worker(self._asked)
+                self._worker = self._worker or _Worker(self._asked, self._waited_for)
                 yield from self._worker.steps(self._open())
             return
         with self._open() as self._here:
@@ -78,7 +86,8 @@ class StepDataset(IterableDataset[TrainStep]):
         """Record that every step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`.
 
         Raises:
-            StoreError: nobody iterates over the dataset, or its worker could not commit.
+            StoreError: nobody iterates over the dataset, or its worker could not commit, or did not
+                say so in time: the same commit again then is the remedy, and a no-op if it did.
         """
         if self._here is not None:
             self._here.commit(step, checkpoint)
@@ -88,15 +97,32 @@ class StepDataset(IterableDataset[TrainStep]):
         self._go_on_after.value = NOWHERE  # a pass that begins now supersedes nothing
 
     def _ask(self, step: TrainStep, checkpoint: str | Path | None) -> None:
-        self._asking.send((step.step, None if checkpoint is None else str(checkpoint)))
-        if not self._asking.poll(COMMIT_S):
+        request = self._waited_for.value = next(self._requests)
+        self._asking.send((request, step.step, None if checkpoint is None else str(checkpoint)))
+        try:
+            failure = self._answer(request)
+        except TimeoutError:
             raise StoreError(
                 f"commit of step {step.step}: no worker answered within {COMMIT_S:g} s; commit "
-                "while the loader is being read"
-            )
-        failure = self._asking.recv()
+                "while the loader is being read, and the same step again if it is"
+            ) from None
+        finally:
+            self._waited_for.value = NOBODY
         if failure is not None:
             raise StoreError(f"commit of step {step.step}: {failure}")
+
+    def _answer(self, request: int) -> str | None:
+        """Return why ``request`` failed; answers to those that nobody waits for are passed over.
+
+        Raises:
+            TimeoutError: there is none.
+        """
+        end = monotonic() + COMMIT_S
+        while self._asking.poll(max(end - monotonic(), 0.0)):
+            answered, failure = self._asking.recv()
+            if answered == request:
+                return cast("str | None", failure)
+        raise TimeoutError
 
     def state_dict(self) -> dict[str, int | None]:
         """Return the last committed step: ``{"step": 12}``, None before the first."""
@@ -120,8 +146,9 @@ class _Worker:
     A stream stays open for commits until the next pass begins, or the worker's process ends.
     """
 
-    def __init__(self, asked: Connection) -> None:
+    def __init__(self, asked: Connection, waited_for: Any) -> None:
         self._asked = asked
+        self._waited_for = waited_for
         self._lock = Lock()
         self._open = ExitStack()
         self._stream: SyncTrainStream | None = None
@@ -143,10 +170,13 @@ class _Worker:
 
     def _commit_all(self) -> None:
         while True:
-            number, checkpoint = self._asked.recv()
+            request, number, checkpoint = self._asked.recv()
             with self._lock:
+                # A request that came too late, or to a worker that is gone, is not for this one.
+                if request != self._waited_for.value:
+                    continue
                 failure = self._commit(number, checkpoint)
-            self._asked.send(failure)
+            self._asked.send((request, failure))
 
     def _commit(self, number: int, checkpoint: str | None) -> str | None:
         """Commit a step; return why that failed."""
