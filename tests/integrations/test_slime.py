@@ -145,6 +145,35 @@ def test_a_rollout_of_which_every_row_was_dropped_is_passed_over(
         assert [step.rows for step in replay] == [PER_STEP * RUNS, 0, PER_STEP * RUNS]
 
 
+def test_a_group_that_is_sampled_anew_leaves_what_is_stored(slime: Any, tmp_path: Path) -> None:
+    """After a crash before the first checkpoint slime numbers its groups from 0 again."""
+    given = [group(number) for number in range(PER_STEP)]
+    first = slime.StoreDataSource(args(tmp_path))
+    first.add_samples(given)
+    first.close()
+    anew = [group(number) for number in range(2 * PER_STEP)]
+    for one in anew[0] + anew[1]:
+        one.tokens[-1] = (one.tokens[-1] + 1) % 64
+    del anew[1][-1]  # one of its rollouts was aborted
+    again = slime.StoreDataSource(args(tmp_path))
+    again.add_samples(anew)
+    assert again.get_samples(PER_STEP) == given
+    assert again.get_samples(PER_STEP) == anew[PER_STEP:]
+    again.close()
+
+
+def test_a_sample_without_a_group_is_refused_before_anything_is_written(
+    slime: Any, tmp_path: Path
+) -> None:
+    source = slime.StoreDataSource(args(tmp_path))
+    given = [group(0), group(1)]
+    given[1][0].group_index = None
+    with pytest.raises(InvalidArgumentError, match="group_index=None"):
+        source.add_samples(given)
+    assert len(source) == 0
+    source.close()
+
+
 LEFT_OPEN = """
 import sys
 from types import ModuleType, SimpleNamespace

@@ -72,14 +72,27 @@ class StoreDataSource:
         return [[_sample(one) for one in group] for _, group in groups]
 
     def add_samples(self, samples: Sequence[Sequence[Sample]]) -> None:
-        """Record whole groups; the same again is a no-op."""
+        """Record whole groups; of one that is stored already, what is stored stays.
+
+        After a crash slime samples anew under numbers of groups that its checkpoint knows not.
+
+        Raises:
+            InvalidArgumentError: a sample has no ``group_index``; no group was recorded.
+        """
+        if any(one.group_index is None for group in samples for one in group):
+            raise InvalidArgumentError(
+                "a sample has group_index=None, and the store names its group by that: set it "
+                "where the sample is made, as slime's own data source does"
+            )
         for group in samples:
             self._portal.call(self._write, [_experience(run, one) for run, one in enumerate(group)])
 
     async def _write(self, group: Sequence[Experience]) -> None:
         writer = self._experiment.writer(actor="slime")
-        await writer.write(group)
-        await writer.seal(group[0].eid.batch, len(group))
+        batch = group[0].eid.batch
+        if not await writer.stored(batch):
+            await writer.write(group)
+        await writer.seal(batch, await writer.stored(batch))
         await run_strategy(self._experiment, self._strategy)
 
     def save(self, rollout_id: int) -> None:
