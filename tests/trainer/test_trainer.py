@@ -21,7 +21,7 @@ from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.trainer.checkpoint_folder import read_step
 from trinity_buffer.trainer.critic import ValueLossFn
-from trinity_buffer.trainer.trainer import Trainer, TrainerSettings, _combined
+from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
 
 
 @pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
@@ -187,11 +187,6 @@ def test_recomputed_logprobs_are_those_of_the_policy_before_the_step(
     by_trainer = train(sqlite_url, algorithm, tmp_path / "t", max_steps=2, **settings)
     for _, reports in (by_stream, by_trainer):
         assert all(abs(report.metrics["actor/ppo_kl"]) < 1e-6 for report in reports)
-
-
-def test_losses_of_micro_batches_add_up_and_other_metrics_average() -> None:
-    found = _combined([{"actor/kl_loss": 1.0, "ratio": 1.0}, {"actor/kl_loss": 2.0, "ratio": 3.0}])
-    assert {name: float(value) for name, value in found.items()} == {"actor/kl_loss": 3, "ratio": 2}
 
 
 def test_what_was_trained_after_the_last_commit_is_committed_at_the_end(

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from trinity_buffer.pipeline.streaming.measures import StepMeasures
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
@@ -13,7 +14,7 @@ from trinity_buffer.pipeline.streaming.train_step import TrainStep
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What is said of one gradient step, in numbers.
+    """What is said of one gradient step, in numbers: of all ranks, but ``seconds``.
 
     Attributes:
         staleness: see `TrainStep.staleness`; 0 where no version is known.
@@ -37,21 +38,30 @@ class StepReport:
     measures: StepMeasures | None = None
 
 
+def reward_share(step: TrainStep) -> Tensor:
+    """Return this rank's share of the mean reward of a step that has rows; the shares add up."""
+    rewards = sum(m["token_level_rewards"].double().sum() for m in step.microbatches)
+    return torch.as_tensor(rewards / len(step.manifest.experiences))
+
+
 def report_of(
-    step: TrainStep, metrics: dict[str, float], begin: float, *, committed: bool, skipped: bool
+    step: TrainStep,
+    metrics: dict[str, float],
+    reward: float,
+    begin: float,
+    *,
+    committed: bool,
+    skipped: bool,
 ) -> StepReport:
     """Return what is said of a step that began at ``begin`` (`time.perf_counter`)."""
-    per_token = [m["token_level_rewards"].flatten() for m in step.microbatches]
-    rewards = float(torch.cat(per_token).sum()) if per_token else 0.0
-    rows = len(step.manifest.experiences)
     return StepReport(
         step=step.step,
         loss=metrics["loss"],
-        reward=rewards / max(rows, 1),
+        reward=reward,
         gradient_norm=metrics["gradient_norm"],
         staleness=step.staleness or 0.0,
-        rows=rows,
-        tokens=step.microbatches[0].layout.global_tokens if per_token else 0,
+        rows=len(step.manifest.experiences),
+        tokens=step.microbatches[0].layout.global_tokens if step.microbatches else 0,
         seconds=time.perf_counter() - begin,
         recorded=step.recorded,
         committed=committed,

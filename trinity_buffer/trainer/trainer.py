@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -39,9 +39,10 @@ from trinity_buffer.trainer.non_finite import largest_rows
 from trinity_buffer.trainer.noting import noting, require_known
 from trinity_buffer.trainer.parallel import processes_here, whole
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
-from trinity_buffer.trainer.reports import StepReport, report_of
+from trinity_buffer.trainer.reports import StepReport, report_of, reward_share
 from trinity_buffer.trainer.requirements import require_of
 from trinity_buffer.trainer.settings import TrainerSettings
+from trinity_buffer.trainer.step_numbers import REWARD, Number, StepNumbers, combined
 
 __all__ = ["StepReport", "Trainer", "TrainerSettings"]
 
@@ -83,6 +84,7 @@ class Trainer:
         self._settings = settings
         self._optimizer = optimizer
         self._processes = processes_here()
+        self._numbers = StepNumbers(self._processes)
         self._value_loss = ValueLossFn(settings.value_clip_range, algorithm.loss_agg_mode)
         adaptive = algorithm.kl_loss.adaptive or algorithm.kl_penalty.adaptive
         if adaptive and self._processes.world_size > 1:
@@ -142,8 +144,8 @@ class Trainer:
 
         Args:
             report: hears of every step.
-            measure: called after every step with its number; what it returns is recorded with the
-                step's commit.
+            measure: called after every step with its number; what it returns on rank 0 is recorded
+                with the step's commit.
 
         Raises:
             NonFiniteError: ``max_skipped_steps`` in a row were skipped, which is committed; or the
@@ -169,6 +171,7 @@ class Trainer:
             begin = time.perf_counter()
             meter = self._meter(step)
             metrics = self._train(step, meter)
+            reward = metrics.pop(REWARD)
             self._remember(step)
             if step.staleness is not None:
                 metrics["staleness"] = step.staleness
@@ -181,7 +184,7 @@ class Trainer:
                 committed = self._commit(step, metrics)
                 last = None
             skipped = self._skipped_in_a_row > 0
-            told = report_of(step, metrics, begin, committed=committed, skipped=skipped)
+            told = report_of(step, metrics, reward, begin, committed=committed, skipped=skipped)
             stop = report(replace(told, measures=measures))
             if self._gives_up:
                 raise self._given_up(step)
@@ -210,34 +213,36 @@ class Trainer:
         """Step the optimizers if all is finite; return the numbers of the step."""
         if not step.microbatches:  # every row was dropped: it changes nothing
             self._skipped_in_a_row = 0
-            return {"loss": 0.0, "gradient_norm": 0.0}
+            return {"loss": 0.0, "gradient_norm": 0.0, REWARD: 0.0}
         require_known(step, self._stream.uids, self._models)
         noted = partial(noting, step, self._stream.uids)
         coefficients = self._coefficients()
-        reduce = self._processes.sum if self._processes.world_size > 1 else None
-        found = prepare(
+        prepared = prepare(
             step,
             self._algorithm,
             self._models,
             noted=noted,
-            reduce=reduce,
+            reduce=self._processes.sum if self._processes.world_size > 1 else None,
             recompute_old_logprob=self._settings.recompute_old_logprob,
         )
+        rows = sum(len(microbatch["sample_index"]) for microbatch in step.microbatches)
+        found = {name: Number(value, rows) for name, value in prepared.items()}
         self.state.optimizer.zero_grad(set_to_none=True)
         parts = []
         for microbatch in step.microbatches:
             with noted(microbatch):
                 loss, metrics = self._gradient(microbatch, meter)
             parts.append({"loss": loss, **metrics})
-        found |= _combined(parts)
-        deciding = [found["loss"], self._clipped(self.state.policy)]
-        found["gradient_norm"] = deciding[1]
-        found["learning_rate"] = self._rate(step)
+        found |= combined(parts, step.microbatches, self._row_metrics)
+        deciding = [found["loss"].value, self._clipped(self.state.policy)]
+        found["gradient_norm"] = Number(deciding[1])
+        found["learning_rate"] = Number(self._rate(step))
+        found[REWARD] = Number(reward_share(step))
         if self.state.critic is not None:
-            metrics, norm = self._critic_gradient(step, *self.state.critic)
-            found |= metrics
-            deciding += [metrics["critic/value_loss"], norm]
-        finite, numbers = self._read_back(deciding, found)
+            of_critic, norm = self._critic_gradient(step, *self.state.critic)
+            found |= of_critic
+            deciding += [of_critic["critic/value_loss"].value, norm]
+        finite, numbers = self._numbers.read(deciding, found)
         if finite and not step.skipped:
             self._step(step)
             self._adapt(step, numbers)
@@ -246,19 +251,10 @@ class Trainer:
             self._skip(step, coefficients)
         return numbers
 
-    def _read_back(
-        self, deciding: Sequence[Tensor], found: Mapping[str, Any]
-    ) -> tuple[bool, dict[str, float]]:
-        """Return whether all of ``deciding`` is finite, on all ranks, and ``found`` as numbers.
-
-        One decision for all ranks, and one look at the device.
-        """
-        device = deciding[0].device
-        scalars = [torch.as_tensor(one, dtype=torch.float64).to(device) for one in found.values()]
-        flags = torch.stack([torch.as_tensor(one).detach().isfinite() for one in deciding])
-        broken = self._processes.sum((~flags.all()).to(torch.float32))
-        flag, *numbers = torch.stack([broken.double(), *scalars]).tolist()
-        return flag == 0, dict(zip(found, numbers, strict=True))
+    @property
+    def _row_metrics(self) -> list[str]:
+        """Names of the loss's metrics that are means over rows."""
+        return [f"actor/{name}" for name in self._algorithm.policy_loss.row_metrics]
 
     def _rate(self, step: TrainStep) -> float:
         """Return the learning rate of a step: the schedule's, or that of the given optimizer."""
@@ -321,7 +317,7 @@ class Trainer:
 
     def _critic_gradient(
         self, step: TrainStep, critic: Critic, optimizer: torch.optim.Optimizer
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    ) -> tuple[dict[str, Number], Tensor]:
         """Return the metrics of the critic's loss, and the norm of its gradient."""
         optimizer.zero_grad(set_to_none=True)
         parts = []
@@ -335,7 +331,7 @@ class Trainer:
             )
             loss.backward()
             parts.append(metrics)
-        return _combined(parts), self._clipped(critic)
+        return combined(parts, step.microbatches), self._clipped(critic)
 
     def _clipped(self, model: Trainable) -> Tensor:
         """Average the gradients over the ranks, scale them down to the limit, return their norm."""
@@ -377,12 +373,3 @@ class Trainer:
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
-
-
-def _combined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return a step's metrics from its micro-batches': losses add up, others average."""
-    found = {}
-    for name in parts[0]:
-        values = torch.stack([torch.as_tensor(part[name], dtype=torch.float64) for part in parts])
-        found[name] = values.sum() if name.endswith("loss") else values.nanmean()
-    return found

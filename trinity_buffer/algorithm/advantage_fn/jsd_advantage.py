@@ -115,6 +115,6 @@ class JSDAdvantage(TrainerAdvantage):
         formula = divergence_gradient if self.estimator == "gradient" else sampled_log_ratios
         found, divergence = formula(student, teacher, float(self.lambda_coef))
         advantages = (self.kl_coef * found).where(rows.mask, 0.0)
-        metrics = row_statistics("jsd", divergence, rows.mask)
+        metrics = row_statistics("jsd", divergence, rows)
         metrics["advantages/mean"] = row_sums(advantages, rows.mask).mean()
         return Result(advantages, advantages.clone(), metrics)

@@ -34,6 +34,6 @@ class OnPolicyDistillAdvantage(TrainerAdvantage):
         """Return the scaled log-ratio of each action token."""
         gap = rows["teacher_logprob"] - rows["old_logprob"]
         advantages = self.kl_coef * gap
-        metrics = row_statistics("kl", -gap, rows.mask)
+        metrics = row_statistics("kl", -gap, rows)
         metrics["advantages/mean"] = row_sums(advantages, rows.mask).mean()
         return Result(advantages, advantages.clone(), metrics)

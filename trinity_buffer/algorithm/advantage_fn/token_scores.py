@@ -75,8 +75,8 @@ def row_sums(values: Tensor, mask: Tensor) -> Tensor:
     return values.where(mask, 0.0).sum(-1)
 
 
-def row_statistics(name: str, values: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return mean and deviation over the rows of `row_sums`, as ``name/mean`` and ``name/std``."""
-    sums = row_sums(values, mask)
-    spread = sums.std() if len(sums) > 1 else torch.zeros_like(sums.sum())
-    return {f"{name}/mean": sums.mean(), f"{name}/std": spread}
+def row_statistics(name: str, values: Tensor, rows: Rows) -> dict[str, Tensor]:
+    """Return mean and deviation of `row_sums` over the rows of all ranks, under ``name/``."""
+    sums = row_sums(values, rows.mask)
+    _, mean, variance = rows.moments(sums, torch.ones_like(sums, dtype=torch.bool), ddof=1)
+    return {f"{name}/mean": mean, f"{name}/std": variance.sqrt()}

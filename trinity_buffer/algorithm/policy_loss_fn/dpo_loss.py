@@ -37,6 +37,7 @@ class DPOLossFn(PolicyLossFn):
     """
 
     pairs = True
+    row_metrics = ("chosen_reward", "rejected_reward", "accuracy_mean")
     reference_args = {"per_pair": False}
 
     def __init__(

@@ -35,6 +35,8 @@ class GMPOLossFn(PolicyLossFn):
         clip_range_high: log-ratios above this stop learning where A > 0.
     """
 
+    row_metrics = ("ratio/mean",)
+
     def __init__(
         self, backend: str = "verl", clip_range_low: float = 0.4, clip_range_high: float = 0.4
     ) -> None:

@@ -43,6 +43,7 @@ class GSPOLossFn(PolicyLossFn):
     """
 
     tuned = {"clip_range_low": 3e-4, "clip_range_high": 4e-4}
+    row_metrics = ("ppo_kl_seq",)
 
     def __init__(
         self,

@@ -61,7 +61,8 @@ class PolicyLossFn(ABC):
     `aggregate_loss`.
 
     Metrics whose name ends in ``loss`` are shares of the step's loss: with a layout they add up
-    over micro-batches. All others describe the micro-batch at hand.
+    over micro-batches. Of one that ends in ``_max`` or ``_min`` the largest or smallest is told, of
+    all others the mean, weighted by action tokens, or by rows if `row_metrics` names them.
 
     Attributes:
         tuned: defaults for configuration files where they differ from the constructor's.
@@ -69,6 +70,7 @@ class PolicyLossFn(ABC):
         reference_args: constructor arguments that reproduce the reference where it is wrong.
         per_microbatch: True if the loss looks at the micro-batch as a whole, so that cutting a step
             differently changes its gradient.
+        row_metrics: names of the metrics that are means over rows.
         pairs: True if rows are the chosen and the rejected answers of pairs, in turn.
     """
 
@@ -76,6 +78,7 @@ class PolicyLossFn(ABC):
     run_time: ClassVar[frozenset[str]] = frozenset()
     reference_args: ClassVar[Mapping[str, Any]] = {}
     per_microbatch: ClassVar[bool] = False
+    row_metrics: ClassVar[tuple[str, ...]] = ()
     pairs: ClassVar[bool] = False
     _tensors: ClassVar[tuple[str, ...]] = ()
 

@@ -48,6 +48,7 @@ class PPOPolicyLossFn(PolicyLossFn):
     """
 
     tuned = {"clip_range": 0.2}
+    row_metrics = ("seq_mask/mean_sequence_kl",)
 
     def __init__(
         self,

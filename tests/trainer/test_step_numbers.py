@@ -1,0 +1,142 @@
+"""What ranks report and commit of a step: the numbers that one process would have."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any, TypeVar
+
+import anyio
+import pytest
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from tests.trainer.data import prepared
+from tests.trainer.numbers_rank import NOT_FINITE, STEPS, trained
+from trinity_buffer import inspect
+from trinity_buffer.algorithm import build
+from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.inspect.source import now
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.trainer.parallel import OneProcess
+from trinity_buffer.trainer.step_numbers import Number, StepNumbers, combined
+
+T = TypeVar("T")
+CHOICES: dict[str, dict[str, Any]] = {
+    "grpo": {"kl_loss_fn": "k2", "kl_loss_fn_args": {"kl_coef": 0.1}},
+    "ppo": {"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.1}},
+    "dpo": {},
+    "mix": {},
+    "gspo": {},
+    "jsd": {},
+}
+USUAL = {("grpo", 3), ("dpo", 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, marks=[] if (name, ranks) in USUAL else pytest.mark.long)
+        for name in CHOICES
+        for ranks in (2, 3)
+    ],
+)
+def test_any_number_of_ranks_reports_and_commits_what_one_process_would(
+    name: str, ranks: int, tmp_path: Path
+) -> None:
+    """Two groups a step: the third rank has no rows. One step is not finite, on one rank."""
+    algorithm = build(name, **CHOICES[name])
+    anyio.run(prepared, f"sqlite:///{tmp_path}/run.db", algorithm)
+    command = [sys.executable, "-m", "tests.trainer.numbers_rank", str(tmp_path)]
+    chosen = [str(ranks), name, json.dumps(CHOICES[name])]
+    started = [subprocess.Popen([*command, str(rank), *chosen]) for rank in range(ranks)]
+    alone = trained(tmp_path, 0, 1, algorithm)
+    assert {one.wait(240) for one in started} == {0}
+    assert len(alone) == STEPS
+    assert [step["skipped"] for step in alone].index(1.0) == NOT_FINITE - 1
+    for rank in range(ranks):
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        for found, wanted in zip(told, alone, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6, nan_ok=True)
+    lines = anyio.run(committed, f"sqlite:///{tmp_path}/run.db", f"ranks-{ranks}")
+    for line, step in zip(lines[:STEPS], alone, strict=True):
+        assert line.keys() >= {"loss", "gradient_norm"} or step["skipped"]
+        assert line == pytest.approx(
+            {n: step[n] if n in step else step[f"measured/{n}"] for n in line}, rel=1e-5, abs=1e-6
+        )
+
+
+async def committed(url: str, trainer: str) -> list[dict[str, float]]:
+    async with open_store(url) as store:
+        source = now(await store.experiment("run"))
+        return [dict(one.metrics) for one in await inspect.steps(source, trainer=trainer)]
+
+
+def of_tokens(number: int) -> MicroBatch:
+    mask = torch.ones(1, number, dtype=torch.bool)
+    tensors = {"action_mask": mask, "sample_index": torch.zeros(1, dtype=torch.int32)}
+    return MicroBatch(tensors, BatchLayout.of_step(mask))
+
+
+def test_micro_batches_count_by_their_tokens_or_rows_and_losses_add_up() -> None:
+    names = ("kl_loss", "ratio", "drift", "gap/max", "gap_min")
+    parts = [dict.fromkeys(names, 1.0), dict.fromkeys(names, 3.0)]
+    found = combined(parts, [of_tokens(3), of_tokens(1)], ["drift"])
+    assert [float(found[name].value) for name in names] == [4.0, 1.5, 2.0, 3.0, 1.0]
+
+
+def test_ranks_that_have_other_names_agree_on_all() -> None:
+    """Also where a name comes later, and where a number is NaN."""
+    first = [
+        {"loss": Number(1.0), "a": Number(1.0, 1), "x_max": Number(5.0, 1)},
+        {"b": Number(4.0, 2), "loss": Number(3.0), "x_max": Number(math.nan, 1)},
+    ]
+    later = [
+        {"c": Number(1.0, 1), "loss": Number(math.nan)},
+        {"a": Number(2.0, 0), "c": Number(4.0, 2)},
+    ]
+    readers = [StepNumbers(rank) for rank in _Rank.pair()]
+    one, other = of_both(lambda at: readers[at].read([torch.zeros(())], first[at]))
+    assert one == other == (True, {"loss": 2.0, "a": 1.0, "b": 4.0, "x_max": 5.0})
+    bad = torch.tensor([0.0, math.inf])
+    one, other = of_both(lambda at: readers[at].read([bad[at]], later[at]))
+    assert one[0] is other[0] is False
+    for _, numbers in (one, other):
+        assert numbers == pytest.approx({"a": 2, "c": 3, "loss": math.nan}, nan_ok=True)
+
+
+def of_both(act: Callable[[int], T]) -> list[T]:
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(act, range(2)))
+
+
+class _Rank(OneProcess):
+    """One of two ranks, in threads."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, told: dict[int, Tensor], barrier: Barrier) -> None:
+        self.rank, self._told, self._barrier = rank, told, barrier
+
+    @classmethod
+    def pair(cls) -> list[_Rank]:
+        told: dict[int, Tensor] = {}
+        barrier = Barrier(2)
+        return [cls(rank, told, barrier) for rank in range(2)]
+
+    @override
+    def gather(self, value: Tensor) -> list[Tensor]:
+        self._told[self.rank] = value
+        self._barrier.wait(30)
+        both = [self._told[0], self._told[1]]
+        self._barrier.wait(30)
+        assert both[0].shape == both[1].shape
+        return both
