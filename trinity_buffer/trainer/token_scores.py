@@ -44,7 +44,9 @@ def token_scores(
     ids = microbatch["input_ids"]
     if not ids.numel():
         one = token_scores(model, stand_in(microbatch), chunk_logits=chunk_logits)
-        return TokenScores(one.logprob[:0], one.entropy[:0])
+        return TokenScores(
+            *(part.flatten()[:0].view(ids.shape) for part in (one.logprob, one.entropy))
+        )
     hidden, head, places = _predictions(model, microbatch)
     found = head_scores(hidden, head, ids.flatten()[places].long(), chunk_logits)
     return TokenScores(*(_placed(one, places, ids) for one in found))
@@ -60,7 +62,8 @@ def entropy_changes(
     """
     ids = microbatch["input_ids"]
     if not ids.numel():
-        return entropy_changes(model, stand_in(microbatch), chunk_logits=chunk_logits)[:0]
+        one = entropy_changes(model, stand_in(microbatch), chunk_logits=chunk_logits)
+        return one.flatten()[:0].view(ids.shape)
     hidden, head, places = _predictions(model, microbatch)
     return _placed(head_entropy_changes(hidden, head, chunk_logits), places, ids)
 
