@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -84,7 +84,6 @@ class Recorder:
         self._settings = settings
         self._in_flight = 0
         self._background: TaskGroup | None = None
-        self._failed: TrinityBufferError | None = None
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -156,8 +155,8 @@ class Recorder:
         """Answer a request for a completion."""
         if refused := self._refused(request):
             return refused
-        if self._failed is not None:
-            raise self._failed
+        if self._recording.failed is not None:
+            raise self._recording.failed
         if self._in_flight >= self._settings.max_in_flight:
             refused = _error(429, f"{self._in_flight} requests are being answered: try again")
             refused.headers["retry-after"] = "1"
@@ -217,20 +216,13 @@ class Recorder:
             require_ids(one, self._upstream.root)
         messages, tools = body.get("messages") or (), body.get("tools") or ()
         turns = [Said(messages, tools, one) for one in made]
-        if self._settings.ack == "after":
-            # Whoever hangs up now has asked for it all the same.
-            with anyio.CancelScope(shield=True):
+        # Whoever hangs up now has asked for it all the same.
+        with anyio.CancelScope(shield=True):
+            if self._settings.ack == "after":
                 await self._recording.said(rollout, turns)
-        else:
-            assert self._background is not None
-            self._background.start_soon(self._said_later, rollout, turns)
-
-    async def _said_later(self, rollout: Rollout, turns: Sequence[Said]) -> None:
-        """Record what has left already; who asks next is told if that failed."""
-        try:
-            await self._recording.said(rollout, turns)
-        except TrinityBufferError as error:
-            self._failed = error
+            else:
+                assert self._background is not None
+                await self._background.start(self._recording.said, rollout, turns)
 
     async def _streamed(
         self, path: str, asked: Mapping[str, Any], body: Mapping[str, Any], rollout: Rollout

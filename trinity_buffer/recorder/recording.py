@@ -9,20 +9,31 @@ it once.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import anyio
+from anyio.abc import TaskStatus
 from typing_extensions import override
 
-from trinity_buffer.errors import ConflictError, InvalidArgumentError
+from trinity_buffer.errors import (
+    ConflictError,
+    InvalidArgumentError,
+    StoreError,
+    TrinityBufferError,
+)
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.conversation import Completion, experiences_of
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.spoken_wait import one_line
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.writer import WriteReceipt
+
+_logger = logging.getLogger(__name__)
 
 TURNS = ".turns"
 """What the name of the experiment with the turns ends with."""
@@ -75,7 +86,20 @@ class _Open:
 
     turns: list[Said] = field(default_factory=list)
     is_closed: bool = False
+    lost: TrinityBufferError | None = None
     turn: anyio.Lock = field(default_factory=anyio.Lock)
+
+    def require_whole(self, rollout: Rollout) -> None:
+        """Return if no turn of it that was answered is lost.
+
+        Raises:
+            ConflictError: one is.
+        """
+        if self.lost is not None:
+            raise ConflictError(
+                f"rollout {rollout} lacks a turn that was answered before it was stored, which "
+                f"then failed ({self.lost}): begin another one"
+            )
 
 
 class Recording:
@@ -85,6 +109,9 @@ class Recording:
         experiment: of the closed rollouts.
         turns: of the single turns.
         actor: name of the recorder; no two that live at the same time may share it.
+
+    Attributes:
+        failed: how the store failed after an answer had left; nothing more can be promised.
     """
 
     def __init__(self, experiment: Experiment, turns: Experiment, *, actor: str) -> None:
@@ -93,6 +120,7 @@ class Recording:
         self._writer = experiment.writer(actor)
         self._turn_writer = turns.writer(actor)
         self._open: dict[Rollout, _Open] = {}
+        self.failed: StoreError | None = None
 
     @classmethod
     async def begin(cls, store: Store, name: str, *, actor: str, config: Mapping[str, Any]) -> Self:
@@ -102,24 +130,62 @@ class Recording:
         turns = await store.experiment(f"{name}{TURNS}", config={})
         return cls(experiment, turns, actor=actor)
 
-    async def said(self, rollout: Rollout, turns: Sequence[Said]) -> None:
+    async def said(
+        self,
+        rollout: Rollout,
+        turns: Sequence[Said],
+        *,
+        task_status: TaskStatus[None] | None = None,
+    ) -> None:
         """Store one turn of ``rollout``; of several choices, one of each run from its run on.
 
-        On return they are durable.
+        On return they are durable, all or none. With a ``task_status``, the answer leaves when that
+        is told: their places in their rollouts are taken then, so that whoever closes one waits.
+        What fails later is told to those who ask for these rollouts next.
 
         Raises:
-            ConflictError: the rollout is closed.
+            ConflictError: a rollout is closed, or lacks a turn.
         """
         rollouts = [rollout._replace(run=rollout.run + number) for number in range(len(turns))]
-        for one, turn in zip(rollouts, turns, strict=True):
-            found = await self._of(one)
-            async with found.turn:
-                if found.is_closed:
-                    raise ConflictError(
-                        f"rollout {one} is closed, its reward is known: begin another one"
-                    )
-                await self._turn_writer.write([_stored(one, len(found.turns), turn)])
+        async with AsyncExitStack() as held:
+            opened = [await held.enter_async_context(self._taken(one)) for one in rollouts]
+            stored = [
+                _stored(one, len(found.turns), turn)
+                for one, found, turn in zip(rollouts, opened, turns, strict=True)
+            ]
+            if task_status is not None:
+                task_status.started()
+            try:
+                await self._turn_writer.write(stored)
+            except TrinityBufferError as error:
+                if task_status is None:
+                    raise
+                self._lose(rollout, opened, error)
+                return
+            for found, turn in zip(opened, turns, strict=True):
                 found.turns.append(turn)
+
+    @asynccontextmanager
+    async def _taken(self, rollout: Rollout) -> AsyncIterator[_Open]:
+        """Yield a rollout that is not closed; nobody else has it meanwhile."""
+        found = await self._of(rollout)
+        async with found.turn:
+            if found.is_closed:
+                raise ConflictError(
+                    f"rollout {rollout} is closed, its reward is known: begin another one"
+                )
+            found.require_whole(rollout)
+            yield found
+
+    def _lose(self, rollout: Rollout, opened: Sequence[_Open], error: TrinityBufferError) -> None:
+        """Note that a turn was answered and could not be stored."""
+        _logger.error(
+            "%s", one_line(f"rollout {rollout}: a turn that was answered is lost: {error}")
+        )
+        for found in opened:
+            found.lost = error
+        if isinstance(error, StoreError):
+            self.failed = error
 
     async def continued(self, rollout: Rollout, messages: Sequence[Mapping[str, Any]]) -> Rollout:
         """Return which of the choices that began at ``rollout`` the ``messages`` go on with.
@@ -141,14 +207,14 @@ class Recording:
 
         Raises:
             InvalidArgumentError: nobody has said anything in it.
-            ConflictError: its batch is sealed.
+            ConflictError: its batch is sealed, or it lacks a turn.
             ConflictingExperienceError: it was closed with another reward.
         """
         found = await self._of(rollout)
         async with found.turn:
+            found.require_whole(rollout)
             turns = found.turns or await self._stored_turns(rollout)
             if not turns:
-                self._open.pop(rollout, None)
                 raise InvalidArgumentError(f"rollout {rollout}: nothing was said in it")
             made = _closed(turns, reward)
             for step, experience in enumerate(made):
