@@ -132,3 +132,24 @@ async def test_of_several_choices_all_are_stored_or_none(
         assert (await chat(url, "t/0", n=2)).status_code == 409
         assert (await reward(url, "t/0", 1.0)).status_code == 400  # nothing was said in it
     assert len(await stored(store_url, "agent.turns")) == 1
+
+
+async def test_a_turn_goes_to_another_run_only_where_one_request_made_both(
+    store_url: str, upstream: str, scripted: Scripted
+) -> None:
+    goes_on = [*HELLO, {"role": "assistant", "content": "Yes."}, *HELLO]
+    async with recording(store_url, upstream) as url:
+        for run, text in ((0, "Yes. "), (1, "Yes.")):
+            scripted.answer = whole(choice(text))
+            await chat(url, f"t/{run}")
+        branch = await chat(url, "t/0", messages=goes_on)
+        scripted.answer = whole(choice("No."), choice("Yes.", index=1))
+        await chat(url, "u/3", n=2)
+        scripted.answer = whole(choice("Yes."))
+        await chat(url, "u/5")
+        chosen = await chat(url, "u/3", messages=goes_on)
+    async with recording(store_url, upstream) as url:  # and of one that knows it from the store
+        again = [await chat(url, f"{task}/0", messages=goes_on) for task in "tu"]
+        again.append(await chat(url, "u/3", messages=goes_on))
+    went = [answer.headers["x-trinity-rollout"][9:] for answer in (branch, chosen, *again)]
+    assert went == ["t/0", "u/4", "t/0", "u/0", "u/4"]

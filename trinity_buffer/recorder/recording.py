@@ -27,7 +27,7 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.conversation import Completion, experiences_of
-from trinity_buffer.identity import EID
+from trinity_buffer.identity import EID, require_name
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.spoken_wait import one_line
 from trinity_buffer.pipeline.store import Store
@@ -56,15 +56,19 @@ class Rollout(NamedTuple):
         """Return what ``[batch/]task/run`` or ``task`` means, of ``batch`` if it names none.
 
         Raises:
-            InvalidArgumentError: a run that is no number, or an empty part.
+            InvalidArgumentError: a run that is no number, or a part that cannot name anything.
         """
         parts = text.strip("/").split("/")
         if len(parts) == 1:
             parts.append("0")
         if len(parts) == 2:
             parts.insert(0, batch)
-        if len(parts) != 3 or not all(parts) or not parts[2].isdecimal():
-            raise InvalidArgumentError(f"rollout {text!r}: write it as task/run or batch/task/run")
+        if len(parts) != 3 or not all(parts) or not parts[2].isdecimal() or len(parts[2]) > 19:
+            raise InvalidArgumentError(
+                f"rollout {text!r:.80}: write it as task/run or batch/task/run, the run as a number"
+            )
+        require_name("the batch of the rollout", parts[0])
+        require_name("the task of the rollout", parts[1])
         return cls(parts[0], parts[1], int(parts[2]))
 
     @override
@@ -73,11 +77,12 @@ class Rollout(NamedTuple):
 
 
 class Said(NamedTuple):
-    """One turn: what the model was told, and what it said."""
+    """One turn: what the model was told, what it said, and how many runs its request began here."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]]
     completion: Completion
+    choices: int = 1
 
 
 @dataclass(slots=True)
@@ -86,6 +91,7 @@ class _Open:
 
     turns: list[Said] = field(default_factory=list)
     is_closed: bool = False
+    choices: int = 1
     lost: TrinityBufferError | None = None
     turn: anyio.Lock = field(default_factory=anyio.Lock)
 
@@ -147,12 +153,14 @@ class Recording:
             ConflictError: a rollout is closed, or lacks a turn.
         """
         rollouts = [rollout._replace(run=rollout.run + number) for number in range(len(turns))]
+        turns = [turns[0]._replace(choices=len(turns)), *turns[1:]]
         async with AsyncExitStack() as held:
             opened = [await held.enter_async_context(self._taken(one)) for one in rollouts]
             stored = [
                 _stored(one, len(found.turns), turn)
                 for one, found, turn in zip(rollouts, opened, turns, strict=True)
             ]
+            opened[0].choices = max(opened[0].choices, len(turns))
             if task_status is not None:
                 task_status.started()
             try:
@@ -190,12 +198,18 @@ class Recording:
     async def continued(self, rollout: Rollout, messages: Sequence[Mapping[str, Any]]) -> Rollout:
         """Return which of the choices that began at ``rollout`` the ``messages`` go on with.
 
-        Also of choices that a recorder before this one has stored.
+        Only runs that one request made are looked at: also one to a recorder before this one.
         """
-        answers = [_answer(m) for m in messages if m.get("role") == "assistant"]
-        one = rollout
-        while answers and ((found := await self._of(one)).turns or found.is_closed):
-            if found.turns and _answer(found.turns[-1].completion.message()) == answers[-1]:
+        said = [message for message in messages if message.get("role") == "assistant"]
+        one, end = rollout, rollout.run + 1
+        while said and one.run < end:
+            found = await self._of(one)
+            end = max(end, one.run + found.choices)
+            if end == rollout.run + 1:
+                break
+            async with found.turn:  # what has left already may not be stored yet
+                last = found.turns[-1].completion.message() if found.turns else None
+            if last is not None and _answer(last) == _answer(said[-1]):
                 return one
             one = one._replace(run=one.run + 1)
         return rollout
@@ -244,7 +258,8 @@ class Recording:
         found = self._open.pop(rollout, None)
         if found is None:
             turns, is_closed = await self._stored_turns(rollout), await self._is_closed(rollout)
-            found = self._open.pop(rollout, None) or _Open(turns, is_closed)
+            choices = max((turn.choices for turn in turns), default=1)
+            found = self._open.pop(rollout, None) or _Open(turns, is_closed, choices)
         self._open[rollout] = found  # the one used last is the last
         while len(self._open) > MOST_OPEN:
             self._open.pop(next(iter(self._open)))  # it is stored, and found again there
@@ -266,6 +281,7 @@ def _stored(rollout: Rollout, step: int, turn: Said) -> Experience:
     """Return a turn as it is stored."""
     said = turn.completion
     info = {key: getattr(said, key) for key in (*KEPT, "logprobs_mode")}
+    info["choices"] = turn.choices if turn.choices > 1 else None
     return Experience(
         eid=EID(rollout.batch, rollout.task, rollout.run, step),
         tokens=[*said.prompt_ids, *said.token_ids],
@@ -293,6 +309,7 @@ def _said(stored: Experience) -> Said:
             tool_calls=messages[-1].get("tool_calls") or () if messages else (),
             **{key: stored.info.get(key) for key in (*KEPT, "logprobs_mode")},
         ),
+        stored.info.get("choices", 1),
     )
 
 
