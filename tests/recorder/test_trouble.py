@@ -45,6 +45,8 @@ class Scripted:
         chunks: to one with; a text is sent as it is.
         status: of an answer.
         headers: of an answer.
+        delay_s: until it answers.
+        asked: how often it was.
     """
 
     def __init__(self) -> None:
@@ -52,9 +54,13 @@ class Scripted:
         self.chunks: list[Any] = [piece("stop"), "[DONE]"]
         self.status = 200
         self.headers: dict[str, str] = {}
+        self.delay_s = 0.0
+        self.asked = 0
 
     async def chat(self, request: Request) -> Response:
         """Answer."""
+        self.asked += 1
+        await anyio.sleep(self.delay_s)
         if (await request.json()).get("stream"):
             return StreamingResponse(self._lines(), media_type="text/event-stream")
         # Not JSONResponse, which refuses NaN.
@@ -80,9 +86,9 @@ def upstream(scripted: Scripted) -> Iterator[str]:
         yield url
 
 
-async def chat(url: str, rollout: str, **body: Any) -> Any:
+async def chat(url: str, rollout: str, *, patience_s: float = 30.0, **body: Any) -> Any:
     """Ask once, in ``rollout``."""
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=patience_s) as http:
         at = f"{url}/rollouts/{rollout}/v1/chat/completions"
         return await http.post(at, json={"messages": HELLO, **body})
 
@@ -153,3 +159,109 @@ async def test_a_turn_goes_to_another_run_only_where_one_request_made_both(
         again.append(await chat(url, "u/3", messages=goes_on))
     went = [answer.headers["x-trinity-rollout"][9:] for answer in (branch, chosen, *again)]
     assert went == ["t/0", "u/4", "t/0", "u/0", "u/4"]
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [piece(), {"error": {"message": "EngineDeadError", "code": 500}}, "[DONE]"],
+        [piece()],
+        [piece(), "[DONE]"],
+        [piece("stop")],
+        [piece(), piece("stop", index=1), "[DONE]"],
+        [piece(), "5", "[DONE]"],
+        [piece(), "null", "[DONE]"],
+        [piece(), whole(None), piece("stop"), "[DONE]"],
+        [piece(logprobs={"content": [{}, {}]}), piece("stop"), "[DONE]"],
+        [piece(token_ids="ab"), piece("stop"), "[DONE]"],
+    ],
+    ids=range(10),
+)
+async def test_a_stream_that_breaks_off_is_told_and_no_turn(
+    sqlite_store_url: str, upstream: str, scripted: Scripted, chunks: list[Any]
+) -> None:
+    scripted.chunks = chunks
+    async with recording(sqlite_store_url, upstream) as url:
+        *_, last = (await chat(url, "t/0", stream=True)).text.strip().split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["type"] == "InferenceServerError"
+        assert (await reward(url, "t/0", 1.0)).status_code == 400  # nothing was said in it
+        scripted.chunks = [piece("stop"), "[DONE]"]
+        assert (await chat(url, "t/0", stream=True)).text.endswith("data: [DONE]\n\n")
+    assert len(await stored(sqlite_store_url, "agent.turns")) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [],
+        None,
+        5,
+        whole(),
+        whole(None),
+        whole(choice(finish_reason=None)),
+        whole(choice(logprobs={"content": [{}, {}]})),
+        whole(choice(logprobs={"content": [{"logprob": None}] * 2})),
+        whole(choice(token_ids=["a", "b"])),
+        whole(choice(token_ids=[2**70, 1])),
+        whole(choice(message={"role": "assistant", "content": "", "tool_calls": "x"})),
+        whole(choice(message={"role": "assistant", "tool_calls": [{"function": "x"}]})),
+    ],
+    ids=range(12),
+)
+async def test_an_answer_that_is_none_is_told_as_the_upstreams_fault(
+    sqlite_store_url: str, upstream: str, scripted: Scripted, answer: Any
+) -> None:
+    scripted.answer = answer
+    async with recording(sqlite_store_url, upstream) as url:
+        told = await chat(url, "t/0")
+    assert (told.status_code, upstream in told.json()["error"]["message"]) == (502, True)
+    assert await stored(sqlite_store_url, "agent.turns") == []
+
+
+async def test_a_request_of_the_wrong_form_is_refused_before_it_is_passed_on(
+    sqlite_store_url: str, upstream: str, scripted: Scripted
+) -> None:
+    calls: list[Any] = ["x", [5], [{"function": "x"}]]
+    wrong: list[dict[str, Any]] = [{"tools": 5}, {"tools": [5]}]
+    wrong += [{"messages": [{"role": "assistant", "tool_calls": one}]} for one in calls]
+    async with recording(sqlite_store_url, upstream) as url:
+        told = [await chat(url, "t/0", **body) for body in wrong]
+        told += [await chat(url, name) for name in (f"t/{'9' * 5000}", "t%2Fx/0", f"{'t' * 300}/0")]
+    assert [one.status_code for one in told] == [400] * 8
+    assert all(len(one.json()["error"]["message"]) < 200 for one in told)
+    assert scripted.asked == 0
+
+
+async def test_when_to_come_again_is_passed_on(
+    sqlite_store_url: str, upstream: str, scripted: Scripted
+) -> None:
+    scripted.status, scripted.headers = 429, {"retry-after": "7"}
+    async with recording(sqlite_store_url, upstream) as url:
+        told = await chat(url, "t/0")
+    assert (told.status_code, told.headers["retry-after"]) == (429, "7")
+
+
+async def test_a_reward_under_another_key_closes_nothing(
+    sqlite_store_url: str, upstream: str
+) -> None:
+    async with recording(sqlite_store_url, upstream) as url, httpx2.AsyncClient() as http:
+        await chat(url, "t/0")
+        for body in ({"score": 1.0}, {}):
+            told = await http.post(f"{url}/v1/rollouts/t/0/reward", json=body)
+            assert (told.status_code, "no key 'reward'" in told.text) == (400, True)
+        assert (await reward(url, "t/0", 1.0)).status_code == 200
+    (made,) = await stored(sqlite_store_url)
+    assert made.reward == 1.0
+
+
+async def test_an_answer_that_nobody_waited_for_is_no_turn(
+    sqlite_store_url: str, upstream: str, scripted: Scripted
+) -> None:
+    async with recording(sqlite_store_url, upstream) as url:
+        scripted.delay_s = 0.5
+        with pytest.raises(httpx2.TimeoutException):
+            await chat(url, "t/0", patience_s=0.2)
+        scripted.delay_s = 0
+        assert (await chat(url, "t/0")).status_code == 200
+        await anyio.sleep(0.6)
+        assert len((await reward(url, "t/0", 1.0)).json()["uids"]) == 1

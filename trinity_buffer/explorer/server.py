@@ -94,22 +94,25 @@ class Server:
         said = f"{url}: {type(error).__name__} {error}".rstrip()
         return InferenceServerError(f"{said}; is the server up?")
 
-    async def passed(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
-        """Return status and answer of a POST, whatever the status is.
+    async def passed(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any, dict[str, str]]:
+        """Return status, answer and ``Retry-After`` of a POST, whatever the status is.
 
         Raises:
             InferenceServerError: it cannot be reached, or its answer is no JSON.
         """
         answer = await self._sent("POST", path, body, {})
-        return answer.status_code, _json(answer)
+        after = answer.headers.get("retry-after")
+        headers = {} if after is None else {"retry-after": after}
+        return answer.status_code, _json(answer), headers
 
     async def chunks(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
         """Yield the chunks of a streamed answer.
 
         Raises:
-            InferenceServerError: it cannot be reached, or refuses.
+            InferenceServerError: it cannot be reached, refuses, or breaks off before ``[DONE]``.
         """
         url = f"{self.root}{path}"
+        is_done = False
         try:
             async with self._client.stream("POST", url, json=dict(body)) as answer:
                 if answer.is_error:
@@ -117,10 +120,13 @@ class Server:
                     raise InferenceServerError(f"{url}: {answer.status_code} {text[:300]}")
                 async for line in answer.aiter_lines():
                     data = line.removeprefix("data: ")
+                    is_done = is_done or data == "[DONE]"
                     if data not in (line, "[DONE]"):
                         yield json.loads(data)
         except (self._httpx.HTTPError, OSError, ValueError) as error:
             raise self._unreachable(url, error) from error
+        if not is_done:
+            raise InferenceServerError(f"{url}: its stream ended before [DONE]: ask again")
 
     async def weight_version(self, dialect: Dialect = "vllm") -> str | None:
         """Return the name of the weights that the server holds now; None: it does not tell.

@@ -35,7 +35,9 @@ from trinity_buffer.recorder.upstream import (
     asked_of_upstream,
     completions_of,
     event,
+    require_request,
     stripped,
+    understanding,
 )
 
 HEADER = "x-trinity-rollout"
@@ -126,8 +128,13 @@ class Recorder:
         if refused := self._refused(request):
             return refused
         body = json.loads(await request.body() or b"{}")
+        if request.url.path.endswith("/reward") and isinstance(body, dict) and "reward" not in body:
+            raise InvalidArgumentError(
+                f"the body has no key 'reward', but {sorted(body)}: send {{\"reward\": 1.0}}, or "
+                "close the rollout without one by /seal"
+            )
         reward = body.get("reward") if isinstance(body, dict) else body
-        rollout = Rollout.of(request.path_params["rollout"], self._settings.batch)
+        rollout = self._named(request, request.path_params["rollout"])
         receipt = await self._recording.close(rollout, _number(reward))
         return JSONResponse(
             {
@@ -173,11 +180,7 @@ class Recorder:
     async def _answer(self, request: Request) -> Response:
         body = await request.json()
         path = CHAT if request.url.path.endswith("/chat/completions") else "/v1/completions"
-        if not isinstance(body, dict):
-            raise InvalidArgumentError("a request must be a JSON object")
-        messages = body.get("messages") or []
-        if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
-            raise InvalidArgumentError("messages must be a list of JSON objects")
+        require_request(body)
         asked = asked_of_upstream(path, body)
         require_sampled(asked, self._settings.logprobs_mode)
         rollout = await self._rollout(request, body)
@@ -185,9 +188,11 @@ class Recorder:
         if asked.get("stream"):
             chunks = self._streamed(path, asked, body, rollout)
             return StreamingResponse(chunks, headers=headers, media_type="text/event-stream")
-        status, answer = await self._upstream.passed(path, asked)
+        status, answer, told = await self._upstream.passed(path, asked)
         if status >= 400:
-            return JSONResponse(answer, status_code=status)
+            return JSONResponse(answer, status_code=status, headers=told)
+        if await request.is_disconnected():
+            return _error(499, "the client went away: it never saw the answer, which is no turn")
         await self._record(path, answer, body, rollout)
         if body.get("stream"):
             options = body.get("stream_options")
@@ -199,19 +204,26 @@ class Recorder:
     async def _rollout(self, request: Request, body: Mapping[str, Any]) -> Rollout:
         """Return the rollout that the request names, else one of its own."""
         named = request.path_params.get("rollout") or request.headers.get(HEADER)
-        found = Rollout.of(named or uuid4().hex, self._settings.batch)
+        found = self._named(request, named or uuid4().hex)
         if not named:
             return self._recording.fresh(found)
         return await self._recording.continued(found, body.get("messages") or ())
+
+    def _named(self, request: Request, name: str) -> Rollout:
+        """Return the rollout of this name, which no encoded slash may split."""
+        if b"%2f" in request.scope.get("raw_path", b"").lower():
+            raise InvalidArgumentError(
+                f"rollout {name!r:.80}: no part of its name may hold a slash"
+            )
+        return Rollout.of(name, self._settings.batch)
 
     async def _record(
         self, path: str, answer: Mapping[str, Any], body: Mapping[str, Any], rollout: Rollout
     ) -> None:
         """Record an answer; it is durable on return, unless it may leave before that."""
         mode = self._settings.logprobs_mode
-        made = [replace(one, logprobs_mode=mode) for one in completions_of(path, answer)]
-        if not made:
-            raise InferenceServerError(f"{self._upstream.root} answered without a choice")
+        with understanding(self._upstream.root):
+            made = [replace(one, logprobs_mode=mode) for one in completions_of(path, answer)]
         for one in made:
             require_ids(one, self._upstream.root)
         messages, tools = body.get("messages") or (), body.get("tools") or ()
@@ -231,8 +243,9 @@ class Recorder:
         whole, held = StreamedAnswer(), []
         try:
             async for chunk in self._upstream.chunks(path, asked):
-                ends = whole.take(chunk)
-                piece = event(stripped(chunk, body))
+                with understanding(self._upstream.root):
+                    ends = whole.take(chunk)
+                    piece = event(stripped(chunk, body))
                 if ends or not chunk.get("choices"):
                     held.append(piece)
                 else:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
 from trinity_buffer.explorer.answers import (
     ASKED_FOR_CHAT,
     ASKED_FOR_TEXT,
@@ -17,6 +20,46 @@ from trinity_buffer.explorer.conversation import Completion
 
 CHAT = "/v1/chat/completions"
 OURS = ("token_ids", "prompt_token_ids")
+
+
+def require_request(body: Any) -> None:
+    """Return if a request has the form of one, as far as it is read here.
+
+    Raises:
+        InvalidArgumentError: it has not.
+    """
+    if not isinstance(body, dict):
+        raise InvalidArgumentError("a request must be a JSON object")
+    for key in ("messages", "tools"):
+        if not _is_objects(body.get(key)):
+            raise InvalidArgumentError(f"{key} must be a list of JSON objects")
+    if not all(map(_has_calls, body.get("messages") or ())):
+        raise InvalidArgumentError("tool_calls must be a list of tool calls")
+
+
+def _is_objects(value: Any) -> bool:
+    """Return whether it is a list of JSON objects, or nothing."""
+    return not value or (isinstance(value, list) and all(isinstance(one, dict) for one in value))
+
+
+def _has_calls(message: Mapping[str, Any]) -> bool:
+    """Return whether what a message has for tool calls are some."""
+    calls = message.get("tool_calls")
+    return _is_objects(calls) and _is_objects([call.get("function") or {} for call in calls or ()])
+
+
+@contextmanager
+def understanding(root: str) -> Iterator[None]:
+    """Read what the server at ``root`` answers inside the context.
+
+    Raises:
+        InferenceServerError: it cannot be read.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise InferenceServerError(f"{root}: its answer is no whole completion ({said})") from error
 
 
 def asked_of_upstream(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,10 +74,22 @@ def asked_of_upstream(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def completions_of(path: str, answer: Mapping[str, Any]) -> list[Completion]:
-    """Return the choices of an answer, in the order of their indexes."""
+    """Return the choices of an answer, in the order of their indexes; see `understanding`.
+
+    Raises:
+        ValueError: there is none, or one did not end.
+    """
     read = chat_completion if path == CHAT else text_completion
     choices = sorted(answer.get("choices") or (), key=lambda one: one.get("index", 0))
-    return [read(answer, choice) for choice in choices]
+    if not choices or not all(choice.get("finish_reason") for choice in choices):
+        raise ValueError("each answer needs a choice, and each choice a finish_reason")
+    if not all(_has_calls(choice.get("message") or {}) for choice in choices):
+        raise ValueError("tool_calls must be a list of tool calls")
+    found = [read(answer, choice) for choice in choices]
+    for one in found:
+        for kind, values in (("q", one.prompt_ids), ("q", one.token_ids), ("d", one.logprobs)):
+            array(kind, values or ())  # which only numbers pass
+    return found
 
 
 def stripped(answer: dict[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +138,13 @@ class StreamedAnswer:
         self._choices: dict[int, dict[str, Any]] = {}
 
     def take(self, chunk: Mapping[str, Any]) -> bool:
-        """Take in a chunk; return whether it ends one of the choices."""
+        """Take in a chunk; return whether it ends one of the choices.
+
+        Raises:
+            ValueError: it says that the answer failed.
+        """
+        if "error" in chunk:
+            raise ValueError(f"it broke off by {json.dumps(chunk['error']):.300}")
         if chunk.get("prompt_token_ids"):
             self._top["prompt_token_ids"] = chunk["prompt_token_ids"]
         ends = False
@@ -111,6 +172,6 @@ class StreamedAnswer:
         """Return the whole answer, as it would have come without streaming."""
         choices = [
             {**choice, "message": {"role": "assistant", "content": choice["text"]}}
-            for _, choice in sorted(self._choices.items())
+            for choice in self._choices.values()
         ]
         return {**self._top, "choices": choices}
