@@ -63,7 +63,7 @@ def write_tables() -> None:
 def newest_rows() -> dict[tuple[str, str], Row]:
     """Return the last result on SQLite of each operation and case."""
     rows = [json.loads(line) for line in RECORD.read_text().splitlines()]
-    return {(row["op"], row["case"]): row for row in rows if row["backend"] == "sqlite"}
+    return {(row["op"], row.get("case", "")): row for row in rows if row["backend"] == "sqlite"}
 
 
 def speeds(newest: Mapping[tuple[str, str], Row]) -> str:

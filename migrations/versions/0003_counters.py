@@ -44,6 +44,33 @@ STORED = (
     "WHERE sealed_at IS NOT NULL"
 )
 
+VIEWS = {
+    "rejected_rollouts": (
+        "SELECT x.name AS experiment, r.consumer AS rejected_by, r.reason, e.batch, e.task, "
+        "e.run, e.step, e.suffix, e.reward, r.position FROM rejection r JOIN experiment x ON "
+        "x.id = r.experiment JOIN consumer c ON c.experiment = r.experiment AND c.name = "
+        "r.consumer AND c.kind = 'strategy' JOIN experience e ON e.experiment = r.experiment "
+        "AND e.address = r.address UNION ALL SELECT x.name, r.consumer, r.reason, e.batch, "
+        "e.task, e.run, e.step, e.suffix, e.reward, r.position FROM rejection r JOIN "
+        "experiment x ON x.id = r.experiment JOIN consumer c ON c.experiment = r.experiment "
+        "AND c.name = r.consumer AND c.kind = 'trainer' JOIN consumer s ON s.experiment = "
+        "r.experiment AND s.kind = 'strategy' CROSS JOIN annotation a JOIN experience e ON "
+        "e.experiment = a.experiment AND e.address = a.experience WHERE a.experiment = "
+        "s.experiment AND a.consumer = s.name AND a.address = r.address"
+    ),
+    "trained_rollouts": (
+        "SELECT x.name AS experiment, d.consumer AS trainer, d.step AS gradient_step, d.step "
+        "<= c.committed_step AS committed, a.consumer AS annotation_set, e.batch, e.task, "
+        "e.run, e.step, e.suffix, e.reward, e.policy_version FROM delivery d JOIN experiment "
+        "x ON x.id = d.experiment JOIN consumer c ON c.experiment = d.experiment AND c.name ="
+        " d.consumer JOIN consumer s ON s.experiment = d.experiment AND s.kind = 'strategy' "
+        "CROSS JOIN annotation a JOIN experience e ON e.experiment = a.experiment AND "
+        "e.address = a.experience WHERE d.source = '' AND a.experiment = s.experiment AND "
+        "a.consumer = s.name AND a.address = d.address"
+    ),
+}
+"""The views that look at annotations last: see `store.schema`."""
+
 
 def key_of(state: str) -> str:
     """Return a state, or its digest where it is too long for an index of PostgreSQL."""
@@ -75,6 +102,9 @@ def upgrade() -> None:
             op.bulk_insert(table, made)
     op.execute(sa.text(PLANNED))
     op.execute(sa.text(STORED))
+    for name, query in VIEWS.items():
+        op.execute(sa.text(f"DROP VIEW {name}"))
+        op.execute(sa.text(f"CREATE VIEW {name} AS {query}"))
 
 
 def downgrade() -> None:

@@ -47,13 +47,13 @@ class Changes(ABC):
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._own = 0
-        self._event = anyio.Event()
+        self._event = asyncio.Event()
 
     def notify(self) -> None:
         """Wake those of this process: its own commits do not reach it through the database."""
         self._own += 1
         self._event.set()
-        self._event = anyio.Event()
+        self._event = asyncio.Event()
 
     @abstractmethod
     async def state(self) -> tuple[int, int]:
@@ -139,7 +139,7 @@ class SQLiteChanges(Changes):
     def _heard(self, watch: int) -> None:
         drain(watch)
         self._event.set()
-        self._event = anyio.Event()
+        self._event = asyncio.Event()
 
     @override
     async def close(self) -> None:
@@ -194,7 +194,7 @@ class PostgresChanges(Changes):
     def _heard(self, *_: Any) -> None:
         self._others += 1
         self._event.set()
-        self._event = anyio.Event()
+        self._event = asyncio.Event()
 
     @override
     async def state(self) -> tuple[int, int]:

@@ -105,12 +105,13 @@ def _besides_tables(dialect: str) -> list[str]:
 
 _UID = "e.batch, e.task, e.run, e.step, e.suffix"
 _OF_THE_ROW = "JOIN experience e ON e.experiment = a.experiment AND e.address = a.experience"
-# An annotation's address names no set: asked for in each set, the primary key finds it.
-_BY_ADDRESS = (
+# An annotation's address names no set: asked for in each set, the primary key finds it. The CROSS
+# JOIN tells SQLite to look at annotations last; left alone it walks all of them for each row.
+_IN_EACH_SET = (
     "JOIN consumer s ON s.experiment = {row}.experiment AND s.kind = 'strategy' "
-    "JOIN annotation a ON a.experiment = s.experiment AND a.consumer = s.name "
-    "AND a.address = {row}.address"
+    "CROSS JOIN annotation a"
 )
+_BY_ADDRESS = "a.experiment = s.experiment AND a.consumer = s.name AND a.address = {row}.address"
 
 VIEWS = {
     "rollouts": f"SELECT x.name AS experiment, {_UID}, e.reward, e.policy_version, "
@@ -127,13 +128,15 @@ VIEWS = {
     f"SELECT x.name, r.consumer, r.reason, {_UID}, e.reward, r.position FROM rejection r "
     "JOIN experiment x ON x.id = r.experiment "
     "JOIN consumer c ON c.experiment = r.experiment AND c.name = r.consumer "
-    f"AND c.kind = 'trainer' {_BY_ADDRESS.format(row='r')} {_OF_THE_ROW}",
+    f"AND c.kind = 'trainer' {_IN_EACH_SET.format(row='r')} {_OF_THE_ROW} "
+    f"WHERE {_BY_ADDRESS.format(row='r')}",
     "trained_rollouts": "SELECT x.name AS experiment, d.consumer AS trainer, "
     "d.step AS gradient_step, d.step <= c.committed_step AS committed, "
     f"a.consumer AS annotation_set, {_UID}, e.reward, e.policy_version "
     "FROM delivery d JOIN experiment x ON x.id = d.experiment "
     "JOIN consumer c ON c.experiment = d.experiment AND c.name = d.consumer "
-    f"{_BY_ADDRESS.format(row='d')} {_OF_THE_ROW} WHERE d.source = ''",
+    f"{_IN_EACH_SET.format(row='d')} {_OF_THE_ROW} "
+    f"WHERE d.source = '' AND {_BY_ADDRESS.format(row='d')}",
     "gradient_steps": "SELECT x.name AS experiment, t.consumer AS trainer, t.step, "
     "h.recorded_at / 1000000.0 AS handed_out_at, k.recorded_at / 1000000.0 AS committed_at, "
     't."rows", t."groups", t.checkpoint, t.leased_at AS handed_out_position, '
