@@ -15,19 +15,22 @@ if TYPE_CHECKING:
     from trinity_buffer.errors import TrinityBufferError
     from trinity_buffer.experience import CustomField, Experience, group_by
     from trinity_buffer.explorer.conversation import Completion, Conversation
-    from trinity_buffer.explorer.exploration import explore
+    from trinity_buffer.explorer.exploration import ExploreOptions, explore
     from trinity_buffer.explorer.local_model import LocalModel
     from trinity_buffer.explorer.openai_model import OpenAIModel
     from trinity_buffer.identity import EID
     from trinity_buffer.inspect.table import to_arrow
     from trinity_buffer.metrics import gather_metrics
+    from trinity_buffer.pipeline.annotating.grouping import GroupingRules
     from trinity_buffer.pipeline.annotating.scoring import assign_rewards
     from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer, run_strategy
     from trinity_buffer.pipeline.history.compaction import compact
     from trinity_buffer.pipeline.history.replay import open_replay_stream
     from trinity_buffer.pipeline.store import open_store
+    from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
     from trinity_buffer.pipeline.sync_stream import open_train_stream
     from trinity_buffer.pipeline.verifying.verify import verify
+    from trinity_buffer.trainer.reports import StepReport
     from trinity_buffer.trainer.token_scores import token_scores
     from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
     from trinity_buffer.writer import BufferWriter, StagedWriter, WriteReceipt
@@ -41,10 +44,14 @@ __all__ = [
     "Conversation",
     "CustomField",
     "Experience",
+    "ExploreOptions",
+    "GroupingRules",
     "LocalModel",
     "OpenAIModel",
     "StagedWriter",
+    "StepReport",
     "StrategyConsumer",
+    "StreamOptions",
     "Trainer",
     "TrainerSettings",
     "TrinityBufferError",
@@ -82,6 +89,10 @@ _HOMES = {
     "StrategyConsumer": "trinity_buffer.pipeline.annotating.strategy_consumer",
     "TrinityBufferError": "trinity_buffer.errors",
     "WriteReceipt": "trinity_buffer.writer",
+    "ExploreOptions": "trinity_buffer.explorer.exploration",
+    "GroupingRules": "trinity_buffer.pipeline.annotating.grouping",
+    "StepReport": "trinity_buffer.trainer.reports",
+    "StreamOptions": "trinity_buffer.pipeline.streaming.stream_options",
     "explore": "trinity_buffer.explorer.exploration",
     "gather_metrics": "trinity_buffer.metrics",
     "group_by": "trinity_buffer.experience",

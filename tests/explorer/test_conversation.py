@@ -9,6 +9,7 @@ import pytest
 
 import trinity_buffer as tb
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.explorer.conversation import _tell_of_a_split
 
 QUESTION = {"role": "user", "content": "how many?"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "count", "arguments": "{}"}}
@@ -64,6 +65,20 @@ def test_a_prompt_that_does_not_continue_begins_another_experience(prompt: list[
     assert second.action_mask is not None
     assert second.action_mask.tolist() == [True, False, True]
     assert (first.reward, second.reward) == (1.0, 1.0)
+
+
+def test_the_first_run_that_becomes_several_experiences_is_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _tell_of_a_split.cache_clear()
+    for _ in range(2):
+        talk = tb.Conversation([QUESTION])
+        talk.said(turn([1, 2], [3, 4]))
+        talk.heard(QUESTION)
+        talk.said(turn([1, 2, 4, 50], [6]))
+        assert len(talk.experiences(1.0)) == 2
+    (told,) = caplog.messages
+    assert "does not begin with all tokens before it: its run becomes several experiences" in told
 
 
 def test_one_turn_without_log_probs_leaves_its_experience_without() -> None:

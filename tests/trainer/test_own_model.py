@@ -25,7 +25,7 @@ from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.trainer.causal_lm import CausalLM
 
 DROPOUT: dict[str, Any] = {"attention_dropout": 0.1}
-"""Draws random numbers in training, so that a resumed run needs those of the checkpoint."""
+"""Draws random numbers in training: a resumed run needs those of the checkpoint, a replay all."""
 
 
 def algorithm() -> Algorithm:
@@ -36,6 +36,7 @@ def trainer_on(
     stream: SyncTrainStream | ReplayStream, folder: Path, steps: int | None = None
 ) -> tb.Trainer:
     model = qwen3(**DROPOUT)
+    torch.seed()  # each process begins with other random numbers; the trainer sees to its own
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     settings = tb.TrainerSettings(checkpoints=folder, max_steps=steps)
     return tb.Trainer(stream, model, algorithm(), settings, optimizer=optimizer)

@@ -222,6 +222,7 @@ def settings_of(
         record_tokens=config.record_tokens,
         max_steps=config.max_steps,
         max_skipped_steps=config.max_skipped_steps,
+        seed=config.seed,
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +186,8 @@ def experiences_of(
     found: list[_Stretch] = []
     for turn in turns:
         if not found or not found[-1].goes_on(turn):
+            if found:
+                _tell_of_a_split()
             found.append(_Stretch(len(turn.prompt_ids), list(turn.prompt_ids)))
         found[-1].add(turn)
     return [
@@ -227,3 +233,12 @@ def _segment(begin: int, turn: Completion) -> dict[str, Any]:
         "checksum": turn.weight_checksum,
     }
     return {key: value for key, value in found.items() if value is not None}
+
+
+@cache  # once in a process
+def _tell_of_a_split() -> None:
+    _LOG.warning(
+        "the prompt of a turn does not begin with all tokens before it: its run becomes several "
+        "experiences, and so will others. Unless your turns rewrite the past on purpose, the chat "
+        "template drops something, or the tokenizer makes other tokens of what the model said"
+    )

@@ -35,7 +35,7 @@ class StepReport:
     committed: bool
     skipped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
-    measures: StepMeasures | None = None
+    measures: StepMeasures | None = field(default=None, repr=False)
 
 
 def reward_share(step: TrainStep) -> Tensor:

@@ -39,6 +39,8 @@ class TrainerSettings:
             gradient norm was not finite; None: never (a replay repeats what was recorded).
         record_facts: record with each commit what its steps measured, row by row (`StepMeter`).
         record_tokens: and token by token: 16 bytes of each.
+        seed: torch's random numbers, as of dropout, begin a run with this number, plus the rank;
+            later ones go on from a checkpoint. None: from what they are, which no replay knows.
     """
 
     checkpoints: Path
@@ -59,6 +61,7 @@ class TrainerSettings:
     max_skipped_steps: int | None = 3
     record_facts: bool = True
     record_tokens: bool = False
+    seed: int | None = 0
 
     def __post_init__(self) -> None:
         if self.commit_every_steps < 1:

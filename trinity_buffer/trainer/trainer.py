@@ -113,6 +113,8 @@ class Trainer:
 
     def _begun(self, policy: Policy, resume: Resume | None) -> TrainerState[Any]:
         """Return the state after the last commit, or that of the beginning."""
+        if self._settings.seed is not None:
+            torch.manual_seed(self._settings.seed + self._processes.rank)
         critic = new_critic(policy) if self._algorithm.type.use_critic else None
         if resume is not None and resume.checkpoint is not None:
             return load_checkpoint(
