@@ -236,6 +236,31 @@ def test_whatever_a_rollout_says_stays_text(sqlite_url: str) -> None:
         assert "alert(1)" in client.get("/metrics").text
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["-", "-/static", "a/steps", "a/events/stream", ".", "..", "!.", "x.", "run/", "%2F", "ä"],
+)
+def test_every_name_has_its_pages(sqlite_url: str, name: str) -> None:
+    async def make() -> None:
+        async with open_store(sqlite_url) as store:
+            await store.experiment("a", config={})
+            experiment = await store.experiment(name, config={})
+            await experiment.writer("e0").write([rollout("b0", 0, 0, 1.0)])
+
+    anyio.run(make)
+    with TestClient(inspector(sqlite_url), base_url=BASE) as client:
+        listed = re.findall(r'href="([^"]+)"><bdi>(.*?)</bdi>', client.get("/").text)
+        here = {html.unescape(known): link for link, known in listed}[name]
+        assert not {".", ".."} & set(here.lower().replace("%2e", ".").split("/"))
+        for path in ("", "steps", "groups", f"rollout?uid={quote('b0/0/0/0/', safe='')}", "events"):
+            page = client.get(html.unescape(here) + path)
+            assert page.status_code == 200, page.text
+            assert html.escape(name) in page.text.partition("</title>")[0].partition("<title>")[2]
+            assert f'href="{here}groups"' in page.text
+        bare = client.get(html.unescape(here).rstrip("/"))
+        assert html.escape(name) in bare.text.partition("</title>")[0].partition("<title>")[2]
+
+
 def test_every_answer_forbids_foreign_and_inline_scripts(client: TestClient) -> None:
     for path in ("/sort/", "/-/static/inspector.js", "/metrics", "/sort/steps/99", "/nobody/"):
         policy = client.get(path).headers["content-security-policy"]
@@ -276,6 +301,16 @@ def test_without_its_token_nothing_is_told(told: str) -> None:
         assert (entered.status_code, entered.url.query) == (200, b"after=0")
         assert client.get("/sort/").status_code == 200
         assert "s3cret" not in str(dict(client.cookies))
+
+
+def test_a_token_of_any_letters_opens(told: str) -> None:
+    with TestClient(inspector(told, token="päss"), base_url=BASE) as client:
+        assert client.get("/metrics", headers={"authorization": "Bearer pass"}).status_code == 401
+        own = {"authorization": "Bearer päss".encode()}
+        assert client.get("/metrics", headers=own).status_code == 200
+        assert client.get("/metrics?token=p%C3%A4ss").status_code == 200
+    with TestClient(inspector(told, token="p\udce4ss"), base_url=BASE) as client:
+        assert client.get("/metrics?token=pass").status_code == 401
 
 
 def test_a_foreign_name_for_this_machine_is_refused(told: str) -> None:

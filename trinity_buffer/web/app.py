@@ -28,7 +28,7 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.web.asked import GREATEST, Asked, View, whole
 from trinity_buffer.web.guard import Guard
 from trinity_buffer.web.prometheus import CONTENT_TYPE, metrics
-from trinity_buffer.web.templating import segment, templates
+from trinity_buffer.web.templating import named, rendered, segment
 from trinity_buffer.web.views import PAGES
 
 STATIC = Path(__file__).parent / "static"
@@ -55,7 +55,7 @@ def inspector(url: str, *, token: str | None = None) -> Guard:
             app.state.store = store
             yield
 
-    own = "/{experiment:path}"
+    own = "/{experiment}"
     routes = [
         Route("/", _experiments),
         Route("/metrics", _metrics),
@@ -69,7 +69,7 @@ def inspector(url: str, *, token: str | None = None) -> Guard:
 
 def _page(view: View) -> Any:
     async def answer(request: Request) -> Response:
-        name = request.path_params["experiment"]
+        name = named(request.path_params["experiment"])
         part = request.path_params.get("part", "")
         store = request.app.state.store
         template, shown = await view(Asked(store, name, request.query_params, part))
@@ -79,7 +79,7 @@ def _page(view: View) -> Any:
 
 
 def _rendered(template: str, shown: dict[str, Any], status: int = 200) -> Response:
-    return HTMLResponse(templates().get_template(template).render(shown), status)
+    return HTMLResponse(rendered(template, shown), status)
 
 
 def _path(name: str) -> str:
@@ -103,7 +103,7 @@ async def _metrics(request: Request) -> Response:
 
 async def _stream(request: Request) -> Response:
     """Return events as they are recorded, after a position or the last one that was received."""
-    experiment = await request.app.state.store.experiment(request.path_params["experiment"])
+    experiment = await request.app.state.store.experiment(named(request.path_params["experiment"]))
     said = request.headers.get("last-event-id") or request.query_params.get("after") or "0"
     told = _told_events(experiment, whole("after", said, GREATEST >> 20))
     return StreamingResponse(told, media_type="text/event-stream")

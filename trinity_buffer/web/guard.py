@@ -28,7 +28,7 @@ class Guard:
 
     def __init__(self, app: Any, token: str | None) -> None:
         self._app = app
-        self._token = token
+        self._token = None if token is None else _bytes(token)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request, or pass it on."""
@@ -41,21 +41,24 @@ class Guard:
                 message = {**message, "headers": [*message["headers"], *HEADERS.items()]}
             await send(message)
 
+        # As it was asked for: whatever a name of an experiment holds, it is one part of the path.
+        scope = {**scope, "path": scope["raw_path"].decode("latin-1")}
         answer = self._answer(Request(scope)) or self._app
         await answer(scope, receive, with_headers)
 
     def _answer(self, request: Any) -> Response | None:
-        if "\0" in request.url.path or "%00" in request.url.query:
+        if "%00" in request.url.path or "%00" in request.url.query:
             return PlainTextResponse("no name holds a NUL", 400)
         if self._token is None:
             local = request.url.hostname in LOCAL
             return None if local else PlainTextResponse("ask for 127.0.0.1, or give --token", 421)
         asked = request.query_params.get("token")
-        if asked is not None and _same(asked, self._token):
+        if asked is not None and hmac.compare_digest(_bytes(asked), self._token):
             return self._entry(request)
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        cookie = request.cookies.get(COOKIE, "")
-        if asked is None and (_same(given, self._token) or _same(cookie, _kept(self._token))):
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+        cookie = _bytes(request.cookies.get(COOKIE, ""))
+        known = hmac.compare_digest(cookie, _kept(self._token).encode())
+        if asked is None and (hmac.compare_digest(given, self._token) or known):
             return None
         return PlainTextResponse(
             "this inspector wants its token: /?token=TOKEN, or Authorization: Bearer TOKEN",
@@ -71,10 +74,11 @@ class Guard:
         return answer
 
 
-def _kept(token: str) -> str:
+def _kept(token: bytes) -> str:
     """Return what the cookie holds: it opens this inspector, and tells nobody the token."""
-    return hmac.new(token.encode(), b"trinity-buffer serve", hashlib.sha256).hexdigest()
+    return hmac.new(token, b"trinity-buffer serve", hashlib.sha256).hexdigest()
 
 
-def _same(given: str, wanted: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode())
+def _bytes(text: str) -> bytes:
+    """Return the bytes of a text, those too that the command line could not read."""
+    return text.encode("utf-8", "surrogateescape")

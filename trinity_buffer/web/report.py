@@ -23,7 +23,7 @@ from trinity_buffer.inspect.source import Source, now
 from trinity_buffer.inspect.step_lines import EatenRow
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.web.charts import Lines, histogram, lines
-from trinity_buffer.web.templating import cut, templates
+from trinity_buffer.web.templating import cut, rendered
 
 STEPS = 1000
 ROWS = 6
@@ -54,7 +54,7 @@ async def report(store: Store, experiment: str) -> str:
         "step": await _last_step(source, some),
         "events": [line async for line in event_lines(found, after=after)],
     }
-    return templates().get_template("report.html").render(page)
+    return rendered("report.html", page)
 
 
 def charts_of(some: Sequence[StepLine]) -> list[Lines]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from trinity_buffer.inspect.writable import writable
+
+_DOTS = {".": "!.", "..": "!.."}
+"""Names that a browser takes as a way up, and their parts of a path, which no other name has."""
 
 
 @cache
@@ -18,6 +24,11 @@ def templates() -> Environment:
     )
     made.filters |= {"number": number, "time": time_of, "segment": segment, "cut": cut}
     return made
+
+
+def rendered(template: str, shown: Mapping[str, Any]) -> str:
+    """Return a page that UTF-8 can write."""
+    return writable(templates().get_template(template).render(shown))
 
 
 def number(value: Any) -> str:
@@ -34,7 +45,12 @@ def time_of(seconds: float | None) -> str:
 
 def segment(name: str) -> str:
     """Return a name as one part of a path."""
-    return quote(name, safe="")
+    return _DOTS.get(name) or quote(name, safe="")
+
+
+def named(part: str) -> str:
+    """Return the name that a part of a path stands for."""
+    return next((name for name, known in _DOTS.items() if part == known), unquote(part))
 
 
 def cut(text: Any, length: int) -> str:

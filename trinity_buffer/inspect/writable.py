@@ -1,0 +1,29 @@
+"""What every file and every page can hold of what somebody stored."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+_LONE_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def writable(text: str) -> str:
+    """Return a text with U+FFFD in place of each lone surrogate, which UTF-8 cannot write."""
+    return text if text.isascii() else _LONE_SURROGATES.sub("\ufffd", text)
+
+
+def strict_json(value: Any, default: Callable[[Any], Any]) -> str:
+    """Return a value as JSON, null in place of NaN and infinity, which JSON has not.
+
+    Args:
+        value: to write.
+        default: returns what is written in place of a value that is none of JSON's.
+    """
+    coder = json.JSONEncoder(default=default, ensure_ascii=False)
+    said = coder.encode(value)
+    if "NaN" in said or "Infinity" in said:
+        said = coder.encode(json.loads(said, parse_constant=lambda _: None))
+    return said
