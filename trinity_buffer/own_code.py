@@ -98,9 +98,12 @@ def own_code(parts: Mapping[str, object] | None = None) -> Iterator[None]:
 
 
 def _is_theirs(file: str) -> bool:
-    """Return whether a file is neither ours nor an installed package's."""
-    folders = Path(file).parents
-    return not file.startswith("<") and not {OURS, *_INSTALLED} & set(folders)
+    """Return whether a file is neither ours nor an installed package's.
+
+    What is compiled names files that are not there.
+    """
+    path = Path(file)
+    return not {OURS, *_INSTALLED} & set(path.parents) and path.is_file()
 
 
 def _place_of(part: object) -> tuple[str, int]:

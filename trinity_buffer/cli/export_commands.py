@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from trinity_buffer.cli.printing import console, end_if_damaged, print_json, siz
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.table import Wanted, parquet_writer, record_batches
+from trinity_buffer.inspect.writable import strict_json
 
 FORMATS = (".parquet", ".jsonl")
 
@@ -44,6 +44,9 @@ def export(
     """Write what is stored to a file: a row for each rollout, with its advantage and its fate.
 
     What cannot be read is null, and the column `damaged` says why; the exit code is 1 then.
+
+    State, step and advantage of a row are those of `--step` or of `--trainer`, else of the first
+    committed step of the trainer furthest ahead.
 
     Parquet is read by pandas, DuckDB and Hugging Face datasets; JSONL by everything.
 
@@ -97,4 +100,4 @@ def _written(path: Path) -> Iterator[Callable[[Any], None]]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False) + "\n"
+    return strict_json(row, str) + "\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from trinity_buffer.cli.escaping import escaped, escaped_in_json, one_line
+from trinity_buffer.inspect.writable import strict_json
 
 Report = Callable[[str, int, int], None]
 
@@ -45,9 +45,10 @@ def console() -> Terminal:
 def as_json(value: Any) -> str:
     """Return a result as one line of JSON; bytes are written as hexadecimal digits.
 
-    What a terminal would obey is escaped as JSON does it: who parses the line reads the same text.
+    Null stands for NaN and infinity. What a terminal would obey is escaped as JSON does it: who
+    parses the line reads the same text.
     """
-    return escaped_in_json(json.dumps(value, default=_plain, ensure_ascii=False))
+    return escaped_in_json(strict_json(value, _plain))
 
 
 def _plain(value: object) -> Any:

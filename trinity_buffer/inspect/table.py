@@ -5,7 +5,6 @@ Memory does not grow with the store: a page of experiences is one batch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,11 +18,13 @@ import numpy.typing as npt
 from trinity_buffer.codec import Segment
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import ExperiencesRecorded
+from trinity_buffer.inspect.arrow_columns import TEXTS, array_of, info_column, schema_of
 from trinity_buffer.inspect.blobs import Damage, EventWithSegment, readable_events
-from trinity_buffer.inspect.fates import Fate, fates
+from trinity_buffer.inspect.fates import AnnotationRow, Fate, StepOfRow, fates
 from trinity_buffer.inspect.source import Source, as_of
-from trinity_buffer.inspect.step_lines import rows_of_step
+from trinity_buffer.inspect.step_lines import rows_of_step, trainer_of
 from trinity_buffer.inspect.tensors import elements_of_rows
+from trinity_buffer.inspect.writable import strict_json
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import queries, reads
@@ -31,14 +32,12 @@ from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import Transaction
 
 FAMILIES = ("light", "tokens", "text")
-_TEXTS = ("prompt_text", "response_text")
 _TENSORS = ("tokens", "logprobs", "action_mask")
 _OF_THE_ROW = (
     *("reward", "policy_version", "prompt_length", "length", "trained_tokens"),
     *("finish_reason", "refused"),
 )
 _OF_THE_SET = ("set", "state", "reason", "trainer", "trained_step")
-_JSON = json.JSONEncoder(default=str, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +47,29 @@ class Wanted:
     Attributes:
         annotation_set: whose advantages, state and reason; None: the first set there is.
         step: only the rows of this gradient step; None: all that are stored.
-        trainer: whose step it is.
+        trainer: whose steps; None: of ``step`` the one furthest ahead, else all.
     """
 
     annotation_set: str | None = None
     step: int | None = None
     trainer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """What was found to be wanted beside rows: a set, and trainers, the one furthest ahead first.
+
+    Attributes:
+        step: the only step that counts; None: any.
+    """
+
+    annotation_set: str | None
+    trainers: tuple[str, ...]
+    step: int | None
+
+
+_Delivery = tuple[AnnotationRow, StepOfRow | None]
+"""The annotation of a row that its cells are about, and the step or the rejection of it."""
 
 
 def to_arrow(
@@ -74,12 +90,17 @@ def to_arrow(
     ``advantage`` (mean over the response), ``advantages``; ``trained_step`` and ``trainer``;
     ``damaged``: why something of the row cannot be read, which is null then.
 
+    ``state`` to ``trained_step`` of a row are of one delivery: of ``step``, else committed before
+    leased before ``rejected`` by a trainer, there of the trainer furthest ahead and its first step.
+    In ``info.KEY``, of numbers if its first page is, else of texts, is null what does not fit
+    exactly; ``info`` has it. U+FFFD stands for a lone surrogate, in JSON null for NaN.
+
     Args:
         url: of the store.
         experiment: its name; may be left out where the store has one.
         set: annotation set; by default the first there is.
         step: only what this gradient step was trained on.
-        trainer: whose step; by default the one furthest ahead.
+        trainer: whose step, by default the one furthest ahead; without ``step`` by default all.
         as_of_position: as it was when this was the log's last position.
 
     Raises:
@@ -98,10 +119,7 @@ def to_arrow(
                 )
             found = await store.experiment(experiment or names[0])
             async with as_of(found, as_of_position) as source:
-                batches = [batch async for batch in record_batches(source, wanted)]
-        return arrow.concat_tables(
-            [arrow.Table.from_batches([batch]) for batch in batches], promote_options="default"
-        )
+                return arrow.Table.from_batches([b async for b in record_batches(source, wanted)])
 
     return anyio.run(main)
 
@@ -153,33 +171,39 @@ async def record_batches(source: Source, wanted: Wanted) -> AsyncIterator[Any]:
         UnknownNameError: no such set, step or trainer.
     """
     arrow = pyarrow()
-    chosen = await _chosen_set(source, wanted.annotation_set)
+    chosen = await _chosen(source, wanted)
     schema: Any = None
-    async for rows in _pages(source, wanted):
+    async for rows in _pages(source, chosen):
         columns = await _columns(source, rows, chosen)
         if schema is None:
-            schema = _schema(arrow, columns)
+            schema = schema_of(arrow, columns)
         nothing = [None] * len(rows)
-        arrays = [_array(arrow, columns.get(f.name, nothing), f.type) for f in schema]
+        arrays = [array_of(arrow, columns.get(f.name, nothing), f.type) for f in schema]
         yield arrow.RecordBatch.from_arrays(arrays, schema=schema)
     if schema is None:
-        schema = _schema(arrow, {})
+        schema = schema_of(arrow, {})
         yield arrow.RecordBatch.from_pylist([], schema=schema)
 
 
-async def _chosen_set(source: Source, wanted: str | None) -> str | None:
+async def _chosen(source: Source, wanted: Wanted) -> _Beside:
     consumers = await source.read(queries.consumers, source.key)
     names = [name for name, row in consumers.items() if row.kind == "strategy"]
-    if wanted is not None and wanted not in names:
+    if wanted.annotation_set is not None and wanted.annotation_set not in names:
         known = ", ".join(names) or "none"
-        raise UnknownNameError(f"no annotation set {wanted!r} (there: {known})")
-    return wanted or next(iter(names), None)
+        raise UnknownNameError(f"no annotation set {wanted.annotation_set!r} (there: {known})")
+    if wanted.step is None and wanted.trainer is None:
+        found = [row for row in consumers.values() if row.kind == "trainer"]
+        trainers = [row.name for row in sorted(found, key=lambda row: -row.leased_step)]
+    else:
+        trainers = [await trainer_of(source, wanted.trainer)]
+    own = wanted.annotation_set or next(iter(names), None)
+    return _Beside(own, tuple(trainers), wanted.step)
 
 
-async def _pages(source: Source, wanted: Wanted) -> AsyncIterator[list[ExperienceRow]]:
+async def _pages(source: Source, chosen: _Beside) -> AsyncIterator[list[ExperienceRow]]:
     limit = sizes().experiences_per_page
-    if wanted.step is not None:
-        rows = await rows_of_step(source, wanted.step, trainer=wanted.trainer)
+    if chosen.step is not None:
+        rows = await rows_of_step(source, chosen.step, trainer=chosen.trainers[0])
         for start in range(0, len(rows), limit):
             yield rows[start : start + limit]
         return
@@ -192,21 +216,23 @@ async def _pages(source: Source, wanted: Wanted) -> AsyncIterator[list[Experienc
 
 
 async def _columns(
-    source: Source, rows: Sequence[ExperienceRow], chosen: str | None
+    source: Source, rows: Sequence[ExperienceRow], chosen: _Beside
 ) -> dict[str, list[Any]]:
     def look(tx: Transaction) -> dict[int, list[Fate]]:
         return fates(tx, source.key, rows)
 
     decided = await source.read(look)
-    own = [next((f for f in decided[r.address] if f.annotation_set == chosen), None) for r in rows]
+    name = chosen.annotation_set
+    own = [next((f for f in decided[r.address] if f.annotation_set == name), None) for r in rows]
+    delivered = [None if fate is None else _delivered(fate, chosen) for fate in own]
     addresses = [row.address for row in rows]
-    noted = [fate.annotations[0].address if fate and fate.annotations else None for fate in own]
+    noted = [None if one is None else one[0].address for one in delivered]
     recorded, damaged = await readable_events(source, _by_position(addresses), FAMILIES)
     notes, damaged_notes = await readable_events(source, _by_position(noted), ["annotation"])
     damaged |= damaged_notes
     found = _known(rows)
     found |= _gathered(addresses, recorded, _recorded)
-    found |= _decided(rows, own)
+    found |= _decided(rows, own, delivered)
     found |= _gathered(noted, notes, _scored)
     found["damaged"] = [_damaged(*both, damaged) for both in zip(addresses, noted, strict=True)]
     return found
@@ -271,7 +297,10 @@ def _recorded(recorded: EventWithSegment, slots: Sequence[int]) -> dict[str, lis
         for segment in segments
         for name, values in segment.objects.items()
     }
-    infos = objects.get("info", nothing)
+    infos = [
+        None if info is None else {str(key): value for key, value in info.items()}
+        for info in objects.get("info", nothing)
+    ]
     cells: dict[str, list[Any]] = {
         "recorded_at": [event.recorded_at] * len(slots),
         "actor": [event.actor] * len(slots),
@@ -280,34 +309,60 @@ def _recorded(recorded: EventWithSegment, slots: Sequence[int]) -> dict[str, lis
         "info": [_as_json(one or None) for one in infos],
     }
     cells |= {name: _of(segments, name, slots) for name in _TENSORS}
-    cells |= {name: objects.get(name, nothing) for name in _TEXTS}
+    cells |= {name: objects.get(name, nothing) for name in TEXTS}
     flat: dict[str, list[Any]] = {}
     for at, info in enumerate(infos):
         for key, value in (info or {}).items():
             if isinstance(value, str | int | float):
-                flat.setdefault(f"info.{key}", nothing.copy())[at] = value
+                flat.setdefault(info_column(key), nothing.copy())[at] = value
     return cells | flat
 
 
-def _decided(rows: Sequence[ExperienceRow], own: Sequence[Fate | None]) -> dict[str, list[Any]]:
+def _delivered(fate: Fate, chosen: _Beside) -> _Delivery | None:
+    """Return the delivery that the cells are about; None where nothing annotated the row."""
+    known = [
+        (note, step)
+        for note in fate.annotations
+        for step in note.steps
+        if step.trainer in chosen.trainers and chosen.step in (None, step.step)
+    ]
+
+    def order(delivery: tuple[AnnotationRow, StepOfRow]) -> tuple[bool, bool, int, int]:
+        step = delivery[1]
+        at = chosen.trainers.index(step.trainer)
+        return not step.committed, step.step is None, at, step.step or 0
+
+    if known:
+        return min(known, key=order)
+    return (fate.annotations[0], None) if fate.annotations else None
+
+
+def _decided(
+    rows: Sequence[ExperienceRow],
+    own: Sequence[Fate | None],
+    delivered: Sequence[_Delivery | None],
+) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {name: [None] * len(rows) for name in _OF_THE_SET}
-    for at, (row, fate) in enumerate(zip(rows, own, strict=True)):
-        for name, value in _what_became(row, fate).items():
+    for at, (row, fate, delivery) in enumerate(zip(rows, own, delivered, strict=True)):
+        step = None if delivery is None else delivery[1]
+        for name, value in _what_became(row, fate, step).items():
             found[name][at] = value
     return found
 
 
-def _what_became(row: ExperienceRow, fate: Fate | None) -> dict[str, Any]:
+def _what_became(row: ExperienceRow, fate: Fate | None, step: StepOfRow | None) -> dict[str, Any]:
     if fate is None:
         return {"state": None if row.refused is None else "refused", "reason": row.refused}
-    cells: dict[str, Any] = {"set": fate.annotation_set, "state": fate.state, "reason": fate.reason}
-    for step in (step for note in fate.annotations for step in note.steps):
-        if step.step is None:
-            cells |= {"trainer": step.trainer, "reason": step.reason}
-        else:
-            cells |= {"trainer": step.trainer, "trained_step": step.step}
-            cells["state"] = "committed" if step.committed else "leased"
-    return cells
+    if step is None:
+        return {"set": fate.annotation_set, "state": fate.state, "reason": fate.reason}
+    delivered = "committed" if step.committed else "leased"
+    return {
+        "set": fate.annotation_set,
+        "state": "rejected" if step.step is None else delivered,
+        "reason": step.reason,
+        "trainer": step.trainer,
+        "trained_step": step.step,
+    }
 
 
 def _scored(note: EventWithSegment, slots: Sequence[int]) -> dict[str, list[Any]]:
@@ -332,53 +387,4 @@ def _of(segments: Iterable[Segment], name: str, slots: Sequence[int]) -> list[An
 
 
 def _as_json(value: Any) -> str | None:
-    return None if value is None else _JSON.encode(value)
-
-
-def _array(arrow: Any, values: Sequence[Any], kind: Any) -> Any:
-    """Return values, or arrays of numbers, as an array of ``kind``."""
-    if not arrow.types.is_list(kind):
-        return arrow.array(values, kind)
-    there = [one for one in values if one is not None]
-    flat = arrow.array(np.concatenate(there)) if there else arrow.array([], kind.value_type)
-    ends = np.zeros(len(values) + 1, np.int32)
-    np.cumsum([0 if one is None else len(one) for one in values], out=ends[1:])
-    absent = arrow.array([one is None for one in values])
-    return arrow.ListArray.from_arrays(
-        arrow.array(ends), flat.cast(kind.value_type), type=kind, mask=absent
-    )
-
-
-def _schema(arrow: Any, columns: Mapping[str, Sequence[Any]]) -> Any:
-    """Return the columns that every table has, and those of ``info`` that the first page has."""
-    text, number, real = arrow.string(), arrow.int64(), arrow.float64()
-    texts: tuple[str, ...] = (
-        "uid",
-        "batch",
-        "task",
-        "suffix",
-        "actor",
-        "kind",
-        "finish_reason",
-        "refused",
-    )
-    texts += (*_TEXTS, "messages", "info", "set", "state", "reason", "trainer", "damaged")
-    numbers: tuple[str, ...] = (
-        "run",
-        "step",
-        "position",
-        "policy_version",
-        "prompt_length",
-        "length",
-    )
-    numbers += ("trained_tokens", "trained_step")
-    fields = [(name, text) for name in texts] + [(name, number) for name in numbers]
-    fields += [(name, real) for name in ("recorded_at", "reward", "advantage")]
-    fields += [("tokens", arrow.list_(number)), ("action_mask", arrow.list_(arrow.bool_()))]
-    fields += [(name, arrow.list_(arrow.float32())) for name in ("logprobs", "advantages")]
-    for name, values in columns.items():
-        if name.startswith("info."):
-            known = [value for value in values if value is not None]
-            numeric = all(isinstance(value, int | float) for value in known)
-            fields.append((name, real if numeric else text))
-    return arrow.schema(fields)
+    return None if value is None else strict_json(value, str)
