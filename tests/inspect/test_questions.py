@@ -110,6 +110,11 @@ async def test_advantages_are_of_the_set_that_is_asked_for(
     ("uid", "verdict", "told"),
     [
         ("b0/1/2/0/", "trained in step 2 of trainer", "step 2 committed"),
+        (
+            "b0/1/2/0/",
+            "trained in step 2 of trainer (set grpo); annotated (set varied, which no trainer reads)",
+            "set varied: no trainer reads it",
+        ),
         ("b0/3/0/0/", "never trained: ready (set grpo); rejected: zero_variance", "rejected"),
         ("b1/0/1/0/", "never trained: waiting", "1 of 4 runs (missing: 0, 2, 3); the batch is not"),
         ("b1/0/0/0/", "planned, and never stored", "nobody wrote run 0"),
@@ -129,9 +134,28 @@ async def test_why_names_the_event_that_decided(
     assert all(r.actor == actors[r.position] for r in found.reasons if r.position is not None)
 
 
-async def test_why_of_what_nobody_planned_is_refused(story: Story) -> None:
-    with pytest.raises(UnknownNameError, match="neither holds nor planned"):
-        await asked(story, lambda source: inspect.why(source, "b9/0/0/0/"))
+@pytest.mark.parametrize(
+    ("uid", "said"),
+    [
+        ("b9/0/0/0/", "neither holds nor planned"),
+        ("b0/1/2/5/", "of run 2 of task 1 it holds b0/1/2/0/"),
+        ("b0/0/0/5/", "it holds b0/0/0/0/, b0/0/0/0/a1"),
+        ("b0/1/4/0/", "batch 'b0' was planned with runs 0 to 3 of each task"),
+    ],
+)
+async def test_why_of_what_nobody_planned_is_refused(story: Story, uid: str, said: str) -> None:
+    with pytest.raises(UnknownNameError, match=re.escape(said)):
+        await asked(story, lambda source: inspect.why(source, uid))
+
+
+async def test_nobody_waits_for_a_trainer_of_what_is_finished(tmp_path: Path) -> None:
+    own = await tell(f"sqlite:///{tmp_path / 'store.db'}", tmp_path / "run")
+    before = await asked(own, lambda source: inspect.why(source, "b0/3/0/0/"))
+    async with open_store(own.url) as store:
+        await (await store.experiment(own.name)).finish("enough")
+    after = await asked(own, lambda source: inspect.why(source, "b0/3/0/0/"))
+    assert "the experiment is finished: nobody will, unless" in after.reasons[-1].what
+    assert before.reasons[-1].what == "set grpo: ready, and no trainer has taken it"
 
 
 async def test_rejections_are_those_of_the_tables(story: Story) -> None:

@@ -10,6 +10,7 @@ from trinity_buffer.identity import EID
 from trinity_buffer.inspect.experience_view import parse_uid
 from trinity_buffer.inspect.fates import Fate, StepOfRow, fates
 from trinity_buffer.inspect.source import Source
+from trinity_buffer.pipeline.annotating.recorded_strategy import RECORDED
 from trinity_buffer.store import inspection, queries, trainer_queries
 from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, StepRow, position_of
 from trinity_buffer.store.transaction import Transaction
@@ -58,6 +59,8 @@ class _Seen:
     consumers: Mapping[str, ConsumerRow]
     steps: Mapping[tuple[str, int], StepRow]
     runs: frozenset[int]
+    same_run: tuple[str, ...]
+    finished: bool
 
 
 async def why(source: Source, uid: str) -> Why:
@@ -71,11 +74,8 @@ async def why(source: Source, uid: str) -> Why:
     seen = await source.read(lambda tx: _look(tx, source.key, eid))
     batch = seen.batch
     planned = batch is not None and eid.task in {str(task) for task in batch.tasks}
-    if seen.row is None and not planned:
-        raise UnknownNameError(
-            f"experiment {source.name!r} neither holds nor planned {uid!r}; "
-            "`trinity-buffer groups` shows what there is"
-        )
+    if seen.row is None:
+        _require_planned(seen, eid, f"experiment {source.name!r}", planned=planned)
     told = [*_told(seen, eid, planned=planned)]
     events = await source.events([at for at, _ in told if at is not None])
     reasons = []
@@ -105,7 +105,7 @@ def _look(tx: Transaction, experiment: int, eid: EID) -> _Seen:
     for trainer, number in handed_out:
         some = trainer_queries.steps(tx, experiment, trainer, after=number - 1, limit=1)
         steps |= {(trainer, one.step): one for one in some}
-    consumers = queries.consumers(tx, experiment)
+    consumers, config = queries.consumers(tx, experiment), queries.config_of(tx, experiment)
     guests = {step.trainer for fate in found for note in fate.annotations for step in note.steps}
     return _Seen(
         row,
@@ -115,7 +115,29 @@ def _look(tx: Transaction, experiment: int, eid: EID) -> _Seen:
         consumers,
         steps,
         frozenset(one.eid.run for one in group if one.refused is None),
+        tuple(one.eid.uid for one in group if one.eid.run == eid.run),
+        finished=config is not None and config[1],
     )
+
+
+def _require_planned(seen: _Seen, eid: EID, where: str, *, planned: bool) -> None:
+    """Return if an experience that is not stored may come yet, or could have."""
+    runs = None if seen.batch is None else seen.batch.rollouts_per_group
+    if seen.same_run:
+        there = ", ".join(seen.same_run[:8]) + (" ..." if len(seen.same_run) > 8 else "")
+        raise UnknownNameError(
+            f"{where} holds no {eid.uid!r}; of run {eid.run} of task {eid.task} it holds {there}"
+        )
+    if not planned:
+        raise UnknownNameError(
+            f"{where} neither holds nor planned {eid.uid!r}; "
+            "`trinity-buffer groups` shows what there is"
+        )
+    if runs is not None and eid.run >= runs:
+        raise UnknownNameError(
+            f"{where} neither holds nor planned {eid.uid!r}: batch {str(eid.batch)!r} was planned "
+            f"with runs 0 to {runs - 1} of each task"
+        )
 
 
 def _told(seen: _Seen, eid: EID, *, planned: bool) -> Iterator[tuple[int | None, str]]:
@@ -150,7 +172,7 @@ def _told_of(fate: Fate, seen: _Seen, row: ExperienceRow) -> Iterator[tuple[int 
         for step in note.steps:
             yield from _told_of_step(step, seen, note.address)
         if not note.steps:
-            yield None, f"set {name}: ready, and no trainer has taken it"
+            yield None, f"set {name}: {_not_taken(name, seen)}"
 
 
 def _told_of_step(
@@ -167,6 +189,24 @@ def _told_of_step(
         yield known.leased_at, f"{told} handed out in step {step.step}"
         done = "committed" if known.committed_at is not None else "is not committed"
         yield known.committed_at, f"{told} step {step.step} {done}"
+
+
+def _not_taken(name: str, seen: _Seen) -> str:
+    if _is_unread(name, seen):
+        return "no trainer reads it"
+    if seen.finished:
+        return (
+            "ready, and no trainer has taken it; the experiment is finished: nobody will, unless "
+            "a trainer still runs or is started again"
+        )
+    return "ready, and no trainer has taken it"
+
+
+def _is_unread(name: str, seen: _Seen) -> bool:
+    """Return whether all trainers read other sets; what an expert recorded, others may read."""
+    trainers = [row for row in seen.consumers.values() if row.kind == "trainer"]
+    read = {row.config.get("strategy") for row in trainers}
+    return bool(trainers) and name not in {RECORDED, *read}
 
 
 def _undecided(fate: Fate, seen: _Seen) -> str:
@@ -194,7 +234,15 @@ def _verdict(seen: _Seen) -> str:
         return f"never trained: refused at the door, {seen.row.refused}"
     if not seen.fates:
         return "never trained: no strategy has run"
-    told = [f"{fate} (set {fate.annotation_set})" for fate in seen.fates]
+    told = [_told_in_short(fate, seen) for fate in seen.fates]
     steps = [step for fate in seen.fates for row in fate.annotations for step in row.steps]
     trained = any(step.committed for step in steps)
     return "; ".join(told) if trained else "never trained: " + "; ".join(told)
+
+
+def _told_in_short(fate: Fate, seen: _Seen) -> str:
+    name = fate.annotation_set
+    taken = any(note.steps for note in fate.annotations)
+    if fate.state == "annotated" and not taken and _is_unread(name, seen):
+        return f"annotated (set {name}, which no trainer reads)"
+    return f"{fate} (set {name})"
