@@ -35,7 +35,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         (["why", "b0/3/0/0/"], "zero_variance", 1),
         (["rejected"], "varied: zero_variance 4", 5),
         (["leases"], "free", 1),
-        (["staleness"], "e0: mean 1, greatest 2", 3),
+        (["staleness"], "steps 1 to 3: e0 mean 1, greatest 2", 3),
         (["groups", "--step", 2, "--sort", "reward"], "trained in step 2", 1),
         (["diff", "grpo", "varied"], "annotated / rejected: zero_variance", 1),
         (["search", "2 AND 3"], "b0/2/3/0/  response_text: 2 and 3", 1),
@@ -49,6 +49,23 @@ def test_a_question_is_answered_to_people_and_to_programs(
     assert (ended.code, ended.err.partition(":")[0]) in {(0, ""), (0, words[0])}  # progress
     assert told in ended.out
     assert len(cli(*words, "--store", story.url, "--json").json) == lines
+
+
+def test_staleness_says_whether_it_grew_and_which_step_is_not_committed(
+    cli: Cli, story: Story
+) -> None:
+    *_, last = cli("staleness", "--store", story.url).out.splitlines()
+    assert last == "the first tenth, step 1: mean 0; the last tenth, step 3: mean 2"
+    assert [one["state"] for one in cli("staleness", "--store", story.url, "--json").json] == [
+        *("committed", "committed", "leased")
+    ]
+    one = cli("staleness", "--after", 2, "--store", story.url).out.splitlines()
+    assert one[-1] == "step 3: e0 mean 2, greatest 2, over 4 rows"
+
+
+def test_rows_of_a_step_that_are_not_shown_are_counted(cli: Cli, story: Story) -> None:
+    assert "\n3 of 4 rows\n" in cli("blame", 2, "--limit", 3, "--store", story.url).out
+    assert "\n4 rows\n" in cli("blame", 2, "--limit", 4, "--store", story.url).out
 
 
 def test_the_numbers_of_a_step_and_of_its_rows_are_numbers_in_json(cli: Cli, story: Story) -> None:

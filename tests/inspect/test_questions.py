@@ -112,7 +112,8 @@ async def test_advantages_are_of_the_set_that_is_asked_for(
         ("b0/1/2/0/", "trained in step 2 of trainer", "step 2 committed"),
         (
             "b0/1/2/0/",
-            "trained in step 2 of trainer (set grpo); annotated (set varied, which no trainer reads)",
+            "trained in step 2 of trainer (set grpo); annotated (set varied, which no trainer "
+            "reads)",
             "set varied: no trainer reads it",
         ),
         ("b0/3/0/0/", "never trained: ready (set grpo); rejected: zero_variance", "rejected"),

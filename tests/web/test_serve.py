@@ -154,6 +154,12 @@ def linked(page: str, how: str) -> str:
     return html.unescape(found)
 
 
+def test_the_page_of_staleness_says_of_which_steps_it_is(client: TestClient) -> None:
+    page = client.get("/sort/staleness").text
+    assert "in steps 1 to 3." in page
+    assert page.count("not committed") == 1
+
+
 def test_a_bar_of_the_histogram_leads_to_its_rows(client: TestClient) -> None:
     page = client.get("/sort/steps/1").text
     bars = re.findall(r'<a href="([^"]+)"><rect [^>]*><title>([^<]*): (\d+)</title>', page)

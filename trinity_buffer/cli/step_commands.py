@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import typer
@@ -114,7 +115,8 @@ def blame(
     columns = ["slot", "uid", "micro-batch", "reward", "advantage", "version", "stale", "tokens"]
     told = [name for name in MEASURED if any(name in row.measured for row in found.rows)]
     cells = [(*_cells(row), *(row.measured.get(name) for name in told)) for row in rows]
-    console().print(table(f"{len(rows)} rows", [*columns, "actor", *told], cells))
+    told_of = "" if len(rows) == len(found.rows) else f" of {len(found.rows)}"
+    console().print(table(f"{len(rows)}{told_of} rows", [*columns, "actor", *told], cells))
 
 
 def _plain(found: StepContents) -> dict[str, Any]:
@@ -239,11 +241,13 @@ def staleness(
     experiment: ExperimentOption = None,
     trainer: TrainerOption = None,
     after: AfterStepOption = None,
-    limit: StepLimitOption = 100,
+    limit: Annotated[
+        int, typer.Option(help="At most so many steps: more of them widen the range.", min=1)
+    ] = 100,
     as_of: AsOfOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how old what was trained on was, in policy versions: over steps, and by actor.
+    """Show how old what was trained on was, in policy versions: by step and actor, and growth.
 
     Example: trinity-buffer staleness --limit 50
     """
@@ -256,12 +260,35 @@ def staleness(
     if as_json:
         print_json(*found)
         return
-    rows = [(one.step, one.actor, one.rows, one.mean, one.greatest) for one in found]
+    rows = [(o.step, o.state, o.actor, o.rows, o.mean, o.greatest) for o in found]
     out = console()
-    out.print(table("", ["step", "actor", "rows", "mean", "greatest"], rows))
+    out.print(table("", ["step", "state", "actor", "rows", "mean", "greatest"], rows))
+    for told in _in_short(found):
+        out.print(one_line(told), markup=False)
+
+
+def _in_short(found: list[Staleness]) -> Iterator[str]:
+    """Yield how stale all these steps were by actor, and whether that grew."""
+    every = sorted({one.step for one in found})
     for actor in sorted({one.actor for one in found}):
         own = [one for one in found if one.actor == actor]
-        number = sum(one.rows for one in own)
-        mean = sum(one.mean * one.rows for one in own) / number
-        told = f"{actor}: mean {mean:.3g}, greatest {max(one.greatest for one in own)}"
-        out.print(one_line(f"{told}, over {number} rows"), markup=False)
+        number, greatest = sum(one.rows for one in own), max(one.greatest for one in own)
+        told = f"{actor} mean {_mean(own)}, greatest {greatest}, over {number} rows"
+        yield f"{_range(every)}: {told}"
+    if len(every) > 1:
+        tenth = -(-len(every) // 10)
+        ends = (every[:tenth], every[-tenth:])
+        first, last = (
+            f"{_range(end)}: mean {_mean([one for one in found if one.step in set(end)])}"
+            for end in ends
+        )
+        yield f"the first tenth, {first}; the last tenth, {last}"
+
+
+def _range(steps: list[int]) -> str:
+    first, last = steps[0], steps[-1]
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _mean(some: list[Staleness]) -> str:
+    return f"{sum(one.mean * one.rows for one in some) / sum(one.rows for one in some):.3g}"

@@ -104,13 +104,18 @@ class StepContents:
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """How old the rows of one step were that one actor generated, in policy versions."""
+    """How old the rows of one step were that one actor generated, in policy versions.
+
+    Attributes:
+        state: of the step, ``committed`` or ``leased``.
+    """
 
     step: int
     actor: str
     rows: int
     mean: float
     greatest: int
+    state: str = "committed"
 
 
 class _Eaten(NamedTuple):
@@ -225,9 +230,10 @@ async def staleness(
             if row.policy_version is not None:
                 key = (one.fact.step, who.get(position_of(row.address), ""))
                 lags.setdefault(key, []).append(one.fact.step - 1 - row.policy_version)
+    states = {row.step: "leased" if row.committed_at is None else "committed" for row in some}
     return [
-        Staleness(step, actor, len(some), fmean(some), max(some))
-        for (step, actor), some in sorted(lags.items())
+        Staleness(step, by, len(ages), fmean(ages), max(ages), states[step])
+        for (step, by), ages in sorted(lags.items())
     ]
 
 
