@@ -223,7 +223,13 @@ def test_the_newest_store_under_runs_is_meant(
     for age, name in enumerate(("new", "old")):
         anyio.run(tell, f"sqlite:///runs/{name}.db", tmp_path / name)
         os.utime(tmp_path / "runs" / f"{name}.db", (1_000_000 - age, 1_000_000 - age))
-    assert cli("stats", "--json").json[0]["url"] == "sqlite:///runs/new.db"
+    ended = cli("stats", "--json")
+    assert ended.json[0]["url"] == "sqlite:///runs/new.db"
+    assert ended.err == "store: runs/new.db, the newest of 2\n"
+    assert cli("diff", "grpo", "varied").err.count("the newest of 2") == 1
+    assert cli("doctor").out.splitlines()[0] == "store: sqlite:///runs/new.db"
+    (tmp_path / "runs" / "old.db").unlink()
+    assert cli("stats").err == ""
 
 
 def test_one_of_several_experiments_has_to_be_named(
@@ -247,6 +253,12 @@ def test_help_shows_an_example(cli: Cli, command: str) -> None:
     ended = cli(command, "--help")
     assert ended.code == 0
     assert f"Example: trinity-buffer {command}" in " ".join(ended.out.split())
+
+
+def test_help_says_which_commands_print_an_object_per_line(cli: Cli) -> None:
+    said = {one: " ".join(cli(one, "--help").out.split()) for one in ("groups", "search", "stats")}
+    told = {one: "an object per line." in text for one, text in said.items()}
+    assert told == {"groups": True, "search": True, "stats": False}
 
 
 ASKING = (

@@ -146,6 +146,13 @@ def test_two_sets_are_compared_as_they_were(cli: Cli, story: Story) -> None:
     assert cli(*asked, one["head"]).json == [now]
 
 
+def test_where_nothing_differs_that_is_said(cli: Cli, story: Story) -> None:
+    *_, last = cli("diff", "grpo", "grpo", "--store", story.url).out.splitlines()
+    assert last == "no difference in any advantage"
+    first, *_ = cli("diff", "sort", "sort", "--store", story.url).out.splitlines()
+    assert first == "no difference in the configuration"
+
+
 def test_lines_of_steps_that_are_left_out_are_told_of(
     cli: Cli, story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from trinity_buffer.cli.escaping import one_line
 from trinity_buffer.cli.options import (
     AsOfOption,
     ExperimentOption,
+    JsonLinesOption,
     JsonOption,
     StoreOption,
     chosen_experiment,
@@ -86,7 +87,7 @@ def diff(
         with progress() as report:
             return await compare_sets(source, first, second, limit=limit, progress=report)
 
-    sets: SetDifference = asked_of(store, experiment, as_of, question)
+    sets: SetDifference = asked_of(url, experiment, as_of, question)
     if as_json:
         print_json({**_plain(sets), "mean": sets.mean})
     else:
@@ -126,14 +127,21 @@ def _print_sets(found: SetDifference) -> None:
     )
     rows = [(r.uid, r.first, r.second, r.first_advantage, r.second_advantage) for r in found.rows]
     columns = ["uid", found.first, found.second, "advantage", "advantage "]
-    out.print(table("what differs most", columns, rows))
+    if rows:
+        out.print(table("what differs most", columns, rows))
+    else:
+        legible = " that can be read" if found.unreadable else ""
+        out.print(f"no difference in any advantage{legible}")
 
 
 def _print_runs(found: RunDifference) -> None:
     out = console()
     sides = [found.first, found.second]
     rows = [(name, *values) for name, values in found.config.items()]
-    out.print(table("configuration", ["key", *sides], rows))
+    if rows:
+        out.print(table("configuration", ["key", *sides], rows))
+    else:
+        out.print("no difference in the configuration")
     numbers = [(name, *values) for name, values in found.numbers.items()]
     out.print(table("in numbers", ["", *sides], numbers))
     steps = [
@@ -160,7 +168,7 @@ def search(
     ] = False,
     limit: Annotated[int, typer.Option(help="End after so many.", min=1)] = 20,
     as_of: AsOfOption = None,
-    as_json: JsonOption = False,
+    as_json: JsonLinesOption = False,
 ) -> None:
     """Find rollouts by their text; each is printed as soon as it is found.
 

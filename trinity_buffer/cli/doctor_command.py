@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from trinity_buffer.cli.escaping import one_line
 from trinity_buffer.cli.options import ExperimentOption, JsonOption, StoreOption, chosen_store
 from trinity_buffer.cli.printing import console, print_json, table, time_of
 from trinity_buffer.cli.running import run
@@ -33,6 +34,7 @@ def doctor(
 
 def _print(found: Examination) -> None:
     out = console()
+    out.print(one_line(f"store: {found.url}"), markup=False)
     if found.here:
         columns = ["experiment", "role", "name", "where", "waits for"]
         rows = [(h.experiment, h.role, h.name, h.place, h.waiting_for) for h in found.here]

@@ -15,6 +15,7 @@ from trinity_buffer.cli.escaping import one_line, unescaped
 from trinity_buffer.cli.options import (
     AsOfOption,
     ExperimentOption,
+    JsonLinesOption,
     JsonOption,
     StoreOption,
     TrainerOption,
@@ -70,7 +71,7 @@ def events(
         ),
     ] = 20,
     as_of: AsOfOption = None,
-    as_json: JsonOption = False,
+    as_json: JsonLinesOption = False,
 ) -> None:
     """Print the events of the log, one a line: the last ones, or those after a position.
 
@@ -119,7 +120,7 @@ def groups(
     ] = "newest",
     limit: Annotated[int, typer.Option(help="At most so many, the first ones.", min=1)] = 20,
     as_of: AsOfOption = None,
-    as_json: JsonOption = False,
+    as_json: JsonLinesOption = False,
 ) -> None:
     """Show groups: rewards and advantages of the runs of a task, and what became of them.
 

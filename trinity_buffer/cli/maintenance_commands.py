@@ -12,6 +12,7 @@ import typer
 from trinity_buffer.cli.escaping import one_line
 from trinity_buffer.cli.options import (
     ExperimentOption,
+    JsonLinesOption,
     JsonOption,
     StoreOption,
     chosen_experiment,
@@ -196,7 +197,7 @@ def migrate(
         console().print(f"{name}: schema {before} -> {after}", markup=False)
 
 
-def algorithms(as_json: JsonOption = False) -> None:
+def algorithms(as_json: JsonLinesOption = False) -> None:
     """List the algorithms, and the parts of which one's own are made, with their arguments.
 
     Of an algorithm these are the effective ones: the parts' own, as its recipe changes them.

@@ -36,6 +36,7 @@ ExperimentOption = Annotated[
     typer.Option("--experiment", help="Which experiment, where the store has more than one."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print JSON, an object per line.")]
 AsOfOption = Annotated[
     int | None,
     typer.Option("--as-of", help="As it was when this position was the log's last one.", min=1),
@@ -78,6 +79,8 @@ PlaceOption = Annotated[
 def chosen_store(store: str | None, config: Path | None = None) -> str:
     """Return the store to use: the one given, else that of the file ``config``, else the usual one.
 
+    Where it is the newest of several files, that is said on standard error.
+
     Raises:
         UnknownStoreError: none is named and there is none under runs/.
     """
@@ -89,6 +92,9 @@ def chosen_store(store: str | None, config: Path | None = None) -> str:
         raise UnknownStoreError(
             f"no store: say --store, set ${STORE_VARIABLE}, or run `trinity-buffer demo` first"
         )
+    if len(files) > 1:
+        told = escaped(f"store: {files[-1]}, the newest of {len(files)}")
+        sys.stderr.write(f"{told}\n")
     return f"sqlite:///{files[-1]}"
 
 

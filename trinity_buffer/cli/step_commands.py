@@ -14,6 +14,7 @@ from trinity_buffer.cli.escaping import one_line, unescaped
 from trinity_buffer.cli.options import (
     AsOfOption,
     ExperimentOption,
+    JsonLinesOption,
     JsonOption,
     StoreOption,
     TrainerOption,
@@ -47,7 +48,7 @@ def steps(
     after: AfterStepOption = None,
     limit: StepLimitOption = 20,
     as_of: AsOfOption = None,
-    as_json: JsonOption = False,
+    as_json: JsonLinesOption = False,
 ) -> None:
     """Show gradient steps: rows, tokens, reward, staleness, seconds, and what the trainer recorded.
 
@@ -184,7 +185,7 @@ def rejected(
     ] = None,
     limit: Annotated[int, typer.Option(help="At most so many, the newest.", min=1)] = 20,
     as_of: AsOfOption = None,
-    as_json: JsonOption = False,
+    as_json: JsonLinesOption = False,
 ) -> None:
     """Show what was left out, by whom and why.
 
@@ -215,7 +216,7 @@ def leases(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     as_of: AsOfOption = None,
-    as_json: JsonOption = False,
+    as_json: JsonLinesOption = False,
 ) -> None:
     """Show who holds each trainer's work, until when, and how far it is.
 
@@ -245,7 +246,7 @@ def staleness(
         int, typer.Option(help="At most so many steps: more of them widen the range.", min=1)
     ] = 100,
     as_of: AsOfOption = None,
-    as_json: JsonOption = False,
+    as_json: JsonLinesOption = False,
 ) -> None:
     """Show how old what was trained on was, in policy versions: by step and actor, and growth.
 
