@@ -29,6 +29,7 @@ class StepView:
         trainer: its name; of one of another experiment ``EXPERIMENT/TRAINER``.
         measured: what the trainer measured of it in that step; empty before the commit, and of
             another experiment's trainer.
+        experiment: that other experiment, to whose log the step belongs; "" for this one.
     """
 
     trainer: str
@@ -36,6 +37,7 @@ class StepView:
     committed: bool
     reason: str | None
     measured: Mapping[str, float] = field(default_factory=dict)
+    experiment: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,4 +212,4 @@ def _set(
 def _step(address: int, step: StepOfRow, measures: Mapping[tuple[str, int], Measured]) -> StepView:
     one = None if step.step is None else measures.get((step.trainer, step.step))
     known = {} if one is None else one.of_row(address)
-    return StepView(step.trainer, step.step, step.committed, step.reason, known)
+    return StepView(step.trainer, step.step, step.committed, step.reason, known, step.experiment)

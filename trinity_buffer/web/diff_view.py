@@ -14,6 +14,7 @@ FIRST_S = 0.5
 """So long sets are compared before a first answer."""
 LONGEST_S = 60
 STEPS = 200
+"""So many of the last steps of each run are compared."""
 
 
 async def diff_page(asked: Asked) -> Page:
@@ -35,6 +36,7 @@ async def diff_page(asked: Asked) -> Page:
         "sets": sets,
         "runs": runs,
         "reached": reached,
+        "most_steps": STEPS,
         "head": await source.head(),
         "longer": min(LONGEST_S, 4 * (asked.whole("seconds") or FIRST_S)),
     }

@@ -58,6 +58,7 @@ async def step_page(asked: Asked) -> Page:
         "before": number - 1 if near[0].step < number else None,
         "after": number + 1 if near[-1].step > number else None,
         "bars": histogram([row.reward for row in found.rows if row.reward is not None]),
+        "shares": any("loss_share" in row.measured for row in found.rows),
         "rows": rows[start : start + PAGE],
         "matching": len(rows),
         "next": start + PAGE if start + PAGE < len(rows) else None,
@@ -76,6 +77,8 @@ def _chosen(asked: Asked, eaten: tuple[EatenRow, ...]) -> list[EatenRow]:
     ]
     if asked.text("sort") == "abs-advantage":
         rows.sort(key=lambda row: -abs(row.advantage or 0.0))
+    elif asked.text("sort") == "loss-share":
+        rows.sort(key=lambda row: -row.measured.get("loss_share", 0.0))
     return rows
 
 

@@ -23,6 +23,7 @@ def templates() -> Environment:
         loader=PackageLoader("trinity_buffer.web"), autoescape=True, undefined=StrictUndefined
     )
     made.filters |= {"number": number, "time": time_of, "segment": segment, "cut": cut}
+    made.filters["own_name"] = own_name
     return made
 
 
@@ -41,6 +42,11 @@ def time_of(seconds: float | None) -> str:
     if seconds is None:
         return "–"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def own_name(guest: str) -> str:
+    """Return how a trainer is called in its own experiment, of one called EXPERIMENT/TRAINER."""
+    return unquote(guest.rpartition("/")[2])
 
 
 def segment(name: str) -> str:
