@@ -95,12 +95,30 @@ def test_groups_show_rewards_advantages_and_fates(cli: Cli, story: Story) -> Non
     assert "b0" in cli("groups", "--store", story.url).out
 
 
+def test_what_no_trainer_reads_is_not_ready(cli: Cli, story: Story) -> None:
+    known = {
+        name: {run["state"] for one in found for run in one["runs"]}
+        for name in ("grpo", "varied")
+        for found in [cli("groups", "--set", name, "--store", story.url, "--json").json]
+    }
+    assert "ready" in known["grpo"]
+    assert "annotated" in known["varied"]
+    assert "ready" not in known["varied"]
+
+
 def test_show_tells_where_an_experience_was_trained_or_why_not(cli: Cli, story: Story) -> None:
     (found,) = cli("show", "b0/1/2/0/", "--store", story.url, "--json").json
     assert found["tensors"]["tokens"]["shape"] == [9]
     assert found["objects"]["response_text"] == "1 and 2"
     assert found["sets"][0]["steps"] == [
-        {"trainer": "trainer", "step": 2, "committed": True, "reason": None, "measured": {}}
+        {
+            "trainer": "trainer",
+            "step": 2,
+            "committed": True,
+            "reason": None,
+            "measured": {},
+            "experiment": "",
+        }
     ]
     (late,) = cli("show", "b0/0/0/0/a1", "--store", story.url, "--json").json
     assert late["refused"] == "late"

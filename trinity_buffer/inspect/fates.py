@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
 from trinity_buffer.store import counters, inspection, queries
+from trinity_buffer.store.retention import EXPERTS_SET
 from trinity_buffer.store.rows import ConsumerRow, ExperienceRow, position_of
 from trinity_buffer.store.transaction import Transaction
 
@@ -50,23 +51,26 @@ class Fate:
         state: ``refused`` at the door, ``unseen``, ``waiting``, ``rejected`` or ``annotated``.
         reason: of what was refused or rejected.
         annotations: more than one where the strategy made copies.
+        is_unread: whether there are trainers, and all of them read other sets.
     """
 
     annotation_set: str
     state: str
     reason: str | None
     annotations: tuple[AnnotationRow, ...] = ()
+    is_unread: bool = False
 
     @override
     def __str__(self) -> str:
         if self.state != "annotated":
             return self.state if self.reason is None else f"{self.state}: {self.reason}"
-        return "; ".join(dict.fromkeys(map(_told, self.annotations)))
+        untaken = "annotated" if self.is_unread else "ready"
+        return "; ".join(dict.fromkeys(_told(row, untaken) for row in self.annotations))
 
 
-def _told(row: AnnotationRow) -> str:
+def _told(row: AnnotationRow, untaken: str) -> str:
     if not row.steps:
-        return "ready"
+        return untaken
     return ", ".join(
         f"rejected by {step.trainer}: {step.reason}"
         if step.step is None
@@ -95,10 +99,19 @@ def fates(tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]) -> di
     reasons = {(one.address, one.consumer): one.reason for one in rejected}
     left = inspection.still_waiting(tx, experiment, names, addresses)
     waiting = {(one.address, one.consumer) for one in left}
-    return {
-        row.address: [_fate(row, strategy, notes, reasons, waiting) for strategy in strategies]
-        for row in rows
-    }
+    unread = _unread(names, trainers)
+
+    def fate(row: ExperienceRow, strategy: ConsumerRow) -> Fate:
+        one = _fate(row, strategy, notes, reasons, waiting)
+        return replace(one, is_unread=True) if strategy.name in unread else one
+
+    return {row.address: [fate(row, strategy) for strategy in strategies] for row in rows}
+
+
+def _unread(names: Sequence[str], trainers: Mapping[str, ConsumerRow]) -> set[str]:
+    """Return the sets that no trainer reads, where there are trainers; others read an expert's."""
+    read = {row.config.get("strategy") for row in trainers.values()}
+    return {*names} - {EXPERTS_SET, *read} if trainers else set()
 
 
 def _fate(

@@ -10,7 +10,6 @@ from trinity_buffer.identity import EID
 from trinity_buffer.inspect.experience_view import parse_uid
 from trinity_buffer.inspect.fates import Fate, StepOfRow, fates
 from trinity_buffer.inspect.source import Source
-from trinity_buffer.pipeline.annotating.recorded_strategy import RECORDED
 from trinity_buffer.store import inspection, queries, trainer_queries
 from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, StepRow, position_of
 from trinity_buffer.store.transaction import Transaction
@@ -172,7 +171,7 @@ def _told_of(fate: Fate, seen: _Seen, row: ExperienceRow) -> Iterator[tuple[int 
         for step in note.steps:
             yield from _told_of_step(step, seen, note.address)
         if not note.steps:
-            yield None, f"set {name}: {_not_taken(name, seen)}"
+            yield None, f"set {name}: {_not_taken(fate, seen)}"
 
 
 def _told_of_step(
@@ -191,8 +190,8 @@ def _told_of_step(
         yield known.committed_at, f"{told} step {step.step} {done}"
 
 
-def _not_taken(name: str, seen: _Seen) -> str:
-    if _is_unread(name, seen):
+def _not_taken(fate: Fate, seen: _Seen) -> str:
+    if fate.is_unread:
         return "no trainer reads it"
     if seen.finished:
         return (
@@ -200,13 +199,6 @@ def _not_taken(name: str, seen: _Seen) -> str:
             "a trainer still runs or is started again"
         )
     return "ready, and no trainer has taken it"
-
-
-def _is_unread(name: str, seen: _Seen) -> bool:
-    """Return whether all trainers read other sets; what an expert recorded, others may read."""
-    trainers = [row for row in seen.consumers.values() if row.kind == "trainer"]
-    read = {row.config.get("strategy") for row in trainers}
-    return bool(trainers) and name not in {RECORDED, *read}
 
 
 def _undecided(fate: Fate, seen: _Seen) -> str:
@@ -234,15 +226,13 @@ def _verdict(seen: _Seen) -> str:
         return f"never trained: refused at the door, {seen.row.refused}"
     if not seen.fates:
         return "never trained: no strategy has run"
-    told = [_told_in_short(fate, seen) for fate in seen.fates]
+    told = [_told_in_short(fate) for fate in seen.fates]
     steps = [step for fate in seen.fates for row in fate.annotations for step in row.steps]
     trained = any(step.committed for step in steps)
     return "; ".join(told) if trained else "never trained: " + "; ".join(told)
 
 
-def _told_in_short(fate: Fate, seen: _Seen) -> str:
-    name = fate.annotation_set
+def _told_in_short(fate: Fate) -> str:
     taken = any(note.steps for note in fate.annotations)
-    if fate.state == "annotated" and not taken and _is_unread(name, seen):
-        return f"annotated (set {name}, which no trainer reads)"
-    return f"{fate} (set {name})"
+    unread = fate.is_unread and fate.annotations and not taken
+    return f"{fate} (set {fate.annotation_set}{', which no trainer reads' if unread else ''})"
