@@ -278,7 +278,11 @@ async def test_what_cannot_be_recorded_is_not_answered(
         assert (await http.post(at, content=b"{")).status_code == 400
         assert (await reward(url, "nobody/0", 1.0)).status_code == 400
         vllm.forgets = {"token_ids"}
-        assert (await http.post(at, json={"messages": HELLO})).status_code == 502
+        bare = await http.post(at, json={"messages": HELLO})
+        said = bare.json()["error"]["message"]
+        assert bare.status_code == 502
+        assert "must return prompt_token_ids, and token_ids and logprobs with each choice" in said
+        assert ("require_ids" in said, "0.10.2" in said) == (False, True)
     assert await stored(store_url, "agent.turns") == []
 
 
@@ -320,6 +324,36 @@ async def test_a_reward_behind_the_seal_of_its_batch_is_refused(
             late = await reward(url, "b1/t/1", 1.0)
             assert (late.status_code, "send rewards before the seal" in late.text) == (409, True)
         assert (await reward(url, "b1/t/0", 1.0)).status_code == 200  # the same again
+
+
+@pytest.mark.parametrize("place", ["v1/rollouts/t/0", "rollouts/t/0", "rollouts/t/0/v1"])
+@pytest.mark.parametrize("what", ["reward", "seal"])
+async def test_a_rollout_is_closed_behind_each_form_of_its_url(
+    sqlite_store_url: str, upstream: str, place: str, what: str
+) -> None:
+    async with recording(sqlite_store_url, upstream) as url, httpx2.AsyncClient() as http:
+        await http.post(f"{url}/rollouts/t/0/v1/chat/completions", json={"messages": HELLO})
+        closed = await http.post(f"{url}/{place}/{what}", json={"reward": 1.0})
+    assert closed.json()["uids"] == ["recorded/t/0/0/"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/rollouts/t/0/rewards", 404),
+        ("GET", "/", 404),
+        ("GET", "/v1/rollouts/t/0/reward", 405),
+    ],
+)
+async def test_a_path_that_is_not_there_is_told_which_are(
+    sqlite_store_url: str, upstream: str, method: str, path: str, status: int
+) -> None:
+    async with recording(sqlite_store_url, upstream) as url, httpx2.AsyncClient() as http:
+        answer = await http.request(method, f"{url}{path}")
+    said = answer.json()["error"]["message"]
+    assert answer.status_code == status
+    assert said.startswith(f"there is no {method} {path}: there are POST /v1/chat/completions")
+    assert "POST /v1/rollouts/TASK/RUN/reward" in said
 
 
 async def test_a_reward_must_be_a_number(store_url: str, upstream: str) -> None:

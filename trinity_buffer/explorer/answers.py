@@ -34,6 +34,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Options that are applied behind raw log-probs, and the values at which they change nothing."""
 
+LEAVE_OUT = "pass require_ids=False if nothing of this shall be trained"
+"""What one may do about an answer without ids in Python."""
+
 
 def chat_completion(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Completion:
     """Return a choice of an answer to ``/chat/completions``; what it lacks is empty."""
@@ -77,11 +80,11 @@ def generated(answer: Mapping[str, Any], prompt: Sequence[int]) -> Completion:
     )
 
 
-def require_ids(completion: Completion, url: str) -> None:
+def require_ids(completion: Completion, url: str, remedy: str = LEAVE_OUT) -> None:
     """Return if a completion has ids and as many log-probs.
 
     Raises:
-        InferenceServerError: it has not; the message says what to start the server with.
+        InferenceServerError: it has not; the message ends with the ``remedy``.
     """
     ids, logprobs = len(completion.token_ids), completion.logprobs
     if completion.prompt_ids and ids and logprobs is not None and len(logprobs) == ids:
@@ -91,8 +94,7 @@ def require_ids(completion: Completion, url: str) -> None:
     )
     raise InferenceServerError(
         f"{url} answered with {has}: to train on it, all must be there, and text is never "
-        "tokenised again. vLLM returns them from 0.10.2 on; pass require_ids=False if nothing of "
-        "this shall be trained"
+        f"tokenised again. vLLM returns them from 0.10.2 on; {remedy}"
     )
 
 

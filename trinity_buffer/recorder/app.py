@@ -13,6 +13,7 @@ from uuid import uuid4
 import anyio
 from anyio.abc import TaskGroup
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -50,6 +51,19 @@ STATUS: dict[type[TrinityBufferError], int] = {
     StoreError: 503,
 }
 """Of an answer for an error of ours."""
+
+PATHS = (
+    "POST /v1/chat/completions, POST /v1/completions and GET /v1/models, each also behind "
+    "/rollouts/TASK/RUN; POST /v1/rollouts/TASK/RUN/reward, POST /v1/rollouts/TASK/RUN/seal and "
+    "POST /v1/batches/BATCH/seal"
+)
+"""What a recorder answers."""
+
+MUST_RETURN = (
+    "another upstream must return prompt_token_ids, and token_ids and logprobs with each choice, "
+    "where the request says return_token_ids"
+)
+"""What one may do about an upstream whose answers lack ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +106,12 @@ class Recorder:
         post = ["POST"]
         routes = [
             Route("/v1/models", self._models),
-            Route("/v1/rollouts/{rollout:path}/reward", self._close, methods=post),
-            Route("/v1/rollouts/{rollout:path}/seal", self._close, methods=post),
             Route("/v1/batches/{batch}/seal", self._seal, methods=post),
         ]
+        # Behind the base URL of an agent too: the longest first, else /v1 were part of the name.
+        for place in ("/rollouts/{rollout:path}/v1", "/v1/rollouts/{rollout:path}", "/rollouts/{rollout:path}"):
+            for name in ("reward", "seal"):
+                routes.append(Route(f"{place}/{name}", self._close, methods=post))
         for name in ("chat/completions", "completions"):
             routes += [
                 Route(f"/v1/{name}", self._complete, methods=post),
@@ -107,6 +123,7 @@ class Recorder:
             lifespan=self._lifespan,
             exception_handlers={
                 TrinityBufferError: _told,
+                HTTPException: _no_path,
                 json.JSONDecodeError: _no_json,
                 UnicodeDecodeError: _no_json,
             },
@@ -225,7 +242,7 @@ class Recorder:
         with understanding(self._upstream.root):
             made = [replace(one, logprobs_mode=mode) for one in completions_of(path, answer)]
         for one in made:
-            require_ids(one, self._upstream.root)
+            require_ids(one, self._upstream.root, MUST_RETURN)
         messages, tools = body.get("messages") or (), body.get("tools") or ()
         turns = [Said(messages, tools, one) for one in made]
         # Whoever hangs up now has asked for it all the same.
@@ -284,3 +301,12 @@ async def _told(_: Request, error: Exception) -> Response:
 
 async def _no_json(_: Request, error: Exception) -> Response:
     return _error(400, f"the request is no JSON: {error}")
+
+
+async def _no_path(request: Request, error: Exception) -> Response:
+    """Return what there is instead of a path, or a method of it, that is not there."""
+    assert isinstance(error, HTTPException)
+    message = f"there is no {request.method} {request.url.path:.80}: there are {PATHS}"
+    refused = _error(error.status_code, message)
+    refused.headers.update(error.headers or {})
+    return refused
