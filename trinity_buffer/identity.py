@@ -27,6 +27,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 """Which fields are stored together; a reader loads only the families that it names."""
 
+TURNS = ".turns"
+"""What the name of the experiment ends with in which a recorder keeps the turns of another."""
+
 MAX_NAME = 255
 """Characters of a text in an EID."""
 

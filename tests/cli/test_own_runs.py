@@ -346,6 +346,8 @@ def test_an_experiment_made_in_python_is_not_taken_for_a_demo(
     ended = cli(*command, "--store", url)
     assert ended.code == 2
     assert "'mine' names no model: it was made in Python" in ended.err
+    needs = "model, rollout and tasks" if command[0] == "explore" else 'model = "FOLDER"'
+    assert f"give --config FILE with {needs}" in ended.err
     if command[0] != "replay":
         assert "names no model" in cli(*command, "--store", url, "--set", "seed=3").err
 

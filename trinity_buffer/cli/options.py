@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -16,6 +17,7 @@ import typer
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.run_file import store_in
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError, UnknownStoreError
+from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.spoken_wait import REPEATED_AFTER, wait_report_s
 from trinity_buffer.pipeline.store import open_store
 
@@ -163,11 +165,18 @@ async def chosen_experiment(url: str, experiment: str | None) -> str:
     if experiment is not None:
         known = ", ".join(names)
         raise UnknownExperimentError(f"{where} holds no experiment {experiment!r} (there: {known})")
-    if len(names) > 1:
+    only = only_one(names)
+    if only is None:
         raise InvalidArgumentError(
             f"{where} holds several experiments, say which with --experiment: {', '.join(names)}"
         )
-    return names[0]
+    return only
+
+
+def only_one(names: Sequence[str]) -> str | None:
+    """Return the only experiment but for a recorder's turns of it; None: there are several."""
+    found = [name for name in names if name.removesuffix(TURNS) not in {*names} - {name}]
+    return found[0] if len(found) == 1 else None
 
 
 async def folder_of(base: Path, url: str, experiment: str) -> Path:

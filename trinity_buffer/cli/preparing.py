@@ -10,7 +10,7 @@ from typing import Any
 from trinity_buffer.cli.demo_ends import require_policies
 from trinity_buffer.cli.ends import ends_of
 from trinity_buffer.cli.expert_check import require_expert
-from trinity_buffer.cli.options import made_folder_of
+from trinity_buffer.cli.options import made_folder_of, only_one
 from trinity_buffer.cli.run_algorithm import algorithm_of, recorded, require_parts_of
 from trinity_buffer.cli.run_config import (
     RunConfig,
@@ -44,7 +44,7 @@ async def prepare(
     A refusal records nothing, and makes neither a store nor its folder.
 
     Args:
-        name: of the experiment; None: the only one there is, else `DEFAULT_NAME`.
+        name: of the experiment; None: the only one there is but for its turns, else `DEFAULT_NAME`.
         file: what a configuration file says.
         overrides: as ``optimizer.learning_rate=3e-4``.
         explores: what rollouts are made with must be there; else what is trained.
@@ -65,7 +65,7 @@ async def prepare(
 
 async def _record(store: Store, name: str | None, wanted: _Wanted) -> str:
     names = await store.experiments()
-    name = name or (names[0] if len(names) == 1 else DEFAULT_NAME)
+    name = name or only_one(names) or DEFAULT_NAME
     if name not in names:
         settings = wanted.settings(names)
         await require_expert(store, name, of_experiment(settings))
@@ -74,7 +74,7 @@ async def _record(store: Store, name: str | None, wanted: _Wanted) -> str:
     opened = await store.experiment(name)
     before = opened.config
     changed = wanted.settings(names, before, await opened.columns())
-    require_model(name, {**before, **wanted.file})
+    require_model(name, {**before, **wanted.file}, explores=wanted.explores)
     await require_expert(store, name, of_experiment(changed))
     await _require_the_same_set(opened, of_experiment(changed))
     # What is recorded beside a run's own keys stays.

@@ -95,7 +95,7 @@ async def explore(
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
         await require_parts(store, opened)
-        require_model(experiment, opened.config)
+        require_model(experiment, opened.config, explores=True)
         config = of_experiment(opened.config)
         ends = ends_of(config)
         ends.require_explorable()

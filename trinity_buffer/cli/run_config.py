@@ -375,15 +375,18 @@ def of_experiment(config: Mapping[str, Any]) -> RunConfig:
     return resolved({key: value for key, value in config.items() if key in RunConfig.model_fields})
 
 
-def require_model(experiment: str, config: Mapping[str, Any]) -> None:
+def require_model(experiment: str, config: Mapping[str, Any], *, explores: bool = False) -> None:
     """Return if the configuration that an experiment recorded names a model.
 
     Raises:
-        InvalidArgumentError: it was made in Python, so that only Python knows its model.
+        InvalidArgumentError: it was made in Python, or by a recorder, which know no model.
     """
-    if "model" not in config:
-        raise InvalidArgumentError(
-            f"experiment {experiment!r} names no model: it was made in Python. Go on there, or "
-            "give --config FILE with model, rollout and tasks (`trinity-buffer init FOLDER` writes "
-            "an example)"
-        )
+    if "model" in config:
+        return
+    wants = 'model = "FOLDER"'
+    if explores:
+        wants = "model, rollout and tasks (`trinity-buffer init FOLDER` writes an example)"
+    raise InvalidArgumentError(
+        f"experiment {experiment!r} names no model: it was made in Python or by `trinity-buffer "
+        f"record`. Go on there, or give --config FILE with {wants}"
+    )

@@ -109,9 +109,13 @@ class Recorder:
             Route("/v1/batches/{batch}/seal", self._seal, methods=post),
         ]
         # Behind the base URL of an agent too: the longest first, else /v1 were part of the name.
-        for place in ("/rollouts/{rollout:path}/v1", "/v1/rollouts/{rollout:path}", "/rollouts/{rollout:path}"):
-            for name in ("reward", "seal"):
-                routes.append(Route(f"{place}/{name}", self._close, methods=post))
+        for place in (
+            "/rollouts/{rollout:path}/v1",
+            "/v1/rollouts/{rollout:path}",
+            "/rollouts/{rollout:path}",
+        ):
+            ends = (f"{place}/{name}" for name in ("reward", "seal"))
+            routes += [Route(path, self._close, methods=post) for path in ends]
         for name in ("chat/completions", "completions"):
             routes += [
                 Route(f"/v1/{name}", self._complete, methods=post),

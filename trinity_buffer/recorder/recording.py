@@ -27,16 +27,13 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.conversation import Completion, experiences_of
-from trinity_buffer.identity import EID, require_name
+from trinity_buffer.identity import EID, TURNS, require_name
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.spoken_wait import one_line
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.writer import WriteReceipt
 
 _logger = logging.getLogger(__name__)
-
-TURNS = ".turns"
-"""What the name of the experiment with the turns ends with."""
 
 MOST_OPEN = 20_000
 """Rollouts of which the turns are kept in memory."""
