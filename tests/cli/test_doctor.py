@@ -170,6 +170,28 @@ def test_what_an_expert_recorded_waits_for_no_strategy(cli: Cli, store_url: str)
     assert stuck(cli, store_url) == []
 
 
+async def _with_turns(url: str, *, finished: bool) -> None:
+    async with open_store(url) as store:
+        agent = await store.experiment("agent", config={})
+        turns = await store.experiment("agent.turns", config={})
+        made = [rollout(run=run, step=step) for run in range(3) for step in range(2)]
+        await turns.writer("r0").write(made)
+        await agent.writer("r0").write([rollout(run=1)])
+        if finished:
+            await agent.finish("enough")
+
+
+def test_turns_wait_for_a_reward_and_for_no_strategy(cli: Cli, store_url: str) -> None:
+    anyio.run(lambda: _with_turns(store_url, finished=False))
+    of_agent, found = stuck(cli, store_url)
+    assert of_agent["what"] == "1 experience recorded, and no annotation set"
+    assert (found["experiment"], found["since"] > 1.7e9) == ("agent.turns", True)
+    assert found["what"] == "2 rollouts of 'agent' without a reward"
+    assert "POST /v1/rollouts/TASK/RUN/reward" in found["remedy"]
+    anyio.run(lambda: _with_turns(store_url, finished=True))
+    assert stuck(cli, store_url) == []
+
+
 async def _grown(
     url: str, cli: Cli, log: pytest.LogCaptureFixture
 ) -> tuple[int, list[str], list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.diagnosis import Lack, Surroundings, counted, lacks_of
 from trinity_buffer.pipeline.presence import place_of
 from trinity_buffer.pipeline.store import Store
@@ -13,6 +14,12 @@ from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.write_ahead_log import log_state
+
+REWARD = (
+    'send the recorder `POST /v1/rollouts/TASK/RUN/reward` with `{"reward": 1.0}`, or close them '
+    "by `/seal`"
+)
+"""What moves a rollout that a recorder keeps open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +80,10 @@ async def examine(store: Store, experiment: str | None = None) -> Examination:
     names = await store.experiments()
     opened = [await store.experiment(name) for name in names]
     experts = {one.config.get("expert_experiment") for one in opened}
+    keys = {one.name + TURNS: one.key for one in opened}
     asked = opened if experiment is None else [await store.experiment(experiment)]
     for one in asked:
-        look = _Look(one.name, one.key, is_expert=one.name in experts)
+        look = _Look(one.name, one.key, is_expert=one.name in experts, recorded=keys.get(one.name))
         people, found = await database.read(look)
         here += people
         stuck += found
@@ -83,12 +91,16 @@ async def examine(store: Store, experiment: str | None = None) -> Examination:
 
 
 class _Look:
-    """One transaction's look at one experiment; an expert's is read by another's trainer."""
+    """One transaction's look at one experiment; an expert's is read by another's trainer.
 
-    def __init__(self, name: str, key: int, *, is_expert: bool) -> None:
+    What a recorder's turns become is in the experiment ``recorded``.
+    """
+
+    def __init__(self, name: str, key: int, *, is_expert: bool, recorded: int | None) -> None:
         self._name = name
         self._key = key
         self._is_expert = is_expert
+        self._recorded = recorded
 
     def __call__(self, tx: Transaction) -> tuple[list[Here], list[Stuck]]:
         around = Surroundings.of(tx, self._key)
@@ -96,7 +108,7 @@ class _Look:
             Here(self._name, row.role, row.name, place_of(row), row.waiting_for)
             for row in around.here
         ]
-        config = queries.config_of(tx, self._key)
+        config = queries.config_of(tx, self._recorded or self._key)
         if config is None or config[1] or self._is_expert:
             return here, []  # what is finished waits for nothing, and an expert's for a run
         kinds = ("strategy", "trainer")
@@ -137,6 +149,13 @@ class _Look:
             yield Stuck(self._name, lack.told(), since, _remedy_of(lack))
 
     def _of_nobody(self, tx: Transaction, strategies: list[ConsumerRow]) -> Iterator[Stuck]:
+        if self._recorded is not None:
+            number, first = conservation.unrewarded(tx, self._key, self._recorded)
+            if number:
+                name = self._name.removesuffix(TURNS)
+                what = f"{counted(number, 'rollout')} of {name!r} without a reward"
+                yield Stuck(self._name, what, self._since(tx, first), REWARD)
+            return
         if strategies:
             return
         number, first = conservation.unseen(tx, self._key, None)

@@ -235,6 +235,25 @@ def unseen(tx: Transaction, experiment: int, strategy: ConsumerRow | None) -> tu
     return int(count), position_of(int(first or 0))
 
 
+def unrewarded(tx: Transaction, turns: int, experiment: int) -> tuple[int, int]:
+    """Return how many rollouts of ``turns`` are not in ``experiment``, and the first's position."""
+    rollout = (experience.c.batch, experience.c.task, experience.c.run)
+    closed = experience.alias()
+    told = exists(select(closed.c.step)).where(
+        closed.c.experiment == experiment,
+        *(closed.c[column.name] == column for column in rollout),
+    )
+    # All columns lie in the index of EIDs; else SQLite walks the whole experiment for each row.
+    each = (
+        select(func.min(experience.c.address).label("first"))
+        .where(experience.c.experiment == turns, ~told)
+        .group_by(*rollout)
+        .subquery()
+    )
+    count, first = tx.execute(select(func.count(), func.min(each.c.first))).one()
+    return int(count), position_of(int(first or 0))
+
+
 def open_groups(
     tx: Transaction, experiment: int, strategy: ConsumerRow
 ) -> dict[str, dict[str, int]]:
