@@ -325,6 +325,12 @@ def test_every_text_of_a_rollout_is_searched(cli: Cli, sqlite_url: str, field: s
     assert field.split("_")[-1].removesuffix("s") in told
 
 
+def test_help_says_who_writes_what_verify_compares(cli: Cli) -> None:
+    told = " ".join(cli("verify", "--help").out.replace("│", " ").split())
+    assert "explore --acknowledge" in told
+    assert "acknowledgements=PATH" in told
+
+
 def test_a_follower_begins_with_the_last_events(cli: Cli, sqlite_url: str) -> None:
     async def written() -> None:
         async with tb.open_store(sqlite_url) as store:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx2
 import pytest
 
+from tests.cli.calling import Cli
+from tests.cli.conftest import cli
 from tests.explorer.vllm_dialect import VLLM, served
 from tests.recorder.test_recorder import HELLO, client, recording, reward
 from trinity_buffer.cli.main import run_command
 from trinity_buffer.demo.tiny_model import make_tiny_model
+from trinity_buffer.pipeline.store import open_store
+
+__all__ = ["cli"]  # the fixture
 
 
 async def talk(store: Path, upstream: str) -> None:
@@ -44,3 +55,62 @@ def test_what_was_recorded_is_trained_and_replayed(
             run_command()
         assert not end.value.code, capsys.readouterr().err
     assert "steps 1 to 1: weights bit-identical" in capsys.readouterr().out
+
+
+@contextmanager
+def recorder(upstream: str, store: Path) -> Iterator[str]:
+    """Yield the URL of the command ``record``."""
+    command = [sys.executable, "-m", "trinity_buffer", "record", "--upstream", upstream]
+    command += ["--store", str(store), "--port", "0", "--rollouts-per-group", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        found = re.search(r"into recorded: (http://.*)/v1$", said.strip())
+        assert found, said
+        yield found[1]
+        process.send_signal(signal.SIGINT)
+
+
+def test_what_the_command_recorded_is_trained_with_a_file_that_names_a_model(
+    tmp_path: Path, cli: Cli
+) -> None:
+    make_tiny_model(tmp_path / "model", width=16, layers=1, heads=2)
+    file, store, kept = tmp_path / "run.toml", tmp_path / "agent.db", tmp_path / "agent.acks"
+    file.write_text('model = "model"\n')
+    with (
+        served(VLLM(tmp_path / "model").app()) as upstream,
+        recorder(upstream, store) as url,
+        httpx2.Client(timeout=60) as http,
+    ):
+        for place in ("0/0", "0/1"):
+            at = f"{url}/rollouts/{place}/v1"
+            assert http.post(f"{at}/chat/completions", json={"messages": HELLO}).is_success
+        (waiting,) = cli("doctor", "--store", store, "--json").json[0]["stuck"]
+        assert waiting["what"] == "2 rollouts of 'recorded' without a reward"
+        assert "POST /v1/rollouts/TASK/RUN/reward" in waiting["remedy"]
+        uids = []
+        for run in range(2):
+            told = http.post(f"{url}/v1/rollouts/0/{run}/reward", json={"reward": run})
+            uids += told.json()["uids"]
+    kept.write_text("".join(f"{uid}\n" for uid in uids))
+    assert "recorded.turns" not in cli("doctor", "--store", store).out
+    for command in (["annotate"], ["train", "--config", file], ["steps"]):
+        ended = cli(*command, "--store", store)
+        assert ended.code == 0, ended
+    assert "steps 1 to 1: weights bit-identical" in cli("replay", "--store", store).out
+    checked = cli("verify", "--store", store, "--acknowledged", kept)
+    assert (checked.code, "compared with 2 acknowledged uids" in checked.out) == (0, True)
+
+
+def test_a_recorder_keeps_the_turns_of_what_is_asked_for(tmp_path: Path, cli: Cli) -> None:
+    async def make() -> None:
+        async with open_store(f"sqlite:///{tmp_path / 'two.db'}") as store:
+            for name in ("one", "one.turns"):
+                await store.experiment(name, config={})
+        async with open_store(f"sqlite:///{tmp_path / 'three.db'}") as store:
+            for name in ("one", "one.turns", "other"):
+                await store.experiment(name, config={})
+
+    anyio.run(make)
+    assert cli("events", "--store", tmp_path / "two.db").code == 0
+    assert "several experiments" in cli("events", "--store", tmp_path / "three.db").err

@@ -34,7 +34,11 @@ def verify(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     acknowledged: Annotated[
-        Path | None, typer.Option(help="Folder (or file) of lines of receipts, or of uids.")
+        Path | None,
+        typer.Option(
+            help="Folder (or file) of lines of receipts, as explore --acknowledge and"
+            " tb.explore(acknowledgements=PATH) write them, or of uids."
+        ),
     ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Checkpoint whose manifests.json is compared.")
