@@ -29,17 +29,19 @@ from trinity_buffer.store.database import named
 
 PROBLEMS_SHOWN = 50
 
+AcknowledgedOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder (or file) of lines of receipts, as explore --acknowledge and"
+        " tb.explore(acknowledgements=PATH) write them, or of uids."
+    ),
+]
+
 
 def verify(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
-    acknowledged: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder (or file) of lines of receipts, as explore --acknowledge and"
-            " tb.explore(acknowledgements=PATH) write them, or of uids."
-        ),
-    ] = None,
+    acknowledged: AcknowledgedOption = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Checkpoint whose manifests.json is compared.")
     ] = None,
