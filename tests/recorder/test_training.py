@@ -64,11 +64,13 @@ def recorder(upstream: str, store: Path) -> Iterator[str]:
     command += ["--store", str(store), "--port", "0", "--rollouts-per-group", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        said = process.stdout.readline()
-        found = re.search(r"into recorded: (http://.*)/v1$", said.strip())
-        assert found, said
-        yield found[1]
-        process.send_signal(signal.SIGINT)
+        try:
+            said = process.stdout.readline()
+            found = re.search(r"into recorded: (http://.*)/v1$", said.strip())
+            assert found, said
+            yield found[1]
+        finally:
+            process.send_signal(signal.SIGINT)
 
 
 def test_what_the_command_recorded_is_trained_with_a_file_that_names_a_model(
