@@ -315,9 +315,9 @@ FAULTS = [
     ),
     Fault(
         "the deviation of one row is not a number",
-        "algorithm/advantage_fn/token_scores.py",
-        "if len(sums) > 1 else",
-        "if len(sums) > 0 else",
+        "algorithm/advantage_fn/rows.py",
+        "(squares / (count - ddof).clamp(min=1.0)).where(count > ddof, 0.0)",
+        "squares / (count - ddof)",
         "tests/algorithm/strategies/test_edges.py::test_one_row_has_no_deviation",
     ),
     Fault(
@@ -449,8 +449,8 @@ FAULTS = [
     Fault(
         "the last committed step is shown as leased",
         "inspect/fates.py",
-        "number <= trainers[one.consumer].committed_step",
-        "number < trainers[one.consumer].committed_step",
+        "<= trainers[one.consumer].committed_step",
+        "< trainers[one.consumer].committed_step",
         "tests/cli/test_asking.py::test_groups_show_rewards_advantages_and_fates",
     ),
     Fault(
@@ -463,8 +463,8 @@ FAULTS = [
     Fault(
         "of an experience's copies the first alone is told",
         "inspect/fates.py",
-        "dict.fromkeys(map(_told, self.annotations))",
-        "[_told(self.annotations[0])]",
+        "dict.fromkeys(_told(row, untaken) for row in self.annotations)",
+        "[_told(self.annotations[0], untaken)]",
         "tests/inspect/test_edges.py::test_a_fate_tells_of_every_copy_once",
     ),
     Fault(

@@ -13,7 +13,6 @@ from urllib.parse import quote
 
 import anyio
 import httpx2
-import numpy as np
 import pytest
 import uvicorn
 from pysqlite3 import dbapi2
@@ -21,14 +20,9 @@ from starlette.testclient import TestClient
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from tests.inspect.test_experts import mixed
 from tests.stories import rollout, tell
 from tests.web.test_report import NAME, Page, hostile_run
-from trinity_buffer.inspect import blame
-from trinity_buffer.inspect.source import now
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.measures import StepMeasures
 from trinity_buffer.sizes import resized
 from trinity_buffer.web.app import inspector
 
@@ -160,44 +154,8 @@ def linked(page: str, how: str) -> str:
     return html.unescape(found)
 
 
-def test_rows_are_ordered_by_their_share_of_the_loss(store_url: str) -> None:
-    async def train() -> None:
-        async with open_store(store_url) as store:
-            experiment = await store.experiment("run", config={"rollouts_per_group": 4})
-            await experiment.writer("e0").write([rollout("b", 0, run, run / 4) for run in range(4)])
-            await run_strategy(experiment, "grpo")
-            async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
-                async for step in stream:
-                    shares = np.array([0.1, 0.4, 0.2, 0.3], np.float32)
-                    stream.measure(StepMeasures(step.step, {"loss_share": shares}))
-                    await stream.commit(step, checkpoint=None)
-
-    anyio.run(train)
-    with TestClient(inspector(store_url), base_url=BASE) as client:
-        page = client.get("/run/steps/1").text
-        (path,) = re.findall(r'href="([^"]+)">by the share of the loss', page)
-        ordered = client.get(html.unescape(path)).text
-    assert re.findall(r"<td>(0\.[1-4])</td><td>0</td><td>0</td>", ordered) == [
-        *("0.4", "0.3", "0.2", "0.1")
-    ]
-
-
 def test_where_no_share_is_recorded_none_is_shown(client: TestClient) -> None:
     assert "share of the loss" not in client.get("/sort/steps/1").text
-
-
-def test_a_step_of_another_experiments_trainer_is_linked_to_its_page(store_url: str) -> None:
-    async def train() -> str:
-        async with open_store(store_url) as store:
-            await mixed(store, steps=2, consumer="100% own")
-            contents = await blame(now(await store.experiment("run")), 1)
-            return next(row.uid for row in contents.rows if row.experiment == "expert")
-
-    uid = anyio.run(train)
-    with TestClient(inspector(store_url), base_url=BASE) as client:
-        page = client.get("/expert/rollout", params={"uid": uid}).text
-        (path,) = re.findall(r'href="(/run/steps/[^"]+)"', page)
-        assert "Step 1 of <bdi>100% own</bdi>" in client.get(html.unescape(path)).text
 
 
 def test_the_page_of_staleness_says_of_which_steps_it_is(client: TestClient) -> None:

@@ -90,7 +90,7 @@ COMMANDS = {
     ),
     "staleness": Command(
         f"{_STEP}:staleness",
-        "Show how old what was trained on was, in policy versions: over steps, and by actor.",
+        "Show how old what was trained on was, in policy versions: by step and actor, and growth.",
     ),
     "diff": Command(
         f"{_COMPARE}:diff",

@@ -88,14 +88,13 @@ def to_arrow(
     ``tokens``, ``logprobs``, ``action_mask`` as lists; texts; ``messages`` and ``info`` as JSON,
     and ``info.KEY`` for each number or text in it; of the annotation set ``state``, ``reason``,
     ``advantage`` (mean over the response), ``advantages``; ``trained_step`` and ``trainer``;
-    ``damaged``: why something of the row cannot be read, which is null then. ``state`` is
-    ``refused``, ``unseen``, ``waiting``, ``rejected``, ``annotated`` (and in no step: what
-    `groups` calls ready), ``leased`` or ``committed``.
-
-    ``state`` to ``trained_step`` of a row are of one delivery: of ``step``, else committed before
-    leased before ``rejected`` by a trainer, there of the trainer furthest ahead and its first step.
-    In ``info.KEY``, of numbers if its first page is, else of texts, is null what does not fit
-    exactly; ``info`` has it. U+FFFD stands for a lone surrogate, in JSON null for NaN.
+    ``damaged``: why something of the row cannot be read, which is null then.
+    ``state`` is ``refused``, ``unseen``, ``waiting``, ``rejected``, ``annotated`` (in no step: what
+    `groups` calls ready), ``leased`` or ``committed``. From ``state`` to ``trained_step`` a row is
+    about one delivery: of ``step``, else committed before leased before ``rejected`` by a trainer,
+    there of the trainer furthest ahead and its first step. In ``info.KEY``, of numbers if its first
+    page is, else of texts, is null what does not fit exactly; ``info`` has it. U+FFFD stands for a
+    lone surrogate, in JSON null for NaN.
 
     Args:
         url: of the store.
