@@ -93,8 +93,7 @@ def to_arrow(
     `groups` calls ready), ``leased`` or ``committed``. From ``state`` to ``trained_step`` a row is
     about one delivery: of ``step``, else committed before leased before ``rejected`` by a trainer,
     there of the trainer furthest ahead and its first step. In ``info.KEY``, of numbers if its first
-    page is, else of texts, is null what does not fit exactly; ``info`` has it. U+FFFD stands for a
-    lone surrogate, in JSON null for NaN.
+    page is, else of texts, what does not fit is null; ``info`` has it.
 
     Args:
         url: of the store.
