@@ -108,7 +108,7 @@ def test_the_questions_are_answered_by_the_demo(tmp_path: Path) -> None:
     assert "loss_share" in answers["blame"]
     assert uid in answers["groups"]
     assert f"{uid}" in answers["why"]
-    assert re.search(r"^ +40 +e[01] ", answers["staleness"], re.MULTILINE)
+    assert re.search(r"^ +40  committed +e[01] ", answers["staleness"], re.MULTILINE)
     assert answers["diff"].startswith("grpo / stepwise")
     assert "nothing is stuck" in answers["doctor"]
     assert re.search("^events +500,", answers["stats"], re.MULTILINE)
