@@ -13,6 +13,8 @@ def listening(host: str, port: int) -> socket.socket:
     """
     door = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # For all that it accepts: an answer's second part waits 40 ms for a packet otherwise.
+    door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         door.bind((host, port))
         door.listen()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import AsyncExitStack
 from typing import Annotated, Any
 
@@ -194,5 +195,7 @@ async def _record(
         config = uvicorn.Config(recorder.app(), host, port, log_level="warning", access_log=False)
         door = listening(host, port)
         at = f"http://{host}:{door.getsockname()[1]}/v1"
+        gc.collect()
+        gc.freeze()  # else all that was imported is walked now and then: 0.2 s without an answer
         typer.echo(escaped(f"records what {behind.root} answers into {name}: {at}"))
         await uvicorn.Server(config).serve([door])

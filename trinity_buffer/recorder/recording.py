@@ -36,7 +36,7 @@ from trinity_buffer.writer import WriteReceipt
 _logger = logging.getLogger(__name__)
 
 MOST_OPEN = 20_000
-"""Rollouts of which the turns are kept in memory."""
+"""Rollouts that are known in memory."""
 
 KEPT = ("finish_reason", "weight_version", "later_weight_version", "weight_checksum")
 
@@ -84,9 +84,17 @@ class Said(NamedTuple):
 
 @dataclass(slots=True)
 class _Open:
-    """The turns of a rollout that is not closed."""
+    """How far a rollout has come; what was said is stored.
 
-    turns: list[Said] = field(default_factory=list)
+    Attributes:
+        count: turns that are stored.
+        last: what the model said last.
+        choices: runs that one request began with it.
+        turn: held by whoever adds a turn, or closes it.
+    """
+
+    count: int = 0
+    last: Mapping[str, Any] | None = None
     is_closed: bool = False
     choices: int = 1
     lost: TrinityBufferError | None = None
@@ -154,7 +162,7 @@ class Recording:
         async with AsyncExitStack() as held:
             opened = [await held.enter_async_context(self._taken(one)) for one in rollouts]
             stored = [
-                _stored(one, len(found.turns), turn)
+                _stored(one, found.count, turn)
                 for one, found, turn in zip(rollouts, opened, turns, strict=True)
             ]
             opened[0].choices = max(opened[0].choices, len(turns))
@@ -168,7 +176,8 @@ class Recording:
                 self._lose(rollout, opened, error)
                 return
             for found, turn in zip(opened, turns, strict=True):
-                found.turns.append(turn)
+                found.count += 1
+                found.last = turn.completion.message()
 
     @asynccontextmanager
     async def _taken(self, rollout: Rollout) -> AsyncIterator[_Open]:
@@ -205,7 +214,7 @@ class Recording:
             if end == rollout.run + 1:
                 break
             async with found.turn:  # what has left already may not be stored yet
-                last = found.turns[-1].completion.message() if found.turns else None
+                last = found.last
             if last is not None and _answer(last) == _answer(said[-1]):
                 return one
             one = one._replace(run=one.run + 1)
@@ -224,14 +233,14 @@ class Recording:
         found = await self._of(rollout)
         async with found.turn:
             found.require_whole(rollout)
-            turns = found.turns or await self._stored_turns(rollout)
+            turns = await self._stored_turns(rollout)
             if not turns:
                 raise InvalidArgumentError(f"rollout {rollout}: nothing was said in it")
             made = _closed(turns, reward)
             for step, experience in enumerate(made):
                 experience.eid = EID(rollout.batch, rollout.task, rollout.run, step)
             receipt = await self._writer.write(made)
-            found.is_closed, found.turns = True, []
+            found.is_closed = True
         if receipt.rejected or (receipt.duplicates and not await self._is_closed(rollout)):
             raise ConflictError(
                 f"batch {rollout.batch!r} was sealed before rollout {rollout} was closed, which is "
@@ -256,7 +265,9 @@ class Recording:
         if found is None:
             turns, is_closed = await self._stored_turns(rollout), await self._is_closed(rollout)
             choices = max((turn.choices for turn in turns), default=1)
-            found = self._open.pop(rollout, None) or _Open(turns, is_closed, choices)
+            last = turns[-1].completion.message() if turns else None
+            known = _Open(len(turns), last, is_closed, choices)
+            found = self._open.pop(rollout, None) or known
         self._open[rollout] = found  # the one used last is the last
         while len(self._open) > MOST_OPEN:
             self._open.pop(next(iter(self._open)))  # it is stored, and found again there
