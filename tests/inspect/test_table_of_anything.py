@@ -135,7 +135,7 @@ def test_no_value_of_info_ends_an_export(
 def test_the_first_page_decides_what_a_column_of_info_holds(sqlite_url: str) -> None:
     values = (1, 2, "a", 2.5)
     anyio.run(write, sqlite_url, [row(0, i, info={"x": one}) for i, one in enumerate(values)])
-    with resized(experiences_per_page=2):
+    with resized(experiences_per_page=1):
         assert tb.to_arrow(sqlite_url)["info.x"].to_pylist() == [1.0, 2.0, None, 2.5]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import anyio.to_thread
 import typer
 
 from trinity_buffer.cli.asking import asked_of
@@ -23,6 +24,7 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.table import Wanted, parquet_writer, record_batches
 from trinity_buffer.inspect.writable import strict_json
+from trinity_buffer.pipeline.background import made_ahead
 
 FORMATS = (".parquet", ".jsonl")
 
@@ -60,13 +62,8 @@ def export(
     damaged: list[str] = []
 
     async def question(source: Source) -> int:
-        count = 0
         with _written(output) as write:
-            async for batch in record_batches(source, wanted):
-                write(batch)
-                count += batch.num_rows
-                damaged.extend(_damaged(batch))
-        return count
+            return await _exported(source, wanted, write, damaged)
 
     count = asked_of(store, experiment, as_of, question)
     size = output.stat().st_size
@@ -77,7 +74,27 @@ def export(
     end_if_damaged(damaged)
 
 
+async def _exported(
+    source: Source, wanted: Wanted, write: Callable[[Any], None], damaged: list[str]
+) -> int:
+    """Write all rows, the next ones being read meanwhile; return how many."""
+    count = 0
+    async with aclosing(record_batches(source, wanted)) as batches:
+
+        async def following() -> Any:
+            return await anext(batches, None)
+
+        async with made_ahead(following) as made:
+            async for batch in made:
+                await anyio.to_thread.run_sync(write, batch)
+                count += batch.num_rows
+                damaged.extend(_damaged(batch))
+    return count
+
+
 def _damaged(batch: Any) -> Iterator[str]:
+    if batch.column("damaged").null_count == batch.num_rows:
+        return
     for row in batch.select(["uid", "damaged"]).to_pylist():
         if row["damaged"] is not None:
             yield f"{row['uid']}: {row['damaged']}"

@@ -201,7 +201,7 @@ async def _chosen(source: Source, wanted: Wanted) -> _Beside:
 
 
 async def _pages(source: Source, chosen: _Beside) -> AsyncIterator[list[ExperienceRow]]:
-    limit = sizes().experiences_per_page
+    limit = 2 * sizes().experiences_per_page  # each page asks the same questions once
     if chosen.step is not None:
         rows = await rows_of_step(source, chosen.step, trainer=chosen.trainers[0])
         for start in range(0, len(rows), limit):
