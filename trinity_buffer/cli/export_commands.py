@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -79,6 +80,7 @@ async def _exported(
 ) -> int:
     """Write all rows, the next ones being read meanwhile; return how many."""
     count = 0
+    gc.freeze()  # or all that was imported is walked again, every few pages
     async with aclosing(record_batches(source, wanted)) as batches:
 
         async def following() -> Any:
