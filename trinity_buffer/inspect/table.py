@@ -5,7 +5,15 @@ Memory does not grow with the store: a page of experiences is one batch.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +169,7 @@ def parquet_writer(path: Path) -> Iterator[Callable[[Any], None]]:
         yield write
 
 
-async def record_batches(source: Source, wanted: Wanted) -> AsyncIterator[Any]:
+async def record_batches(source: Source, wanted: Wanted) -> AsyncGenerator[Any, None]:
     """Yield record batches of the rows that are wanted, in order of the log; at least one.
 
     All have the columns of the first: a key of ``info`` that comes up later is in ``info`` alone.
