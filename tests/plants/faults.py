@@ -660,6 +660,27 @@ FAULTS = [
         "tests/trainer/test_async_checkpoints.py"
         "::test_what_cannot_be_written_ends_the_training_and_is_not_committed",
     ),
+    Fault(
+        "a trainer that was rewound was always as far as it is now",
+        "store/earlier.py",
+        '    ("StepDealt", "TrainerRewound"),',
+        '    ("StepDealt",),',
+        "tests/store/test_earlier.py::test_each_position_of_a_run_that_takes_much_of_it_back",
+    ),
+    Fault(
+        "what was decided after a position does not wait there",
+        "store/earlier.py",
+        "a.address >= {end} AND a.experience <",
+        "a.address < {end} AND a.experience <",
+        "tests/store/test_earlier.py::test_each_position_of_strategies_that_came_later",
+    ),
+    Fault(
+        "how far a strategy was is looked for in one page",
+        "pipeline/history/earlier.py",
+        "        before = page[-1].position\n",
+        "        before = 0\n",
+        "tests/store/test_earlier.py::test_each_position_of_a_run",
+    ),
 ]
 
 

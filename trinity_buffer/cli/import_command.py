@@ -21,7 +21,7 @@ from trinity_buffer.integrations.imports.formats import (
 )
 from trinity_buffer.integrations.imports.rows import name_of
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store.database import named
+from trinity_buffer.store.url import named
 
 
 def import_(

@@ -7,17 +7,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, TypeVar
 
-import anyio.to_thread
-
-from trinity_buffer.errors import InvalidArgumentError, StoreError
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import BatchLeased
 from trinity_buffer.pipeline.events import Event, decoded
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history.refold import Progress, decoded_events, no_progress, pages
+from trinity_buffer.pipeline.history.earlier import opened_earlier
+from trinity_buffer.pipeline.history.refold import Progress, no_progress
 from trinity_buffer.pipeline.leased_steps import leased_steps
 from trinity_buffer.store import log
-from trinity_buffer.store.database import Database
-from trinity_buffer.store.scratch import Scratch, open_scratch
+from trinity_buffer.store.database import Apart, Database
 from trinity_buffer.store.transaction import Transaction
 
 P = ParamSpec("P")
@@ -26,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Source:
-    """An experiment to ask. The log and its segments are the store's; projections may be older.
+    """An experiment to ask, as it is or as it was.
 
     Attributes:
         position: the last event that counts; None: all there are.
@@ -36,16 +34,13 @@ class Source:
     key: int
     name: str
     position: int | None = None
-    _scratch: Scratch | None = field(default=None, repr=False)
+    _earlier: Apart | None = field(default=None, repr=False)
 
     async def read(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Return what a function of `store` says of the projections."""
-        if self._scratch is None:
-            return await self.database.read(f, *args, **kwargs)
-        scratch = self._scratch
-        return await anyio.to_thread.run_sync(lambda: scratch.ask(f, *args, **kwargs))
+        return await (self._earlier or self.database).read(f, *args, **kwargs)
 
     async def events(self, positions: Sequence[int]) -> dict[int, Event]:
         """Return position -> event, of those of ``positions`` that count."""
@@ -81,28 +76,17 @@ async def as_of(
 ) -> AsyncGenerator[Source]:
     """Open the experiment as it was when ``position`` was its last event; None: as it is.
 
-    The log up to there is folded into a file that is thrown away: so long it takes.
-
     Raises:
         InvalidArgumentError: the log has no such position.
-        StoreError: an event cannot be folded.
+        CodecError: an event that says how it was is damaged.
     """
     if position is None:
         yield now(experiment)
         return
     database, key = experiment.database, experiment.key
     await require_position(experiment, position)
-    with open_scratch(key, indexed=True) as scratch:
-        async for page in pages(database, key, after=0, up_to=position):
-            events = await anyio.to_thread.run_sync(decoded_events, page)
-            wrong = await anyio.to_thread.run_sync(scratch.fold, events)
-            if wrong is not None:
-                raise StoreError(
-                    f"event {wrong.position} ({wrong.kind}) cannot be folded: {wrong.cause}; "
-                    "run `trinity-buffer verify`"
-                )
-            progress("fold", page[-1].position, position)
-        yield Source(database, key, experiment.name, position, scratch)
+    async with opened_earlier(database, key, position, progress) as earlier:
+        yield Source(database, key, experiment.name, position, earlier)
 
 
 async def require_position(experiment: Experiment, position: int) -> None:

@@ -14,9 +14,10 @@ from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import IDENTITY_KEYS, SCHEMA_NAMES, Experiment
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.store import log, queries
-from trinity_buffer.store.database import Database, Durability, StoreURL, open_database
+from trinity_buffer.store.database import Database, Durability, open_database
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.transaction import Transaction, lock_experiment
+from trinity_buffer.store.url import StoreURL
 
 
 class Store:

@@ -27,7 +27,7 @@ from trinity_buffer.pipeline.streaming.stream_options import (
 )
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
-from trinity_buffer.store.database import StoreURL
+from trinity_buffer.store.url import StoreURL
 
 T = TypeVar("T")
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar
 
 import anyio
 import anyio.to_thread
-from sqlalchemy import make_url
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from trinity_buffer.errors import (
@@ -28,6 +25,7 @@ from trinity_buffer.store.postgres import Server
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.sqlite_seats import Seats, SQLiteTransaction
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
+from trinity_buffer.store.url import StoreURL, parse_url
 from trinity_buffer.store.write_ahead_log import Checkpointer
 
 P = ParamSpec("P")
@@ -36,52 +34,6 @@ T = TypeVar("T")
 Durability = Literal["normal", "full"]
 COMPUTED_AT_ONCE = 2
 """Most computations hold the interpreter's lock: more would only wait."""
-
-
-StoreURL = str | PathLike[str]
-"""A URL, or the path of a SQLite file; ``~`` is the user's folder in both."""
-
-
-def parse_url(url: StoreURL) -> URL:
-    """Return the parsed URL of a store; a bare path is a SQLite file.
-
-    Raises:
-        InvalidArgumentError: neither sqlite nor postgresql.
-    """
-    said = fspath(url)
-    try:
-        parsed = make_url(said) if "://" in said else URL.create("sqlite", database=said)
-    except (ArgumentError, ValueError) as error:  # the latter for a port that is no number
-        raise InvalidArgumentError(f"the store's URL cannot be read; {_ACCEPTED}") from error
-    backend = parsed.get_backend_name()
-    if backend == "sqlite":
-        if parsed.database in (None, "", ":memory:"):
-            raise InvalidArgumentError(
-                "a store in memory would not survive anything; name a file: sqlite:///runs/a.db"
-            )
-        path = str(Path(parsed.database or "").expanduser())
-        return parsed.set(drivername="sqlite", database=path)
-    if backend == "postgresql":
-        if said.partition("://")[2].count("@") > 1:  # or the rest of a password would be shown
-            raise InvalidArgumentError("the store's URL cannot be read; in a password @ is %40")
-        query = {"sslmode" if key == "ssl" else key: value for key, value in parsed.query.items()}
-        for key in query.keys() - _POSTGRESQL_QUERY:
-            raise InvalidArgumentError(
-                f"the store's URL has {key}=: accepted behind the ? are "
-                f"{', '.join(sorted(_POSTGRESQL_QUERY))}"
-            )
-        return parsed.set(drivername="postgresql+asyncpg", query=query)
-    raise InvalidArgumentError(f"a store cannot live in {backend!r}; {_ACCEPTED}")
-
-
-def named(url: StoreURL) -> str:
-    """Return the URL of a store without its password, for messages."""
-    parsed = parse_url(url)
-    return parsed.set(drivername=parsed.get_backend_name()).render_as_string(hide_password=True)
-
-
-_POSTGRESQL_QUERY = frozenset({"host", "port", "sslmode"})
-_ACCEPTED = "accepted are sqlite:///path/to/file.db and postgresql://user@host/database"
 
 
 class Database:
@@ -218,6 +170,13 @@ class Database:
             if session.wrote:
                 self._noticed()
 
+    @asynccontextmanager
+    async def apart(self) -> AsyncIterator[Apart]:
+        """Open one more connection, for tables and views that are temporary."""
+        self._owner.require()
+        async with self._connections.apart() as connections:
+            yield Apart(self, connections)
+
     async def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(...)``, computed in a thread."""
         self._owner.require()
@@ -301,6 +260,37 @@ class Database:
             for statement in sqlite.pragmas(durability=self.durability, read_only=self.read_only):
                 driver.execute(statement)
         return driver
+
+
+class _Connections(Protocol):
+    async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T: ...
+
+
+class Apart:
+    """A connection with tables and views of its own, which hide those of the same names."""
+
+    def __init__(self, database: Database, connections: _Connections) -> None:
+        self._database = database
+        self._connections = connections
+
+    async def read(
+        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return ``f(tx, ...)``, as `Database.read` does."""
+        return await self._run(lambda tx: f(tx, *args, **kwargs), writes=False)
+
+    async def change(
+        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return ``f(tx, ...)``, which makes or changes what is temporary, and nothing else."""
+        # On SQLite that needs no lock of the file, so that no writer waits for it.
+        writes = self._database.dialect == "postgresql"
+        return await self._run(lambda tx: f(tx, *args, **kwargs), writes=writes)
+
+    async def _run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
+        self._database.require_usable()
+        with foreign_errors(self._database.name):
+            return await self._connections.run(f, writes=writes)
 
 
 def _first_look(tx: Transaction) -> None:

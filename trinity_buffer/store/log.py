@@ -189,6 +189,15 @@ def read_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> li
     return [StoredEvent(*row) for row in rows]
 
 
+def read_before(
+    tx: Transaction, experiment_id: int, before: int, *, limit: int, kinds: Sequence[str]
+) -> list[StoredEvent]:
+    """Return up to ``limit`` events of ``kinds`` below ``before``, the last one first."""
+    some = _STORED.where(event.c.position < before, event.c.kind.in_(kinds))
+    rows = tx.execute(some.order_by(event.c.position.desc()).limit(limit), {"of": experiment_id})
+    return [StoredEvent(*row) for row in rows.all()]
+
+
 @cache
 def _at(dialect: str) -> Prepared:
     some = _STORED.where(among_given(dialect, event.c.position, "positions"))

@@ -8,9 +8,10 @@ with its commit.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import anyio
@@ -29,6 +30,9 @@ from trinity_buffer.store.access import POOLED
 from trinity_buffer.store.changes import APPLICATION, CHANNEL, CONNECT_TIMEOUT_S
 from trinity_buffer.store.tables import SCHEMA_REVISION
 from trinity_buffer.store.transaction import Transaction
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 T = TypeVar("T")
 
@@ -198,45 +202,27 @@ class Server:
     """
 
     def __init__(self, url: URL) -> None:
-        from sqlalchemy.ext.asyncio import create_async_engine  # noqa: PLC0415 - the ORM, too
-
-        extra("asyncpg", "postgresql")
-        # What libpq and asyncpg's own URLs call sslmode is an argument ssl of its connections.
-        query = {"ssl" if k == "sslmode" else k: v for k, v in url.query.items()}
-        # Transactions are begun and ended here, not by SQLAlchemy, which takes a trip for each.
-        self._engine = create_async_engine(
-            url.set(query=query),
-            pool_size=KEPT_CONNECTIONS,
-            max_overflow=MORE_CONNECTIONS,
-            isolation_level="AUTOCOMMIT",
-            connect_args={
-                "server_settings": {"application_name": APPLICATION},
-                "timeout": CONNECT_TIMEOUT_S,
-            },
-        )
-        listen(self._engine.sync_engine, "connect", _set_up)
-        listen(self._engine.sync_engine, "checkout", _replace_if_lost)
+        self._url = url
+        self._engine = _engine(url)
 
     async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
         """Return ``f(tx)``, in a transaction of its own. A cancellation waits for its end."""
-        # The lock of an experiment needs READ COMMITTED: a transaction that waited for the lock
-        # must see what its holder committed, whatever the database's default is.
-        begin = _WRITING if writes else _READING
-
-        def transact(connection: Connection) -> T:
-            tx = PostgresTransaction(connection, begin)
-            try:
-                done = f(tx)
-                tx.commit()
-            except BaseException:
-                tx.roll_back()
-                raise
-            return done
-
         with anyio.CancelScope(shield=True):
             async with self._engine.connect() as connection:
-                done = await connection.run_sync(transact)
+                done = await connection.run_sync(_transact, f, writes)
         return done
+
+    @asynccontextmanager
+    async def apart(self) -> AsyncIterator[_Connected]:
+        """Open one more connection: what is temporary there, nobody else sees."""
+        # Not one of the pool: it may have prepared statements on tables that views hide here.
+        engine = _engine(self._url)
+        try:
+            async with engine.connect() as connection:
+                yield _Connected(connection)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await engine.dispose()
 
     async def require_suitable(self, name: str) -> str:
         """Return the server's version.
@@ -272,6 +258,56 @@ class Server:
     async def close(self) -> None:
         """Close every connection."""
         await self._engine.dispose()
+
+
+def _engine(url: URL) -> AsyncEngine:
+    from sqlalchemy.ext.asyncio import create_async_engine  # noqa: PLC0415 - the ORM, too
+
+    extra("asyncpg", "postgresql")
+    # What libpq and asyncpg's own URLs call sslmode is an argument ssl of its connections.
+    query = {"ssl" if k == "sslmode" else k: v for k, v in url.query.items()}
+    # Transactions are begun and ended here, not by SQLAlchemy, which takes a trip for each.
+    engine = create_async_engine(
+        url.set(query=query),
+        pool_size=KEPT_CONNECTIONS,
+        max_overflow=MORE_CONNECTIONS,
+        isolation_level="AUTOCOMMIT",
+        connect_args={
+            "server_settings": {"application_name": APPLICATION},
+            "timeout": CONNECT_TIMEOUT_S,
+        },
+    )
+    listen(engine.sync_engine, "connect", _set_up)
+    listen(engine.sync_engine, "checkout", _replace_if_lost)
+    return engine
+
+
+class _Connected:
+    """One connection, for one transaction after the other."""
+
+    def __init__(self, connection: AsyncConnection) -> None:
+        self._connection = connection
+        self._lock = anyio.Lock(fast_acquire=True)
+
+    async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
+        """Return ``f(tx)``, in a transaction of its own. A cancellation waits for its end."""
+        with anyio.CancelScope(shield=True):
+            async with self._lock:
+                done = await self._connection.run_sync(_transact, f, writes)
+        return done
+
+
+def _transact(connection: Connection, f: Callable[[Transaction], T], writes: bool) -> T:  # noqa: FBT001 - by position, through `run_sync`
+    # The lock of an experiment needs READ COMMITTED: a transaction that waited for the lock
+    # must see what its holder committed, whatever the database's default is.
+    tx = PostgresTransaction(connection, _WRITING if writes else _READING)
+    try:
+        done = f(tx)
+        tx.commit()
+    except BaseException:
+        tx.roll_back()
+        raise
+    return done
 
 
 def _set_up(connection: Any, _record: object) -> None:

@@ -100,27 +100,24 @@ _CANNOT_FOLD = (
 
 
 @contextmanager
-def open_scratch(
-    experiment: int, live: Path | None = None, *, indexed: bool = False
-) -> Iterator[Scratch]:
+def open_scratch(experiment: int, live: Path | None = None) -> Iterator[Scratch]:
     """Open empty projections for ``experiment`` in a temporary SQLite file.
 
     Args:
         live: file of a SQLite store, to be read beside them.
-        indexed: whether more will be asked than what the fold itself asks.
     """
     sqlite.require_safe_library()
     with TemporaryDirectory(prefix="trinity-buffer-") as folder:
         path = Path(folder) / "scratch.db"
         tx = SQLiteTransaction(_connected(path, live), StoreFiles(path, with_log=False))
         with closing(tx):
-            tx.run(lambda tx: _create(tx, () if indexed else _NEEDLESS), writes=True)
+            tx.run(_create, writes=True)
             yield Scratch(tx, experiment, sees_live=live is not None)
 
 
-def _create(tx: Transaction, needless: Sequence[str]) -> None:
+def _create(tx: Transaction) -> None:
     tables.metadata.create_all(tx.connection, tables=list(tables.PROJECTIONS))
-    for index in needless:
+    for index in _NEEDLESS:
         tx.rows(f"DROP INDEX {index}", ())
 
 

@@ -7,7 +7,8 @@ would cost ten times that. So the function goes there as a whole; its statements
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import cache
 from itertools import chain
 from typing import Any, TypeVar
@@ -187,6 +188,7 @@ class Seats:
         connector: returns a new connection, in autocommit.
         files: what the connections have open; looked at after each transaction.
         check: what each transaction begins with.
+        number: of connections, and so of transactions at the same time.
     """
 
     def __init__(
@@ -194,11 +196,12 @@ class Seats:
         connector: Callable[[], Any],
         files: StoreFiles,
         check: Callable[[Transaction], None],
+        number: int = SEATS,
     ) -> None:
         self._connector = connector
         self._files = files
         self._check = check
-        self._free = anyio.Semaphore(SEATS, fast_acquire=True)
+        self._free = anyio.Semaphore(number, fast_acquire=True)
         self._write_lock = anyio.Lock(fast_acquire=True)
         self._idle: list[_Seat] = []
 
@@ -215,6 +218,16 @@ class Seats:
             return await self._trip(work)
         async with self._write_lock:
             return await self._trip(work)
+
+    @asynccontextmanager
+    async def apart(self) -> AsyncIterator[Seats]:
+        """Open one more connection: what is temporary there, nobody else sees."""
+        one = Seats(self._connector, self._files, self._check, number=1)
+        try:
+            yield one
+        finally:
+            with anyio.CancelScope(shield=True):
+                await one.close()
 
     async def _trip(self, work: Callable[[SQLiteTransaction], T]) -> T:
         with anyio.CancelScope(shield=True):

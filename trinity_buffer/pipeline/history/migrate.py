@@ -11,9 +11,10 @@ import anyio.to_thread
 from trinity_buffer.errors import StoreBusyError
 from trinity_buffer.pipeline.spoken_wait import REPEATED_AFTER, wait_report_s
 from trinity_buffer.store import migrations, sqlite
-from trinity_buffer.store.database import StoreURL, open_for_migration
+from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.postgres import others
 from trinity_buffer.store.tables import SCHEMA_REVISION
+from trinity_buffer.store.url import StoreURL
 
 LOOK_AGAIN_S = 1.0
 """Between two looks at who has a store open: nobody says when he leaves."""

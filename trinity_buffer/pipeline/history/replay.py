@@ -30,9 +30,10 @@ from trinity_buffer.pipeline.streaming.stream_options import Resume
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import StepStream, in_portal
 from trinity_buffer.store import log, queries, trainer_queries
-from trinity_buffer.store.database import Database, StoreURL
+from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import ConsumerRow, StepRow
 from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.url import StoreURL
 
 
 async def replayed_steps(

@@ -1,0 +1,182 @@
+"""What the views of an earlier position show is what a fold of the log up to there gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+
+from tests.conftest import Resize
+from tests.contract.making import group, opened
+from tests.stories import tell
+from trinity_buffer.events import (
+    ExperiencesRejected,
+    ExperimentFinished,
+    Fact,
+    RewardsAssigned,
+    SegmentsArchived,
+    SegmentsRestored,
+    StepDealt,
+    StepsCommitted,
+    TrainerRewound,
+)
+from trinity_buffer.inspect.source import as_of
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.events import new_event
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.history.refold import decoded_events
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store import log
+from trinity_buffer.store.rows import first_address
+from trinity_buffer.store.scratch import Scratch, open_scratch
+from trinity_buffer.store.tables import PROJECTIONS, delivery
+from trinity_buffer.store.transaction import Transaction
+
+Rows = dict[str, set[tuple[Any, ...]]]
+
+
+def shown(tx: Transaction, key: int) -> Rows:
+    """Return table -> its rows; how a counter's state is written in its index is of no matter."""
+    found = {}
+    for table in PROJECTIONS:
+        columns = [one for one in table.c if (table.name, one.name) != ("counter", "key")]
+        rows = tx.execute(select(*columns).where(table.c.experiment == key)).all()
+        found[table.name] = {tuple(map(repr, row)) for row in rows}
+        assert len(found[table.name]) == len(rows), table.name
+    return found
+
+
+async def require_equal(experiment: Experiment) -> None:
+    """Compare both at each position of the log."""
+    read, key = experiment.database.read, experiment.key
+    events = decoded_events(await read(log.read_after, key, 0, limit=1 << 20))
+    there: Rows = {}
+    with open_scratch(key) as scratch:
+        for placed in events:
+            assert scratch.fold([placed]) is None
+            async with as_of(experiment, placed.position) as source:
+                there = await source.read(shown, key)
+            for name, rows in folded(scratch).items():
+                assert there[name] == rows, (placed.position, placed.kind, name)
+    assert there == await read(shown, key)
+
+
+def folded(scratch: Scratch) -> Rows:
+    return scratch.ask(shown, scratch.experiment)
+
+
+async def append(experiment: Experiment, *facts: Fact) -> None:
+    events = [new_event(fact) for fact in facts]
+    await experiment.database.write(log.append, experiment.key, events, actor="somebody", now_us=1)
+
+
+async def test_each_position_of_a_run(store_url: str, tmp_path: Path, resize: Resize) -> None:
+    resize(events_per_page=2)
+    story = await tell(store_url, tmp_path / "run")
+    async with open_store(store_url) as store:
+        await require_equal(await store.experiment(story.name))
+
+
+async def test_each_position_of_a_run_that_takes_much_of_it_back(
+    store_url: str, tmp_path: Path
+) -> None:
+    """Rewound, dealt anew with fewer rows, scored again, archived and restored, and over."""
+    story = await tell(store_url, tmp_path / "run")
+    async with open_store(store_url) as store:
+        experiment = await store.experiment(story.name)
+        held = await experiment.database.read(of_last_step)
+        lost = [int(row.address) for row in held[:2]]
+        await append(experiment, *taken_back(held[0].consumer, held[0].step, lost))
+        await require_equal(experiment)
+
+
+def taken_back(trainer: str, step: int, lost: list[int]) -> list[Fact]:
+    """Return facts of a trainer, whose last step ``step`` loses two rows."""
+    key = b"k" * 16
+    return [
+        TrainerRewound(consumer=trainer, step=1, from_step=2),
+        StepDealt(
+            consumer=trainer,
+            token=41,
+            step=step,
+            leased_at=3,
+            world_size=1,
+            order=[2, 3],
+            microbatches=[],
+            digest=bytes(32),
+            dropped=lost,
+            num_groups=1,
+        ),
+        ExperiencesRejected(
+            consumer=trainer,
+            by="trainer",
+            experiences=lost,
+            reasons=["unreadable"] * 2,
+            planned_groups=1,
+        ),
+        StepsCommitted(
+            consumer=trainer,
+            token=41,
+            steps=[2],
+            manifests=[bytes(32)],
+            chain=bytes(32),
+            checkpoint=None,
+            checkpoint_digest=None,
+            metrics={},
+            environment={},
+        ),
+        TrainerRewound(consumer=trainer, step=1, from_step=2),
+        SegmentsArchived(segments=[key, b"l" * 16], uri="file:a.parquet"),
+        SegmentsRestored(segments=[key]),
+        RewardsAssigned(scoring="length", experiences=[first_address(6)], rewards=[0.25]),
+        SegmentsArchived(segments=[key], uri=None),
+        ExperimentFinished(reason="done"),
+    ]
+
+
+def of_last_step(tx: Transaction) -> list[Any]:
+    last = select(delivery).order_by(delivery.c.step.desc(), delivery.c.address).limit(4)
+    return list(tx.execute(last).all())
+
+
+async def test_each_position_of_strategies_that_came_later(store_url: str) -> None:
+    """One came when the other had decided already, and rejects two groups, one after the other."""
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        writer = experiment.writer("e0")
+        await writer.plan("b0", [0, 1, 2], 4)
+        await writer.write(group("b0", task=0))
+        await run_strategy(experiment, "grpo")
+        equal = [group("b0", task=task, rewards=[1.0] * 4) for task in (1, 2)]
+        await writer.write([*equal[0], *equal[1][:2]])
+        await run_strategy(experiment, ["reward_variance", "grpo"], name="late")
+        await run_strategy(experiment, "grpo")
+        await writer.write(equal[1][2:])
+        await run_strategy(experiment, "grpo")
+        await run_strategy(experiment, ["reward_variance", "grpo"], name="late")
+        await writer.seal("b0", expected=12)
+        await require_equal(experiment)
+
+
+async def test_nothing_is_left_of_the_views(store_url: str, tmp_path: Path) -> None:
+    story = await tell(store_url, tmp_path / "run")
+    async with open_store(store_url) as store:
+        experiment = await store.experiment(story.name)
+        now = await experiment.database.read(shown, experiment.key)
+        for _ in range(6):  # as many as there are connections, and more
+            async with as_of(experiment, 3) as source:
+                assert await source.read(shown, experiment.key) != now
+                assert await experiment.database.read(shown, experiment.key) == now
+        assert await experiment.database.read(shown, experiment.key) == now
+
+
+async def test_who_asks_keeps_nobody_from_writing(store_url: str, tmp_path: Path) -> None:
+    """What is written meanwhile is not seen; steps that are rewound meanwhile are as they were."""
+    story = await tell(store_url, tmp_path / "run")
+    async with open_store(store_url, read_only=True) as reader, open_store(store_url) as store:
+        asked, written = [await one.experiment(story.name) for one in (reader, store)]
+        head = await written.database.read(log.head, written.key)
+        async with as_of(asked, head) as source:
+            before = await source.read(shown, source.key)
+            await written.writer("e9").write(group(batch="b9", task=0))
+            assert await source.read(shown, source.key) == before

@@ -1,0 +1,150 @@
+"""An experiment as it was when an earlier position was the last one of its log."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio.to_thread
+
+from trinity_buffer.events import (
+    BatchLeased,
+    ConsumerRegistered,
+    ExperiencesAnnotated,
+    ExperiencesRejected,
+    PlacedFact,
+    StepDealt,
+    StepsCommitted,
+)
+from trinity_buffer.pipeline.history.refold import Progress, decoded_events, no_progress
+from trinity_buffer.sizes import sizes
+from trinity_buffer.store import earlier, log, queries
+from trinity_buffer.store.database import Apart, Database
+from trinity_buffer.store.earlier import STEPS, Seen
+from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.rows import ConsumerRow
+
+_DECISIONS = ("ExperiencesAnnotated", "ExperiencesRejected")
+_FENCED = ("BatchLeased", "StepDealt", "StepsCommitted")
+
+
+@asynccontextmanager
+async def opened_earlier(
+    database: Database, experiment: int, position: int, progress: Progress = no_progress
+) -> AsyncGenerator[Apart]:
+    """Open the projections of ``experiment`` as they were at ``position``.
+
+    Raises:
+        CodecError: an event that says how it was is damaged; the message names its position.
+    """
+    refolded = await database.read(earlier.to_refold, experiment, position)
+    kinds = [kind for one in refolded for kind in one.made_by]
+    registered: dict[str, int] = {}
+    async with database.apart() as apart:
+        await apart.change(earlier.prepare, experiment, position, refolded)
+        async for facts in _events(database, experiment, position, kinds):
+            await apart.change(earlier.fold, experiment, facts)
+            for one in facts:
+                if isinstance(one.fact, ConsumerRegistered):
+                    registered[one.fact.consumer] = one.position
+            progress("fold", facts[-1].position, position)
+        known = await _seen(database, experiment, position, registered)
+        if STEPS not in refolded:
+            last = await apart.change(earlier.place_trainers, experiment)
+            for name, token in (await _tokens(database, experiment, position, last)).items():
+                known[name] = known.get(name, Seen())._replace(token=token)
+        await apart.change(earlier.note, experiment, known)
+        yield apart
+
+
+async def _events(
+    database: Database, experiment: int, position: int, kinds: Sequence[str]
+) -> AsyncGenerator[list[PlacedFact]]:
+    limit, after = sizes().events_per_page, 0
+    while page := await database.read(
+        log.read_after, experiment, after, limit=limit, kinds=kinds, up_to=position
+    ):
+        yield await _decoded(page)
+        after = page[-1].position
+
+
+async def _decoded(page: Sequence[StoredEvent]) -> list[PlacedFact]:
+    return await anyio.to_thread.run_sync(decoded_events, page)
+
+
+async def _seen(
+    database: Database, experiment: int, position: int, registered: Mapping[str, int]
+) -> dict[str, Seen]:
+    """Return how far consumers had seen the log and what they had left out, where that is more."""
+    rows = await database.read(queries.consumers, experiment)
+    here = [row for name, row in rows.items() if name in registered]
+    found = await _decisions(database, experiment, position, here, registered)
+    if any(row.rejected_groups for row in here):
+        left_out: Counter[str] = Counter()
+        async for facts in _events(database, experiment, position, ["ExperiencesRejected"]):
+            rejected = (one.fact for one in facts if isinstance(one.fact, ExperiencesRejected))
+            for fact in rejected:
+                left_out[fact.consumer] += fact.planned_groups
+        for name, number in left_out.items():
+            found[name] = found.get(name, Seen())._replace(rejected_groups=number)
+    return found
+
+
+async def _decisions(
+    database: Database,
+    experiment: int,
+    position: int,
+    rows: Sequence[ConsumerRow],
+    registered: Mapping[str, int],
+) -> dict[str, Seen]:
+    """Return how far strategies had come: their last decisions say it."""
+    found: dict[str, Seen] = {}
+    seeing = [row.name for row in rows if row.kind == "strategy" and row.cursor]
+    since = {name: registered[name] for name in seeing}
+    async for facts in _backwards(database, experiment, position, _DECISIONS, since):
+        for fact in facts:
+            if isinstance(fact, ExperiencesAnnotated | ExperiencesRejected) and fact.seen:
+                old = found.get(fact.consumer, Seen())
+                found[fact.consumer] = old._replace(
+                    cursor=max(old.cursor, fact.seen), calls=max(old.calls, fact.calls or 0)
+                )
+    return found
+
+
+async def _tokens(
+    database: Database, experiment: int, position: int, since: Mapping[str, int]
+) -> dict[str, int]:
+    """Return trainer -> its last fencing token; ``since``: where its last step is said."""
+    found: dict[str, int] = {}
+    async for facts in _backwards(database, experiment, position, _FENCED, since):
+        for fact in facts:
+            if isinstance(fact, BatchLeased | StepDealt | StepsCommitted):
+                found.setdefault(fact.consumer, fact.token)
+    return found
+
+
+async def _backwards(
+    database: Database,
+    experiment: int,
+    position: int,
+    kinds: Sequence[str],
+    since: Mapping[str, int],
+) -> AsyncGenerator[list[Any]]:
+    """Yield pages of facts from the last one on, until there was one of each consumer.
+
+    Args:
+        since: consumer -> where the first of its facts may be.
+    """
+    missing, before = dict(since), position + 1
+    limit = sizes().events_per_page
+    while missing and before > min(missing.values()):
+        page = await database.read(log.read_before, experiment, before, limit=limit, kinds=kinds)
+        if not page:
+            return
+        facts: list[Any] = [placed.fact for placed in await _decoded(page)]
+        yield facts
+        for fact in facts:
+            missing.pop(fact.consumer, None)
+        before = page[-1].position

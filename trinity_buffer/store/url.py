@@ -1,0 +1,57 @@
+"""Where a store is: a URL, or the path of a SQLite file."""
+
+from __future__ import annotations
+
+from os import PathLike, fspath
+from pathlib import Path
+
+from sqlalchemy import make_url
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import ArgumentError
+
+from trinity_buffer.errors import InvalidArgumentError
+
+StoreURL = str | PathLike[str]
+"""A URL, or the path of a SQLite file; ``~`` is the user's folder in both."""
+
+
+def parse_url(url: StoreURL) -> URL:
+    """Return the parsed URL of a store; a bare path is a SQLite file.
+
+    Raises:
+        InvalidArgumentError: neither sqlite nor postgresql.
+    """
+    said = fspath(url)
+    try:
+        parsed = make_url(said) if "://" in said else URL.create("sqlite", database=said)
+    except (ArgumentError, ValueError) as error:  # the latter for a port that is no number
+        raise InvalidArgumentError(f"the store's URL cannot be read; {_ACCEPTED}") from error
+    backend = parsed.get_backend_name()
+    if backend == "sqlite":
+        if parsed.database in (None, "", ":memory:"):
+            raise InvalidArgumentError(
+                "a store in memory would not survive anything; name a file: sqlite:///runs/a.db"
+            )
+        path = str(Path(parsed.database or "").expanduser())
+        return parsed.set(drivername="sqlite", database=path)
+    if backend == "postgresql":
+        if said.partition("://")[2].count("@") > 1:  # or the rest of a password would be shown
+            raise InvalidArgumentError("the store's URL cannot be read; in a password @ is %40")
+        query = {"sslmode" if key == "ssl" else key: value for key, value in parsed.query.items()}
+        for key in query.keys() - _POSTGRESQL_QUERY:
+            raise InvalidArgumentError(
+                f"the store's URL has {key}=: accepted behind the ? are "
+                f"{', '.join(sorted(_POSTGRESQL_QUERY))}"
+            )
+        return parsed.set(drivername="postgresql+asyncpg", query=query)
+    raise InvalidArgumentError(f"a store cannot live in {backend!r}; {_ACCEPTED}")
+
+
+def named(url: StoreURL) -> str:
+    """Return the URL of a store without its password, for messages."""
+    parsed = parse_url(url)
+    return parsed.set(drivername=parsed.get_backend_name()).render_as_string(hide_password=True)
+
+
+_POSTGRESQL_QUERY = frozenset({"host", "port", "sslmode"})
+_ACCEPTED = "accepted are sqlite:///path/to/file.db and postgresql://user@host/database"
