@@ -6,7 +6,7 @@ import html
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import quote
@@ -21,12 +21,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.stories import rollout, tell
+from tests.web.conftest import BASE
 from tests.web.test_report import NAME, Page, hostile_run
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.sizes import resized
 from trinity_buffer.web.app import inspector
 
-BASE = "http://127.0.0.1:8500"
 UID = "b0/1/1/0/"
 PAGES = {
     "": "select count(*) from experience",
@@ -42,21 +42,6 @@ PAGES = {
 }
 """Page -> a number that it shows, as SQL."""
 SAMPLE = re.compile(r'(\w+)(?:\{(\w+="(?:[^"\\\n]|\\.)*"(?:,\w+="(?:[^"\\\n]|\\.)*")*)\})? (\S+)')
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """URL of a store with one story; no test writes to it."""
-    folder = tmp_path_factory.mktemp("served")
-    url = f"sqlite:///{folder / 'store.db'}"
-    anyio.run(tell, url, folder / "run")
-    return url
-
-
-@pytest.fixture
-def client(told: str) -> Iterator[TestClient]:
-    with TestClient(inspector(told), base_url=BASE) as client:
-        yield client
 
 
 def number(url: str, query: str) -> int:

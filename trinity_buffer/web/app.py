@@ -25,6 +25,7 @@ from trinity_buffer.errors import (
     UnknownNameError,
 )
 from trinity_buffer.inspect.events import event_lines
+from trinity_buffer.inspect.source import as_of
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.web.asked import GREATEST, Asked, View, whole
@@ -63,6 +64,8 @@ def inspector(url: str, *, token: str | None = None) -> Guard:
         Route("/metrics", _metrics),
         Mount("/-/static", StaticFiles(directory=STATIC)),
         Route(f"{own}/events/stream", _stream),
+        Route(f"{own}/at", _at),
+        *(Route(f"{own}/@{{position:int}}/{path}", _page(view)) for path, view in PAGES.items()),
         *(Route(f"{own}/{path}", _page(view)) for path, view in PAGES.items()),
     ]
     handlers = {TrinityBufferError: _told}
@@ -73,9 +76,14 @@ def _page(view: View) -> Any:
     async def answer(request: Request) -> Response:
         name = named(request.path_params["experiment"])
         part = request.path_params.get("part", "")
-        store = request.app.state.store
-        template, shown = await view(Asked(store, name, request.query_params, part))
-        return _rendered(template, {"live": None, **shown, "name": name, "here": _path(name)})
+        store, position = request.app.state.store, request.path_params.get("position")
+        async with as_of(await store.experiment(name), position) as source:
+            template, shown = await view(Asked(store, source, request.query_params, part))
+        whole = {"live": None, **shown, "name": name, "root": _path(name), "position": position}
+        if position is None:
+            return _rendered(template, {**whole, "here": _path(name)})
+        there = f"{_path(name)}/@{position}"
+        return _rendered(template, {**whole, "here": there, "live": None})
 
     return answer
 
@@ -86,6 +94,13 @@ def _rendered(template: str, shown: dict[str, Any], status: int = 200) -> Respon
 
 def _path(name: str) -> str:
     return f"/{segment(name)}"
+
+
+async def _at(request: Request) -> Response:
+    """Lead to the experiment as it was at the position that is asked for."""
+    position = whole("position", request.query_params.get("position") or "", GREATEST >> 20)
+    name = named(request.path_params["experiment"])
+    return RedirectResponse(f"{_path(name)}/@{position}/", 303)
 
 
 async def _experiments(request: Request) -> Response:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.inspect.source import Source, now
+from trinity_buffer.inspect.source import Source
 from trinity_buffer.pipeline.store import Store
 
 GREATEST = (1 << 62) - 1
@@ -19,22 +19,20 @@ class Asked:
     """A request about one experiment.
 
     Attributes:
+        source: the experiment, as it is or as it was.
         query: what stands behind the question mark.
         part: the last part of the path where it is a value, such as the number of a step.
     """
 
     store: Store
-    name: str
+    source: Source
     query: Mapping[str, str]
     part: str = ""
 
-    async def source(self) -> Source:
-        """Return the experiment to ask.
-
-        Raises:
-            UnknownExperimentError: there is none of this name.
-        """
-        return now(await self.store.experiment(self.name))
+    @property
+    def name(self) -> str:
+        """Of the experiment."""
+        return self.source.name
 
     def text(self, key: str) -> str | None:
         """Return a value of the query; None where it is missing or empty."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.inspect import RunDifference, SetDifference, compare_runs
 from trinity_buffer.inspect.compare import comparing
 from trinity_buffer.inspect.source import Source, now
@@ -19,7 +20,7 @@ STEPS = 200
 
 async def diff_page(asked: Asked) -> Page:
     """Return how two annotation sets differ, as far as some seconds reach, or two runs."""
-    source = await asked.source()
+    source = asked.source
     consumers = await source.read(queries.consumers, source.key)
     first, second, other = (asked.text(name) for name in ("first", "second", "run"))
     sets: SetDifference | None = None
@@ -27,11 +28,13 @@ async def diff_page(asked: Asked) -> Page:
     reached = 0
     if first and second:
         sets, reached = await _compared(asked, source, first, second)
+    elif other and source.position is not None:
+        raise InvalidArgumentError("two runs are compared as they are now: open the diff there")
     elif other:
         runs = await compare_runs(source, now(await asked.store.experiment(other)), limit=STEPS)
     return "diff.html", {
         "names": [row.name for row in consumers.values() if row.kind == "strategy"],
-        "others": [name for name in await asked.store.experiments() if name != asked.name],
+        "others": [] if source.position is not None else await _others(asked),
         "asked": (first, second, other),
         "sets": sets,
         "runs": runs,
@@ -40,6 +43,10 @@ async def diff_page(asked: Asked) -> Page:
         "head": await source.head(),
         "longer": min(LONGEST_S, 4 * (asked.whole("seconds") or FIRST_S)),
     }
+
+
+async def _others(asked: Asked) -> list[str]:
+    return [name for name in await asked.store.experiments() if name != asked.name]
 
 
 async def _compared(

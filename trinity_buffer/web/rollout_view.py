@@ -24,7 +24,7 @@ SHADES = 5
 
 async def rollout_page(asked: Asked) -> Page:
     """Return one rollout: what it holds, why it was trained or not, and its tokens."""
-    source, uid = await asked.source(), asked.text("uid") or ""
+    source, uid = asked.source, asked.text("uid") or ""
     found, start = await show(source, uid), asked.whole("from") or 0
     try:
         table = await tokens(source, found.uid, annotation_set=asked.text("set"))

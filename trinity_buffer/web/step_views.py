@@ -17,7 +17,7 @@ NEIGHBOURS = 30
 
 async def steps_page(asked: Asked) -> Page:
     """Return gradient steps: curves, a bar that leads to each, and a row for each."""
-    source, after = await asked.source(), asked.whole("after")
+    source, after = asked.source, asked.whole("after")
     some = await _steps(source, asked, after, STEPS_OF_CHARTS)
     shown = some[:PAGE] if after is not None else some[-PAGE:]
     return "steps.html", {
@@ -44,7 +44,7 @@ async def _steps(source: Source, asked: Asked, after: int | None, limit: int) ->
 
 async def step_page(asked: Asked) -> Page:
     """Return what one gradient step was given; a bar of the histogram leads to its rows."""
-    source, number = await asked.source(), whole("step", asked.part)
+    source, number = asked.source, whole("step", asked.part)
     found = await blame(source, number, trainer=asked.text("trainer"))
     trainer = found.line.trainer
     near = await steps(
@@ -84,7 +84,7 @@ def _chosen(asked: Asked, eaten: tuple[EatenRow, ...]) -> list[EatenRow]:
 
 async def staleness_page(asked: Asked) -> Page:
     """Return how old what was trained on was: a lane for each actor, and step by step."""
-    source, after, trainer = await asked.source(), asked.whole("after"), asked.text("trainer")
+    source, after, trainer = asked.source, asked.whole("after"), asked.text("trainer")
     try:
         some = await staleness(source, trainer=trainer, after=after, limit=PAGE)
     except UnknownNameError:

@@ -19,6 +19,7 @@ from trinity_buffer.inspect import (
 )
 from trinity_buffer.inspect.blobs import Unreadable
 from trinity_buffer.inspect.doctor import examine
+from trinity_buffer.inspect.overviews import overview_of
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.store.rows import first_address
 from trinity_buffer.web.asked import GREATEST, Asked, Page, View, turned
@@ -34,10 +35,13 @@ SEARCH_S = 5.0
 
 
 async def overview_page(asked: Asked) -> Page:
-    """Return counts from the plan to the commit, and what is stuck."""
-    source = await asked.source()
-    (counted,) = (await overview(asked.store, asked.name)).experiments
-    examined = await examine(asked.store, asked.name)
+    """Return counts from the plan to the commit, and what is stuck now."""
+    source, examined = asked.source, None
+    if source.position is None:
+        (counted,) = (await overview(asked.store, asked.name)).experiments
+        examined = await examine(asked.store, asked.name)
+    else:
+        counted = await overview_of(source)
     return "overview.html", {
         "counted": counted,
         "examined": examined,
@@ -51,7 +55,7 @@ async def groups_page(asked: Asked) -> Page:
     """Return groups, the newest first."""
     batch, before = asked.text("batch"), asked.whole("before", GREATEST)
     found = await groups(
-        await asked.source(),
+        asked.source,
         annotation_set=asked.text("set"),
         batch=batch,
         limit=PAGE if batch is None else GROUPS_OF_BATCH,
@@ -67,7 +71,7 @@ async def groups_page(asked: Asked) -> Page:
 
 async def rejected_page(asked: Asked) -> Page:
     """Return what was left out; of one consumer, page by page."""
-    source, by = await asked.source(), asked.text("by")
+    source, by = asked.source, asked.text("by")
     before = asked.whole("before", GREATEST)
     found = await rejections(source, by=by, reason=asked.text("reason"), limit=PAGE, before=before)
     more = _lowest(one.address for one in found) if by and len(found) == PAGE else None
@@ -93,7 +97,7 @@ class _LongEnough(Exception):  # noqa: N818 - no error: what ends a part of a se
 
 async def search_page(asked: Asked) -> Page:
     """Return rollouts whose texts hold what is looked for: as many as are found in some seconds."""
-    source, text = await asked.source(), asked.text("text")
+    source, text = asked.source, asked.text("text")
     found: list[Match] = []
     unreadable: list[Unreadable] = []
     more = None
@@ -140,11 +144,13 @@ async def _search(
 
 async def events_page(asked: Asked) -> Page:
     """Return events: the last ones, followed live, or those after a position."""
-    experiment = await asked.store.experiment(asked.name)
+    experiment, up_to = await asked.store.experiment(asked.name), asked.source.position
     asked_after = asked.whole("after", GREATEST >> 20)
-    after = await position_before(experiment, PAGE) if asked_after is None else asked_after
+    after = (
+        await position_before(experiment, PAGE, up_to=up_to) if asked_after is None else asked_after
+    )
     lines = []
-    async for line in event_lines(experiment, after=after):
+    async for line in event_lines(experiment, after=after, up_to=up_to):
         lines.append(line)
         if len(lines) == PAGE:
             break
@@ -153,7 +159,7 @@ async def events_page(asked: Asked) -> Page:
         "events": lines,
         "older": max(0, after - PAGE) if after > 0 else None,
         "newer": last if asked_after is not None else None,
-        "follow": last if asked_after is None else None,
+        "follow": last if asked_after is None and up_to is None else None,
     }
 
 

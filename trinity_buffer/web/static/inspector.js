@@ -57,8 +57,13 @@ function row(event, here) {
   const link = document.createElement("a");
   link.href = `${here}/events?after=${event.position - 1}`;
   link.textContent = event.position;
+  const then = document.createElement("a");
+  then.href = `${here}/@${event.position}/`;
+  then.textContent = "as it was";
+  const place = document.createElement("span");
+  place.append(link, " ", then);
   const time = new Date(event.recorded_at * 1000).toISOString().slice(0, 19).replace("T", " ");
-  for (const part of [link, time, event.kind, event.actor, event.summary.slice(0, KEPT_EVENTS)]) {
+  for (const part of [place, time, event.kind, event.actor, event.summary.slice(0, KEPT_EVENTS)]) {
     const cell = made.insertCell();
     const held = document.createElement("bdi");
     held.append(part);

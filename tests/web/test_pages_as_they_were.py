@@ -1,0 +1,46 @@
+"""The inspector shows a run as it was at a position, and stays there."""
+
+from __future__ import annotations
+
+import html
+import re
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.web.test_report import Page
+from tests.web.test_serve import PAGES, number
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_as_it_was_leads_to_pages_as_they_were(
+    client: TestClient, told: str, path: str
+) -> None:
+    """At the first commit: what came later is not there, and no link leads there but one."""
+    first = number(told, "select min(committed_at) from step")
+    answer = client.get("/sort/at", params={"position": first})
+    assert answer.url.path == f"/sort/@{first}/"
+    answer = client.get(f"/sort/@{first}/{path}")
+    assert answer.status_code == 200, answer.text
+    assert f"at position {first} of the log" in answer.text
+    assert "data-live" not in answer.text
+    assert "data-follow" not in answer.text
+    links = {
+        html.unescape(one)
+        for one in re.findall(r'href="([^"]+)', answer.text)
+        if one.startswith("/sort/")
+    }
+    out = {one for one in links if not re.match(rf"/sort/@{first}/", one)}
+    assert all(re.fullmatch(r"/sort/(@[0-9]+/)?", one) for one in out), out
+    now = client.get(f"/sort/@{number(told, 'select max(position) from event')}/{path}")
+    assert now.status_code == 200
+
+
+def test_an_overview_as_it_was_counts_what_there_was(client: TestClient, told: str) -> None:
+    sealed = number(told, "select sealed_at from batch where batch = 'b0'")
+    text = " ".join(Page(client.get(f"/sort/@{sealed}/").text).text.split())
+    assert re.search(r"recorded experiences 16\b", text), text
+    assert "What is stuck" not in text
+    answer = client.get("/sort/@999999/")
+    assert (answer.status_code, "goes from 1 to" in answer.text) == (400, True)
+    assert client.get("/sort/at", params={"position": "x"}).status_code == 400
