@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from tests.inspect.test_experts import mixed
 from tests.stories import rollout
-from tests.web.test_serve import BASE
+from tests.web.conftest import BASE
 from trinity_buffer.inspect import blame
 from trinity_buffer.inspect.source import now
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
