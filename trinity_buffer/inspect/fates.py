@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
-from trinity_buffer.store import counters, inspection, queries
+from trinity_buffer.store import inspection, queries
 from trinity_buffer.store.retention import EXPERTS_SET
 from trinity_buffer.store.rows import ConsumerRow, ExperienceRow, position_of
 from trinity_buffer.store.transaction import Transaction
@@ -139,7 +139,7 @@ def _steps(
     found: dict[int, list[StepOfRow]] = {address: [] for address in rows}
     if not found:
         return found
-    guests = [name for name in counters.counted_names(tx, experiment) if "/" in name]
+    guests = [name for name in inspection.who_rejected(tx, experiment) if "/" in name]
     for one in inspection.rejections(tx, experiment, [*guests, *trainers], rows):
         step = StepOfRow(one.consumer, None, committed=False, reason=one.reason)
         found[one.address].append(step)

@@ -99,8 +99,8 @@ async def rejections(
 
 def _names(tx: Transaction, experiment: int) -> list[str]:
     """Return who may have rejected something."""
-    counted = counters.counted_names(tx, experiment)
-    return list(dict.fromkeys([*queries.consumers(tx, experiment), *counted]))
+    others = inspection.who_rejected(tx, experiment)
+    return list(dict.fromkeys([*queries.consumers(tx, experiment), *others]))
 
 
 def _rejected(

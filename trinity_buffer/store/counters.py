@@ -152,22 +152,9 @@ def counted_of(tx: Transaction, experiment: int, consumer: str) -> Numbers:
     return {(consumer, state): int(number) for state, number in rows}
 
 
-def counted_names(tx: Transaction, experiment: int) -> list[str]:
-    """Return the consumers of which something is counted, trainers of other experiments too."""
-    names: list[str] = []
-    while name := _NEXT.value(tx, of=experiment, after=names[-1] if names else ""):
-        names.append(name)  # a look at the index for each, and not at each reason
-    return names
-
-
 _OF_ONE = Prepared(
     select(counter.c.state, counter.c.number).where(
         counter.c.experiment == bindparam("of"), counter.c.consumer == bindparam("by")
-    )
-)
-_NEXT = Prepared(
-    select(func.min(counter.c.consumer)).where(
-        counter.c.experiment == bindparam("of"), counter.c.consumer > bindparam("after")
     )
 )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, exists, func, or_, select, text
+from sqlalchemy import ColumnElement, Select, bindparam, exists, func, or_, select, text
 
 from trinity_buffer.identity import EID
 from trinity_buffer.sizes import sizes
@@ -24,7 +24,7 @@ from trinity_buffer.store.tables import (
     waiting,
 )
 from trinity_buffer.store.trainer_queries import guest_name
-from trinity_buffer.store.transaction import Transaction, among
+from trinity_buffer.store.transaction import Prepared, Transaction, among
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +354,21 @@ def rejections_of(
         among(tx, rejection.c.address, addresses),
     )
     return {(row.consumer, int(row.address)): int(row.position) for row in tx.execute(query).all()}
+
+
+def who_rejected(tx: Transaction, experiment: int) -> list[str]:
+    """Return the consumers that rejected something, trainers of other experiments too."""
+    names: list[str] = []
+    while name := _NEXT.value(tx, of=experiment, after=names[-1] if names else ""):
+        names.append(name)  # a look at the index for each, and not at each row
+    return names
+
+
+_NEXT = Prepared(
+    select(func.min(rejection.c.consumer)).where(
+        rejection.c.experiment == bindparam("of"), rejection.c.consumer > bindparam("after")
+    )
+)
 
 
 def leases(tx: Transaction, experiment: int) -> list[LeaseRow]:

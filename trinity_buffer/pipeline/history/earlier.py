@@ -138,7 +138,7 @@ async def _backwards(
         since: consumer -> where the first of its facts may be.
     """
     missing, before = dict(since), position + 1
-    limit = sizes().events_per_page
+    limit = 1  # what decides is mostly the last one, and its bodies may be long
     while missing and before > min(missing.values()):
         page = await database.read(log.read_before, experiment, before, limit=limit, kinds=kinds)
         if not page:
@@ -148,3 +148,4 @@ async def _backwards(
         for fact in facts:
             missing.pop(fact.consumer, None)
         before = page[-1].position
+        limit = min(4 * limit, sizes().events_per_page)
