@@ -24,7 +24,6 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 
 from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded, ExperiencesRejected
 from trinity_buffer.store.tables import batch, counter, experience, plan
@@ -32,6 +31,7 @@ from trinity_buffer.store.transaction import (
     Prepared,
     Transaction,
     among_given,
+    dialect_module,
     given,
     given_rows,
     rows_given,
@@ -122,8 +122,7 @@ def _add(dialect: str) -> Prepared:
     each = rows_given(dialect, (Text(), Text(), Text(), BigInteger()))
     # A condition, or SQLite reads ON CONFLICT as that of a join.
     some = select(bindparam("of", type_=Integer()), *each).where(each[-1].is_not(None))
-    insert = sqlite.insert if dialect == "sqlite" else postgresql.insert
-    made: Any = insert(counter).from_select(columns, some)
+    made: Any = dialect_module(dialect).insert(counter).from_select(columns, some)
     number, more = counter.c.number, made.excluded.number
     new: ColumnElement[int] = case(
         (counter.c.state == LOWEST_VERSION, case((more < number, more), else_=number)),

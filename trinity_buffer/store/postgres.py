@@ -16,7 +16,6 @@ from uuid import uuid4
 
 import anyio
 from sqlalchemy import Connection, Table, insert
-from sqlalchemy.dialects import postgresql
 from sqlalchemy.engine import URL
 from sqlalchemy.event import listen
 from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidatePoolError
@@ -29,7 +28,7 @@ from trinity_buffer.store import sqlite
 from trinity_buffer.store.access import POOLED
 from trinity_buffer.store.changes import APPLICATION, CHANNEL, CONNECT_TIMEOUT_S
 from trinity_buffer.store.tables import SCHEMA_REVISION
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Transaction, dialect_module
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -175,7 +174,7 @@ _READING = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY; "
 
 @cache
 def _insert(table: Table) -> str:
-    return str(insert(table).compile(dialect=postgresql.asyncpg.dialect()))
+    return str(insert(table).compile(dialect=dialect_module("postgresql").asyncpg.dialect()))
 
 
 @cache

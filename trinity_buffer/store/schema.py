@@ -215,6 +215,9 @@ def create(tx: Transaction, name: str) -> None:
     """Create tables and views, and stamp the revision; a no-op where another was quicker."""
     if tx.dialect.name == "postgresql":
         tx.execute(text(f"SELECT pg_advisory_xact_lock({_CREATE_LOCK})"))
+        # Said in `tables`, it would load SQLAlchemy's drivers of PostgreSQL for SQLite too.
+        for index in tables.event.indexes:
+            index.kwargs["postgresql_where"] = index.kwargs["sqlite_where"]
     if inspect(tx, name):
         return
     tables.metadata.create_all(tx.connection)
@@ -361,7 +364,7 @@ def _lacking_indexes(tx: Transaction) -> Iterator[str]:
     }
     for table in metadata.sorted_tables:
         for index in table.indexes:
-            partial = index.dialect_options["postgresql"]["where"] is not None
+            partial = index.dialect_options["sqlite"]["where"] is not None
             wanted = ([column.name for column in index.columns], bool(index.unique), partial)
             if found.get(str(index.name)) != wanted:
                 yield _INDEX_GONE.format(index=index)

@@ -100,8 +100,7 @@ event = Table(
         "experiment",
         "kind",
         "position",
-        sqlite_where=text(NOT_FREQUENT),
-        postgresql_where=text(NOT_FREQUENT),
+        sqlite_where=text(NOT_FREQUENT),  # on PostgreSQL too, see `schema.create`
     ),
     sqlite_with_rowid=False,
 )

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from sqlalchemy import (
+    ARRAY,
     BigInteger,
     ColumnElement,
     Connection,
@@ -27,7 +29,6 @@ from sqlalchemy import (
     select,
     text,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeEngine
 
@@ -170,7 +171,7 @@ def among(
     if tx.dialect.name == "sqlite":
         return column.in_(select(func.json_each(json.dumps(listed)).table_valued("value").c.value))
     kind = Text() if isinstance(column.type, Text) else BigInteger()  # of no values, too
-    return column == func.any(cast(literal(listed, postgresql.ARRAY(kind)), postgresql.ARRAY(kind)))
+    return column == func.any(cast(literal(listed, ARRAY(kind)), ARRAY(kind)))
 
 
 def among_given(dialect: str, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
@@ -178,7 +179,7 @@ def among_given(dialect: str, column: ColumnElement[Any], name: str) -> ColumnEl
     if dialect == "sqlite":
         each = func.json_each(bindparam(name, type_=Text())).table_valued("value")
         return column.in_(select(each.c.value))
-    kind = postgresql.ARRAY(Text() if isinstance(column.type, Text) else BigInteger())
+    kind = ARRAY(Text() if isinstance(column.type, Text) else BigInteger())
     return column == func.any(cast(bindparam(name, type_=kind), kind))
 
 
@@ -199,7 +200,7 @@ def rows_given(dialect: str, kinds: Sequence[TypeEngine[Any]]) -> tuple[ColumnEl
         each = func.json_each(bindparam("rows", type_=Text())).table_valued("value").c.value
         return tuple(func.json_extract(each, f"$[{n}]", type_=kind) for n, kind in enumerate(kinds))
     arrays = [
-        cast(bindparam(f"column{n}", type_=postgresql.ARRAY(kind)), postgresql.ARRAY(kind))
+        cast(bindparam(f"column{n}", type_=ARRAY(kind)), ARRAY(kind))
         for n, kind in enumerate(kinds)
     ]
     names = (column(f"column{n}", kind) for n, kind in enumerate(kinds))
@@ -217,7 +218,12 @@ def given_rows(tx: Transaction, rows: Sequence[Sequence[Any]]) -> dict[str, Any]
 
 def upsert(tx: Transaction, table: Table) -> Any:
     """Return an ``INSERT`` that has ``on_conflict_do_update`` and ``on_conflict_do_nothing``."""
-    return sqlite.insert(table) if tx.dialect.name == "sqlite" else postgresql.insert(table)
+    return dialect_module(tx.dialect.name).insert(table)
+
+
+def dialect_module(dialect: str) -> Any:
+    """Return what SQLAlchemy has for a dialect: to load the other one too takes 40 ms."""
+    return import_module(f"sqlalchemy.dialects.{dialect}")
 
 
 def lock_experiment(tx: Transaction, experiment: int) -> None:
