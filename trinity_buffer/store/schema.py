@@ -185,13 +185,11 @@ def inspect(tx: Transaction, name: str) -> bool:
     if revision in KNOWN_REVISIONS:
         raise SchemaOutdatedError(
             f"{name} was written by an older version (schema {revision}, this is "
-            f"{tables.SCHEMA_REVISION}): "
-            f"run `trinity-buffer migrate --store {name}`"
+            f"{tables.SCHEMA_REVISION}): run `trinity-buffer migrate --store {name}`"
         )
     raise SchemaTooNewError(
         f"{name} was written by a newer version (schema {revision}, this is "
-        f"{tables.SCHEMA_REVISION}): "
-        "upgrade with `pip install --upgrade trinity-buffer`"
+        f"{tables.SCHEMA_REVISION}): upgrade with `pip install --upgrade trinity-buffer`"
     )
 
 
@@ -399,5 +397,4 @@ def damaged_pages(tx: Transaction) -> list[str]:
 
 def segment_keys(tx: Transaction) -> set[bytes]:
     """Return the keys of all segments in the database, of whatever experiment."""
-    rows = tx.execute(select(segment.c.key).distinct())
-    return {bytes(key) for (key,) in rows}
+    return {bytes(key) for (key,) in tx.execute(select(segment.c.key).distinct())}
