@@ -45,7 +45,6 @@ LAZY_IMPORTS = {
     f"{PACKAGE}/inspect/table.py:parquet_writer": "pyarrow is an extra",
     f"{PACKAGE}/pipeline/archive_file.py:_parquet": "pyarrow is an extra",
     f"{PACKAGE}/store/postgres.py:_ask": "asyncpg is an extra that users of SQLite do not have",
-    f"{PACKAGE}/store/postgres.py:_engine": "SQLAlchemy's ORM, which users of SQLite do not need",
     "benchmarks/learning_report.py:_plot": "matplotlib is an extra, and slow to import",
     f"{PACKAGE}/cli/history_commands.py:replay": "torch, which compaction does not need",
     f"{PACKAGE}/cli/history_commands.py:reannotate": "torch, which compaction does not need",

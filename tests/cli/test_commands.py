@@ -39,6 +39,14 @@ def test_a_question_loads_what_it_asks_with_and_no_more() -> None:
     assert "trinity_buffer.cli.run_commands" not in modules
 
 
+def test_a_question_loads_the_driver_of_its_own_database_and_no_orm(store_url: str) -> None:
+    modules = loaded_by("stats", "--store", store_url)
+    of_server = {"sqlalchemy.dialects.postgresql", "asyncpg"} & modules
+    assert len(of_server) == (0 if store_url.startswith("sqlite") else 2)
+    assert "sqlalchemy.engine" in modules
+    assert not {"sqlalchemy.orm", "alembic", "numpy"} & modules
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_table_says_what_the_command_says_of_itself(name: str) -> None:
     group: typer.core.TyperGroup = typer.main.get_command(app)  # type: ignore[assignment]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sqlalchemy import select
 
 from tests.conftest import Resize
 from tests.contract.making import group, opened
 from tests.stories import tell
+from trinity_buffer.errors import StoreError
 from trinity_buffer.events import (
     ExperiencesRejected,
     ExperimentFinished,
@@ -168,6 +170,23 @@ async def test_nothing_is_left_of_the_views(store_url: str, tmp_path: Path) -> N
                 assert await source.read(shown, experiment.key) != now
                 assert await experiment.database.read(shown, experiment.key) == now
         assert await experiment.database.read(shown, experiment.key) == now
+
+
+async def test_a_connection_that_was_lost_does_not_answer_for_now(
+    postgres_store_url: str, tmp_path: Path
+) -> None:
+    """Made anew, it would have no views, and show the run as it is."""
+    story = await tell(postgres_store_url, tmp_path / "run")
+    async with open_store(postgres_store_url) as store:
+        experiment = await store.experiment(story.name)
+        async with as_of(experiment, 3) as source:
+            ((pid,),) = await source.read(lambda tx: tx.rows("SELECT pg_backend_pid()", ()))
+            await experiment.database.read(
+                lambda tx: tx.rows("SELECT pg_terminate_backend($1)", (pid,))
+            )
+            for _ in range(3):
+                with pytest.raises(StoreError, match="connection"):
+                    await source.read(shown, source.key)
 
 
 async def test_who_asks_keeps_nobody_from_writing(store_url: str, tmp_path: Path) -> None:

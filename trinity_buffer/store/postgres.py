@@ -11,14 +11,15 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import anyio
-from sqlalchemy import Connection, Table, insert
-from sqlalchemy.engine import URL
+from sqlalchemy import Connection, Table, create_engine, insert
+from sqlalchemy.engine import URL, Engine
 from sqlalchemy.event import listen
 from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidatePoolError
+from sqlalchemy.util import greenlet_spawn
 from typing_extensions import override
 
 from trinity_buffer.errors import StoreError, UnsafeStoreError
@@ -29,9 +30,6 @@ from trinity_buffer.store.access import POOLED
 from trinity_buffer.store.changes import APPLICATION, CHANNEL, CONNECT_TIMEOUT_S
 from trinity_buffer.store.tables import SCHEMA_REVISION
 from trinity_buffer.store.transaction import Transaction, dialect_module
-
-if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 T = TypeVar("T")
 
@@ -206,22 +204,24 @@ class Server:
 
     async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
         """Return ``f(tx)``, in a transaction of its own. A cancellation waits for its end."""
+
+        def transact() -> T:
+            with self._engine.connect() as connection:
+                return _transact(connection, f, writes=writes)
+
         with anyio.CancelScope(shield=True):
-            async with self._engine.connect() as connection:
-                done = await connection.run_sync(_transact, f, writes)
+            done: T = await greenlet_spawn(transact)
         return done
 
     @asynccontextmanager
     async def apart(self) -> AsyncIterator[_Connected]:
         """Open one more connection: what is temporary there, nobody else sees."""
         # Not one of the pool: it may have prepared statements on tables that views hide here.
-        engine = _engine(self._url)
+        one = _Connected(_engine(self._url))
         try:
-            async with engine.connect() as connection:
-                yield _Connected(connection)
+            yield one
         finally:
-            with anyio.CancelScope(shield=True):
-                await engine.dispose()
+            await one.close()
 
     async def require_suitable(self, name: str) -> str:
         """Return the server's version.
@@ -230,10 +230,13 @@ class Server:
             UnsafeStoreError: the database does not store UTF-8, or a pooler hands out a server
                 connection for a transaction only.
         """
-        async with self._engine.connect() as one, self._engine.connect() as other:
+        return await greenlet_spawn(self._suitable, name)
+
+    def _suitable(self, name: str) -> str:
+        with self._engine.connect() as one, self._engine.connect() as other:
             for connection in (one, other):  # whose transactions keep what a pooler lends
-                await connection.execution_options(isolation_level="READ COMMITTED")
-            about: Any = (await one.exec_driver_sql(_ABOUT)).one()
+                connection.execution_options(isolation_level="READ COMMITTED")
+            about: Any = one.exec_driver_sql(_ABOUT).one()
             version, encoding = str(about[0]), str(about[1])
             if encoding != "UTF8":
                 raise UnsafeStoreError(
@@ -241,32 +244,31 @@ class Server:
                     "a database with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0"
                 )
             mark = uuid4().hex
-            await one.exec_driver_sql(_SET_MARK, (mark,))
-            await one.commit()
+            one.exec_driver_sql(_SET_MARK, (mark,))
+            one.commit()
             # A pooler of transactions gives the other connection, sooner or later, the server's
             # session of the first one; or the first gets another while the other keeps that.
             pooled = False
             for _ in range(LOOKS_FOR_A_POOLER):
-                await other.rollback()
-                pooled = pooled or (await other.exec_driver_sql(_GET_MARK)).scalar() == mark
+                other.rollback()
+                pooled = pooled or other.exec_driver_sql(_GET_MARK).scalar() == mark
             # Not asked where it is known: of one server connection, the other has it.
-            if pooled or (await one.exec_driver_sql(_GET_MARK)).scalar() != mark:
+            if pooled or one.exec_driver_sql(_GET_MARK).scalar() != mark:
                 raise UnsafeStoreError(f"{name} {POOLED}")
         return version
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._engine.dispose()
+        await greenlet_spawn(self._engine.dispose)
 
 
-def _engine(url: URL) -> AsyncEngine:
-    from sqlalchemy.ext.asyncio import create_async_engine  # noqa: PLC0415 - the ORM, too
-
+def _engine(url: URL) -> Engine:
     extra("asyncpg", "postgresql")
     # What libpq and asyncpg's own URLs call sslmode is an argument ssl of its connections.
     query = {"ssl" if k == "sslmode" else k: v for k, v in url.query.items()}
     # Transactions are begun and ended here, not by SQLAlchemy, which takes a trip for each.
-    engine = create_async_engine(
+    # Not `create_async_engine`, whose module loads the ORM: 60 ms at the start of each command.
+    engine = create_engine(
         url.set(query=query),
         pool_size=KEPT_CONNECTIONS,
         max_overflow=MORE_CONNECTIONS,
@@ -276,27 +278,47 @@ def _engine(url: URL) -> AsyncEngine:
             "timeout": CONNECT_TIMEOUT_S,
         },
     )
-    listen(engine.sync_engine, "connect", _set_up)
-    listen(engine.sync_engine, "checkout", _replace_if_lost)
+    listen(engine, "connect", _set_up)
+    listen(engine, "checkout", _replace_if_lost)
     return engine
 
 
 class _Connected:
-    """One connection, for one transaction after the other."""
+    """One connection for one transaction after the other, and an engine that has no other."""
 
-    def __init__(self, connection: AsyncConnection) -> None:
-        self._connection = connection
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._connection: Connection | None = None
         self._lock = anyio.Lock(fast_acquire=True)
 
     async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
         """Return ``f(tx)``, in a transaction of its own. A cancellation waits for its end."""
+
+        def transact() -> T:
+            if self._connection is None:
+                self._connection = self._engine.connect()
+            if self._connection.invalidated:  # it would connect anew, and have nothing temporary
+                raise ConnectionError("the connection was lost: ask again")
+            return _transact(self._connection, f, writes=writes)
+
         with anyio.CancelScope(shield=True):
             async with self._lock:
-                done = await self._connection.run_sync(_transact, f, writes)
+                done: T = await greenlet_spawn(transact)
         return done
 
+    async def close(self) -> None:
+        """Close the connection, and with it all that is temporary there."""
 
-def _transact(connection: Connection, f: Callable[[Transaction], T], writes: bool) -> T:  # noqa: FBT001 - by position, through `run_sync`
+        def close() -> None:
+            if self._connection is not None:
+                self._connection.close()
+            self._engine.dispose()
+
+        with anyio.CancelScope(shield=True):
+            await greenlet_spawn(close)
+
+
+def _transact(connection: Connection, f: Callable[[Transaction], T], *, writes: bool) -> T:
     # The lock of an experiment needs READ COMMITTED: a transaction that waited for the lock
     # must see what its holder committed, whatever the database's default is.
     tx = PostgresTransaction(connection, _WRITING if writes else _READING)
