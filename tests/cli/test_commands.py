@@ -14,17 +14,22 @@ from trinity_buffer.cli.commands import COMMANDS
 from trinity_buffer.cli.main import app
 
 
-def loaded_by(*words: str) -> set[str]:
-    """Return the modules that a fresh ``trinity-buffer`` holds when it ends."""
+def told_by(last: str, *words: str) -> list[str]:
+    """Return what a fresh ``trinity-buffer`` says when it ends, asked for ``last``."""
     code = (
-        "import atexit, sys\n"
+        "import atexit, gc, sys\n"
         "from trinity_buffer.cli.main import run_command\n"
-        "atexit.register(lambda: print(*sys.modules))\n"
+        f"atexit.register(lambda: print({last}))\n"
         f"sys.argv = {['trinity-buffer', *words]!r}\n"
         "run_command()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    return set(done.stdout.decode().splitlines()[-1].split())
+    return done.stdout.decode().splitlines()[-1].split()
+
+
+def loaded_by(*words: str) -> set[str]:
+    """Return the modules that a fresh ``trinity-buffer`` holds when it ends."""
+    return set(told_by("*sys.modules", *words))
 
 
 def test_the_help_loads_neither_sql_nor_tables_nor_tensors() -> None:
@@ -45,6 +50,13 @@ def test_a_question_loads_the_driver_of_its_own_database_and_no_orm(store_url: s
     assert len(of_server) == (0 if store_url.startswith("sqlite") else 2)
     assert "sqlalchemy.engine" in modules
     assert not {"sqlalchemy.orm", "alembic", "numpy"} & modules
+
+
+def test_what_a_command_loads_is_never_walked_for_garbage() -> None:
+    asked = ("stats", "--store", "sqlite:///not-there.db")
+    kept, collects = told_by("gc.get_freeze_count(), gc.isenabled()", *asked)
+    assert int(kept) > 50_000
+    assert collects == "True"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

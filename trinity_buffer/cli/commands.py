@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -159,6 +161,17 @@ COMMANDS = {
 """Name -> command, in the order of the help."""
 
 
+@contextmanager
+def _nothing_walked() -> Iterator[None]:
+    """Import without a look for garbage, now or later, among what is imported: it all stays."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 class _Loaded(Mapping[str, Any]):
     """The commands by name, each loaded when it is asked for."""
 
@@ -168,7 +181,8 @@ class _Loaded(Mapping[str, Any]):
         alone = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
-        alone.command(name)(getattr(import_module(module), function))
+        with _nothing_walked():
+            alone.command(name)(getattr(import_module(module), function))
         return typer.main.get_command(alone)
 
     @override
