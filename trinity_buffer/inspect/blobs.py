@@ -16,6 +16,7 @@ from trinity_buffer.pipeline.events import Event, decoded
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading.segments import read_segments
 from trinity_buffer.store import log, segments
+from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.transaction import ReadSession
 
 Damage = CodecError | DamagedSegmentError
@@ -80,17 +81,34 @@ async def readable_events(
     """
     wanted = sorted(set(positions))
     stored = await experiment.database.read(log.read_at, experiment.key, wanted)
-    events: dict[int, tuple[Event, WithSegment]] = {}
+    events, damaged = decoded_each(experiment.name, stored)
+    found, broken = await with_segments(experiment, events, families)
+    return found, damaged | broken
+
+
+def decoded_each(
+    experiment: str, stored: Iterable[StoredEvent]
+) -> tuple[list[Event], dict[int, Damage]]:
+    """Return those of the events whose bodies can be read, and why the rest cannot, by position."""
+    events: list[Event] = []
     damaged: dict[int, Damage] = {}
     for one in stored:
         try:
-            event = decoded(experiment.name, one)
+            events.append(decoded(experiment, one))
         except CodecError as error:
             damaged[one.position] = error
-        else:
-            assert isinstance(event.fact, WithSegment)  # where rows are of
-            events[one.position] = event, event.fact
-    facts = {fact.segment: fact for _, fact in events.values()}
+    return events, damaged
+
+
+async def with_segments(
+    experiment: Experiment | Source, events: Iterable[Event], families: Sequence[str]
+) -> tuple[dict[int, EventWithSegment], dict[int, Damage]]:
+    """Return position -> event with what can be read of its segment, and why the rest cannot."""
+    named: dict[int, tuple[Event, WithSegment]] = {}
+    for event in events:
+        assert isinstance(event.fact, WithSegment)  # where rows are of
+        named[event.position] = event, event.fact
+    facts = {fact.segment: fact for _, fact in named.values()}
 
     def read(
         s: ReadSession,
@@ -105,8 +123,8 @@ async def readable_events(
         return *s.compute(_decoded, there, stored_segments.parts), absent
 
     found, broken, absent = await experiment.database.read_session(read)
-    by_position = {}
-    for position, (event, fact) in events.items():
+    by_position, damaged = {}, {}
+    for position, (event, fact) in named.items():
         key = fact.segment
         by_position[position] = EventWithSegment(event, fact, found.get(key, {}), absent.get(key))
         if key in broken:

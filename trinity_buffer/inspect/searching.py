@@ -8,13 +8,24 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from trinity_buffer.codec import Segment
+from trinity_buffer.codec import unpack_object
 from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError
-from trinity_buffer.inspect.blobs import Unreadable, readable_events
-from trinity_buffer.inspect.compare import pages
+from trinity_buffer.events import ExperiencesRecorded
+from trinity_buffer.inspect.blobs import (
+    Damage,
+    EventWithSegment,
+    Unreadable,
+    decoded_each,
+    with_segments,
+)
 from trinity_buffer.inspect.source import Source
+from trinity_buffer.pipeline.events import Event
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
-from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
+from trinity_buffer.sizes import sizes
+from trinity_buffer.store import log, queries
+from trinity_buffer.store.rows import first_address, position_of, rows_recorded_by
+
+_RECORDED = ExperiencesRecorded.__name__
 
 AROUND = 40
 """So many characters stand before and after what was found."""
@@ -51,8 +62,8 @@ async def search(
     """Yield each text of a rollout that holds ``text``, in order of the log, as soon as found.
 
     Texts are those of the family ``text``: prompt, response, messages, tools, and the messages of
-    what was chosen and rejected. Reads those of all rollouts, a page at a time; stop when there is
-    enough.
+    what was chosen and rejected. Reads those of all rollouts, some events at a time; stop when
+    there is enough.
 
     Args:
         source: the experiment.
@@ -61,7 +72,7 @@ async def search(
         after: only in experiences above this address.
         progress: called with the position that was reached, and the last one.
         unreadable: gets the rows whose texts cannot be read; None: the error at the end names them.
-        looked_at: called with the last address of each page, once it was searched.
+        looked_at: called with the last address that some events can have, once they were searched.
 
     Raises:
         InvalidArgumentError: ``text`` is empty.
@@ -71,28 +82,101 @@ async def search(
         raise InvalidArgumentError("text is empty, and every text holds that: say what to look for")
     head = await source.head()
     damaged: list[Unreadable] = [] if unreadable is None else unreadable
-    async for rows in pages(source, after):
-        positions = [position_of(row.address) for row in rows]
-        events, broken = await readable_events(source, positions, ["text"])
-        for row, position in zip(rows, positions, strict=True):
+    async for positions, events, broken in _texts_of_events(source, position_of(after) - 1, head):
+        found = await source.database.compute(_matches, events, text, exact=exact)
+        for position in positions:
             if position in broken:
-                damaged.append(Unreadable(row.eid.uid, position, str(broken[position])))
-            segments = events[position].families.values() if position in events else ()
-            for one in _matches(row, segments, text, exact=exact):
-                yield one
+                rows = await source.read(queries.rows_of_events, source.key, [position])
+                damaged += [
+                    Unreadable(row.eid.uid, position, str(broken[position]))
+                    for row in rows[position]
+                    if row.refused is None and row.address > after
+                ]
+            for one in found.get(position, ()):
+                if one.address > after:
+                    yield one
         progress("search", positions[-1], head)
-        looked_at(rows[-1].address)
+        looked_at(first_address(positions[-1] + 1) - 1)
     if unreadable is None and damaged:
         raise DamagedSegmentError("; ".join(map(str, damaged)))
 
 
+async def _texts_of_events(
+    source: Source, after: int, head: int
+) -> AsyncIterator[tuple[list[int], Mapping[int, EventWithSegment], Mapping[int, Damage]]]:
+    """Yield positions of events that recorded experiences, some at a time, and what they hold."""
+    limit = sizes().events_per_page
+    while stored := await source.database.read(
+        log.read_after, source.key, after, limit=limit, kinds=[_RECORDED], up_to=head
+    ):
+        after = stored[-1].position
+        read, unread = decoded_each(source.name, stored)
+        events = {event.position: event for event in read}
+        for positions in _parts([one.position for one in stored], events):
+            there = [events[at] for at in positions if at in events]
+            found, broken = await with_segments(source, there, ["text"])
+            yield positions, found, broken | {at: unread[at] for at in positions if at in unread}
+
+
+def _parts(positions: Iterable[int], events: Mapping[int, Event]) -> Iterator[list[int]]:
+    """Yield positions of events that have some hundred rows together, and at least one of them."""
+    some: list[int] = []
+    rows = 0
+    for position in positions:
+        some.append(position)
+        fact = events[position].fact if position in events else None
+        rows += fact.rows if isinstance(fact, ExperiencesRecorded) else 0
+        if rows >= sizes().rows_per_page:
+            yield some
+            some, rows = [], 0
+    if some:
+        yield some
+
+
 def _matches(
-    row: ExperienceRow, segments: Iterable[Segment], text: str, *, exact: bool
-) -> Iterator[Match]:
-    for field, value in _fields(segments, slot_of(row.address)):
-        excerpt = _excerpt(value, text, exact=exact)
-        if excerpt is not None:
-            yield Match(row.eid.uid, field, excerpt, row.reward, row.policy_version, row.address)
+    events: Mapping[int, EventWithSegment], text: str, *, exact: bool
+) -> dict[int, list[Match]]:
+    """Return position -> what was found in its rows, of those in which anything was."""
+    found = {}
+    for position, event in events.items():
+        columns = [
+            (values.pieces, held)
+            for segment in event.families.values()
+            for name, values in segment.objects.items()
+            if (held := _held(name, values.pieces, text, exact=exact))
+        ]
+        if columns:
+            assert isinstance(event.fact, ExperiencesRecorded)  # the kind that was read
+            rows = rows_recorded_by(position, event.fact)
+            found[position] = [
+                Match(row.eid.uid, *one, row.reward, row.policy_version, row.address)
+                for slot, row in enumerate(rows)
+                if row.refused is None
+                for pieces, held in columns
+                for one in held.get(pieces[slot], ())
+            ]
+    return found
+
+
+def _held(
+    name: str, pieces: Iterable[bytes], text: str, *, exact: bool
+) -> dict[bytes, list[tuple[str, str]]]:
+    """Return packed value of a column -> field and excerpt of each text in it that holds ``text``.
+
+    All are looked at as one, and one by one only where that holds it: few columns do.
+    """
+    texts = {piece: list(_texts(name, unpack_object(piece))) for piece in set(pieces) if piece}
+    joined = "\0".join(value for some in texts.values() for _, value in some)
+    if (text if exact else text.casefold()) not in (joined if exact else joined.casefold()):
+        return {}
+    return {
+        piece: [
+            (field, excerpt)
+            for field, value in some
+            if (excerpt := _excerpt(value, text, exact=exact)) is not None
+        ]
+        for piece, some in texts.items()
+    }
 
 
 def _excerpt(value: str, text: str, *, exact: bool) -> str | None:
@@ -106,12 +190,6 @@ def _excerpt(value: str, text: str, *, exact: bool) -> str | None:
             at = bisect_right(ends, at)
             size = last + 1 - at
     return None if at < 0 else value[max(0, at - AROUND) : at + size + AROUND]
-
-
-def _fields(segments: Iterable[Segment], slot: int) -> Iterator[tuple[str, str]]:
-    for segment in segments:
-        for name, values in segment.objects.items():
-            yield from _texts(name, values[slot])
 
 
 def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
