@@ -8,17 +8,25 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.inspect.blobs import Unreadable, readable_events
-from trinity_buffer.inspect.fates import Fate, fates
+from trinity_buffer.inspect.blobs import Damage, Unreadable, readable_events
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.step_lines import StepLine, steps
-from trinity_buffer.inspect.tensors import mean_of
+from trinity_buffer.inspect.tensors import means_of
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import queries, reads
-from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
+from trinity_buffer.store import queries
+from trinity_buffer.store.decisions import Decisions, Integers, addresses, decisions
+from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, SLOT_BITS, position_of
 from trinity_buffer.store.transaction import Transaction
+
+Numbers = npt.NDArray[Any]
+
+_PAGES = 8
+"""So many pages of experiences are compared together: in columns, they take little memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +95,6 @@ class RunDifference:
     steps: Mapping[int, Mapping[str, Sequence[Any]]]
 
 
-async def pages(source: Source, after: int = -1) -> AsyncIterator[list[ExperienceRow]]:
-    """Yield the experiences that were not refused, above an address, a page at a time, in order."""
-    limit = sizes().experiences_per_page
-    while rows := await source.read(
-        reads.experiences, source.key, reads.Filter(), after=after, limit=limit
-    ):
-        yield rows
-        after = rows[-1].address
-
-
 async def compare_sets(
     source: Source, first: str, second: str, *, limit: int = 20, progress: Progress = no_progress
 ) -> SetDifference:
@@ -131,65 +129,97 @@ async def comparing(
         if name not in names:
             known = ", ".join(names) or "none"
             raise UnknownNameError(f"no annotation set {name!r} (there: {known})")
-    found = SetDifference(first, second)
-    async for rows in pages(source):
-        compared, unreadable = await _compared(source, rows, first, second)
-        for one in compared:
-            _count(found, one)
-        found.unreadable += unreadable
-        damaged = {one.uid for one in unreadable}
-        differing = [one for one in compared if one.by and one.uid not in damaged]
-        found.rows = heapq.nlargest(limit, [*found.rows, *differing], key=lambda one: one.by)
-        yield found, position_of(rows[-1].address)
+    found, after = SetDifference(first, second), -1
+    sets = [consumers[name] for name in (first, second)]
+    most = _PAGES * sizes().experiences_per_page
+
+    def look(tx: Transaction) -> tuple[Integers, list[Decisions]]:
+        some = addresses(tx, source.key, after=after, limit=most)
+        return some, [decisions(tx, source.key, one, some) for one in sets if len(some)]
+
+    while True:
+        some, decided = await source.read(look)
+        if not decided:
+            return
+        a, b = [await _side(source, one) for one in decided]
+        await _compare(source, found, some, (a, b), limit)
+        after = int(some[-1])
+        yield found, position_of(after)
 
 
-def _count(found: SetDifference, one: Differing) -> None:
-    found.experiences += 1
-    found.states[f"{one.first} / {one.second}"] += 1
-    a, b = one.first_advantage, one.second_advantage
-    if a is None or b is None:
-        return
-    found.both += 1
-    found.equal += a == b
-    found.opposite += a * b < 0
-    found.total += abs(a - b)
-    found.greatest = max(found.greatest, abs(a - b))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """What one set made of some experiences.
+
+    Attributes:
+        advantages: mean over the tokens of each, where it is ``known``.
+        positions: of the events that annotated them, 0 where none did.
+        damaged: those events that cannot be read.
+    """
+
+    states: Numbers
+    advantages: Numbers
+    known: Numbers
+    positions: Integers
+    damaged: Mapping[int, Damage]
+
+    def of(self, at: int) -> tuple[str, float | None]:
+        """Return state and advantage of one."""
+        return self.states[at], float(self.advantages[at]) if self.known[at] else None
 
 
-async def _compared(
-    source: Source, rows: Sequence[ExperienceRow], first: str, second: str
-) -> tuple[list[Differing], list[Unreadable]]:
-    def look(tx: Transaction) -> dict[int, list[Fate]]:
-        return fates(tx, source.key, rows)
-
-    decided = await source.read(look)
-    wanted = [f for some in decided.values() for f in some if f.annotation_set in (first, second)]
-    noted = [f.annotations[0].position for f in wanted if f.annotations]
-    events, damaged = await readable_events(source, noted, ["annotation"])
-
-    def advantage(fate: Fate) -> float | None:
-        if not fate.annotations or fate.annotations[0].position not in events:
-            return None
-        note = fate.annotations[0]
-        segment = events[note.position].families.get("annotation")
-        return None if segment is None else mean_of(segment, "advantages", slot_of(note.address))
-
-    found, unreadable = [], []
-    for row in rows:
-        own = {fate.annotation_set: fate for fate in decided[row.address]}
-        a, b = own[first], own[second]
-        found.append(Differing(row.eid.uid, _state(a), _state(b), advantage(a), advantage(b)))
-        unreadable += [
-            Unreadable(row.eid.uid, note.position, str(damaged[note.position]))
-            for fate in (a, b)
-            for note in fate.annotations[:1]
-            if note.position in damaged
-        ]
-    return found, unreadable
+async def _side(source: Source, decided: Decisions) -> _Side:
+    positions, slots = decided.notes >> SLOT_BITS, decided.notes & (MAX_ROWS_PER_EVENT - 1)
+    advantages, known = np.zeros(len(slots)), np.zeros(len(slots), bool)
+    noted = np.unique(positions[positions > 0]).tolist()
+    damaged: dict[int, Damage] = {}
+    size = sizes().segments_per_load
+    for start in range(0, len(noted), size):
+        events, broken = await readable_events(source, noted[start : start + size], ["annotation"])
+        damaged |= broken
+        for position, event in events.items():
+            if "annotation" in event.families:
+                own = np.flatnonzero(positions == position)
+                means, there = means_of(event.families["annotation"], "advantages")
+                advantages[own], known[own] = means[slots[own]], there[slots[own]]
+    return _Side(decided.states, advantages, known, positions, damaged)
 
 
-def _state(fate: Fate) -> str:
-    return fate.state if fate.reason is None else f"{fate.state}: {fate.reason}"
+async def _compare(
+    source: Source, found: SetDifference, some: Integers, sides: tuple[_Side, _Side], limit: int
+) -> None:
+    """Count some experiences, and keep those that differ most."""
+    a, b = sides
+    found.experiences += len(some)
+    for pair, count in Counter(zip(a.states.tolist(), b.states.tolist(), strict=True)).items():
+        found.states[" / ".join(pair)] += count
+    both = a.known & b.known
+    by = np.abs(a.advantages - b.advantages)
+    found.both += int(both.sum())
+    found.equal += int((a.advantages == b.advantages)[both].sum())
+    found.opposite += int((a.advantages * b.advantages < 0)[both].sum())
+    found.total += float(by[both].sum())
+    found.greatest = float(np.fmax.reduce(by[both], initial=found.greatest))
+    by[a.known != b.known] = np.inf
+    damaged = np.isin(a.positions, [*a.damaged]) | np.isin(b.positions, [*b.damaged])
+    least = found.rows[-1].by if len(found.rows) == limit else 0.0
+    differing = np.flatnonzero((by > least) & ~damaged)
+    differing = differing[np.argsort(-by[differing], kind="stable")[:limit]]
+    shown = [*differing.tolist(), *np.flatnonzero(damaged).tolist()]
+    rows = await source.read(queries.experience_rows, source.key, some[shown].tolist())
+    uids = {row.address: row.eid.uid for row in rows}
+    for at in shown:
+        uid = uids[int(some[at])]
+        if damaged[at]:
+            found.unreadable += [
+                Unreadable(uid, int(one.positions[at]), str(one.damaged[int(one.positions[at])]))
+                for one in sides
+                if int(one.positions[at]) in one.damaged
+            ]
+        else:
+            (state, advantage), (other, other_advantage) = a.of(at), b.of(at)
+            found.rows.append(Differing(uid, state, other, advantage, other_advantage))
+    found.rows = heapq.nlargest(limit, found.rows, key=lambda one: one.by)
 
 
 async def compare_runs(

@@ -88,6 +88,20 @@ def mean_of(segment: Segment, field: str, row: int) -> float | None:
     return None
 
 
+def means_of(segment: Segment, field: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return `mean_of` for all rows, up to rounding, and which of them have one."""
+    means, known = np.zeros(segment.rows), np.zeros(segment.rows, bool)
+    for column in segment.columns.get(field, []):
+        values, begins, sizes = values_of(column), column.offsets[:-1], column.sizes
+        if values is None or not len(values):
+            continue
+        full = sizes > 0
+        rows = np.flatnonzero(full) if column.rows is None else column.rows[full]
+        sums = np.add.reduceat(values.astype(np.float64), begins[full])
+        means[rows], known[rows] = sums / sizes[full], True
+    return means, known
+
+
 def elements_of(segment: Segment, field: str, row: int) -> npt.NDArray[Any] | None:
     """Return the elements of one field in one row; see `elements_of_rows`."""
     return elements_of_rows(segment, field, [row])[0]
