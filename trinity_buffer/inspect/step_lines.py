@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.events import BatchLeased, StepsCommitted
@@ -16,8 +16,12 @@ from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.tensors import mean_of
 from trinity_buffer.pipeline.events import Event
 from trinity_buffer.store import inspection, log, queries, trainer_queries
+from trinity_buffer.store.columns import RowNumbers, row_numbers
 from trinity_buffer.store.rows import ExperienceRow, StepRow, position_of, slot_of, written_as
 from trinity_buffer.store.transaction import Transaction
+
+R = TypeVar("R", ExperienceRow, RowNumbers)
+_Read: TypeAlias = Callable[[Transaction, int, Sequence[int]], list[R]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +122,11 @@ class Staleness:
     state: str = "committed"
 
 
-class _Eaten(NamedTuple):
+class _Eaten(NamedTuple, Generic[R]):
     """Rows of a lease: for each its experience, where it is known, and the experiment it is of."""
 
     fact: BatchLeased
-    rows: tuple[ExperienceRow | None, ...]
+    rows: tuple[R | None, ...]
     experiments: tuple[str, ...]
 
 
@@ -154,7 +158,7 @@ async def steps(
     name = await trainer_of(source, trainer)
     some = await _some(source, name, after, limit)
     events = await source.events(_positions(some))
-    eaten = await _eaten(source, some)
+    eaten = await _eaten(source, some, row_numbers)
     known = await measured(source, name, [row.step for row in some])
     lines = [_line(name, row, events, one) for row, one in zip(some, eaten, strict=True)]
     return [_with_metrics(line, known.get(line.step)) for line in lines]
@@ -170,7 +174,7 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
     name = await trainer_of(source, trainer)
     found = [await _the_step(source, name, step)]
     events = await source.events(_positions(found))
-    (eaten,) = await _eaten(source, found)
+    (eaten,) = await _eaten(source, found, queries.experience_rows)
     line = _line(name, found[0], events, eaten)
     committed = None if line.committed_at is None else events[line.committed_at].fact
     proven = None
@@ -197,7 +201,7 @@ async def rows_of_step(
         UnknownNameError: no such trainer, or no such step of it.
     """
     row = await _the_step(source, await trainer_of(source, trainer), step)
-    (eaten,) = await _eaten(source, [row])
+    (eaten,) = await _eaten(source, [row], queries.experience_rows)
     own = {one.address: one for one in _own(eaten)}
     return [own[address] for address in sorted(own)]
 
@@ -221,7 +225,7 @@ async def staleness(
     """
     name = await trainer_of(source, trainer)
     some = await _some(source, name, after, limit)
-    eaten = await _eaten(source, some)
+    eaten = await _eaten(source, some, row_numbers)
     own = {r.address for one in eaten for r in _own(one)}
     who = await _actors(source, own)
     lags: dict[tuple[int, str], list[int]] = {}
@@ -245,7 +249,7 @@ async def _some(source: Source, trainer: str, after: int | None, limit: int) -> 
     return await source.read(trainer_queries.steps, source.key, trainer, after=after, limit=limit)
 
 
-def _own(eaten: _Eaten) -> list[ExperienceRow]:
+def _own(eaten: _Eaten[R]) -> list[R]:
     pairs = zip(eaten.rows, eaten.experiments, strict=True)
     return [row for row, of in pairs if row is not None and of == ""]
 
@@ -259,7 +263,7 @@ def _positions(some: Sequence[StepRow]) -> list[int]:
     return [at for row in some for at in (row.leased_at, row.committed_at) if at is not None]
 
 
-async def _eaten(source: Source, steps: Sequence[StepRow]) -> list[_Eaten]:
+async def _eaten(source: Source, steps: Sequence[StepRow], read: _Read[R]) -> list[_Eaten[R]]:
     """Return the rows of steps; those of another experiment are looked up there."""
     leases = await source.leases([row.leased_at for row in steps])
     facts = [leases[row.leased_at] for row in steps]
@@ -267,18 +271,17 @@ async def _eaten(source: Source, steps: Sequence[StepRow]) -> list[_Eaten]:
     for fact in facts:
         for of, address in zip(_experiments(fact), fact.experiences, strict=True):
             wanted.setdefault(of, set()).add(address)
-    known: dict[tuple[str, int], ExperienceRow] = {}
+    known: dict[str, dict[int, R]] = {}
     for of, addresses in wanted.items():
-        for row in await _experiences(source, of, sorted(addresses)):
-            known[of, row.address] = row
-    return [
-        _Eaten(
-            fact,
-            tuple(map(known.get, zip(_experiments(fact), fact.experiences, strict=True))),
-            _experiments(fact),
-        )
-        for fact in facts
-    ]
+        rows = await _experiences(source, of, sorted(addresses), read)
+        known[of] = {row.address: row for row in rows}
+    found = []
+    for fact in facts:
+        experiments = _experiments(fact)
+        pairs = zip(experiments, fact.experiences, strict=True)
+        rows_of_fact = tuple(known[of].get(address) for of, address in pairs)
+        found.append(_Eaten(fact, rows_of_fact, experiments))
+    return found
 
 
 def _experiments(fact: BatchLeased) -> tuple[str, ...]:
@@ -288,13 +291,13 @@ def _experiments(fact: BatchLeased) -> tuple[str, ...]:
     return tuple(names[at] for at in fact.source)
 
 
-async def _experiences(source: Source, of: str, addresses: list[int]) -> list[ExperienceRow]:
+async def _experiences(source: Source, of: str, addresses: list[int], read: _Read[R]) -> list[R]:
     if not of:
-        return await source.read(queries.experience_rows, source.key, addresses)
+        return await source.read(read, source.key, addresses)
 
-    def look(tx: Transaction) -> list[ExperienceRow]:
+    def look(tx: Transaction) -> list[R]:
         key = log.find_experiment(tx, of)
-        return [] if key is None else queries.experience_rows(tx, key, addresses)
+        return [] if key is None else read(tx, key, addresses)
 
     return await source.database.read(look)
 
@@ -303,7 +306,7 @@ def _line(
     name: str,
     row: StepRow,
     events: Mapping[int, Event],
-    eaten: _Eaten,
+    eaten: _Eaten[R],
 ) -> StepLine:
     leased = events[row.leased_at]
     commit = None if row.committed_at is None else events[row.committed_at]
@@ -344,7 +347,9 @@ def _metrics(commit: Event | None, step: int) -> Mapping[str, Any]:
     return fact.metrics
 
 
-async def _rows(source: Source, eaten: _Eaten, known: Measured | None) -> tuple[EatenRow, ...]:
+async def _rows(
+    source: Source, eaten: _Eaten[ExperienceRow], known: Measured | None
+) -> tuple[EatenRow, ...]:
     fact = eaten.fact
     rows = zip(fact.annotations, eaten.experiments, eaten.rows, strict=True)
     own = {position_of(a): "" if row is None else row.eid.uid for a, of, row in rows if not of}

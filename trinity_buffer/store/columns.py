@@ -1,10 +1,11 @@
-"""What annotation sets made of experiences, in columns: for questions about very many of them."""
+"""Few columns of experiences and what sets made of them: for questions about very many."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from sqlalchemy import ColumnElement, bindparam, func, select
 
 from trinity_buffer.store.rows import ConsumerRow, first_address
 from trinity_buffer.store.tables import annotation, experience, rejection, waiting
-from trinity_buffer.store.transaction import Prepared, Transaction
+from trinity_buffer.store.transaction import Prepared, Transaction, among_given, given
 
 Integers = npt.NDArray[np.int64]
 
@@ -28,6 +29,33 @@ class Decisions:
 
     states: npt.NDArray[np.object_]
     notes: Integers
+
+
+class RowNumbers(NamedTuple):
+    """What is counted of an experience."""
+
+    address: int
+    reward: float | None
+    policy_version: int | None
+    length: int
+    trained_tokens: int
+
+
+def row_numbers(tx: Transaction, experiment: int, wanted: Sequence[int]) -> list[RowNumbers]:
+    """Return the experiences at ``wanted``, in any order."""
+    rows = _numbers(tx.dialect.name).rows(tx, of=experiment, wanted=given(tx, wanted))
+    return list(map(RowNumbers._make, rows))
+
+
+@cache
+def _numbers(dialect: str) -> Prepared:
+    columns = (experience.c[name] for name in RowNumbers._fields)
+    return Prepared(
+        select(*columns).where(
+            experience.c.experiment == bindparam("of"),
+            among_given(dialect, experience.c.address, "wanted"),
+        )
+    )
 
 
 def addresses(tx: Transaction, experiment: int, *, after: int, limit: int) -> Integers:
