@@ -246,7 +246,7 @@ async def test_all_steps_of_two_runs_count_however_long_they_are(
     story: Story, resize: Resize
 ) -> None:
     whole = await asked(story, lambda s: inspect.compare_runs(s, s))
-    resize(experiences_per_page=2)
+    resize(events_per_page=2)
     told: list[tuple[str, int, int]] = []
 
     def progress(*reached: Any) -> None:

@@ -240,7 +240,7 @@ async def compare_runs(
     shared: dict[int, dict[str, list[Any]]] = {}
     last = [await _last_step(one) for one in sides]
     skipped = [0 if limit is None else max(0, one - limit) for one in last]
-    page = sizes().experiences_per_page
+    page = sizes().events_per_page
     for after in range(min(skipped), max(last), page):
         up_to = after + page
         some = [

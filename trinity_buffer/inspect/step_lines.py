@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
+from itertools import chain, repeat
 from statistics import fmean
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.events import BatchLeased, StepsCommitted
 from trinity_buffer.inspect.blobs import events_with_segments
-from trinity_buffer.inspect.measured import Measured, measured
+from trinity_buffer.inspect.measured import Measured, Numbers, measured
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.tensors import mean_of
 from trinity_buffer.pipeline.events import Event
 from trinity_buffer.store import inspection, log, queries, trainer_queries
-from trinity_buffer.store.columns import RowNumbers, row_numbers
+from trinity_buffer.store.columns import row_numbers
 from trinity_buffer.store.rows import ExperienceRow, StepRow, position_of, slot_of, written_as
 from trinity_buffer.store.transaction import Transaction
-
-R = TypeVar("R", ExperienceRow, RowNumbers)
-_Read: TypeAlias = Callable[[Transaction, int, Sequence[int]], list[R]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +121,11 @@ class Staleness:
     state: str = "committed"
 
 
-class _Eaten(NamedTuple, Generic[R]):
+class _Eaten(NamedTuple):
     """Rows of a lease: for each its experience, where it is known, and the experiment it is of."""
 
     fact: BatchLeased
-    rows: tuple[R | None, ...]
+    rows: tuple[ExperienceRow | None, ...]
     experiments: tuple[str, ...]
 
 
@@ -158,9 +157,13 @@ async def steps(
     name = await trainer_of(source, trainer)
     some = await _some(source, name, after, limit)
     events = await source.events(_positions(some))
-    eaten = await _eaten(source, some, row_numbers)
+    facts = {row.leased_at: events[row.leased_at].fact for row in some}
+    leases = {at: fact for at, fact in facts.items() if isinstance(fact, BatchLeased)}
+    leases |= await source.leases(list(facts.keys() - leases.keys()))
+    given = [leases[row.leased_at] for row in some]
     known = await measured(source, name, [row.step for row in some])
-    lines = [_line(name, row, events, one) for row, one in zip(some, eaten, strict=True)]
+    rows = zip(some, given, await _numbers(source, given), strict=True)
+    lines = [_line(name, row, events, fact, numbers) for row, fact, numbers in rows]
     return [_with_metrics(line, known.get(line.step)) for line in lines]
 
 
@@ -174,8 +177,9 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
     name = await trainer_of(source, trainer)
     found = [await _the_step(source, name, step)]
     events = await source.events(_positions(found))
-    (eaten,) = await _eaten(source, found, queries.experience_rows)
-    line = _line(name, found[0], events, eaten)
+    (eaten,) = await _eaten(source, found)
+    (numbers,) = await _numbers(source, [eaten.fact])
+    line = _line(name, found[0], events, eaten.fact, numbers)
     committed = None if line.committed_at is None else events[line.committed_at].fact
     proven = None
     if isinstance(committed, StepsCommitted):
@@ -201,7 +205,7 @@ async def rows_of_step(
         UnknownNameError: no such trainer, or no such step of it.
     """
     row = await _the_step(source, await trainer_of(source, trainer), step)
-    (eaten,) = await _eaten(source, [row], queries.experience_rows)
+    (eaten,) = await _eaten(source, [row])
     own = {one.address: one for one in _own(eaten)}
     return [own[address] for address in sorted(own)]
 
@@ -225,7 +229,7 @@ async def staleness(
     """
     name = await trainer_of(source, trainer)
     some = await _some(source, name, after, limit)
-    eaten = await _eaten(source, some, row_numbers)
+    eaten = await _eaten(source, some)
     own = {r.address for one in eaten for r in _own(one)}
     who = await _actors(source, own)
     lags: dict[tuple[int, str], list[int]] = {}
@@ -249,7 +253,7 @@ async def _some(source: Source, trainer: str, after: int | None, limit: int) -> 
     return await source.read(trainer_queries.steps, source.key, trainer, after=after, limit=limit)
 
 
-def _own(eaten: _Eaten[R]) -> list[R]:
+def _own(eaten: _Eaten) -> list[ExperienceRow]:
     pairs = zip(eaten.rows, eaten.experiments, strict=True)
     return [row for row, of in pairs if row is not None and of == ""]
 
@@ -263,7 +267,7 @@ def _positions(some: Sequence[StepRow]) -> list[int]:
     return [at for row in some for at in (row.leased_at, row.committed_at) if at is not None]
 
 
-async def _eaten(source: Source, steps: Sequence[StepRow], read: _Read[R]) -> list[_Eaten[R]]:
+async def _eaten(source: Source, steps: Sequence[StepRow]) -> list[_Eaten]:
     """Return the rows of steps; those of another experiment are looked up there."""
     leases = await source.leases([row.leased_at for row in steps])
     facts = [leases[row.leased_at] for row in steps]
@@ -271,17 +275,18 @@ async def _eaten(source: Source, steps: Sequence[StepRow], read: _Read[R]) -> li
     for fact in facts:
         for of, address in zip(_experiments(fact), fact.experiences, strict=True):
             wanted.setdefault(of, set()).add(address)
-    known: dict[str, dict[int, R]] = {}
+    known: dict[tuple[str, int], ExperienceRow] = {}
     for of, addresses in wanted.items():
-        rows = await _experiences(source, of, sorted(addresses), read)
-        known[of] = {row.address: row for row in rows}
-    found = []
-    for fact in facts:
-        experiments = _experiments(fact)
-        pairs = zip(experiments, fact.experiences, strict=True)
-        rows_of_fact = tuple(known[of].get(address) for of, address in pairs)
-        found.append(_Eaten(fact, rows_of_fact, experiments))
-    return found
+        for row in await _experiences(source, of, sorted(addresses)):
+            known[of, row.address] = row
+    return [
+        _Eaten(
+            fact,
+            tuple(map(known.get, zip(_experiments(fact), fact.experiences, strict=True))),
+            _experiments(fact),
+        )
+        for fact in facts
+    ]
 
 
 def _experiments(fact: BatchLeased) -> tuple[str, ...]:
@@ -291,28 +296,36 @@ def _experiments(fact: BatchLeased) -> tuple[str, ...]:
     return tuple(names[at] for at in fact.source)
 
 
-async def _experiences(source: Source, of: str, addresses: list[int], read: _Read[R]) -> list[R]:
+async def _experiences(source: Source, of: str, addresses: list[int]) -> list[ExperienceRow]:
     if not of:
-        return await source.read(read, source.key, addresses)
+        return await source.read(queries.experience_rows, source.key, addresses)
 
-    def look(tx: Transaction) -> list[R]:
+    def look(tx: Transaction) -> list[ExperienceRow]:
         key = log.find_experiment(tx, of)
-        return [] if key is None else read(tx, key, addresses)
+        return [] if key is None else queries.experience_rows(tx, key, addresses)
 
     return await source.database.read(look)
 
 
+async def _numbers(source: Source, facts: Sequence[BatchLeased]) -> list[Numbers]:
+    """Return `NUMBERS` of the trainer's own rows of each lease, where they are known."""
+    sides = [zip(fact.experiences, _experiments(fact), strict=True) for fact in facts]
+    own = [[address for address, of in pairs if not of] for pairs in sides]
+    wanted = sorted(set(chain.from_iterable(own)))
+    known, numbers = await source.read(row_numbers, source.key, wanted)
+    ended, places = np.append(known, -1), [np.searchsorted(known, some) for some in own]
+    return [numbers[at[ended[at] == some]] for some, at in zip(own, places, strict=True)]
+
+
 def _line(
-    name: str,
-    row: StepRow,
-    events: Mapping[int, Event],
-    eaten: _Eaten[R],
+    name: str, row: StepRow, events: Mapping[int, Event], fact: BatchLeased, numbers: Numbers
 ) -> StepLine:
     leased = events[row.leased_at]
     commit = None if row.committed_at is None else events[row.committed_at]
-    known = _own(eaten)
-    rewards = [one.reward for one in known if one.reward is not None]
-    lags = [row.step - 1 - r.policy_version for r in known if r.policy_version is not None]
+    rewards, versions, *sizes = numbers.T
+    rewards, versions = rewards[~np.isnan(rewards)], versions[~np.isnan(versions)]
+    tokens, trained_tokens = (int(one.sum()) for one in sizes)
+    lags = row.step - 1 - versions
     return StepLine(
         trainer=name,
         step=row.step,
@@ -323,12 +336,12 @@ def _line(
         seconds=None if commit is None else commit.recorded_at - leased.recorded_at,
         rows=row.rows,
         groups=row.groups,
-        microbatches=len(eaten.fact.microbatches),
-        tokens=sum(one.length for one in known),
-        trained_tokens=sum(one.trained_tokens for one in known),
-        reward=fmean(rewards) if rewards else None,
-        staleness=fmean(lags) if lags else None,
-        oldest=max(lags, default=None),
+        microbatches=len(fact.microbatches),
+        tokens=tokens,
+        trained_tokens=trained_tokens,
+        reward=fmean(rewards.tolist()) if len(rewards) else None,
+        staleness=fmean(lags.tolist()) if len(lags) else None,
+        oldest=int(lags.max()) if len(lags) else None,
         checkpoint=row.checkpoint,
         metrics=_metrics(commit, row.step),
     )
@@ -347,9 +360,7 @@ def _metrics(commit: Event | None, step: int) -> Mapping[str, Any]:
     return fact.metrics
 
 
-async def _rows(
-    source: Source, eaten: _Eaten[ExperienceRow], known: Measured | None
-) -> tuple[EatenRow, ...]:
+async def _rows(source: Source, eaten: _Eaten, known: Measured | None) -> tuple[EatenRow, ...]:
     fact = eaten.fact
     rows = zip(fact.annotations, eaten.experiments, eaten.rows, strict=True)
     own = {position_of(a): "" if row is None else row.eid.uid for a, of, row in rows if not of}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from sqlalchemy import ColumnElement, bindparam, func, select
 
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store.rows import ConsumerRow, first_address
 from trinity_buffer.store.tables import annotation, experience, rejection, waiting
 from trinity_buffer.store.transaction import Prepared, Transaction, among_given, given
@@ -31,31 +32,38 @@ class Decisions:
     notes: Integers
 
 
-class RowNumbers(NamedTuple):
-    """What is counted of an experience."""
-
-    address: int
-    reward: float | None
-    policy_version: int | None
-    length: int
-    trained_tokens: int
+NUMBERS = ("reward", "policy_version", "length", "trained_tokens")
+"""What is counted of an experience."""
 
 
-def row_numbers(tx: Transaction, experiment: int, wanted: Sequence[int]) -> list[RowNumbers]:
-    """Return the experiences at ``wanted``, in any order."""
-    rows = _numbers(tx.dialect.name).rows(tx, of=experiment, wanted=given(tx, wanted))
-    return list(map(RowNumbers._make, rows))
+def row_numbers(
+    tx: Transaction, experiment: int, wanted: Sequence[int]
+) -> tuple[Integers, npt.NDArray[np.float64]]:
+    """Return those of ``wanted`` that there are, in order, and their `NUMBERS`; NaN for None.
+
+    Args:
+        wanted: addresses, in order.
+    """
+    size, known = sizes().rows_per_page, [np.zeros(0, np.int64)]
+    numbers = [np.zeros((0, len(NUMBERS)))]
+    for start in range(0, len(wanted), size):  # more objects at once, and Python sweeps all it has
+        some = given(tx, wanted[start : start + size])
+        rows = _numbers(tx.dialect.name).rows(tx, of=experiment, wanted=some)
+        if rows:
+            found, *columns = zip(*rows, strict=True)
+            known.append(np.array(found, np.int64))
+            numbers.append(np.array(columns, np.float64).T)
+    return np.concatenate(known), np.concatenate(numbers)
 
 
 @cache
 def _numbers(dialect: str) -> Prepared:
-    columns = (experience.c[name] for name in RowNumbers._fields)
-    return Prepared(
-        select(*columns).where(
-            experience.c.experiment == bindparam("of"),
-            among_given(dialect, experience.c.address, "wanted"),
-        )
+    columns = (experience.c[name] for name in ("address", *NUMBERS))
+    some = select(*columns).where(
+        experience.c.experiment == bindparam("of"),
+        among_given(dialect, experience.c.address, "wanted"),
     )
+    return Prepared(some.order_by(experience.c.address))
 
 
 def addresses(tx: Transaction, experiment: int, *, after: int, limit: int) -> Integers:
