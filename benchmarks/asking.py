@@ -2,7 +2,7 @@
 
 python -m benchmarks.asking                       # a million experiences; again: goes on, or asks
 python -m benchmarks.asking --experiences 200000 --store postgresql
-python -m benchmarks.asking --only page           # or some of: answer, page, serve, stats, start
+python -m benchmarks.asking --only page           # or: answer, serve, stats, start, streamed
 
 A store is filled as `benchmarks.verify` fills its own, and a file is kept for the next time.
 Questions go through `trinity_buffer.inspect`, pages through the application in this process; each
@@ -35,6 +35,7 @@ from starlette.testclient import TestClient
 from benchmarks.measuring import Cost, percentile, run_measured
 from benchmarks.performance import RECORD, record
 from benchmarks.provenance import provenance
+from benchmarks.streaming_answers import streamed
 from benchmarks.verify import EXPERIMENT, RUNS, STORE, TASKS, fill
 from tests.postgres import PostgresServer
 from trinity_buffer import inspect as ask
@@ -49,7 +50,7 @@ from trinity_buffer.web.app import inspector
 ONE, LIST = 0.2, 1.0
 """Limits in seconds: about one rollout or step, and of any other answer or page."""
 HERE = "http://127.0.0.1:8500"
-KINDS = ("answer", "page", "serve", "stats", "start")
+KINDS = ("answer", "page", "serve", "stats", "start", "streamed")
 
 Line = dict[str, Any]
 Ask = Callable[[], Awaitable[object]]
@@ -259,7 +260,7 @@ def _medians(costs: Sequence[Cost]) -> Line:
     return {"p50_s": round(wall, 3), "cpu_p50_s": round(cpu, 3)}
 
 
-MEASURES = dict(zip(KINDS, (asked, shown, served, commanded, started), strict=True))
+MEASURES = dict(zip(KINDS, (asked, shown, served, commanded, started, streamed), strict=True))
 
 
 async def _sizes(url: str) -> tuple[int, int, int]:
