@@ -83,7 +83,7 @@ async def search(
     head = await source.head()
     damaged: list[Unreadable] = [] if unreadable is None else unreadable
     async for positions, events, broken in _texts_of_events(source, position_of(after) - 1, head):
-        found = await source.database.compute(_matches, events, text, exact=exact)
+        found = await source.database.compute(_matches, events, text, after, exact=exact)
         for position in positions:
             if position in broken:
                 rows = await source.read(queries.rows_of_events, source.key, [position])
@@ -93,8 +93,7 @@ async def search(
                     if row.refused is None and row.address > after
                 ]
             for one in found.get(position, ()):
-                if one.address > after:
-                    yield one
+                yield one
         progress("search", positions[-1], head)
         looked_at(first_address(positions[-1] + 1) - 1)
     if unreadable is None and damaged:
@@ -134,9 +133,9 @@ def _parts(positions: Iterable[int], events: Mapping[int, Event]) -> Iterator[li
 
 
 def _matches(
-    events: Mapping[int, EventWithSegment], text: str, *, exact: bool
+    events: Mapping[int, EventWithSegment], text: str, after: int, *, exact: bool
 ) -> dict[int, list[Match]]:
-    """Return position -> what was found in its rows, of those in which anything was."""
+    """Return position -> what was found in its rows above ``after``, where anything was."""
     found = {}
     for position, event in events.items():
         columns = [
@@ -151,7 +150,7 @@ def _matches(
             found[position] = [
                 Match(row.eid.uid, *one, row.reward, row.policy_version, row.address)
                 for slot, row in enumerate(rows)
-                if row.refused is None
+                if row.refused is None and row.address > after
                 for pieces, held in columns
                 for one in held.get(pieces[slot], ())
             ]
