@@ -2,7 +2,7 @@
 
 python -m benchmarks.asking                       # a million experiences; again: goes on, or asks
 python -m benchmarks.asking --experiences 200000 --store postgresql
-python -m benchmarks.asking --only page           # or: answer, serve, stats, start, streamed
+python -m benchmarks.asking --only page           # or: answer, as-of, serve, stats, start, streamed
 
 A store is filled as `benchmarks.verify` fills its own, and a file is kept for the next time.
 Questions go through `trinity_buffer.inspect`, pages through the application in this process; each
@@ -41,7 +41,7 @@ from tests.postgres import PostgresServer
 from trinity_buffer import inspect as ask
 from trinity_buffer.inspect.compare import comparing
 from trinity_buffer.inspect.doctor import examine
-from trinity_buffer.inspect.source import Source, now
+from trinity_buffer.inspect.source import Source, as_of, now
 from trinity_buffer.inspect.step_lines import rows_of_step
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
@@ -50,7 +50,7 @@ from trinity_buffer.web.app import inspector
 ONE, LIST = 0.2, 1.0
 """Limits in seconds: about one rollout or step, and of any other answer or page."""
 HERE = "http://127.0.0.1:8500"
-KINDS = ("answer", "page", "serve", "stats", "start", "streamed")
+KINDS = ("answer", "as-of", "page", "serve", "stats", "start", "streamed")
 
 Line = dict[str, Any]
 Ask = Callable[[], Awaitable[object]]
@@ -78,9 +78,11 @@ class Names:
         return self.chance.randint(1, self.steps)
 
 
-def answers(store: Store, experiment: Experiment, names: Names) -> dict[str, tuple[float, Ask]]:
+def answers(
+    store: Store, experiment: Experiment, names: Names, then: Source | None = None
+) -> dict[str, tuple[float, Ask]]:
     """Return name -> its limit, and what asks it."""
-    source = now(experiment)
+    source = then or now(experiment)
     return {
         "stats": (LIST, lambda: ask.overview(store)),
         "doctor": (LIST, lambda: examine(store)),
@@ -160,6 +162,30 @@ def asked(url: str, names: Names, repetitions: int) -> Iterator[Line]:
             for name, (limit, question) in answers(store, experiment, names).items():
                 found = seconds_of(lambda q=question: runner.run(_awaited(q)), repetitions)  # type: ignore[misc]
                 yield {"case": f"answer: {name}", "limit_s": limit, **found}
+        finally:
+            runner.run(stack.aclose())
+
+
+AS_OF = ("steps", "groups", "show", "show --tokens", "why", "blame", "leases", "staleness")
+
+
+def asked_then(url: str, names: Names, repetitions: int) -> Iterator[Line]:
+    """Yield a line for each answer as of an earlier position, which is opened each time."""
+    names = Names(names.batches // 2, names.steps // 2, names.chance)
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        store = runner.run(stack.enter_async_context(open_store(url, read_only=True)))
+        try:
+            experiment = runner.run(store.experiment(EXPERIMENT))
+            position = runner.run(now(experiment).head()) * 3 // 4
+            for name in AS_OF:
+
+                async def once(name: str = name) -> None:
+                    async with as_of(experiment, position) as then:
+                        await answers(store, experiment, names, then)[name][1]()
+
+                found = seconds_of(lambda once=once: runner.run(once()), repetitions)  # type: ignore[misc]
+                yield {"case": f"answer: {name} --as-of", "limit_s": LIST, **found}
         finally:
             runner.run(stack.aclose())
 
@@ -260,7 +286,9 @@ def _medians(costs: Sequence[Cost]) -> Line:
     return {"p50_s": round(wall, 3), "cpu_p50_s": round(cpu, 3)}
 
 
-MEASURES = dict(zip(KINDS, (asked, shown, served, commanded, started, streamed), strict=True))
+MEASURES = dict(
+    zip(KINDS, (asked, asked_then, shown, served, commanded, started, streamed), strict=True)
+)
 
 
 async def _sizes(url: str) -> tuple[int, int, int]:

@@ -13,7 +13,9 @@ import sqlalchemy as sa
 from trinity_buffer import inspect as ask
 from trinity_buffer.codec import decode_fact, decode_segment
 from trinity_buffer.inspect.compare import compare_runs, compare_sets
-from trinity_buffer.inspect.source import Source, now
+from trinity_buffer.inspect.overviews import overview_of
+from trinity_buffer.inspect.source import Source, as_of, now
+from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import Progress
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import queries
@@ -72,6 +74,17 @@ def streamed(url: str, _names: object, repetitions: int) -> Iterator[dict[str, A
             yield line
 
 
+def _events(position: int) -> Scan:
+    """Return what reads all that had happened, and what it says."""
+
+    def scan(tx: Transaction) -> None:
+        some = sa.select(event.c.kind, event.c.body).where(event.c.position <= position)
+        for kind, body in tx.execute(some):
+            decode_fact(kind, body)
+
+    return scan
+
+
 async def _next(lines: AsyncIterator[dict[str, Any]]) -> dict[str, Any] | None:
     return await anext(lines, None)
 
@@ -79,7 +92,9 @@ async def _next(lines: AsyncIterator[dict[str, Any]]) -> dict[str, Any] | None:
 async def _streamed(url: str, repetitions: int) -> AsyncIterator[dict[str, Any]]:
     async with open_store(url, read_only=True) as store:
         (name,) = await store.experiments()
-        source = now(await store.experiment(name))
+        experiment = await store.experiment(name)
+        source = now(experiment)
+        then = await source.head() * 3 // 4
         consumers = await source.read(queries.consumers, source.key)
         sets = [one for one, row in consumers.items() if row.kind == "strategy"]
         first, second = sets[0], sets[-1]
@@ -93,9 +108,24 @@ async def _streamed(url: str, repetitions: int) -> AsyncIterator[dict[str, Any]]
                 lambda of, progress: compare_runs(of, of, progress=progress),
                 _steps,
             ),
+            "stats --as-of": (_as_of(experiment, then, overview_of), _events(then)),
+            "rejected --as-of": (
+                _as_of(experiment, then, ask.rejection_counts),
+                _events(then),
+            ),
         }
         for case, (answer, scan) in cases.items():
             yield {"case": f"streamed: {case}", **await _beside(source, answer, scan, repetitions)}
+
+
+def _as_of(
+    experiment: Experiment, position: int, question: Callable[[Source], Awaitable[object]]
+) -> Answer:
+    async def answer(_: Source, progress: Progress) -> None:
+        async with as_of(experiment, position, progress) as then:
+            await question(then)
+
+    return answer
 
 
 async def _beside(source: Source, answer: Answer, scan: Scan, repetitions: int) -> dict[str, Any]:
