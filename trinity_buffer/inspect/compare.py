@@ -130,7 +130,7 @@ async def comparing(
             known = ", ".join(names) or "none"
             raise UnknownNameError(f"no annotation set {name!r} (there: {known})")
     found, after = SetDifference(first, second), -1
-    sets = [consumers[name] for name in (first, second)]
+    sets = [consumers[name] for name in dict.fromkeys((first, second))]
     most = _PAGES * sizes().experiences_per_page
 
     def look(tx: Transaction) -> tuple[Integers, list[Decisions]]:
@@ -141,8 +141,8 @@ async def comparing(
         some, decided = await source.read(look)
         if not decided:
             return
-        a, b = [await _side(source, one) for one in decided]
-        await _compare(source, found, some, (a, b), limit)
+        sides = [await _side(source, one) for one in decided]
+        await _compare(source, found, some, (sides[0], sides[-1]), limit)
         after = int(some[-1])
         yield found, position_of(after)
 
