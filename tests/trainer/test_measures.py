@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Barrier
 from typing import Any, TypeVar
 
 import anyio
@@ -14,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from tests.trainer.data import policy, prepared
+from tests.trainer.two_ranks import RankOfTwo
 from trinity_buffer.algorithm import build
 from trinity_buffer.inspect.experience_view import show
 from trinity_buffer.inspect.source import now
@@ -201,7 +200,7 @@ def test_ranks_put_their_rows_together(sqlite_url: str) -> None:
             meter.add(batch, scores)
 
     alone = meters[0].found({}, OneProcess())
-    ranks = _Rank.pair()
+    ranks = RankOfTwo.pair()
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(lambda meter, rank: meter.found({}, rank), meters[1:], ranks))
     for one in found:
@@ -209,27 +208,6 @@ def test_ranks_put_their_rows_together(sqlite_url: str) -> None:
             np.testing.assert_allclose(values, one.rows[name], rtol=1e-6)
         for name, some in alone.tokens.items():
             assert all(map(torch.equal, some, one.tokens[name]))
-
-
-class _Rank(OneProcess):
-    """One of two ranks, in threads."""
-
-    def __init__(self, rank: int, told: dict[int, Tensor], barrier: Barrier) -> None:
-        self.rank, self._told, self._barrier = rank, told, barrier
-
-    @classmethod
-    def pair(cls) -> list[_Rank]:
-        told: dict[int, Tensor] = {}
-        barrier = Barrier(2)
-        return [cls(rank, told, barrier) for rank in range(2)]
-
-    @override
-    def sum(self, value: Tensor) -> Tensor:
-        self._told[self.rank] = value
-        self._barrier.wait()
-        total = self._told[0] + self._told[1]
-        self._barrier.wait()
-        return total
 
 
 def test_verify_finds_measures_of_other_rows(sqlite_url: str) -> None:

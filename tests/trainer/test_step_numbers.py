@@ -9,24 +9,21 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from typing import Any, TypeVar
 
 import anyio
 import pytest
 import torch
-from torch import Tensor
-from typing_extensions import override
 
 from tests.trainer.data import prepared
 from tests.trainer.numbers_rank import NOT_FINITE, STEPS, trained
+from tests.trainer.two_ranks import RankOfTwo
 from trinity_buffer import inspect
 from trinity_buffer.algorithm import build
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.inspect.source import now
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.collate import MicroBatch
-from trinity_buffer.trainer.parallel import OneProcess
 from trinity_buffer.trainer.step_numbers import Number, StepNumbers, combined
 
 T = TypeVar("T")
@@ -103,7 +100,7 @@ def test_ranks_that_have_other_names_agree_on_all() -> None:
         {"c": Number(1.0, 1), "loss": Number(math.nan)},
         {"a": Number(2.0, 0), "c": Number(4.0, 2)},
     ]
-    readers = [StepNumbers(rank) for rank in _Rank.pair()]
+    readers = [StepNumbers(rank) for rank in RankOfTwo.pair()]
     one, other = of_both(lambda at: readers[at].read([torch.zeros(())], first[at]))
     assert one == other == (True, {"loss": 2.0, "a": 1.0, "b": 4.0, "x_max": 5.0})
     bad = torch.tensor([0.0, math.inf])
@@ -116,27 +113,3 @@ def test_ranks_that_have_other_names_agree_on_all() -> None:
 def of_both(act: Callable[[int], T]) -> list[T]:
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(act, range(2)))
-
-
-class _Rank(OneProcess):
-    """One of two ranks, in threads."""
-
-    world_size = 2
-
-    def __init__(self, rank: int, told: dict[int, Tensor], barrier: Barrier) -> None:
-        self.rank, self._told, self._barrier = rank, told, barrier
-
-    @classmethod
-    def pair(cls) -> list[_Rank]:
-        told: dict[int, Tensor] = {}
-        barrier = Barrier(2)
-        return [cls(rank, told, barrier) for rank in range(2)]
-
-    @override
-    def gather(self, value: Tensor) -> list[Tensor]:
-        self._told[self.rank] = value
-        self._barrier.wait(30)
-        both = [self._told[0], self._told[1]]
-        self._barrier.wait(30)
-        assert both[0].shape == both[1].shape
-        return both
