@@ -62,7 +62,7 @@ async def position_before(
     kinds: Sequence[str] | None = None,
     up_to: int | None = None,
 ) -> int:
-    """Return the position after which lie the last ``count`` events (of these kinds) up to one."""
+    """Return the position before the last ``count`` events (of these kinds) up to ``up_to``."""
     database, key = experiment.database, experiment.key
     last = await database.read(log.head, key) if up_to is None else up_to
     if kinds is None:

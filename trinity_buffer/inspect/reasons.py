@@ -105,12 +105,12 @@ def _look(tx: Transaction, experiment: int, eid: EID) -> _Seen:
         some = trainer_queries.steps(tx, experiment, trainer, after=number - 1, limit=1)
         steps |= {(trainer, one.step): one for one in some}
     consumers, config = queries.consumers(tx, experiment), queries.config_of(tx, experiment)
-    guests = {step.trainer for fate in found for note in fate.annotations for step in note.steps}
+    trainers = {step.trainer for fate in found for note in fate.annotations for step in note.steps}
     return _Seen(
         row,
         queries.batches(tx, experiment, [str(eid.batch)]).get(str(eid.batch)),
         found,
-        inspection.rejections_of(tx, experiment, [*guests, *consumers], [*own, *notes]),
+        inspection.rejections_of(tx, experiment, [*trainers, *consumers], [*own, *notes]),
         consumers,
         steps,
         frozenset(one.eid.run for one in group if one.refused is None),

@@ -74,7 +74,7 @@ class StoreDataSource:
     def add_samples(self, samples: Sequence[Sequence[Sample]]) -> None:
         """Record whole groups; of one that is stored already, what is stored stays.
 
-        After a crash slime samples anew under numbers of groups that its checkpoint knows not.
+        After a crash slime samples anew under group numbers that its checkpoint does not know.
 
         Raises:
             InvalidArgumentError: a sample has no ``group_index``; no group was recorded.

@@ -49,7 +49,7 @@ class Decision:
 def position_before(
     tx: Transaction, experiment: int, count: int, wanted: Sequence[str], up_to: int
 ) -> int:
-    """Return the position after which lie the last ``count`` events of ``wanted`` kinds, to one."""
+    """Return the position before the last ``count`` events of ``wanted`` kinds up to ``up_to``."""
     query = select(event.c.position).where(
         event.c.experiment == experiment,
         event.c.kind.in_(wanted),

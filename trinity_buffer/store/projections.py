@@ -61,13 +61,7 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
-from trinity_buffer.store.transaction import (
-    Prepared,
-    Transaction,
-    among_given,
-    given,
-    upsert,
-)
+from trinity_buffer.store.transaction import Prepared, Transaction, among_given, given, upsert
 
 Decided = ExperiencesAnnotated | ExperiencesRejected
 """What moves the cursor of a strategy."""

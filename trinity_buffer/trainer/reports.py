@@ -14,7 +14,7 @@ from trinity_buffer.pipeline.streaming.train_step import TrainStep
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What is said of one gradient step, in numbers: of all ranks, but ``seconds``.
+    """What is said of one gradient step, in numbers: of all ranks, except ``seconds``.
 
     Attributes:
         staleness: see `TrainStep.staleness`; 0 where no version is known.

@@ -220,7 +220,7 @@ class LogAudit:
             case ChainStarted():
                 self._chain_started(position, fact)
             case RankJoined() | StepPartDone() | StreamEnded() | UnknownEvent():
-                pass  # what ranks say to each other is in no projection
+                pass  # in no projection: what ranks say to each other, and what is not known
             case _:
                 assert_never(fact)
 
