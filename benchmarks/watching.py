@@ -150,7 +150,8 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help=f"append to {RECORD}")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    command = f"python -m benchmarks.watching --experiences {given.experiences} --record"
+    sizes = f"--experiences {given.experiences} --steps {given.steps} --pairs {given.pairs}"
+    command = f"python -m benchmarks.watching {sizes} --record"
     with filled(given.store, given.experiences) as url:
         backend = "postgresql" if url.startswith("postgresql") else "sqlite"
         origin = provenance(command if backend == "sqlite" else f"{command} --store postgresql")
