@@ -185,7 +185,7 @@ async def test_a_stream_that_breaks_off_is_told_and_no_turn(
         *_, last = (await chat(url, "t/0", stream=True)).text.strip().split("\n\n")
         assert json.loads(last.removeprefix("data: "))["error"]["type"] == "InferenceServerError"
         assert (await reward(url, "t/0", 1.0)).status_code == 400  # nothing was said in it
-        scripted.chunks = [piece("stop"), "[DONE]"]
+        scripted.chunks = [{**piece("stop"), "error": None}, "[DONE]"]
         assert (await chat(url, "t/0", stream=True)).text.endswith("data: [DONE]\n\n")
     assert len(await stored(sqlite_store_url, "agent.turns")) == 1
 

@@ -143,7 +143,7 @@ class StreamedAnswer:
         Raises:
             ValueError: it says that the answer failed.
         """
-        if "error" in chunk:
+        if chunk.get("error"):
             raise ValueError(f"it broke off by {json.dumps(chunk['error']):.300}")
         if chunk.get("prompt_token_ids"):
             self._top["prompt_token_ids"] = chunk["prompt_token_ids"]
