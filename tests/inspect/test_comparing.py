@@ -52,7 +52,7 @@ async def row_by_row(source: Source, first: str, second: str) -> dict[str, Any]:
 async def test_sets_differ_as_they_do_row_by_row(
     store_url: str, tmp_path: Path, resize: Resize, size: int
 ) -> None:
-    resize(experiences_per_page=size, segments_per_load=size)
+    resize(rows_per_page=size, segments_per_load=size)
     story = await tell(store_url, tmp_path / "run")
     async with open_store(story.url, read_only=True) as store:
         experiment = await store.experiment(story.name)

@@ -25,9 +25,6 @@ from trinity_buffer.store.transaction import Transaction
 
 Numbers = npt.NDArray[Any]
 
-_PAGES = 8
-"""So many pages of experiences are compared together: in columns, they take little memory."""
-
 
 @dataclass(frozen=True, slots=True)
 class Differing:
@@ -131,7 +128,7 @@ async def comparing(
             raise UnknownNameError(f"no annotation set {name!r} (there: {known})")
     found, after = SetDifference(first, second), -1
     sets = [consumers[name] for name in dict.fromkeys((first, second))]
-    most = _PAGES * sizes().experiences_per_page
+    most = sizes().rows_per_page
 
     def look(tx: Transaction) -> tuple[Integers, list[Decisions]]:
         some = addresses(tx, source.key, after=after, limit=most)
