@@ -83,7 +83,7 @@ def test_a_row_without_a_tensor_has_no_place_in_the_column() -> None:
 
 async def test_two_sets_are_compared_over_every_page(sqlite_url: str, resize: Resize) -> None:
     """Rows that differ most lie on the first page; the last has advantages of zero."""
-    resize(rows_per_page=2)
+    resize(rows_per_page=1)
     rewards = [(0.0, 0.1), (0.0, 1.0), (1.0, 1.0)]
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("run", config={"rollouts_per_group": 2})

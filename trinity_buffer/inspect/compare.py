@@ -127,19 +127,19 @@ async def comparing(
             known = ", ".join(names) or "none"
             raise UnknownNameError(f"no annotation set {name!r} (there: {known})")
     found, after = SetDifference(first, second), -1
-    sets = [consumers[name] for name in dict.fromkeys((first, second))]
-    most = sizes().rows_per_page
+    sets = consumers[first], consumers[second]
+    most = 4 * sizes().rows_per_page  # or the events of a set would be read again and again
 
     def look(tx: Transaction) -> tuple[Integers, list[Decisions]]:
         some = addresses(tx, source.key, after=after, limit=most)
-        return some, [decisions(tx, source.key, one, some) for one in sets if len(some)]
+        return some, decisions(tx, source.key, sets, some) if len(some) else []
 
     while True:
         some, decided = await source.read(look)
         if not decided:
             return
-        sides = [await _side(source, one) for one in decided]
-        await _compare(source, found, some, (sides[0], sides[-1]), limit)
+        a, b = [await _side(source, one) for one in decided]
+        await _compare(source, found, some, (a, b), limit)
         after = int(some[-1])
         yield found, position_of(after)
 

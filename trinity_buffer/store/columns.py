@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import ColumnElement, bindparam, func, select
+from sqlalchemy import ColumnElement, bindparam, case, func, select
 
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.rows import ConsumerRow, first_address
@@ -85,53 +85,61 @@ _ADDRESSES = Prepared(
 
 
 def decisions(
-    tx: Transaction, experiment: int, consumer: ConsumerRow, wanted: Integers
-) -> Decisions:
-    """Return what a set made of the experiences at ``wanted``, some addresses in order."""
-    span = {"of": experiment, "name": consumer.name}
-    span |= {"first": int(wanted[0]), "last": int(wanted[-1])}
-    states = np.full(len(wanted), "waiting", object)
-    states[wanted >= first_address(consumer.cursor + 1)] = "unseen"
-    notes = np.zeros(len(wanted), np.int64)
-    _put(states, wanted, [(at, "waiting") for (at,) in _WAITING.rows(tx, **span)])
-    _put(states, wanted, [(at, f"rejected: {why}") for at, why in _REJECTED.rows(tx, **span)])
-    _put(notes, wanted, _NOTES.rows(tx, **span))
-    states[notes > 0] = "annotated"
-    return Decisions(states, notes)
+    tx: Transaction, experiment: int, sets: tuple[ConsumerRow, ConsumerRow], wanted: Integers
+) -> list[Decisions]:
+    """Return what each set made of the experiences at ``wanted``, some addresses in order."""
+    span: dict[str, Any] = {"of": experiment, "first": int(wanted[0]), "last": int(wanted[-1])}
+    noted = _NOTES.rows(tx, **span, name=sets[0].name, other=sets[1].name)
+    notes = np.zeros((len(wanted), 2), np.int64)
+    _put(notes, wanted, noted)
+    found = []
+    for one, own in zip(sets, notes.T, strict=True):
+        mine = span | {"name": one.name}
+        states = np.full(len(wanted), "waiting", object)
+        states[wanted >= first_address(one.cursor + 1)] = "unseen"
+        _put(states, wanted, [(at, "waiting") for (at,) in _WAITING.rows(tx, **mine)])
+        _put(states, wanted, [(at, f"rejected: {why}") for at, why in _REJECTED.rows(tx, **mine)])
+        states[own > 0] = "annotated"
+        found.append(Decisions(states, own))
+    return found
 
 
-def _put(into: npt.NDArray[Any], wanted: Integers, rows: Sequence[tuple[int, Any]]) -> None:
-    """Put the second of each row where its address stands in ``wanted``, if it does."""
+def _put(into: npt.NDArray[Any], wanted: Integers, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Put what follows the address of each row where that stands in ``wanted``, if it does."""
     if not rows:
         return
-    some, values = zip(*rows, strict=True)
+    some, *values = zip(*rows, strict=True)  # in columns: lists of pairs are swept by Python
     places = np.searchsorted(wanted, some)
     there = wanted[places] == some  # none is above the last
-    into[places[there]] = np.array(values, into.dtype)[there]
+    into[places[there]] = np.array(values, into.dtype).T.reshape(-1, *into.shape[1:])[there]
 
 
-def _of_set(address: ColumnElement[Any], consumer: ColumnElement[Any]) -> tuple[Any, ...]:
-    """Return the conditions on what one set made of a span of experiences."""
-    return consumer == bindparam("name"), address.between(bindparam("first"), bindparam("last"))
+def _within(address: ColumnElement[Any]) -> ColumnElement[bool]:
+    return address.between(bindparam("first"), bindparam("last"))
+
+
+def _note_of(name: str) -> ColumnElement[int]:
+    """Return the first annotation of a set, 0 where there is none."""
+    mine = case((annotation.c.consumer == bindparam(name), annotation.c.address))
+    return func.coalesce(func.min(mine), 0)
 
 
 _WAITING = Prepared(
     select(waiting.c.address).where(
-        waiting.c.experiment == bindparam("of"), *_of_set(waiting.c.address, waiting.c.consumer)
+        waiting.c.experiment == bindparam("of"),
+        waiting.c.consumer == bindparam("name"),
+        _within(waiting.c.address),
     )
 )
 _REJECTED = Prepared(
     select(rejection.c.address, rejection.c.reason).where(
         rejection.c.experiment == bindparam("of"),
-        *_of_set(rejection.c.address, rejection.c.consumer),
+        rejection.c.consumer == bindparam("name"),
+        _within(rejection.c.address),
     )
 )
 _NOTES = Prepared(
-    select(annotation.c.experience, func.min(annotation.c.address))
-    .where(
-        annotation.c.experiment == bindparam("of"),
-        # Joined to nothing: else SQLite may walk through every annotation of the set.
-        *_of_set(annotation.c.experience, annotation.c.consumer.concat("")),
-    )
+    select(annotation.c.experience, _note_of("name"), _note_of("other"))
+    .where(annotation.c.experiment == bindparam("of"), _within(annotation.c.experience))
     .group_by(annotation.c.experience)
 )
