@@ -173,7 +173,21 @@ def test_each_page_of_a_run_opens(page: Page, demo: Demo) -> None:
         "diff",
         "events",
     }
-    assert {f"/demo/{one}" for one in wanted} <= here
+    assert {f"/demo/{at}{one}" for one in wanted for at in ("", "@N/")} <= here
+
+
+def test_a_run_is_looked_at_as_it_was(page: Page, demo: Demo) -> None:
+    page.goto(f"{demo.base}/demo/events?after=100")
+    page.get_by_role("link", name="as it was").last.click()
+    page.wait_for_url("**/demo/@101/")
+    expect(page.get_by_text("As it was at position 101 of the log.")).to_be_visible()
+    press(page, "2")
+    page.wait_for_url("**/demo/@101/steps")
+    page.get_by_role("link", name="Now").click()
+    page.wait_for_url("**/demo/")
+    page.get_by_label("As it was at position").fill("300")
+    page.get_by_role("button", name="show").click()
+    page.wait_for_url("**/demo/@300/")
 
 
 def test_the_histogram_leads_to_the_token(page: Page, demo: Demo) -> None:
