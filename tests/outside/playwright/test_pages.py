@@ -152,6 +152,10 @@ def test_a_page_follows_a_live_run(page: Page, demo: Demo) -> None:
     committed = page.get_by_role("row").filter(has_text="committed by").first
     before = committed.inner_text()
     expect(committed).not_to_have_text(before, timeout=LIVE_MS)
+    field = page.get_by_label("As it was at position")
+    field.fill("123")
+    page.wait_for_timeout(5000)
+    expect(field).to_have_value("123")  # though the page follows the run
     page.goto(f"{demo.base}/demo/events")
     newest = page.locator("#events tr").first
     before = newest.inner_text()

@@ -37,6 +37,7 @@ function follow(url, told) {
 let waits = false;
 async function renew() {
   waits = false;
+  if (document.activeElement.closest("main form")) return; // somebody writes there
   const answer = await fetch(location.href);
   if (!answer.ok) return;
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
