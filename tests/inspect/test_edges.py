@@ -15,7 +15,7 @@ from tests.conftest import Resize
 from tests.contract.making import rollout
 from tests.trainer.test_mixing import filled, taken
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.inspect import blame, compare_sets, groups, leases, position_before, show
+from trinity_buffer.inspect import blame, compare_sets, groups, leases, position_before, show, steps
 from trinity_buffer.inspect.fates import AnnotationRow, Fate, StepOfRow
 from trinity_buffer.inspect.source import now
 from trinity_buffer.inspect.step_lines import trainer_of
@@ -98,7 +98,9 @@ async def test_two_sets_are_compared_over_every_page(sqlite_url: str, resize: Re
             await run_strategy(experiment, "grpo", {"epsilon": epsilon}, name=name)
         found = await compare_sets(now(experiment), "sharp", "flat", limit=2)
     assert (found.both, found.equal, found.opposite) == (6, 2, 0)
+        counted = await compare_sets(now(experiment), "sharp", "flat", limit=0)
     assert {one.uid for one in found.rows} == {"b/0/0/0/", "b/0/1/0/"}
+    assert (counted.both, counted.rows) == (6, [])
 
 
 async def test_a_lease_that_is_held_names_its_owner(sqlite_url: str) -> None:
@@ -141,3 +143,17 @@ async def test_a_row_whose_experience_is_lost_is_shown_without_what_it_knew(
         (after,) = [row for row in (await blame(now(experiment), 1)).rows if row.experiment]
     assert (before.length, before.trained_tokens) != (0, 0)
     assert after == replace(before, uid="", reward=None, length=0, trained_tokens=0)
+
+
+async def test_ages_are_whole_numbers_however_large(sqlite_url: str) -> None:
+    """As a float, 2**53 + 1 would be another number."""
+    version = 2**53 + 1
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": 1})
+        made = [rollout(task=task, version=[version, None][task]) for task in (0, 1)]
+        made[1].reward = None
+        await experiment.writer("e0").write(made)
+        async with experiment.train_stream(strategy=None, groups_per_step=2) as stream:
+            await stream.commit(await anext(stream))
+        (line,) = await steps(now(experiment))
+    assert (line.oldest, line.staleness, line.reward) == (-version, float(-version), 0.5)

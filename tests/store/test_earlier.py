@@ -10,6 +10,7 @@ from sqlalchemy import select
 
 from tests.conftest import Resize
 from tests.contract.making import group, opened
+from tests.postgres import PostgresServer
 from tests.stories import tell
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import (
@@ -189,8 +190,46 @@ async def test_a_connection_that_was_lost_does_not_answer_for_now(
                     await source.read(shown, source.key)
 
 
+async def test_what_is_taken_back_meanwhile_is_there(store_url: str, tmp_path: Path) -> None:
+    story = await tell(store_url, tmp_path / "run")
+    async with open_store(store_url) as store:
+        experiment = await store.experiment(story.name)
+        held = await experiment.database.read(of_last_step)
+        head = await experiment.database.read(log.head, experiment.key)
+        async with as_of(experiment, head) as source:
+            before = await source.read(shown, source.key)
+            lost = [int(row.address) for row in held[:2]]
+            for fact in taken_back(held[0].consumer, held[0].step, lost):
+                await append(experiment, fact)
+                assert await source.read(shown, source.key) == before, fact
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [("last", "public, pg_temp"), ("other", "odd, public"), ("named", '"a :b{c}%s"')],
+)
+async def test_whatever_the_search_path_is_nothing_that_is_there_is_changed(
+    postgres_server: PostgresServer, tmp_path: Path, name: str, path: str
+) -> None:
+    url = postgres_server.create_database(name)
+    async with open_store(url):
+        pass
+    postgres_server.execute("CREATE SCHEMA odd", database=name)
+    if ":" in path:
+        postgres_server.execute(f"ALTER SCHEMA public RENAME TO {path}", database=name)
+    postgres_server.execute(f"ALTER DATABASE {name} SET search_path = {path}")
+    story = await tell(url, tmp_path / "run")
+    async with open_store(url) as store:
+        await append(await store.experiment(story.name), ExperimentFinished(reason="done"))
+    async with open_store(url, read_only=True) as store:
+        experiment = await store.experiment(story.name)
+        now = await experiment.database.read(shown, experiment.key)
+        await require_equal(experiment)
+        assert await experiment.database.read(shown, experiment.key) == now
+
+
 async def test_who_asks_keeps_nobody_from_writing(store_url: str, tmp_path: Path) -> None:
-    """What is written meanwhile is not seen; steps that are rewound meanwhile are as they were."""
+    """What is written meanwhile is not seen."""
     story = await tell(store_url, tmp_path / "run")
     async with open_store(store_url, read_only=True) as reader, open_store(store_url) as store:
         asked, written = [await one.experiment(story.name) for one in (reader, store)]

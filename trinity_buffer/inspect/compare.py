@@ -199,7 +199,7 @@ async def _compare(
     found.greatest = float(np.fmax.reduce(by[both], initial=found.greatest))
     by[a.known != b.known] = np.inf
     damaged = np.isin(a.positions, [*a.damaged]) | np.isin(b.positions, [*b.damaged])
-    least = found.rows[-1].by if len(found.rows) == limit else 0.0
+    least = found.rows[-1].by if 0 < limit == len(found.rows) else 0.0
     differing = np.flatnonzero((by > least) & ~damaged)
     differing = differing[np.argsort(-by[differing], kind="stable")[:limit]]
     shown = [*differing.tolist(), *np.flatnonzero(damaged).tolist()]

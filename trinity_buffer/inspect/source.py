@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, TypeVar
 
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import BatchLeased
 from trinity_buffer.pipeline.events import Event, decoded
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history.earlier import opened_earlier
+from trinity_buffer.pipeline.history.earlier import Earlier, opened_earlier
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
 from trinity_buffer.pipeline.leased_steps import leased_steps
 from trinity_buffer.store import log
-from trinity_buffer.store.database import Apart, Database
+from trinity_buffer.store.database import Database
 from trinity_buffer.store.transaction import Transaction
 
 P = ParamSpec("P")
@@ -34,7 +34,7 @@ class Source:
     key: int
     name: str
     position: int | None = None
-    _earlier: Apart | None = field(default=None, repr=False)
+    _earlier: Earlier | None = field(default=None, repr=False)
 
     async def read(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
@@ -86,7 +86,10 @@ async def as_of(
     database, key = experiment.database, experiment.key
     await require_position(experiment, position)
     async with opened_earlier(database, key, position, progress) as earlier:
-        yield Source(database, key, experiment.name, position, earlier)
+        try:
+            yield Source(database, key, experiment.name, position, earlier)
+        except UnknownNameError as error:  # it may be known now
+            raise UnknownNameError(f"as of position {position}: {error}") from error
 
 
 async def require_position(experiment: Experiment, position: int) -> None:

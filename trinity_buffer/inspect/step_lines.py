@@ -18,7 +18,7 @@ from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.tensors import mean_of
 from trinity_buffer.pipeline.events import Event
 from trinity_buffer.store import inspection, log, queries, trainer_queries
-from trinity_buffer.store.columns import row_numbers
+from trinity_buffer.store.columns import NO_VERSION, row_numbers
 from trinity_buffer.store.rows import ExperienceRow, StepRow, position_of, slot_of, written_as
 from trinity_buffer.store.transaction import Transaction
 
@@ -312,8 +312,9 @@ async def _numbers(source: Source, facts: Sequence[BatchLeased]) -> list[Numbers
     sides = [zip(fact.experiences, _experiments(fact), strict=True) for fact in facts]
     own = [[address for address, of in pairs if not of] for pairs in sides]
     wanted = sorted(set(chain.from_iterable(own)))
-    known, numbers = await source.read(row_numbers, source.key, wanted)
-    ended, places = np.append(known, -1), [np.searchsorted(known, some) for some in own]
+    numbers = await source.read(row_numbers, source.key, wanted)
+    known, ended = numbers["address"], np.append(numbers["address"], -1)
+    places = [np.searchsorted(known, some) for some in own]
     return [numbers[at[ended[at] == some]] for some, at in zip(own, places, strict=True)]
 
 
@@ -322,10 +323,9 @@ def _line(
 ) -> StepLine:
     leased = events[row.leased_at]
     commit = None if row.committed_at is None else events[row.committed_at]
-    rewards, versions, *sizes = numbers.T
-    rewards, versions = rewards[~np.isnan(rewards)], versions[~np.isnan(versions)]
-    tokens, trained_tokens = (int(one.sum()) for one in sizes)
-    lags = row.step - 1 - versions
+    rewards, versions = numbers["reward"], numbers["policy_version"]
+    rewards = rewards[~np.isnan(rewards)]
+    lags = row.step - 1 - versions[versions != NO_VERSION]
     return StepLine(
         trainer=name,
         step=row.step,
@@ -337,8 +337,8 @@ def _line(
         rows=row.rows,
         groups=row.groups,
         microbatches=len(fact.microbatches),
-        tokens=tokens,
-        trained_tokens=trained_tokens,
+        tokens=int(numbers["length"].sum()),
+        trained_tokens=int(numbers["trained_tokens"].sum()),
         reward=fmean(rewards.tolist()) if len(rewards) else None,
         staleness=fmean(lags.tolist()) if len(lags) else None,
         oldest=int(lags.max()) if len(lags) else None,

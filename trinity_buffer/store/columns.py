@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import ColumnElement, bindparam, case, func, select
+from sqlalchemy import BigInteger, ColumnElement, bindparam, case, func, literal, select
 
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.rows import ConsumerRow, first_address
@@ -32,34 +32,41 @@ class Decisions:
     notes: Integers
 
 
-NUMBERS = ("reward", "policy_version", "length", "trained_tokens")
-"""What is counted of an experience."""
+NUMBERS = np.dtype(
+    [
+        ("address", np.int64),
+        ("length", np.int64),
+        ("trained_tokens", np.int64),
+        ("policy_version", np.int64),
+        ("reward", np.float64),
+    ]
+)
+"""What is counted of an experience; see `NO_VERSION`, and a reward that is not there is NaN."""
+NO_VERSION = int(np.iinfo(np.int64).min)
 
 
-def row_numbers(
-    tx: Transaction, experiment: int, wanted: Sequence[int]
-) -> tuple[Integers, npt.NDArray[np.float64]]:
-    """Return those of ``wanted`` that there are, in order, and their `NUMBERS`; NaN for None.
+def row_numbers(tx: Transaction, experiment: int, wanted: Sequence[int]) -> npt.NDArray[np.void]:
+    """Return the `NUMBERS` of those of ``wanted`` that there are, in order.
 
     Args:
         wanted: addresses, in order.
     """
-    size, known = sizes().rows_per_page, [np.zeros(0, np.int64)]
-    numbers = [np.zeros((0, len(NUMBERS)))]
+    size, numbers = sizes().rows_per_page, [np.zeros(0, NUMBERS)]
     for start in range(0, len(wanted), size):  # more objects at once, and Python sweeps all it has
         some = given(tx, wanted[start : start + size])
         rows = _numbers(tx.dialect.name).rows(tx, of=experiment, wanted=some)
-        if rows:
-            found, *columns = zip(*rows, strict=True)
-            known.append(np.array(found, np.int64))
-            numbers.append(np.array(columns, np.float64).T)
-    return np.concatenate(known), np.concatenate(numbers)
+        page = np.zeros(len(rows), NUMBERS)
+        for name, values in zip(NUMBERS.names or (), zip(*rows, strict=True), strict=False):
+            page[name] = values
+        numbers.append(page)
+    return np.concatenate(numbers)
 
 
 @cache
 def _numbers(dialect: str) -> Prepared:
-    columns = (experience.c[name] for name in ("address", *NUMBERS))
-    some = select(*columns).where(
+    columns = [experience.c[name] for name in ("address", "length", "trained_tokens")]
+    version = func.coalesce(experience.c.policy_version, literal(NO_VERSION, BigInteger))
+    some = select(*columns, version, experience.c.reward).where(
         experience.c.experiment == bindparam("of"),
         among_given(dialect, experience.c.address, "wanted"),
     )

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sqlalchemy import Table, func, select, text, update
+from sqlalchemy import Table, func, select, update
 from sqlalchemy.schema import CreateTable
 
 from trinity_buffer.events import PlacedFact
@@ -80,7 +80,7 @@ class Seen(NamedTuple):
 
 
 def to_refold(tx: Transaction, experiment: int, position: int) -> tuple[Refolded, ...]:
-    """Return what must be folded again to be as it was at ``position``. Not of `Database.apart`."""
+    """Return what must be folded again to be as it was at ``position``."""
 
     def undone(one: Refolded) -> bool:
         return bool(log.read_after(tx, experiment, position, limit=1, kinds=one.undone_by))
@@ -90,19 +90,27 @@ def to_refold(tx: Transaction, experiment: int, position: int) -> tuple[Refolded
 
 def prepare(tx: Transaction, experiment: int, position: int, refolded: Sequence[Refolded]) -> None:
     """Make the views, and empty tables for what is folded again."""
-    sqlite = tx.dialect.name == "sqlite"
-    if sqlite:
+    if tx.dialect.name == "sqlite":
         tx.rows("PRAGMA query_only=OFF", ())  # the file itself is open read-only, or is ours
         live = "main"
     else:
-        live = str(tx.execute(select(func.quote_ident(func.current_schema()))).scalar_one())
+        ((live,),) = tx.rows(_SCHEMA, ())
+        # Whatever the path was: what is temporary must come first, or writing to it would change
+        # what there is now.
+        tx.rows("SELECT set_config('search_path', $1, false)", (f"pg_temp, {live}",))
     tables = [table for one in refolded for table in one.tables]
     for table in tables:
         made = str(CreateTable(table).compile(dialect=tx.dialect))
-        tx.execute(text(made.replace("CREATE TABLE", "CREATE TEMPORARY TABLE", 1)))
+        tx.rows(made.replace("CREATE TABLE", "CREATE TEMPORARY TABLE", 1), ())
     for name, query in _views(live, experiment, position).items():
         if name not in {table.name for table in tables}:
-            tx.execute(text(f"CREATE TEMPORARY VIEW {name} AS {query}"))
+            tx.rows(f"CREATE TEMPORARY VIEW {name} AS {query}", ())
+
+
+_SCHEMA = (
+    "SELECT quote_ident(nspname) FROM pg_namespace JOIN pg_class ON relnamespace = pg_namespace.oid"
+    " WHERE pg_class.oid = 'experience'::regclass"
+)
 
 
 def fold(tx: Transaction, experiment: int, facts: Sequence[PlacedFact]) -> None:

@@ -157,6 +157,7 @@ class PostgresTransaction(Transaction):
         except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
             raise DBAPIError(str(error), None, error) from error
         except asyncpg.InternalClientError as error:  # ended by the server, and not yet closed
+            self._connection.invalidate()
             raise ConnectionError(f"the connection is broken: {error}") from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ def inspector(url: str, *, token: str | None = None) -> Guard:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with open_store(url, read_only=True) as store:
             app.state.store = store
+            app.state.earlier = anyio.Semaphore(EARLIER)
             yield
 
     own = "/{experiment}"
@@ -72,12 +73,17 @@ def inspector(url: str, *, token: str | None = None) -> Guard:
     return Guard(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers), token)
 
 
+EARLIER = 4
+"""So many pages as they were are made at the same time: each has a connection of its own."""
+
+
 def _page(view: View) -> Any:
     async def answer(request: Request) -> Response:
         name = named(request.path_params["experiment"])
         part = request.path_params.get("part", "")
         store, position = request.app.state.store, request.path_params.get("position")
-        async with as_of(await store.experiment(name), position) as source:
+        bound = nullcontext() if position is None else request.app.state.earlier
+        async with bound, as_of(await store.experiment(name), position) as source:
             template, shown = await view(Asked(store, source, request.query_params, part))
         whole = {"live": None, **shown, "name": name, "root": _path(name), "position": position}
         if position is None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import anyio
 import anyio.to_thread
 
 from trinity_buffer.events import (
@@ -22,41 +23,103 @@ from trinity_buffer.pipeline.history.refold import Progress, decoded_events, no_
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import earlier, log, queries
 from trinity_buffer.store.database import Apart, Database
-from trinity_buffer.store.earlier import STEPS, Seen
+from trinity_buffer.store.earlier import STEPS, Refolded, Seen
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import ConsumerRow
+from trinity_buffer.store.transaction import Transaction
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _DECISIONS = ("ExperiencesAnnotated", "ExperiencesRejected")
 _FENCED = ("BatchLeased", "StepDealt", "StepsCommitted")
 
 
+class Earlier:
+    """The projections of an experiment as they were at a position. Made by `opened_earlier`."""
+
+    def __init__(
+        self, database: Database, experiment: int, position: int, progress: Progress
+    ) -> None:
+        self._database = database
+        self._experiment = experiment
+        self._position = position
+        self._progress = progress
+        self._lock = anyio.Lock()
+        self._opened = AsyncExitStack()
+        self._apart: Apart | None = None
+        self._refolded: tuple[Refolded, ...] = ()
+
+    async def read(
+        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return what a function of `store` says of the projections.
+
+        Where an event has come meanwhile that changes rows of before, they are opened anew.
+        """
+
+        def look(tx: Transaction) -> T:
+            refolded = earlier.to_refold(tx, self._experiment, self._position)
+            if refolded != self._refolded:
+                raise _OtherwiseNow
+            return f(tx, *args, **kwargs)
+
+        async with self._lock:
+            while True:
+                apart = self._apart or await self._open()
+                try:
+                    return await apart.read(look)
+                except _OtherwiseNow:
+                    await self.close()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        self._apart = None
+        await self._opened.aclose()
+
+    async def _open(self) -> Apart:
+        database, experiment, position = self._database, self._experiment, self._position
+        async with AsyncExitStack() as stack:
+            refolded = await database.read(earlier.to_refold, experiment, position)
+            kinds = [kind for one in refolded for kind in one.made_by]
+            registered: dict[str, int] = {}
+            apart = await stack.enter_async_context(database.apart())
+            await apart.change(earlier.prepare, experiment, position, refolded)
+            async for facts in _events(database, experiment, position, kinds):
+                await apart.change(earlier.fold, experiment, facts)
+                for one in facts:
+                    if isinstance(one.fact, ConsumerRegistered):
+                        registered[one.fact.consumer] = one.position
+                self._progress("fold", facts[-1].position, position)
+            known = await _seen(database, experiment, position, registered)
+            if STEPS not in refolded:
+                last = await apart.change(earlier.place_trainers, experiment)
+                for name, token in (await _tokens(database, experiment, position, last)).items():
+                    known[name] = known.get(name, Seen())._replace(token=token)
+            await apart.change(earlier.note, experiment, known)
+            self._opened, self._apart, self._refolded = stack.pop_all(), apart, refolded
+        return apart
+
+
+class _OtherwiseNow(Exception):  # noqa: N818 - no error: what is there now needs another opening
+    pass
+
+
 @asynccontextmanager
 async def opened_earlier(
     database: Database, experiment: int, position: int, progress: Progress = no_progress
-) -> AsyncGenerator[Apart]:
+) -> AsyncGenerator[Earlier]:
     """Open the projections of ``experiment`` as they were at ``position``.
 
     Raises:
         CodecError: an event that says how it was is damaged; the message names its position.
     """
-    refolded = await database.read(earlier.to_refold, experiment, position)
-    kinds = [kind for one in refolded for kind in one.made_by]
-    registered: dict[str, int] = {}
-    async with database.apart() as apart:
-        await apart.change(earlier.prepare, experiment, position, refolded)
-        async for facts in _events(database, experiment, position, kinds):
-            await apart.change(earlier.fold, experiment, facts)
-            for one in facts:
-                if isinstance(one.fact, ConsumerRegistered):
-                    registered[one.fact.consumer] = one.position
-            progress("fold", facts[-1].position, position)
-        known = await _seen(database, experiment, position, registered)
-        if STEPS not in refolded:
-            last = await apart.change(earlier.place_trainers, experiment)
-            for name, token in (await _tokens(database, experiment, position, last)).items():
-                known[name] = known.get(name, Seen())._replace(token=token)
-        await apart.change(earlier.note, experiment, known)
-        yield apart
+    found = Earlier(database, experiment, position, progress)
+    try:
+        await found.read(log.head, experiment)
+        yield found
+    finally:
+        await found.close()
 
 
 async def _events(
