@@ -97,8 +97,8 @@ async def test_two_sets_are_compared_over_every_page(sqlite_url: str, resize: Re
         for name, epsilon in (("sharp", 1e-6), ("flat", 0.5)):
             await run_strategy(experiment, "grpo", {"epsilon": epsilon}, name=name)
         found = await compare_sets(now(experiment), "sharp", "flat", limit=2)
-    assert (found.both, found.equal, found.opposite) == (6, 2, 0)
         counted = await compare_sets(now(experiment), "sharp", "flat", limit=0)
+    assert (found.both, found.equal, found.opposite) == (6, 2, 0)
     assert {one.uid for one in found.rows} == {"b/0/0/0/", "b/0/1/0/"}
     assert (counted.both, counted.rows) == (6, [])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,7 +18,7 @@ from trinity_buffer.errors import StoreBusyError, StoreError, UnsafeStoreError
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.store import postgres, sqlite
+from trinity_buffer.store import log, postgres, sqlite
 from trinity_buffer.store.transaction import Transaction
 
 
@@ -70,6 +71,25 @@ async def test_a_commit_waits_for_the_disk_whatever_the_default_is(
             assert rows == [(used,)]
     finally:
         postgres_server.execute("ALTER ROLE postgres RESET synchronous_commit")
+
+
+@pytest.mark.long
+async def test_after_a_restart_one_answer_fails_at_most() -> None:
+    """The loop is blocked meanwhile, so that nobody sees the connections end before their use."""
+    with PostgresServer(durable=False) as server:
+        async with open_store(server.create_database("own")) as store:
+            experiment = await store.experiment("run", config={})
+            read, key = experiment.database.read, experiment.key
+            await asyncio.gather(*(read(log.head, key) for _ in range(40)))
+            server.stop()
+            server.start()
+            failed = 0
+            for _ in range(14):
+                try:
+                    await read(log.head, key)
+                except StoreError:
+                    failed += 1
+            assert failed <= 1
 
 
 @pytest.mark.long

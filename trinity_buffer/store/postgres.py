@@ -155,6 +155,8 @@ class PostgresTransaction(Transaction):
         except asyncpg.exceptions.IntegrityConstraintViolationError as error:
             raise IntegrityError(str(error), None, error) from error
         except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            if isinstance(error, asyncpg.PostgresConnectionError):
+                self._connection.invalidate()  # the pool would lend it once more
             raise DBAPIError(str(error), None, error) from error
         except asyncpg.InternalClientError as error:  # ended by the server, and not yet closed
             self._connection.invalidate()
