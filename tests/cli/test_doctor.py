@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -144,6 +147,77 @@ def test_nothing_is_stuck_in_what_is_finished(cli: Cli, store_url: str) -> None:
     anyio.run(_finished, store_url)
     told = cli("doctor", "--store", store_url)
     assert (told.code, told.out.splitlines()[-1]) == (0, "nothing is stuck")
+
+
+async def _silent(url: str, role: str, ago_s: int, *, lease_s: int | None, pid: int) -> None:
+    """Let a process that lives be seen last so long ago; a lease ends in ``lease_s``."""
+    seen = now_us() - ago_s * 1_000_000
+    async with opened(url) as experiment:
+        row = PresenceRow(role, "p", this_host(), pid, now_us(), seen, None)
+        await experiment.database.write(promises.note_presence, experiment.key, row)
+        if lease_s is not None:
+            await experiment.database.write(
+                lambda tx: promises.acquire(
+                    *(tx, experiment.key, "p"),
+                    owner=f"{this_host()}:{pid}:0:x",
+                    now_us=now_us(),
+                    ttl_us=lease_s * 1_000_000,
+                )
+            )
+
+
+@contextmanager
+def process(*, paused: bool) -> Iterator[int]:
+    """Yield the number of another process that lives, and is paused or not."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        if paused:
+            other.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)
+        try:
+            yield other.pid
+        finally:
+            other.kill()
+
+
+@pytest.mark.parametrize(
+    ("role", "ago_s", "lease_s", "paused", "is_stuck"),
+    [
+        ("trainer", 126, -99, False, True),
+        ("trainer", 40, -5, False, True),  # its lease tells sooner
+        ("trainer", 40, 20, False, False),  # in a long step, of which its lease says the rest
+        ("trainer", 10, -1, False, False),  # heard of since
+        ("strategy", 126, None, False, True),
+        ("strategy", 110, None, False, False),
+        ("rank 1", 126, None, False, True),
+        ("explorer", 126, None, False, False),  # a writer, which says it as it writes
+        ("explorer", 126, None, True, True),
+    ],
+)
+def test_a_process_that_is_paused_or_hangs_is_stuck(
+    cli: Cli,
+    sqlite_url: str,
+    role: str,
+    ago_s: int,
+    lease_s: int | None,
+    paused: bool,
+    is_stuck: bool,
+) -> None:
+    with process(paused=paused) as pid:
+        anyio.run(lambda: _silent(sqlite_url, role, ago_s, lease_s=lease_s, pid=pid))
+        found = stuck(cli, sqlite_url)
+        assert len(found) == is_stuck
+        if is_stuck:
+            what = rf"{role} 'p' has not been seen for \d+ s: pid {pid} on host [^#]+"
+            assert re.fullmatch(what, found[0]["what"])
+            assert time.time() - found[0]["since"] >= ago_s
+            assert f"`kill -CONT {pid}`" in found[0]["remedy"]
+
+
+def test_nobody_is_stuck_who_is_silent_in_what_is_finished(cli: Cli, sqlite_url: str) -> None:
+    anyio.run(_finished, sqlite_url)
+    with process(paused=True) as pid:
+        anyio.run(lambda: _silent(sqlite_url, "trainer", 126, lease_s=-99, pid=pid))
+        assert stuck(cli, sqlite_url) == []
 
 
 @contextmanager

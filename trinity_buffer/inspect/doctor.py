@@ -7,9 +7,18 @@ from dataclasses import dataclass
 
 from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.diagnosis import Lack, Surroundings, counted, lacks_of
-from trinity_buffer.pipeline.presence import place_of
+from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.pipeline.presence import is_unheard, place_of
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.store import conservation, counters, log, queries, tallies, trainer_queries
+from trinity_buffer.store import (
+    conservation,
+    counters,
+    log,
+    promises,
+    queries,
+    tallies,
+    trainer_queries,
+)
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
@@ -127,6 +136,7 @@ class _Look:
             ),
             *(one for row in trainers for one in self._of_trainer(tx, around, row)),
             *self._of_waiting(around),
+            *self._of_unheard(tx, around),
         ]
         return here, found
 
@@ -218,6 +228,22 @@ class _Look:
             if row.role == "trainer" and row.name not in around.consumers and row.waiting_for:
                 remedy = "annotate a set of this name, or start the trainer on one that is there"
                 yield Stuck(self._name, row.waiting_for, row.started_at / 1e6, remedy)
+
+    def _of_unheard(self, tx: Transaction, around: Surroundings) -> Iterator[Stuck]:
+        """Yield the processes that are there, and are paused or hang."""
+        now = now_us()
+        for row in around.here:
+            held = promises.holder(tx, self._key, row.name) if row.role == "trainer" else None
+            if is_unheard(row, lease_expired=held is not None and held[2] < now):
+                place = f"pid {row.pid} on host {promises.name_of(row.host)}"
+                yield Stuck(
+                    self._name,
+                    f"{row.role} {row.name!r} has not been seen for "
+                    f"{(now - row.last_seen) / 1e6:.0f} s: {place}",
+                    row.last_seen / 1e6,
+                    f"it is paused, or hangs: look at it (`kill -CONT {row.pid}` lets a paused one "
+                    "go on), or end it and start it again",
+                )
 
 
 def _remedy_of(lack: Lack) -> str:

@@ -139,6 +139,23 @@ def was_silent(row: PresenceRow) -> bool:
     return now_us() - row.last_seen >= UNSEEN_S * 1e6
 
 
+def is_unheard(row: PresenceRow, *, lease_expired: bool = False) -> bool:
+    """Return whether a process that is there says nothing any more: it is paused, or hangs.
+
+    Trainers, strategies and ranks say beside their work that they are there. Not every explorer
+    does: a writer may say so only as it writes, so that one counts only if it is paused.
+
+    Args:
+        row: of the process.
+        lease_expired: it let its trainer's lease run out, which it renews oftener: it is known
+            sooner.
+    """
+    if lease_expired:
+        return now_us() - row.last_seen > SEEN_EVERY_S * 1e6
+    pauses = processes.is_this_host(row.host) and processes.is_paused(row.pid)
+    return was_silent(row) and (row.role != "explorer" or pauses)
+
+
 def has_ended(row: PresenceRow) -> bool:
     """Return whether a process is certainly gone: of this machine, where none has its number.
 

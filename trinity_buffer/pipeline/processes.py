@@ -52,6 +52,11 @@ def lives(pid: int, start: str = "") -> bool:
     return state not in _ENDED and (not start or not found or start == found)
 
 
+def is_paused(pid: int) -> bool:
+    """Return whether the process ``pid`` was stopped (``kill -STOP``), where that can be told."""
+    return _told_of(pid)[0] == "T"
+
+
 def start_of(pid: int) -> str:
     """Return when a process started, in ticks since boot; "" where nothing tells."""
     return _told_of(pid)[1]
