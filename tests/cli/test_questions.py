@@ -35,7 +35,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         (["why", "b0/3/0/0/"], "zero_variance", 1),
         (["rejected"], "varied: zero_variance 4", 5),
         (["leases"], "free", 1),
-        (["staleness"], "steps 1 to 3: e0 mean 1, greatest 2", 3),
+        (["staleness"], "steps 1 to 3: e0 mean 1 (", 3),
         (["groups", "--step", 2, "--sort", "reward"], "trained in step 2", 1),
         (["diff", "grpo", "varied"], "annotated / rejected: zero_variance", 1),
         (["search", "2 AND 3"], "b0/2/3/0/  response_text: 2 and 3", 1),
@@ -55,7 +55,8 @@ def test_staleness_says_whether_it_grew_and_which_step_is_not_committed(
     cli: Cli, story: Story
 ) -> None:
     *_, last = cli("staleness", "--store", story.url).out.splitlines()
-    assert last == "the first tenth, step 1: mean 0; the last tenth, step 3: mean 2"
+    told = "steps 1 to 3: e0 mean 1 (step 1: 0; step 3: 2), greatest 2, over 12 rows"
+    assert last == told
     assert [one["state"] for one in cli("staleness", "--store", story.url, "--json").json] == [
         *("committed", "committed", "leased")
     ]

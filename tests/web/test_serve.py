@@ -147,6 +147,10 @@ def test_the_page_of_staleness_says_of_which_steps_it_is(client: TestClient) -> 
     page = client.get("/sort/staleness").text
     assert "in steps 1 to 3." in page
     assert page.count("not committed") == 1
+    heads = "".join(f"<th>{one}</th>" for one in ("mean", "first tenth of the steps", "last tenth"))
+    assert heads in page
+    cells = ("<bdi>e0</bdi>", 12, 1, 0, 2, 2)  # over all; then in step 1, and in step 3
+    assert "".join(f"<td>{one}</td>" for one in cells) in page
 
 
 def test_a_bar_of_the_histogram_leads_to_its_rows(client: TestClient) -> None:

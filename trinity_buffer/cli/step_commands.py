@@ -1,9 +1,8 @@
-"""Questions about training: its steps, what each ate, how stale that was, and what was left out."""
+"""Questions about training: its steps, what each was given, how stale that was, what was left."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import typer
@@ -21,6 +20,7 @@ from trinity_buffer.cli.options import (
 )
 from trinity_buffer.cli.printing import console, print_json, shown, table, time_of
 from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.inspect.ageing import StalenessGrowth, Tenth
 from trinity_buffer.inspect.reasons import Why
 from trinity_buffer.inspect.reasons import why as why_of
 from trinity_buffer.inspect.rejected import Lease, Rejected
@@ -264,32 +264,22 @@ def staleness(
     rows = [(o.step, o.state, o.actor, o.rows, o.mean, o.greatest) for o in found]
     out = console()
     out.print(table("", ["step", "state", "actor", "rows", "mean", "greatest"], rows))
-    for told in _in_short(found):
-        out.print(one_line(told), markup=False)
+    for one in questions.growth_by_actor(found):
+        out.print(one_line(_grown(one)), markup=False)
 
 
-def _in_short(found: list[Staleness]) -> Iterator[str]:
-    """Yield how stale all these steps were by actor, and whether that grew."""
-    every = sorted({one.step for one in found})
-    for actor in sorted({one.actor for one in found}):
-        own = [one for one in found if one.actor == actor]
-        number, greatest = sum(one.rows for one in own), max(one.greatest for one in own)
-        told = f"{actor} mean {_mean(own)}, greatest {greatest}, over {number} rows"
-        yield f"{_range(every)}: {told}"
-    if len(every) > 1:
-        tenth = -(-len(every) // 10)
-        ends = (every[:tenth], every[-tenth:])
-        first, last = (
-            f"{_range(end)}: mean {_mean([one for one in found if one.step in set(end)])}"
-            for end in ends
-        )
-        yield f"the first tenth, {first}; the last tenth, {last}"
+def _grown(one: StalenessGrowth) -> str:
+    name = "all actors" if one.actor is None else one.actor
+    told = f"{_range(one.first_step, one.last_step)}: {name} mean {one.mean:.3g}"
+    if one.first_step != one.last_step:
+        told += f" ({_tenth(one.begin)}; {_tenth(one.end)})"
+    return f"{told}, greatest {one.greatest}, over {one.rows:,} rows"
 
 
-def _range(steps: list[int]) -> str:
-    first, last = steps[0], steps[-1]
+def _tenth(one: Tenth) -> str:
+    mean = "no rows" if one.mean is None else f"{one.mean:.3g}"
+    return f"{_range(one.first, one.last)}: {mean}"
+
+
+def _range(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def _mean(some: list[Staleness]) -> str:
-    return f"{sum(one.mean * one.rows for one in some) / sum(one.rows for one in some):.3g}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from trinity_buffer.names_on_use import names_on_use
 
 if TYPE_CHECKING:
+    from trinity_buffer.inspect.ageing import StalenessGrowth, Tenth, growth_by_actor
     from trinity_buffer.inspect.compare import (
         Differing,
         RunDifference,
@@ -58,10 +59,12 @@ __all__ = [
     "SetView",
     "Source",
     "Staleness",
+    "StalenessGrowth",
     "StepContents",
     "StepLine",
     "StepView",
     "TensorSummary",
+    "Tenth",
     "TokenTable",
     "Why",
     "as_of",
@@ -70,6 +73,7 @@ __all__ = [
     "compare_sets",
     "event_lines",
     "groups",
+    "growth_by_actor",
     "leases",
     "line_of",
     "now",
@@ -86,6 +90,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "StalenessGrowth": "trinity_buffer.inspect.ageing",
+    "Tenth": "trinity_buffer.inspect.ageing",
+    "growth_by_actor": "trinity_buffer.inspect.ageing",
     "Differing": "trinity_buffer.inspect.compare",
     "RunDifference": "trinity_buffer.inspect.compare",
     "SetDifference": "trinity_buffer.inspect.compare",

@@ -7,10 +7,10 @@ from typing import Any
 
 from trinity_buffer.errors import DamagedSegmentError, UnknownNameError
 from trinity_buffer.inspect import (
-    Staleness,
     StepLine,
     blame,
     event_lines,
+    growth_by_actor,
     overview,
     position_before,
     rejection_counts,
@@ -50,7 +50,7 @@ async def report(store: Store, experiment: str) -> str:
         "stuck": (await examine(store, experiment)).stuck,
         "charts": charts_of(some),
         "rejected": await rejection_counts(source),
-        "actors": actors_of(await staleness(source)) if some else [],
+        "actors": growth_by_actor(await staleness(source)) if some else [],
         "step": await _last_step(source, some),
         "events": [line async for line in event_lines(found, after=after)],
     }
@@ -76,16 +76,6 @@ def charts_of(some: Sequence[StepLine]) -> list[Lines]:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
-
-
-def actors_of(some: Sequence[Staleness]) -> list[tuple[str, int, float, int]]:
-    """Return (actor, rows, mean, greatest staleness) over steps."""
-    found: dict[str, tuple[int, float, int]] = {}
-    for one in some:
-        rows, total, greatest = found.get(one.actor, (0, 0.0, 0))
-        total += one.mean * one.rows
-        found[one.actor] = (rows + one.rows, total, max(greatest, one.greatest))
-    return [(a, rows, total / rows, most) for a, (rows, total, most) in sorted(found.items())]
 
 
 async def _last_step(source: Source, some: Sequence[StepLine]) -> Mapping[str, Any] | None:

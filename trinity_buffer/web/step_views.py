@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.inspect import EatenRow, StepLine, blame, staleness, steps
+from trinity_buffer.inspect import (
+    EatenRow,
+    StepLine,
+    blame,
+    growth_by_actor,
+    staleness,
+    steps,
+)
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.web.asked import Asked, Page, whole
 from trinity_buffer.web.charts import histogram, lanes, step_bar
-from trinity_buffer.web.report import actors_of, charts_of
+from trinity_buffer.web.report import charts_of
 
 PAGE = 50
 STEPS_OF_CHARTS = 200
@@ -95,7 +102,7 @@ async def staleness_page(asked: Asked) -> Page:
     return "staleness.html", {
         "rows": some,
         "lanes": lanes(some),
-        "actors": actors_of(some),
+        "actors": growth_by_actor(some),
         "older": max(0, first - 1 - PAGE) if first > 1 else None,
         "newer": some[-1].step if some and after is not None else None,
         "trainer": trainer,
