@@ -92,7 +92,7 @@ def own_code(parts: Mapping[str, object] | None = None) -> Iterator[None]:
             raise failed(what, error, own.values()) from error
         if own and (isinstance(error, _OF_WHAT_IT_GAVE) or type(error) is RuntimeError):
             raise TrainingError(
-                f"{what} ({places}) gave back what cannot be used: {said_by(error)}"
+                f"{what} ({places}) returned something unusable: {said_by(error)}"
             ) from error
         raise
 

@@ -91,7 +91,7 @@ def store(folder: Path, tmp_path: Path, cli: Cli) -> Path:
     [
         ("Divides", "failed: ZeroDivisionError: division by zero ({}, line {})"),
         ("Reads", "failed: FileNotFoundError: "),
-        ("Nothing", "({}, line {}) gave back what cannot be used: TypeError: cannot unpack"),
+        ("Nothing", "({}, line {}) returned something unusable: TypeError: cannot unpack"),
     ],
 )
 def test_a_strategy_of_ones_own_that_fails_is_a_sentence(
@@ -110,8 +110,8 @@ def test_a_strategy_of_ones_own_that_fails_is_a_sentence(
     ("key", "name", "said"),
     [
         ("loss.name", "Raises", "failed: KeyError: 'nothing' ({}, line {})"),
-        ("loss.name", "NoLoss", "({}, line {}) gave back what cannot be used: TypeError: "),
-        ("loss.name", "Vector", "({}, line {}) gave back what cannot be used: RuntimeError: "),
+        ("loss.name", "NoLoss", "({}, line {}) returned something unusable: TypeError: "),
+        ("loss.name", "Vector", "({}, line {}) returned something unusable: RuntimeError: "),
         ("loss.name", "NaN", "is your own ({}, line {})"),
         (
             "algorithm_args.entropy_loss_fn",

@@ -545,7 +545,7 @@ FAULTS = [
         "tests/pipeline/test_compaction.py::test_damaged_segments_stay_and_are_counted",
     ),
     Fault(
-        "weights that are just as old as is allowed are refused for ever",
+        "weights that are just as old as is allowed are refused forever",
         "pipeline/writing/planning.py",
         "return self.max_staleness is None or behind <= self.max_staleness",
         "return self.max_staleness is None or behind < self.max_staleness",
