@@ -26,6 +26,7 @@ from trinity_buffer.pipeline.history.compaction import compact as compact_experi
 from trinity_buffer.pipeline.history.restoring import RestoreReport
 from trinity_buffer.pipeline.history.restoring import restore as restore_experiment
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store import queries
 
 if TYPE_CHECKING:
     from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport
@@ -97,17 +98,22 @@ def reannotate(
     from trinity_buffer.cli.roles import run_named  # noqa: PLC0415 - torch
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
 
-    async def main() -> ConsumerReport:
+    async def main() -> tuple[bool, ConsumerReport]:
         url = chosen_store(store)
         chosen = await chosen_experiment(url, experiment)
         async with open_store(url) as opened:
             found = await opened.experiment(chosen)
+            there = name in await found.database.read(queries.consumers, found.key)
             args = overridden({}, arguments or [])
-            return await run_named(found, strategy.split("+"), args, name=name, rewards=rewards)
+            parts = strategy.split("+")
+            return there, await run_named(found, parts, args, name=name, rewards=rewards)
 
-    report: ConsumerReport = run(main)
+    there, report = run(main)
     if as_json:
         print_json({"set": name, **asdict(report)})
+    elif there and not any(asdict(report).values()):
+        told = f"set {name} was complete already: all that is recorded is decided in it"
+        console().print(told, markup=False)
     else:
         console().print(
             f"set {name}: {report.annotated} annotated, {report.rejected} rejected, "
