@@ -155,7 +155,7 @@ class PostgresTransaction(Transaction):
         except asyncpg.exceptions.IntegrityConstraintViolationError as error:
             raise IntegrityError(str(error), None, error) from error
         except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-            if isinstance(error, asyncpg.PostgresConnectionError):
+            if isinstance(error, asyncpg.exceptions.PostgresConnectionError):
                 self._connection.invalidate()  # the pool would lend it once more
             raise DBAPIError(str(error), None, error) from error
         except asyncpg.InternalClientError as error:  # ended by the server, and not yet closed
