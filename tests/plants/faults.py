@@ -681,6 +681,13 @@ FAULTS = [
         "        before = 0\n",
         "tests/store/test_earlier.py::test_each_position_of_a_run",
     ),
+    Fault(
+        "what is taken back while an earlier position is open shows through",
+        "pipeline/history/earlier.py",
+        "if refolded != self._refolded:",
+        "if not self._refolded:",
+        "tests/store/test_earlier.py::test_what_is_taken_back_meanwhile_is_there",
+    ),
 ]
 
 
