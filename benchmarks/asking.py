@@ -35,7 +35,7 @@ from starlette.testclient import TestClient
 from benchmarks.measuring import Cost, percentile, run_measured
 from benchmarks.performance import RECORD, record
 from benchmarks.provenance import provenance
-from benchmarks.streaming_answers import streamed
+from benchmarks.streaming_answers import halfway, streamed
 from benchmarks.verify import EXPERIMENT, RUNS, STORE, TASKS, fill
 from tests.postgres import PostgresServer
 from trinity_buffer import inspect as ask
@@ -171,13 +171,13 @@ AS_OF = ("steps", "groups", "show", "show --tokens", "why", "blame", "leases", "
 
 def asked_then(url: str, names: Names, repetitions: int) -> Iterator[Line]:
     """Yield a line for each answer as of an earlier position, which is opened each time."""
-    names = Names(names.batches // 2, names.steps // 2, names.chance)
+    names = Names(max(1, names.batches // 2), max(1, names.steps // 2), names.chance)
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         store = runner.run(stack.enter_async_context(open_store(url, read_only=True)))
         try:
             experiment = runner.run(store.experiment(EXPERIMENT))
-            position = runner.run(now(experiment).head()) * 3 // 4
+            position = runner.run(halfway(now(experiment), names.steps))
             for name in AS_OF:
 
                 async def once(name: str = name) -> None:

@@ -74,6 +74,13 @@ def streamed(url: str, _names: object, repetitions: int) -> Iterator[dict[str, A
             yield line
 
 
+async def halfway(source: Source, step: int) -> int:
+    """Return the position at which a step was committed."""
+    (line,) = await ask.steps(source, after=step - 1, limit=1)
+    assert line.committed_at is not None  # all but the last steps are
+    return line.committed_at
+
+
 def _events(position: int) -> Scan:
     """Return what reads all that had happened, and what it says."""
 
@@ -94,7 +101,8 @@ async def _streamed(url: str, repetitions: int) -> AsyncIterator[dict[str, Any]]
         (name,) = await store.experiments()
         experiment = await store.experiment(name)
         source = now(experiment)
-        then = await source.head() * 3 // 4
+        every = await ask.steps(source, limit=1)
+        then = await halfway(source, max(1, every[-1].step // 2))
         consumers = await source.read(queries.consumers, source.key)
         sets = [one for one, row in consumers.items() if row.kind == "strategy"]
         first, second = sets[0], sets[-1]
