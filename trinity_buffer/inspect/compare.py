@@ -127,7 +127,7 @@ async def comparing(
             known = ", ".join(names) or "none"
             raise UnknownNameError(f"no annotation set {name!r} (there: {known})")
     found, after = SetDifference(first, second), -1
-    sets = consumers[first], consumers[second]
+    sets = [consumers[name] for name in dict.fromkeys((first, second))]
     most = 4 * sizes().rows_per_page  # or the events of a set would be read again and again
 
     def look(tx: Transaction) -> tuple[Integers, list[Decisions]]:
@@ -138,8 +138,8 @@ async def comparing(
         some, decided = await source.read(look)
         if not decided:
             return
-        a, b = [await _side(source, one) for one in decided]
-        await _compare(source, found, some, (a, b), limit)
+        sides = [await _side(source, one) for one in decided]
+        await _compare(source, found, some, (sides[0], sides[-1]), limit)
         after = int(some[-1])
         yield found, position_of(after)
 

@@ -92,15 +92,15 @@ _ADDRESSES = Prepared(
 
 
 def decisions(
-    tx: Transaction, experiment: int, sets: tuple[ConsumerRow, ConsumerRow], wanted: Integers
+    tx: Transaction, experiment: int, sets: Sequence[ConsumerRow], wanted: Integers
 ) -> list[Decisions]:
-    """Return what each set made of the experiences at ``wanted``, some addresses in order."""
+    """Return what one set, or each of two, made of ``wanted``: some addresses in order."""
     span: dict[str, Any] = {"of": experiment, "first": int(wanted[0]), "last": int(wanted[-1])}
-    noted = _NOTES.rows(tx, **span, name=sets[0].name, other=sets[1].name)
+    noted = _NOTES.rows(tx, **span, name=sets[0].name, other=sets[-1].name)
     notes = np.zeros((len(wanted), 2), np.int64)
     _put(notes, wanted, noted)
     found = []
-    for one, own in zip(sets, notes.T, strict=True):
+    for one, own in zip(sets, notes.T, strict=False):
         mine = span | {"name": one.name}
         states = np.full(len(wanted), "waiting", object)
         states[wanted >= first_address(one.cursor + 1)] = "unseen"
