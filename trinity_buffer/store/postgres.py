@@ -67,7 +67,7 @@ class PostgresTransaction(Transaction):
     def rows(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Execute a statement as the driver takes it; return all rows that it gives."""
         self._catch_up()
-        return [tuple(row) for row in self._ask(lambda pg: pg.fetch(sql, *values))]
+        return list(map(tuple, self._ask(lambda pg: pg.fetch(sql, *values))))
 
     @override
     def change(self, table: str, sql: str, values: Sequence[Any]) -> None:
