@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -68,6 +69,7 @@ def _steps(tx: Transaction) -> None:
 
 def streamed(url: str, _names: object, repetitions: int) -> Iterator[dict[str, Any]]:
     """Yield a line for each answer: its seconds to the first sign and to the end, and its share."""
+    gc.freeze()  # as each command does, once it is loaded
     with asyncio.Runner() as runner:
         lines = _streamed(url, repetitions)
         while (line := runner.run(_next(lines))) is not None:
