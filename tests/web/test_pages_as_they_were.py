@@ -41,6 +41,10 @@ def test_an_overview_as_it_was_counts_what_there_was(client: TestClient, told: s
     text = " ".join(Page(client.get(f"/sort/@{sealed}/").text).text.split())
     assert re.search(r"recorded experiences 16\b", text), text
     assert "What is stuck" not in text
+    unknown = client.get("/sort/@5/steps/1")
+    assert unknown.status_code == 404
+    assert "as of position 5: " in unknown.text
+    assert 'href="/sort/@5/groups"' in unknown.text
     answer = client.get("/sort/@999999/")
     assert (answer.status_code, "goes from 1 to" in answer.text) == (400, True)
     assert client.get("/sort/at", params={"position": "x"}).status_code == 400

@@ -65,7 +65,7 @@ def inspector(url: str, *, token: str | None = None) -> Guard:
         Route("/metrics", _metrics),
         Mount("/-/static", StaticFiles(directory=STATIC)),
         Route(f"{own}/events/stream", _stream),
-        Route(f"{own}/at", _at),
+        Route(f"{own}/at", _then),
         *(Route(f"{own}/@{{position:int}}/{path}", _page(view)) for path, view in PAGES.items()),
         *(Route(f"{own}/{path}", _page(view)) for path, view in PAGES.items()),
     ]
@@ -79,19 +79,27 @@ EARLIER = 4
 
 def _page(view: View) -> Any:
     async def answer(request: Request) -> Response:
-        name = named(request.path_params["experiment"])
-        part = request.path_params.get("part", "")
-        store, position = request.app.state.store, request.path_params.get("position")
+        name, position = _asked_of(request)
+        part, store = request.path_params.get("part", ""), request.app.state.store
         bound = nullcontext() if position is None else request.app.state.earlier
         async with bound, as_of(await store.experiment(name), position) as source:
             template, shown = await view(Asked(store, source, request.query_params, part))
-        whole = {"live": None, **shown, "name": name, "root": _path(name), "position": position}
-        if position is None:
-            return _rendered(template, {**whole, "here": _path(name)})
-        there = f"{_path(name)}/@{position}"
-        return _rendered(template, {**whole, "here": there, "live": None})
+        at = _at(name, position)
+        return _rendered(template, {"live": None, **shown, **at})
 
     return answer
+
+
+def _asked_of(request: Request) -> tuple[str, int | None]:
+    """Return the experiment that a page is about, and as of which position."""
+    return named(request.path_params["experiment"]), request.path_params.get("position")
+
+
+def _at(name: str, position: int | None) -> dict[str, Any]:
+    """Return what the bar of a page about an experiment is made of."""
+    root = _path(name)
+    bar = {"name": name, "root": root, "here": root, "position": position}
+    return bar if position is None else {**bar, "here": f"{root}/@{position}", "live": None}
 
 
 def _rendered(template: str, shown: dict[str, Any], status: int = 200) -> Response:
@@ -102,7 +110,7 @@ def _path(name: str) -> str:
     return f"/{segment(name)}"
 
 
-async def _at(request: Request) -> Response:
+async def _then(request: Request) -> Response:
     """Lead to the experiment as it was at the position that is asked for."""
     position = whole("position", request.query_params.get("position") or "", GREATEST >> 20)
     name = named(request.path_params["experiment"])
@@ -150,8 +158,9 @@ async def _told_events(experiment: Experiment, after: int) -> AsyncIterator[str]
     yield "event: end\ndata: \n\n"
 
 
-async def _told(_: Request, error: Exception) -> Response:
+async def _told(request: Request, error: Exception) -> Response:
     status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
-    return _rendered(
-        "error.html", {"name": None, "here": "", "live": None, "error": str(error)}, status
-    )
+    shown = {"name": None, "here": "", "live": None, "error": str(error)}
+    if "experiment" in request.path_params and not isinstance(error, UnknownExperimentError):
+        shown |= _at(*_asked_of(request))
+    return _rendered("error.html", shown, status)
