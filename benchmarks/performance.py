@@ -46,8 +46,22 @@ VERIFYING = (
 )
 
 
+def figure(row: Row) -> str:
+    """Return what a result is about.
+
+    Raises:
+        KeyError: it lacks its operation, its case or its backend.
+    """
+    return f"{row['op']}, {row['case']}, {row['backend']}"
+
+
 def record(row: Row) -> None:
-    """Append a result to the record, and write the tables again."""
+    """Append a result to the record, and write the tables again.
+
+    Raises:
+        KeyError: it does not say what it is about; nothing is written.
+    """
+    figure(row)
     with RECORD.open("a") as file:
         file.write(json.dumps(row) + "\n")
     write_tables()
@@ -63,7 +77,7 @@ def write_tables() -> None:
 def newest_rows() -> dict[tuple[str, str], Row]:
     """Return the last result on SQLite of each operation and case."""
     rows = [json.loads(line) for line in RECORD.read_text().splitlines()]
-    return {(row["op"], row.get("case", "")): row for row in rows if row["backend"] == "sqlite"}
+    return {(row["op"], row["case"]): row for row in rows if row["backend"] == "sqlite"}
 
 
 def speeds(newest: Mapping[tuple[str, str], Row]) -> str:

@@ -21,6 +21,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import performance
 from benchmarks.imports import digest_of, entry_of, imported_by
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,7 +72,7 @@ RECORDS = (
     Record("docs/torture.jsonl", _torture_figure, lambda row: f"{row['command']} --record"),
     Record(
         "docs/performance.jsonl",
-        lambda row: f"{row['op']}, {row['case']}, {row['backend']}",
+        performance.figure,
         lambda row: str(row["command"]),
         "python -m benchmarks.performance",
     ),

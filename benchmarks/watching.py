@@ -156,7 +156,8 @@ def main() -> None:
         backend = "postgresql" if url.startswith("postgresql") else "sqlite"
         origin = provenance(command if backend == "sqlite" else f"{command} --store postgresql")
         found = asyncio.run(measured(url, given.steps, given.pairs))
-        row = {"op": "watch", "backend": backend, "experiences": given.experiences, **found}
+        row = {"op": "watch", "case": "a trainer under a watcher", "backend": backend}
+        row |= {"experiences": given.experiences, **found}
         print(json.dumps(row), flush=True)
         if given.record:
             record({**row, **origin})

@@ -172,7 +172,17 @@ def test_each_recorded_figure_names_a_command_of_this_repository() -> None:
     for record in proofs.RECORDS:
         rows = [json.loads(line) for line in (proofs.ROOT / record.file).read_text().splitlines()]
         assert rows
+        assert all(record.figure(row) for row in rows)
         assert all(entry_of(record.command(row), proofs.ROOT) for row in rows)
+
+
+def test_a_result_that_does_not_say_what_it_is_about_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(performance, "RECORD", tmp_path / "performance.jsonl")
+    with pytest.raises(KeyError, match="case"):
+        performance.record({"op": "watch", "backend": "sqlite"})
+    assert not performance.RECORD.exists()
 
 
 def test_the_tables_of_the_pages_are_those_that_the_record_makes() -> None:

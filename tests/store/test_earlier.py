@@ -88,14 +88,14 @@ async def test_each_position_of_a_run_that_takes_much_of_it_back(
     story = await tell(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
         experiment = await store.experiment(story.name)
-        held = await experiment.database.read(of_last_step)
-        lost = [int(row.address) for row in held[:2]]
-        await append(experiment, *taken_back(held[0].consumer, held[0].step, lost))
+        await append(experiment, *await taken_back(experiment))
         await require_equal(experiment)
 
 
-def taken_back(trainer: str, step: int, lost: list[int]) -> list[Fact]:
-    """Return facts of a trainer, whose last step ``step`` loses two rows."""
+async def taken_back(experiment: Experiment) -> list[Fact]:
+    """Return facts that change what was before them; the last step of a trainer loses two rows."""
+    held = await experiment.database.read(of_last_step)
+    trainer, step, lost = held[0].consumer, held[0].step, [int(row.address) for row in held[:2]]
     key = b"k" * 16
     return [
         TrainerRewound(consumer=trainer, step=1, from_step=2),
@@ -194,12 +194,10 @@ async def test_what_is_taken_back_meanwhile_is_there(store_url: str, tmp_path: P
     story = await tell(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
         experiment = await store.experiment(story.name)
-        held = await experiment.database.read(of_last_step)
         head = await experiment.database.read(log.head, experiment.key)
         async with as_of(experiment, head) as source:
             before = await source.read(shown, source.key)
-            lost = [int(row.address) for row in held[:2]]
-            for fact in taken_back(held[0].consumer, held[0].step, lost):
+            for fact in await taken_back(experiment):
                 await append(experiment, fact)
                 assert await source.read(shown, source.key) == before, fact
 

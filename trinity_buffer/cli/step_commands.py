@@ -1,4 +1,4 @@
-"""Questions about training: its steps, what each was given, how stale that was, what was left."""
+"""Questions about training: steps, what each was given, how stale it was, what was left out."""
 
 from __future__ import annotations
 
