@@ -18,8 +18,8 @@ from trinity_buffer.errors import StoreError
 from trinity_buffer.pipeline.history.rebuild import RebuildReport, diff_projections, rebuild
 from trinity_buffer.pipeline.history.refold import catch_up, suspects
 from trinity_buffer.pipeline.store import Store, open_store
-from trinity_buffer.store import comparison
-from trinity_buffer.store.scratch import open_scratch
+from trinity_buffer.store.auditing import comparison
+from trinity_buffer.store.auditing.scratch import open_scratch
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.tables import (
     PROJECTIONS,

@@ -35,7 +35,7 @@ class Fault:
 FAULTS = [
     Fault(
         "verify drops the spans that are full",
-        "store/expectation.py",
+        "store/auditing/expectation.py",
         "            self._full.append(part)\n",
         "",
         "tests/pipeline/test_sizes.py::test_a_changed_row_of_an_early_span_is_found",
@@ -639,7 +639,7 @@ FAULTS = [
     ),
     Fault(
         "verify takes any counters for the right ones",
-        "store/comparison.py",
+        "store/auditing/comparison.py",
         "_CHANGING = (configuration, batch, consumer, step, counter, assigned_reward, archived)",
         "_CHANGING = (configuration, batch, consumer, step, assigned_reward, archived)",
         "tests/pipeline/test_verify.py::test_a_changed_row_is_named",
@@ -662,14 +662,14 @@ FAULTS = [
     ),
     Fault(
         "a trainer that was rewound was always as far as it is now",
-        "store/earlier.py",
+        "store/asking/earlier.py",
         '    ("StepDealt", "TrainerRewound"),',
         '    ("StepDealt",),',
         "tests/store/test_earlier.py::test_each_position_of_a_run_that_takes_much_of_it_back",
     ),
     Fault(
         "what was decided after a position does not wait there",
-        "store/earlier.py",
+        "store/asking/earlier.py",
         "a.address >= {end} AND a.experience <",
         "a.address < {end} AND a.experience <",
         "tests/store/test_earlier.py::test_each_position_of_strategies_that_came_later",

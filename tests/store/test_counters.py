@@ -24,7 +24,8 @@ from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.store import conservation, counters, log, migrations, queries, tallies
+from trinity_buffer.store import counters, log, migrations, queries
+from trinity_buffer.store.asking import conservation, tallies
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.transaction import Transaction
 

@@ -31,8 +31,8 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import decoded_events
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import log
+from trinity_buffer.store.auditing.scratch import Scratch, open_scratch
 from trinity_buffer.store.rows import first_address
-from trinity_buffer.store.scratch import Scratch, open_scratch
 from trinity_buffer.store.tables import PROJECTIONS, delivery
 from trinity_buffer.store.transaction import Transaction
 

@@ -14,7 +14,8 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import conservation, counters, log, queries, tallies
+from trinity_buffer.store import counters, log, queries
+from trinity_buffer.store.asking import conservation, tallies
 from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.tables import annotation, delivery
 from trinity_buffer.store.tables import experience as table

@@ -22,8 +22,8 @@ from trinity_buffer.inspect.source import now
 from trinity_buffer.inspect.step_lines import StepContents, blame, steps
 from trinity_buffer.inspect.token_table import tokens
 from trinity_buffer.pipeline.history.replay import open_replay_stream
+from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.measures import StepMeasures
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 from trinity_buffer.trainer.measuring import StepMeter
@@ -228,7 +228,7 @@ def test_verify_finds_measures_that_were_changed(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     anyio.run(prepared, sqlite_url, ALGORITHM())
-    digest = "trinity_buffer.pipeline.streaming.measures.content_digest"
+    digest = "trinity_buffer.pipeline.step_measures.content_digest"
     with open_train_stream(
         sqlite_url, experiment="run", strategy="grpo", groups_per_step=2
     ) as stream:

@@ -15,8 +15,8 @@ from tests.web.conftest import BASE
 from trinity_buffer.inspect import blame
 from trinity_buffer.inspect.source import now
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.measures import StepMeasures
 from trinity_buffer.web.app import inspector
 
 

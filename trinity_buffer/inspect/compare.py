@@ -19,7 +19,7 @@ from trinity_buffer.inspect.tensors import means_of
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import queries
-from trinity_buffer.store.columns import Decisions, Integers, addresses, decisions
+from trinity_buffer.store.asking.columns import Decisions, Integers, addresses, decisions
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, SLOT_BITS, position_of
 from trinity_buffer.store.transaction import Transaction
 

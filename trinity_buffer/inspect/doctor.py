@@ -10,15 +10,8 @@ from trinity_buffer.pipeline.diagnosis import Lack, Surroundings, counted, lacks
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.presence import is_unheard, place_of
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.store import (
-    conservation,
-    counters,
-    log,
-    promises,
-    queries,
-    tallies,
-    trainer_queries,
-)
+from trinity_buffer.store import counters, log, promises, queries, trainer_queries
+from trinity_buffer.store.asking import conservation, tallies
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction

@@ -13,7 +13,8 @@ from itertools import islice
 from typing import Any
 
 from trinity_buffer.pipeline.presence import is_here, place_of, was_silent
-from trinity_buffer.store import conservation, counters, promises, queries, tallies
+from trinity_buffer.store import counters, promises, queries
+from trinity_buffer.store.asking import conservation, tallies
 from trinity_buffer.store.promises import PresenceRow
 from trinity_buffer.store.rows import BatchRow, ConsumerRow
 from trinity_buffer.store.transaction import Transaction

@@ -16,9 +16,9 @@ from anyio.from_thread import BlockingPortal
 from typing_extensions import Unpack, override
 
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.committing import Commit
-from trinity_buffer.pipeline.streaming.measures import StepMeasures
 from trinity_buffer.pipeline.streaming.stream_options import (
     Resume,
     StreamKeywords,

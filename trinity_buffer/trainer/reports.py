@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trinity_buffer.pipeline.streaming.measures import StepMeasures
+from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 
 

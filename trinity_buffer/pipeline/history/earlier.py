@@ -21,9 +21,10 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.pipeline.history.refold import Progress, decoded_events, no_progress
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import earlier, log, queries
+from trinity_buffer.store import log, queries
+from trinity_buffer.store.asking import earlier
+from trinity_buffer.store.asking.earlier import STEPS, Refolded, Seen
 from trinity_buffer.store.database import Apart, Database
-from trinity_buffer.store.earlier import STEPS, Refolded, Seen
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction

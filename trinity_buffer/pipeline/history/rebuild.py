@@ -21,8 +21,9 @@ from trinity_buffer.pipeline.history.refold import (
     unfoldable_error,
     whole_spans,
 )
-from trinity_buffer.store import comparison, log
-from trinity_buffer.store.comparison import Difference
+from trinity_buffer.store import log
+from trinity_buffer.store.auditing import comparison
+from trinity_buffer.store.auditing.comparison import Difference
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.transaction import Transaction, lock_experiment

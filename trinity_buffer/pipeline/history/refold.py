@@ -13,11 +13,12 @@ from trinity_buffer import codec
 from trinity_buffer.errors import CodecError, StoreError
 from trinity_buffer.events import PlacedFact
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import comparison, log
-from trinity_buffer.store.comparison import Difference, Span
+from trinity_buffer.store import log
+from trinity_buffer.store.auditing import comparison
+from trinity_buffer.store.auditing.comparison import Difference, Span
+from trinity_buffer.store.auditing.scratch import Scratch, Unfoldable, open_scratch
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.scratch import Scratch, Unfoldable, open_scratch
 from trinity_buffer.store.transaction import Transaction
 
 Progress = Callable[[str, int, int], None]

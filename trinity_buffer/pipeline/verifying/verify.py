@@ -31,12 +31,14 @@ from trinity_buffer.pipeline.verifying.findings import Problem, VerifyReport
 from trinity_buffer.pipeline.verifying.log_audit import LogAudit
 from trinity_buffer.pipeline.verifying.outside import Evidence
 from trinity_buffer.pipeline.verifying.segment_audit import check_segments
-from trinity_buffer.store import comparison, conservation, log, queries
-from trinity_buffer.store.comparison import Part, changing_rows, holds_for
-from trinity_buffer.store.expectation import Expectation
+from trinity_buffer.store import log, queries
+from trinity_buffer.store.asking import conservation
+from trinity_buffer.store.auditing import comparison
+from trinity_buffer.store.auditing.comparison import Part, changing_rows, holds_for
+from trinity_buffer.store.auditing.expectation import Expectation
+from trinity_buffer.store.auditing.scratch import Unfoldable
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import address_of, written_as
-from trinity_buffer.store.scratch import Unfoldable
 from trinity_buffer.store.transaction import Transaction
 
 __all__ = ["Problem", "VerifyReport", "verify"]
@@ -224,7 +226,7 @@ class _Verification:
         if sound and len(self._problems) == before:  # both were of one moment
             what = (
                 "they are what this version makes of the log, and not what the log says by "
-                "`store.expectation`: one of the two is wrong, please report it"
+                "`store.auditing.expectation`: one of the two is wrong, please report it"
             )
             self._problems.append(Problem("projections", "all", what))
 

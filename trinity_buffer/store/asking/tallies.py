@@ -25,7 +25,7 @@ from sqlalchemy import (
 )
 
 from trinity_buffer.store import counters
-from trinity_buffer.store.conservation import PlanCounts, StrategyCounts, TrainerCounts
+from trinity_buffer.store.asking.conservation import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.counters import Numbers
 from trinity_buffer.store.rows import ConsumerRow, first_address
 from trinity_buffer.store.tables import (

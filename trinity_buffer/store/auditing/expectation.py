@@ -44,8 +44,8 @@ from trinity_buffer.events import (
 from trinity_buffer.identity import Key
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import rows
-from trinity_buffer.store.comparison import Part, Row, equal
-from trinity_buffer.store.expected_counts import ExpectedCounts
+from trinity_buffer.store.auditing.comparison import Part, Row, equal
+from trinity_buffer.store.auditing.expected_counts import ExpectedCounts
 from trinity_buffer.store.rows import first_address
 from trinity_buffer.store.tables import (
     annotation,
