@@ -180,6 +180,7 @@ def test_a_commit_that_came_too_late_answers_no_other(
     first, second = next(reader), next(reader)
     worker = reader._workers[0].pid
     os.kill(worker, signal.SIGSTOP)
+    os.waitpid(worker, os.WUNTRACED)  # until then some of its threads may go on
     with monkeypatch.context() as context:
         context.setattr("trinity_buffer.integrations.torch_data.COMMIT_S", 0.1)
         with pytest.raises(StoreError, match="the same step again"):
