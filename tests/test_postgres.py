@@ -76,6 +76,7 @@ def test_a_store_url_names_its_backend(store_url: str, request: pytest.FixtureRe
     assert store_url.startswith(request.node.callspec.params["store_url"] + "://")
 
 
+@pytest.mark.long
 async def test_what_was_committed_survives_a_kill_of_the_server() -> None:
     with PostgresServer() as server:
         await ask(server.url(), "CREATE TABLE kept AS SELECT 7 AS x")
@@ -85,6 +86,7 @@ async def test_what_was_committed_survives_a_kill_of_the_server() -> None:
         assert await ask(server.url(), "SHOW fsync") == "on"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_server_outlives_the_process_that_started_it(how: signal.Signals) -> None:
     command = [sys.executable, "-c", OWNER_OF_A_SERVER]

@@ -40,6 +40,7 @@ def own(cli: Cli, tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.long
 def test_what_init_writes_is_explored_trained_and_replayed(own: Path, cli: Cli) -> None:
     explored = cli("explore", "--config", own, "--actor", "e0", "--batches", 2)
     assert explored.code == 0, explored.err
@@ -67,6 +68,7 @@ def test_another_model_must_be_there_too(own: Path, cli: Cli, key: str) -> None:
     assert "the run names no rollout, so there is nothing to explore" in nothing.err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("key", ["model", "reference"])
 def test_a_damaged_file_of_weights_is_one_sentence(own: Path, cli: Cli, key: str) -> None:
     if key == "reference":

@@ -126,6 +126,7 @@ def test_a_path_in_a_file_is_seen_from_its_folder(
     assert f"reference={tmp_path}/runs/p.safetensors: " in refused.err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shut", "code"), [(">&-", 0), ("2>&-", 0), ("<&-", 0), (">/dev/full", 1)])
 def test_a_stream_that_is_shut_is_no_traceback(tmp_path: Path, shut: str, code: int) -> None:
     command = f"exec '{sys.executable}' -m trinity_buffer algorithms {shut}"

@@ -138,6 +138,7 @@ async def race(url: str, writers: int, per_writer: int, readers: int, at_once: i
         assert into == expected
 
 
+@pytest.mark.long
 async def test_eight_writers_and_three_readers_agree_on_one_order(store_url: str) -> None:
     await race(store_url, writers=8, per_writer=60, readers=3)
 

@@ -28,6 +28,7 @@ CONFIG = {
 }
 
 
+@pytest.mark.long
 def test_a_kill_at_any_place_loses_nothing_and_doubles_nothing(
     sqlite_url: str, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ def test_the_checker_tells_success_from_nothing_to_check(
     assert "no cases found" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_checker_runs_as_a_file(tmp_path: Path) -> None:
     command = [sys.executable, str(HERE / "check_golden.py"), "--family", "policy_loss_units"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -48,6 +48,7 @@ async def row_by_row(source: Source, first: str, second: str) -> dict[str, Any]:
     return {uid: (await told(a), await told(b)) for uid, a, b in await source.read(look)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, 512])
 async def test_sets_differ_as_they_do_row_by_row(
     store_url: str, tmp_path: Path, resize: Resize, size: int

@@ -57,6 +57,7 @@ def named(ended: Ended, position: int) -> list[str]:
     return [line.partition(": ")[0] for line in lines]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", HOW)
 def test_search_and_export_go_on_behind_what_is_damaged(
     cli: Cli,  # noqa: F811

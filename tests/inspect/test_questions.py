@@ -293,6 +293,7 @@ async def test_an_older_position_shows_what_was_known_then(story: Story) -> None
         await asked(story, inspect.steps, 10_000)
 
 
+@pytest.mark.long
 async def test_a_server_answers_as_a_file_does(
     story: Story, postgres_url: str, tmp_path: Path
 ) -> None:

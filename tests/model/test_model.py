@@ -381,6 +381,7 @@ def check(machine: type[StoreMachine], histories: int, steps: int) -> None:
     )
 
 
+@pytest.mark.long
 def test_the_store_and_the_model_agree(machine: type[StoreMachine]) -> None:
     check(machine, histories=4, steps=20)
 

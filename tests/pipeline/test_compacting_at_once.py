@@ -97,6 +97,7 @@ async def test_what_leaves_while_it_is_verified_is_not_missing(
     assert [report.segments for report in left] == [4]
 
 
+@pytest.mark.long
 async def test_two_that_restore_at_once_bring_everything_back_once(
     store_url: str, tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ async def test_two_that_restore_at_once_bring_everything_back_once(
         assert (await verify(await store.experiment("x"))).problems == ()
 
 
+@pytest.mark.long
 def test_who_writes_an_archive_at_the_same_time_has_a_file_of_their_own(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ async def trained(experiment: Experiment, steps: int) -> None:
                 await stream.commit(step)
 
 
+@pytest.mark.long
 async def test_only_what_was_committed_before_the_horizon_leaves(
     store_url: str, tmp_path: Path
 ) -> None:
@@ -100,6 +101,7 @@ async def test_a_segment_that_no_event_archived_cannot_be_deleted(store_url: str
             await store.database.write(segments.delete, [event.body["segment"]])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", ["before-compact", "inside-compact", "after-compact"])
 async def test_what_a_crash_left_half_done_is_finished_by_the_next(
     store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str

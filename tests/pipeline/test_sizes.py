@@ -129,6 +129,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return anyio.run(lived, f"sqlite:///{tmp_path_factory.mktemp('usual') / 'a.db'}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", SMALL)
 async def test_a_run_of_small_pages_comes_to_the_same(
     store_url: str, size: int, resize: Resize, usual: Mapping[str, Any]

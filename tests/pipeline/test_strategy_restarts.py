@@ -173,6 +173,7 @@ async def test_empty_groups_are_counted_once_whoever_reads_the_seal(
         await assert_conserved(experiment)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("unit", [Watcher, BatchWatcher])
 @pytest.mark.parametrize(
     ("point", "times"),
@@ -246,6 +247,7 @@ async def test_competing_consumers_of_one_name_decide_each_unit_once(
     assert (await problems_of(store_url)) == []
 
 
+@pytest.mark.long
 async def test_more_waits_than_one_page_holds(store_url: str) -> None:
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")

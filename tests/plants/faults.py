@@ -688,6 +688,20 @@ FAULTS = [
         "if not self._refolded:",
         "tests/store/test_earlier.py::test_what_is_taken_back_meanwhile_is_there",
     ),
+    Fault(
+        "a write begins before its turn",
+        "store/sqlite_seats.py",
+        "        self._turns.take()\n",
+        "        self._turns.give_back()\n",
+        "tests/store/test_turns.py::test_a_write_waits_for_its_turn_and_gives_it_back",
+    ),
+    Fault(
+        "who has just written is the next to write",
+        "store/turns.py",
+        "            lockf(file, LOCK_EX, 1, _NEXT)\n",
+        "",
+        "tests/store/test_turns.py::test_a_turn_is_not_taken_from_who_is_slow_to_wake",
+    ),
 ]
 
 

@@ -220,6 +220,7 @@ async def test_the_chosen_one_goes_on_after_the_recorder_was_started_again(
     assert sorted(one.eid.run for one in turns) == [4, 5, 6, 6]
 
 
+@pytest.mark.long
 async def test_a_recorder_that_was_killed_is_followed_by_one_that_knows(
     store_url: str, upstream: str
 ) -> None:

@@ -73,6 +73,7 @@ def recorder(upstream: str, store: Path) -> Iterator[str]:
             process.send_signal(signal.SIGINT)
 
 
+@pytest.mark.long
 def test_what_the_command_recorded_is_trained_with_a_file_that_names_a_model(
     tmp_path: Path, cli: Cli
 ) -> None:

@@ -170,6 +170,7 @@ def test_a_file_that_is_not_there_has_no_news(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+@pytest.mark.long
 async def test_a_store_closes_after_the_server_that_it_listened_to_was_killed() -> None:
     with PostgresServer() as server:
         server.create_database("gone")

@@ -74,6 +74,7 @@ async def append(experiment: Experiment, *facts: Fact) -> None:
     await experiment.database.write(log.append, experiment.key, events, actor="somebody", now_us=1)
 
 
+@pytest.mark.long
 async def test_each_position_of_a_run(store_url: str, tmp_path: Path, resize: Resize) -> None:
     resize(events_per_page=2)
     story = await tell(store_url, tmp_path / "run")
@@ -81,6 +82,7 @@ async def test_each_position_of_a_run(store_url: str, tmp_path: Path, resize: Re
         await require_equal(await store.experiment(story.name))
 
 
+@pytest.mark.long
 async def test_each_position_of_a_run_that_takes_much_of_it_back(
     store_url: str, tmp_path: Path
 ) -> None:
@@ -143,6 +145,7 @@ def of_last_step(tx: Transaction) -> list[Any]:
     return list(tx.execute(last).all())
 
 
+@pytest.mark.long
 async def test_each_position_of_strategies_that_came_later(store_url: str) -> None:
     """One came when the other had decided already, and rejects two groups, one after the other."""
     async with opened(store_url, rollouts_per_group=4) as experiment:
@@ -190,6 +193,7 @@ async def test_a_connection_that_was_lost_does_not_answer_for_now(
                     await source.read(shown, source.key)
 
 
+@pytest.mark.long
 async def test_what_is_taken_back_meanwhile_is_there(store_url: str, tmp_path: Path) -> None:
     story = await tell(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
@@ -202,6 +206,7 @@ async def test_what_is_taken_back_meanwhile_is_there(store_url: str, tmp_path: P
                 assert await source.read(shown, source.key) == before, fact
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "path"),
     [("last", "public, pg_temp"), ("other", "odd, public"), ("named", '"a :b{c}%s"')],

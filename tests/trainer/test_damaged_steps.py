@@ -123,6 +123,7 @@ async def replays(experiment: Experiment, served: list[TrainStep]) -> None:
             assert all(torch.equal(mine[name], its[name]) for name in mine)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gone", [(), FAMILIES, ("light",)], ids="-".join)
 async def test_a_leased_step_that_cannot_be_read_is_refused_with_the_ways_out(
     store_url: str, gone: tuple[str, ...]
@@ -332,6 +333,7 @@ def _weights(folder: Path) -> list[str]:
     return [str(file.relative_to(folder)) for file in files]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("edit", "what"),
     [

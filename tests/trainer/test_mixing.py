@@ -138,6 +138,7 @@ async def test_a_stream_ends_where_the_expert_is_finished_and_has_too_few(store_
                 await anext(stream)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("follow", [False, True])
 @pytest.mark.parametrize("expert_is_finished", [False, True])
 async def test_a_run_that_is_finished_before_it_is_trained_mixes_the_experts_rows_too(
@@ -154,6 +155,7 @@ async def test_a_run_that_is_finished_before_it_is_trained_mixes_the_experts_row
     assert sources == [1, 1, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("follow", "finished"), [(False, False), (True, True)])
 async def test_rows_as_they_were_recorded_are_trained_beside_an_expert_with_too_few(
     store_url: str, follow: bool, finished: bool

@@ -68,6 +68,7 @@ def test_in_float64_it_is_one_to_the_last_digits(name: str, sqlite_url: str) -> 
         assert_one(cut, whole, 1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", ON_TWO_RANKS)
 def test_two_ranks_have_the_gradient_of_one(names: tuple[str, ...], tmp_path: Path) -> None:
     urls = {name: f"sqlite:///{tmp_path}/{name}.db" for name in names}

@@ -247,6 +247,7 @@ class _Peak(TorchDispatchMode):
         self.now -= size
 
 
+@pytest.mark.long
 def test_16k_tokens_of_152k_words_take_less_than_300_mb() -> None:
     tokens, words, width = 2**14, 152_064, 2048
     with FakeTensorMode(), _Peak() as counted:  # type: ignore[no-untyped-call]  # as above

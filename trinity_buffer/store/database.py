@@ -25,6 +25,7 @@ from trinity_buffer.store.postgres import Server
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.sqlite_seats import Seats, SQLiteTransaction
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
+from trinity_buffer.store.turns import Turns
 from trinity_buffer.store.url import StoreURL, parse_url
 from trinity_buffer.store.write_ahead_log import Checkpointer
 
@@ -226,7 +227,9 @@ class Database:
             raise sqlite.nothing_at(self.path)
         self._still = self.read_only and sqlite.is_still(self.path)
         files = StoreFiles(self.path, with_log=not self.read_only or self._still)
-        self._connections = Seats(self._connect, files, self._require_schema)
+        turns = Turns(self.path)
+        stack.callback(turns.close)
+        self._connections = Seats(self._connect, files, self._require_schema, turns)
         stack.push_async_callback(self._close)
         with foreign_errors(self.name):
             if prepare:

@@ -24,6 +24,7 @@ from trinity_buffer.sizes import sizes
 from trinity_buffer.store.access import StoreFiles
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.turns import Turns
 
 T = TypeVar("T")
 
@@ -38,10 +39,15 @@ class SQLiteTransaction(Transaction):
         driver: the connection. No transaction may be open.
         files: what the connection has open.
         check: what each transaction begins with.
+        turns: which a writing transaction waits for.
     """
 
     def __init__(
-        self, driver: Any, files: StoreFiles, check: Callable[[Transaction], None] | None = None
+        self,
+        driver: Any,
+        files: StoreFiles,
+        check: Callable[[Transaction], None] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         engine = create_engine(
             "sqlite://",
@@ -54,6 +60,7 @@ class SQLiteTransaction(Transaction):
         self._driver = driver
         self._files = files
         self._check = check
+        self._turns = turns
 
     @override
     def rows(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -88,6 +95,15 @@ class SQLiteTransaction(Transaction):
 
     def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
         """Return ``f(tx)``, in a transaction of its own."""
+        if not writes or self._turns is None:
+            return self._run(f, writes=writes)
+        self._turns.take()
+        try:
+            return self._run(f, writes=True)
+        finally:
+            self._turns.give_back()
+
+    def _run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
         # A deferred transaction that is upgraded later fails without waiting for the busy timeout:
         # writers take the lock at once.
         try:
@@ -188,6 +204,7 @@ class Seats:
         connector: returns a new connection, in autocommit.
         files: what the connections have open; looked at after each transaction.
         check: what each transaction begins with.
+        turns: which writing transactions wait for.
         number: of connections, and so of transactions at the same time.
     """
 
@@ -196,11 +213,13 @@ class Seats:
         connector: Callable[[], Any],
         files: StoreFiles,
         check: Callable[[Transaction], None],
+        turns: Turns,
         number: int = SEATS,
     ) -> None:
         self._connector = connector
         self._files = files
         self._check = check
+        self._turns = turns
         self._free = anyio.Semaphore(number, fast_acquire=True)
         self._write_lock = anyio.Lock(fast_acquire=True)
         self._idle: list[_Seat] = []
@@ -222,7 +241,7 @@ class Seats:
     @asynccontextmanager
     async def apart(self) -> AsyncIterator[Seats]:
         """Open one more connection: what is temporary there, nobody else sees."""
-        one = Seats(self._connector, self._files, self._check, number=1)
+        one = Seats(self._connector, self._files, self._check, self._turns, number=1)
         try:
             yield one
         finally:
@@ -246,7 +265,7 @@ class Seats:
 
     def _connected(self) -> SQLiteTransaction:
         self._files.check()  # what is there now may be another database
-        return SQLiteTransaction(self._connector(), self._files, self._check)
+        return SQLiteTransaction(self._connector(), self._files, self._check, self._turns)
 
     async def close(self) -> None:
         """Close every connection."""

@@ -1,0 +1,238 @@
+"""Writers of one SQLite file write in the order in which they came, whatever becomes of others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Thread
+
+import anyio
+import pytest
+
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store import turns
+from trinity_buffer.store.turns import Turns
+
+LIMIT_S = 30.0
+
+OTHER = """\
+import os, sys
+from pathlib import Path
+from trinity_buffer.store import turns
+turns.PATIENCE_S = 60.0
+mine = turns.Turns(Path(sys.argv[1]))
+for line in sys.stdin:
+    if line == "take\\n":
+        mine.take()
+    elif line == "give back\\n":
+        mine.give_back()
+    elif line == "fork\\n" and os.fork() == 0:
+        os.close(1)
+        sys.stdin.read()
+        os._exit(0)
+    print(line.strip(), flush=True)
+"""
+
+
+class Other:
+    """Another process, which takes turns and gives them back."""
+
+    def __init__(self, store: Path) -> None:
+        command = [sys.executable, "-c", OTHER, str(store)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def begin(self, what: str) -> None:
+        """Tell it to do something."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+
+    def done(self) -> str:
+        """Return what it has done."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def do(self, what: str) -> None:
+        """Have it do something."""
+        self.begin(what)
+        assert self.done() == what
+
+    def wait_in_line(self) -> None:
+        """Have it wait for the turn that somebody else has."""
+        self.begin("take")
+        until(lambda: waits(self.process.pid))
+
+
+def until(happened: Callable[[], bool]) -> None:
+    """Return once something has happened."""
+    end = time.monotonic() + LIMIT_S
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def waits(pid: int) -> bool:
+    """Return whether a process waits for a lock of the kernel."""
+    lines = Path("/proc/locks").read_text().splitlines()
+    return any("->" in line and f" {pid} " in line for line in lines)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """The path of a store, of which there is only the log."""
+    (tmp_path / "run.db-wal").touch()
+    return tmp_path / "run.db"
+
+
+@contextmanager
+def others(store: Path, number: int) -> Iterator[list[Other]]:
+    """Yield so many processes."""
+    every = [Other(store) for _ in range(number)]
+    try:
+        yield every
+    finally:
+        for other in every:
+            other.process.kill()
+            other.process.communicate()
+
+
+@pytest.fixture
+def mine(store: Path) -> Iterator[Turns]:
+    """The turns of this process."""
+    own = Turns(store)
+    yield own
+    own.close()
+
+
+def taken(mine: Turns) -> Thread:
+    """Return a thread that takes a turn, and waits for it by now."""
+    thread = Thread(target=mine.take, daemon=True)
+    thread.start()
+    until(lambda: waits(os.getpid()))
+    return thread
+
+
+def test_turns_come_in_the_order_of_asking(store: Path) -> None:
+    with others(store, 3) as (first, second, third):
+        first.do("take")
+        second.wait_in_line()
+        third.wait_in_line()
+        first.do("give back")
+        first.wait_in_line()  # it wants another turn at once
+        for next_one in (second, third, first):
+            assert next_one.done() == "take"
+            next_one.do("give back")
+
+
+def test_a_turn_is_not_taken_from_who_is_slow_to_wake(store: Path) -> None:
+    with others(store, 2) as (first, second):
+        first.do("take")
+        second.wait_in_line()
+        second.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, second.process.pid, os.WSTOPPED | os.WNOWAIT)
+        first.do("give back")
+        first.wait_in_line()
+        second.process.send_signal(signal.SIGCONT)
+        assert second.done() == "take"
+        second.do("give back")
+        assert first.done() == "take"
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_the_turn_of_a_process_that_is_killed_is_over(
+    store: Path, mine: Turns, forks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "PATIENCE_S", LIMIT_S)
+    with others(store, 1) as (other,):
+        other.do("take")
+        if forks:
+            other.do("fork")
+        waiting = taken(mine)
+        other.process.kill()
+        waiting.join(LIMIT_S / 2)
+        assert not waiting.is_alive()
+
+
+def test_who_got_no_turn_in_time_goes_ahead_and_gives_back_what_comes_late(
+    store: Path, mine: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "PATIENCE_S", 0.01)
+    with others(store, 2) as (stopped, third):
+        stopped.do("take")
+        stopped.process.send_signal(signal.SIGSTOP)
+        for _ in range(3):
+            mine.take()
+            mine.give_back()
+        assert waits(os.getpid())  # one thread, however often
+        stopped.process.send_signal(signal.SIGCONT)
+        stopped.do("give back")
+        third.do("take")
+
+
+def test_a_turn_that_comes_late_is_used_by_who_asks_again(
+    store: Path, mine: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "PATIENCE_S", 0.01)
+    with others(store, 2) as (first, second):
+        first.do("take")
+        mine.take()
+        second.wait_in_line()
+        monkeypatch.setattr(turns, "PATIENCE_S", LIMIT_S)
+        again = Thread(target=mine.take, daemon=True)
+        again.start()
+        until(lambda: mine._wanted)
+        first.do("give back")
+        again.join(LIMIT_S / 2)
+        assert not again.is_alive()
+        assert waits(second.process.pid)
+        mine.give_back()
+        assert second.done() == "take"
+
+
+def test_what_is_closed_while_it_waits_lets_the_others_pass(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "PATIENCE_S", 0.01)
+    with others(store, 2) as (first, second):
+        first.do("take")
+        own = Turns(store)
+        own.take()
+        own.close()
+        first.do("give back")
+        second.do("take")
+        until(lambda: not waits(os.getpid()))
+
+
+def test_without_a_log_nobody_waits(tmp_path: Path) -> None:
+    own = Turns(tmp_path / "run.db")
+    own.take()
+    own.give_back()
+    own.close()
+    own.close()
+
+
+async def test_a_write_waits_for_its_turn_and_gives_it_back(
+    sqlite_store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "PATIENCE_S", LIMIT_S)
+    file = Path(sqlite_store_url.removeprefix("sqlite:///"))
+    async with open_store(sqlite_store_url) as store:
+        await store.experiment("run", config={})
+        with others(file, 1) as (other,):
+            await anyio.to_thread.run_sync(other.do, "take")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(partial(store.experiment, "another", config={}))
+                await anyio.to_thread.run_sync(until, lambda: waits(os.getpid()))
+                assert "another" not in await store.experiments()  # reading waits for nobody
+                await anyio.to_thread.run_sync(other.do, "give back")
+            assert "another" in await store.experiments()
+            await anyio.to_thread.run_sync(other.do, "take")
