@@ -3,8 +3,8 @@
 SQLite lets those who wait for a writer ask again after longer and longer pauses: who has just
 written is the first to ask again, and somebody waits for seconds. The kernel keeps those who wait
 for a lock of a file in order. So a writer locks a byte of the write-ahead log before it begins, and
-a second byte while it waits for the first: who lets go of the turn and wants it again stands behind
-those who are there. SQLite itself locks nothing in that file.
+a second byte while it is the next one: who lets go of the turn and wants it again stands behind
+that one at least. SQLite itself locks nothing in that file.
 
 This is for fairness alone. Who got no turn in time goes ahead without one, and SQLite's own lock
 decides. The kernel frees the locks of a process that is killed; a forked child does not have them.
