@@ -24,6 +24,8 @@ APPLICATION_ID = 0x54425546  # "TBUF": tells our files from other SQLite databas
 PAGE_SIZE_BYTES = 16384  # rows are blobs of 0.1 to 1 MB: 1.4 times the write rate of 4 KiB pages
 BUSY_TIMEOUT_MS = 30_000
 JOURNAL_SIZE_LIMIT_BYTES = 1 << 28
+CACHE_KIB = 1 << 16
+READ_CACHE_KIB = 1 << 14  # whoever only reads has up to four connections, and asks this and that
 
 # Releases in which a checkpoint that races a commit cannot lose it (sqlite.org/wal.html, "the
 # WAL-reset bug").
@@ -211,7 +213,7 @@ def pragmas(*, durability: str, read_only: bool) -> list[str]:
     every = [
         f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}",
         "PRAGMA mmap_size=0",
-        "PRAGMA cache_size=-65536",
+        f"PRAGMA cache_size=-{READ_CACHE_KIB if read_only else CACHE_KIB}",
         "PRAGMA temp_store=MEMORY",
         "PRAGMA foreign_keys=OFF",
     ]

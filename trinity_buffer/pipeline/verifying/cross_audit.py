@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from trinity_buffer.events import (
     BatchLeased,
@@ -18,10 +17,9 @@ from trinity_buffer.events import (
     SegmentsArchived,
     StepMeasured,
 )
+from trinity_buffer.pipeline.verifying.addresses import Addresses, Integers, packed, unpacked
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, first_address, written_as
-
-Integers = npt.NDArray[np.int64]
 
 
 class CrossAudit:
@@ -35,9 +33,9 @@ class CrossAudit:
         self.named: set[bytes] = set()
         self._sealed: set[str] = set()
         self._trained: dict[str, str] = {}  # trainer -> its annotation set
-        self._annotated: dict[str, dict[int, Integers]] = {}  # set -> position -> experiences
-        self._decided: dict[str, list[Integers]] = {}
-        self._members: dict[bytes, Integers] = {}
+        self._annotated: dict[str, dict[int, bytes]] = {}  # set -> position -> packed experiences
+        self._rejected: dict[str, Addresses] = {}  # by a set
+        self._members: dict[bytes, bytes] = {}  # segment -> packed experiences
 
     def take(self, position: int, fact: Fact) -> Iterator[Problem]:  # noqa: C901 - one case per kind
         """Take in an event; yield what contradicts those before it."""
@@ -51,7 +49,8 @@ class CrossAudit:
             case ExperiencesAnnotated():
                 self._take_annotated(position, fact)
             case ExperiencesRejected(by="strategy"):
-                self._decide(fact.consumer, fact.experiences)
+                rows = np.array(fact.experiences, np.int64)
+                self._rejected.setdefault(fact.consumer, Addresses()).add(rows)
             case StepMeasured():
                 self.named.add(fact.segment)
             case BatchLeased():
@@ -65,7 +64,7 @@ class CrossAudit:
         self.named.add(fact.segment)
         count, base = len(fact.columns), first_address(position)
         addresses = np.arange(base, base + count, dtype=np.int64)
-        self._members[fact.segment] = np.delete(addresses, sorted(fact.refused))
+        self._members[fact.segment] = packed(np.delete(addresses, sorted(fact.refused)))
         if not fact.refused and self._sealed.isdisjoint(map(str, set(fact.columns.batch))):
             return
         for slot, batch in enumerate(map(str, fact.columns.batch)):
@@ -80,11 +79,12 @@ class CrossAudit:
     def _take_annotated(self, position: int, fact: ExperiencesAnnotated) -> None:
         self.named.add(fact.segment)
         rows = np.array(fact.experiences, np.int64)
-        self._annotated.setdefault(fact.consumer, {})[position] = rows
-        self._decide(fact.consumer, rows)
+        self._annotated.setdefault(fact.consumer, {})[position] = packed(rows)
 
-    def _decide(self, name: str, addresses: Sequence[int] | Integers) -> None:
-        self._decided.setdefault(name, []).append(np.array(addresses, np.int64))
+    def _decided(self, name: str) -> Integers:
+        """Return what a set has decided so far."""
+        rejected = self._rejected.get(name, Addresses()).all()
+        return np.concatenate([*map(unpacked, self._annotated.get(name, {}).values()), rejected])
 
     def _leased(self, position: int, fact: BatchLeased) -> Iterator[Problem]:
         """Compare each own row of a manifest with the annotation that it names."""
@@ -96,7 +96,7 @@ class CrossAudit:
         places, all_slots = np.divmod(rows, MAX_ROWS_PER_EVENT)
         for place in np.unique(places[own]).tolist():
             mine = own[places[own] == place]
-            there, slots = known.get(place), all_slots[mine]
+            there, slots = unpacked(known[place]) if place in known else None, all_slots[mine]
             if there is None or (slots >= len(there)).any():
                 told = written_as(int(rows[mine[0]]))
                 what = f"set {fact.annotation_set!r} has no annotation {told}"
@@ -110,12 +110,10 @@ class CrossAudit:
 
     def _archived(self, position: int, fact: SegmentsArchived) -> Iterator[Problem]:
         """Nothing goes that the set of a trainer has not decided."""
-        gone = [self._members[key] for key in fact.segments if key in self._members]
+        gone = [unpacked(self._members[key]) for key in fact.segments if key in self._members]
         if not gone:
             return
         for name in sorted(set(self._trained.values())):
-            parts = self._decided.get(name, [])
-            decided = np.concatenate(parts) if parts else np.empty(0, np.int64)
-            if count := int((~np.isin(np.concatenate(gone), decided)).sum()):
+            if count := int((~np.isin(np.concatenate(gone), self._decided(name))).sum()):
                 what = f"it archives {count} experiences that set {name!r} had not decided"
                 yield Problem("conservation", f"position {position}", what)

@@ -42,14 +42,13 @@ from trinity_buffer.events import (
     UnknownEvent,
 )
 from trinity_buffer.pipeline.event_chain import EventChain
+from trinity_buffer.pipeline.verifying.addresses import Addresses, Integers
 from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.trainer_audit import TrainerAudit
 from trinity_buffer.store import counters
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import address_of, first_address, written_as
-
-Integers = npt.NDArray[np.int64]
 
 
 class Names:
@@ -72,9 +71,9 @@ class Names:
     def hashes(self) -> Integers:
         """All of them in order, as often as they were added."""
         if self._sorted is None:
-            whole = np.concatenate(self._parts) if self._parts else np.empty(0, np.int64)
-            self._sorted = np.sort(whole)
+            self._sorted = _joined(self._parts)
             self._parts = [self._sorted]
+            self._sorted.sort()
         return self._sorted
 
     def repeated(self) -> set[int]:
@@ -94,7 +93,7 @@ class _Strategy:
     seen: int = 0
     rows: int = 0
     rejections: int = 0
-    decided: list[Integers] = field(default_factory=list)
+    decided: Addresses = field(default_factory=Addresses)
 
 
 class LogAudit:
@@ -134,8 +133,8 @@ class LogAudit:
         self.files: dict[str, tuple[int, str | None]] = {}
         self._counts: Counter[str] = Counter()
         self._strategies: dict[str, _Strategy] = {}
-        self._recorded: list[Integers] = []
-        self._scores: dict[str, list[Integers]] = {}
+        self._recorded = Addresses()
+        self._scores: dict[str, Addresses] = {}
         self._runs = Names()
         self._planned_runs: list[Integers] = []
         self._held: Counter[str] = Counter()
@@ -250,7 +249,7 @@ class LogAudit:
 
     def _scored(self, fact: RewardsAssigned) -> None:
         addresses = np.array(fact.experiences, np.int64)
-        self._scores.setdefault(fact.scoring, []).append(addresses)
+        self._scores.setdefault(fact.scoring, Addresses()).add(addresses)
 
     def _recorded_ones(self, position: int, fact: ExperiencesRecorded) -> None:
         columns, refused = fact.columns, fact.refused
@@ -263,7 +262,7 @@ class LogAudit:
         self._counts["experience"] += count
         self.experiences += count
         addresses = np.arange(count, dtype=np.int64) + first_address(position)
-        self._recorded.append(np.delete(addresses, sorted(refused)) if refused else addresses)
+        self._recorded.add(np.delete(addresses, sorted(refused)) if refused else addresses)
         self._held.update(batches)
         self._held.subtract(batches[slot] for slot, why in refused.items() if why == "late")
         self._states |= {("", "ExperiencesRecorded"), ("", counters.RECORDED)}
@@ -305,7 +304,7 @@ class LogAudit:
         self._states.update((fact.consumer, state) for state in states)
         found.rows += len(fact.experiences)
         # Copies are one experience; of so few numbers a set is quicker than NumPy.
-        found.decided.append(np.array(sorted(set(fact.experiences)), np.int64))
+        found.decided.add(np.array(sorted(set(fact.experiences)), np.int64))
 
     def _rejected(self, position: int, fact: ExperiencesRejected) -> None:
         count = len(fact.experiences)
@@ -314,7 +313,7 @@ class LogAudit:
         if fact.by == "strategy":
             found = self._strategy(position, fact.consumer, fact.seen)
             found.rejections += count
-            found.decided.append(np.array(fact.experiences, np.int64))
+            found.decided.add(np.array(fact.experiences, np.int64))
         else:
             self._rejecting(fact.consumer).rejected(position, fact)
 
@@ -335,12 +334,13 @@ class LogAudit:
             self.problems.append(Problem("chain", f"head {head.hex()}", what))
         for trainer in (*self.trainers.values(), *self._guests.values()):
             self._tell(trainer.finish())
-        recorded = _joined(self._recorded)
+        recorded = self._recorded.all()
         for name, strategy in self._strategies.items():
-            decided = np.sort(_joined(strategy.decided))
+            decided = strategy.decided.all()
+            decided.sort()
             for address in decided[1:][decided[1:] == decided[:-1]].tolist():
                 self._decided_wrongly(name, address, "was decided twice")
-            known = recorded[recorded < first_address(strategy.seen + 1)]
+            known = _below(recorded, first_address(strategy.seen + 1))
             for address in decided[_lacking(known, decided)].tolist():
                 self._decided_wrongly(name, address, "was decided, and was not there to be seen")
 
@@ -350,11 +350,11 @@ class LogAudit:
 
     def rows(self) -> dict[str, int]:
         """Return how many rows each projection must have."""
-        counts, recorded = self._counts, _joined(self._recorded)
+        counts, recorded = self._counts, self._recorded.all()
         waiting = annotations = 0
         for strategy in self._strategies.values():
             seen = int(np.searchsorted(recorded, address_of(strategy.seen + 1, 0)))
-            waiting += seen - sum(map(len, strategy.decided))
+            waiting += seen - len(strategy.decided)
             annotations += strategy.rows
         names = ("plan", "experience", "consumer", "rejection", "step", "policy")
         steps = [step for trainer in self.trainers.values() for step in trainer.steps.values()]
@@ -363,24 +363,27 @@ class LogAudit:
             "batch": len(self._batches),
             "waiting": waiting,
             "annotation": annotations,
-            "assigned_reward": sum(len(np.unique(_joined(s))) for s in self._scores.values()),
+            "assigned_reward": sum(len(np.unique(s.all())) for s in self._scores.values()),
             "archived": len(self.archived),
             "counter": len(self._states),
-            "delivery": sum(len(step.rows) for step in steps),
+            "delivery": sum(step.count for step in steps),
             **{name: counts[name] for name in names},
         }
 
     def undecided(self) -> dict[str, Integers]:
         """Return the addresses that each strategy has seen and not decided, in order."""
-        recorded, found = _joined(self._recorded), {}
+        recorded, found = self._recorded.all(), {}
         for name, strategy in self._strategies.items():
-            seen = recorded[recorded < first_address(strategy.seen + 1)]
-            found[name] = seen[_lacking(np.sort(_joined(strategy.decided)), seen)]
+            seen = _below(recorded, first_address(strategy.seen + 1))
+            decided = strategy.decided.all()
+            decided.sort()
+            found[name] = seen[_lacking(decided, seen)]
         return found
 
     def stored_runs(self) -> int:
         """Return how many planned (batch, task, run) the log has experiences of."""
-        planned = np.sort(_joined(self._planned_runs))
+        planned = _joined(self._planned_runs)
+        planned.sort()
         again = np.zeros(len(planned), np.bool_)
         again[1:] = planned[1:] == planned[:-1]
         return int(np.count_nonzero(~self._runs.lacking(planned) & ~again))
@@ -388,6 +391,11 @@ class LogAudit:
 
 def _joined(parts: Sequence[Integers]) -> Integers:
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _below(addresses: Integers, end: int) -> Integers:
+    """Return those of ``addresses``, which are in order, that are below ``end``."""
+    return addresses[: np.searchsorted(addresses, end)]
 
 
 def _lacking(known: Integers, wanted: Integers) -> npt.NDArray[np.bool_]:

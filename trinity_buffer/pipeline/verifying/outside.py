@@ -17,6 +17,7 @@ import numpy as np
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.gone_through import GoneThrough
+from trinity_buffer.pipeline.verifying.addresses import unpacked
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.log_audit import Names
 from trinity_buffer.pipeline.verifying.trainer_audit import Commit, LeasedManifest, TrainerAudit
@@ -223,8 +224,8 @@ def _sharing_rows(known: Sequence[LeasedManifest]) -> set[bytes]:
     """Return the digests of manifests with an annotation row that an earlier one has too."""
     if not known:
         return set()
-    rows = np.concatenate([some.rows for some in known])
-    owners = np.repeat(np.arange(len(known)), [len(some.rows) for some in known])
+    rows = np.concatenate([unpacked(some.rows) for some in known])
+    owners = np.repeat(np.arange(len(known)), [some.count for some in known])
     order = np.lexsort((owners, rows))
     rows, owners = rows[order], owners[order]
     again = (rows[1:] == rows[:-1]) & (owners[1:] != owners[:-1])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from trinity_buffer.events import (
     BatchLeased,
@@ -19,10 +19,9 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.pipeline.gone_through import FIRST_LINK, chain
 from trinity_buffer.pipeline.streaming.manifest import Manifest, plans_of
+from trinity_buffer.pipeline.verifying.addresses import Integers, packed, unpacked
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.store.rows import written_as
-
-Integers = npt.NDArray[np.int64]
 
 _OTHER_EXPERIMENT = 1 << 56
 """Far above every address: tells rows of another experiment from those of the trainer's own."""
@@ -30,20 +29,21 @@ _OTHER_EXPERIMENT = 1 << 56
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A manifest with its columns as arrays, for a later dealing: a twentieth of the memory."""
+    """A manifest with its columns as compressed bytes, for a later dealing."""
 
     shell: Manifest
-    columns: tuple[Integers, ...]
+    columns: tuple[bytes, ...]
 
     @classmethod
     def of(cls, manifest: Manifest) -> _Kept:
         of_rows = (manifest.annotations, manifest.experiences, manifest.groups, manifest.source)
-        columns = tuple(np.array(column, np.int64) for column in of_rows)
+        arrays = (np.array(column, np.int64) for column in of_rows)
         bare = replace(manifest, annotations=(), experiences=(), groups=(), source=())
-        return cls(bare, columns)
+        return cls(bare, tuple(zlib.compress(array.tobytes(), 1) for array in arrays))
 
     def manifest(self) -> Manifest:
-        annotations, experiences, groups, source = (tuple(c.tolist()) for c in self.columns)
+        arrays = (np.frombuffer(zlib.decompress(c), np.int64) for c in self.columns)
+        annotations, experiences, groups, source = (tuple(array.tolist()) for array in arrays)
         return replace(
             self.shell,
             annotations=annotations,
@@ -61,8 +61,9 @@ class LeasedManifest:
         position: where it was leased.
         step: which step it is.
         digest: of the manifest as it is served now.
-        rows: its annotation rows, without those that it lost; those of other experiments are told
-            apart by what `_OTHER_EXPERIMENT` adds to them.
+        count: how many rows it has now.
+        rows: its annotation rows, packed, without those that it lost; those of other experiments
+            are told apart by what `_OTHER_EXPERIMENT` adds to them.
         by_rank: how many rows it deals to each rank now.
         kept: the manifest as it was leased.
     """
@@ -70,7 +71,8 @@ class LeasedManifest:
     position: int
     step: int
     digest: bytes
-    rows: Integers
+    count: int
+    rows: bytes
     by_rank: Sequence[int]
     kept: _Kept
 
@@ -122,7 +124,13 @@ class TrainerAudit:
             yield Problem("manifests", place, what)
         rows, by_rank = self._rows_of(manifest), manifest.rows_by_rank()
         self.steps[manifest.step] = LeasedManifest(
-            position, manifest.step, fact.digest, rows, by_rank, _Kept.of(manifest)
+            position,
+            manifest.step,
+            fact.digest,
+            len(rows),
+            packed(np.sort(rows)),
+            by_rank,
+            _Kept.of(manifest),
         )
 
     def _rows_of(self, manifest: Manifest) -> Integers:
@@ -148,7 +156,7 @@ class TrainerAudit:
             manifest = manifest.dealt(fact.order, plans_of(fact))
         rows, lost = self._rows_of(manifest), self._apart(fact.dropped, fact.dropped_from)
         all_rows = np.sort(np.concatenate([rows, lost]))
-        if not each_once or not np.array_equal(np.sort(found.rows), all_rows):
+        if not each_once or not np.array_equal(unpacked(found.rows), all_rows):
             yield self._dealt_wrongly(position, f"step {fact.step} was dealt with other rows")
         if len(lost) and fact.num_groups != manifest.num_groups:
             what = f"step {fact.step} was dealt with {manifest.num_groups} groups"
@@ -163,7 +171,13 @@ class TrainerAudit:
         if len(by_rank) != fact.world_size or sum(by_rank) != len(rows):
             what = f"step {fact.step} was dealt to {fact.world_size} ranks as {by_rank} rows"
             yield self._dealt_wrongly(position, f"{what}, it has {len(rows)}")
-        self.steps[fact.step] = replace(found, digest=fact.digest, rows=rows, by_rank=by_rank)
+        self.steps[fact.step] = replace(
+            found,
+            digest=fact.digest,
+            count=len(rows),
+            rows=packed(np.sort(rows)),
+            by_rank=by_rank,
+        )
 
     def _dealt_wrongly(self, position: int, what: str) -> Problem:
         return Problem("manifests", self._place(position), what)
@@ -240,8 +254,8 @@ class TrainerAudit:
         if leased is None or fact.step not in self.live:
             what = f"step {fact.step} was measured and is not committed"
             yield Problem("commits", self._place(position), what)
-        elif fact.rows != len(leased.rows):
-            what = f"{fact.rows} rows of step {fact.step} were measured, it has {len(leased.rows)}"
+        elif fact.rows != leased.count:
+            what = f"{fact.rows} rows of step {fact.step} were measured, it has {leased.count}"
             yield Problem("commits", self._place(position), what)
 
     def rewound(self, position: int, fact: TrainerRewound) -> Iterator[Problem]:
@@ -259,13 +273,16 @@ class TrainerAudit:
     def finish(self) -> Iterator[Problem]:
         """Yield what only the whole log tells: a row is handed out once, or rejected once."""
         yield from self._neither()
-        rows = [leased.rows for leased in self.steps.values()]
-        rows += [gone for _, gone in self._rejected]
-        places = [leased.position for leased in self.steps.values()]
-        places += [position for position, _ in self._rejected]
-        if not rows:
+        given = [(leased.position, unpacked(leased.rows)) for leased in self.steps.values()]
+        given += self._rejected
+        if not given:
             return
-        all_rows, owners = np.concatenate(rows), np.repeat(places, list(map(len, rows)))
+        all_rows = np.concatenate([rows for _, rows in given])
+        all_rows.sort()
+        if not (all_rows[1:] == all_rows[:-1]).any():
+            return
+        all_rows = np.concatenate([rows for _, rows in given])
+        owners = np.concatenate([np.full(len(rows), place) for place, rows in given])
         order = np.lexsort((owners, all_rows))
         all_rows, owners = all_rows[order], owners[order]
         again = np.flatnonzero(all_rows[1:] == all_rows[:-1])
