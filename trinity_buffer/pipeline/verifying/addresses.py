@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -56,3 +58,17 @@ class Addresses:
             found[end : end + len(some)] = some
             end += len(some)
         return found
+
+
+def joined(parts: Sequence[Integers]) -> Integers:
+    """Return ``parts`` one behind the other; there may be none."""
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def lacking(known: Integers, wanted: Integers) -> npt.NDArray[np.bool_]:
+    """Return for each of ``wanted`` whether it is not in ``known``, which is in order."""
+    if not len(known):
+        return np.ones(len(wanted), np.bool_)
+    place = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    found: npt.NDArray[np.bool_] = known[place] != wanted
+    return found

@@ -9,7 +9,6 @@ from itertools import product
 from typing import assert_never
 
 import numpy as np
-import numpy.typing as npt
 
 from trinity_buffer import codec
 from trinity_buffer.errors import CodecError
@@ -42,48 +41,14 @@ from trinity_buffer.events import (
     UnknownEvent,
 )
 from trinity_buffer.pipeline.event_chain import EventChain
-from trinity_buffer.pipeline.verifying.addresses import Addresses, Integers
+from trinity_buffer.pipeline.verifying.addresses import Addresses, Integers, joined, lacking
 from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit
 from trinity_buffer.pipeline.verifying.findings import Problem
+from trinity_buffer.pipeline.verifying.names import Names
 from trinity_buffer.pipeline.verifying.trainer_audit import TrainerAudit
 from trinity_buffer.store import counters
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import address_of, first_address, written_as
-
-
-class Names:
-    """A set of many texts, kept as 64-bit hashes: 8 bytes each instead of a hundred.
-
-    Hashes are salted per process; that two of 10 million texts share one has a chance of 1 in
-    400,000, and what is found here is looked up again before it is told.
-    """
-
-    def __init__(self) -> None:
-        self._parts: list[Integers] = []
-        self._sorted: Integers | None = None
-
-    def add(self, texts: Iterable[object], count: int) -> None:
-        """Add ``count`` hashable ``texts``."""
-        self._parts.append(np.fromiter(map(hash, texts), np.int64, count))
-        self._sorted = None
-
-    @property
-    def hashes(self) -> Integers:
-        """All of them in order, as often as they were added."""
-        if self._sorted is None:
-            self._sorted = _joined(self._parts)
-            self._parts = [self._sorted]
-            self._sorted.sort()
-        return self._sorted
-
-    def repeated(self) -> set[int]:
-        """Return the hashes that were added more than once."""
-        hashes = self.hashes
-        return set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
-
-    def lacking(self, wanted: Integers) -> npt.NDArray[np.bool_]:
-        """Return for each of ``wanted`` whether it was never added."""
-        return _lacking(self.hashes, wanted)
 
 
 @dataclass(slots=True)
@@ -341,7 +306,7 @@ class LogAudit:
             for address in decided[1:][decided[1:] == decided[:-1]].tolist():
                 self._decided_wrongly(name, address, "was decided twice")
             known = _below(recorded, first_address(strategy.seen + 1))
-            for address in decided[_lacking(known, decided)].tolist():
+            for address in decided[lacking(known, decided)].tolist():
                 self._decided_wrongly(name, address, "was decided, and was not there to be seen")
 
     def _decided_wrongly(self, name: str, address: int, what: str) -> None:
@@ -377,31 +342,18 @@ class LogAudit:
             seen = _below(recorded, first_address(strategy.seen + 1))
             decided = strategy.decided.all()
             decided.sort()
-            found[name] = seen[_lacking(decided, seen)]
+            found[name] = seen[lacking(decided, seen)]
         return found
 
     def stored_runs(self) -> int:
         """Return how many planned (batch, task, run) the log has experiences of."""
-        planned = _joined(self._planned_runs)
+        planned = joined(self._planned_runs)
         planned.sort()
         again = np.zeros(len(planned), np.bool_)
         again[1:] = planned[1:] == planned[:-1]
         return int(np.count_nonzero(~self._runs.lacking(planned) & ~again))
 
 
-def _joined(parts: Sequence[Integers]) -> Integers:
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
 def _below(addresses: Integers, end: int) -> Integers:
     """Return those of ``addresses``, which are in order, that are below ``end``."""
     return addresses[: np.searchsorted(addresses, end)]
-
-
-def _lacking(known: Integers, wanted: Integers) -> npt.NDArray[np.bool_]:
-    """Return for each of ``wanted`` whether it is not in ``known``, which is in order."""
-    if not len(known):
-        return np.ones(len(wanted), np.bool_)
-    place = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-    found: npt.NDArray[np.bool_] = known[place] != wanted
-    return found

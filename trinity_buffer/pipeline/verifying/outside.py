@@ -19,7 +19,7 @@ from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.gone_through import GoneThrough
 from trinity_buffer.pipeline.verifying.addresses import unpacked
 from trinity_buffer.pipeline.verifying.findings import Problem
-from trinity_buffer.pipeline.verifying.log_audit import Names
+from trinity_buffer.pipeline.verifying.names import Names
 from trinity_buffer.pipeline.verifying.trainer_audit import Commit, LeasedManifest, TrainerAudit
 
 _SLASHES_OF_UID = 4

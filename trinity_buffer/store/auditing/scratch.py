@@ -28,7 +28,7 @@ _PRAGMAS = (
     "PRAGMA main.journal_mode=OFF",
     "PRAGMA main.synchronous=OFF",
     "PRAGMA main.locking_mode=EXCLUSIVE",
-    "PRAGMA main.cache_size=-262144",
+    "PRAGMA main.cache_size=-32768",
     "PRAGMA temp_store=MEMORY",
 )
 
