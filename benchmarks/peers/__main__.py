@@ -16,12 +16,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.peers.catalogue import OURS, STORES
 from benchmarks.peers.comparison import OPERATIONS, figures, rounds
+from benchmarks.peers.measurement import Measured
+from benchmarks.peers.protocol import Job
 from benchmarks.performance import PAGE, RECORD, record
 from benchmarks.provenance import provenance
 
@@ -39,21 +42,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = len(pythons) < len(names)
     for operation in asked.only:
         origin = provenance(_command(operation, asked))
-        job = OPERATIONS[operation]
-        number = min(job.experiences, asked.experiences or job.experiences)
-        job = replace(job, experiences=number, backend=asked.backend)
+        job = _sized(OPERATIONS[operation], asked)
         found = rounds(job, pythons, asked.repetitions)
         failed |= len(found) < len(pythons)
-        ours = found.pop(OURS, None)
-        for name, other in found.items() if ours else ():
-            store = STORES[name]
-            for figure in figures(operation, store, asked.backend, ours or (), other):
-                of = {"experiences": job.experiences, "version": store.version}
-                row = {**asdict(figure), **of, **origin}
-                print(json.dumps(row), flush=True)
-                if asked.record:
-                    record(row)
+        for row in _rows(operation, job, found):
+            print(json.dumps(row | origin), flush=True)
+            if asked.record:
+                record(row | origin)
     return int(failed)
+
+
+def _sized(job: Job, asked: argparse.Namespace) -> Job:
+    number = min(job.experiences, asked.experiences or job.experiences)
+    return replace(job, experiences=number, backend=asked.backend)
+
+
+def _rows(
+    operation: str, job: Job, found: Mapping[str, Sequence[Measured]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures of an operation; none where ours failed, and none of others that did."""
+    for name in found if OURS in found else ():
+        store = STORES[name]
+        of = {"experiences": job.experiences, "version": store.version}
+        if name != OURS:
+            some = figures(operation, store, job.backend, found[OURS], found[name])
+            yield from ({**asdict(figure), **of} for figure in some)
 
 
 def _installed(names: Sequence[str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from statistics import median
@@ -33,6 +33,11 @@ CASES = {
     "pass": "end to end, two writers",
     "latency": "write to delivered at 200/s",
 }
+SHOWN: dict[str, Callable[[Measured], float]] = {
+    "": lambda one: one.per_s,
+    ", p50": lambda one: one.p50_ms,
+    ", p99": lambda one: one.p99_ms,
+}
 QUIET = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "LOG_LEVEL": "ERROR",
@@ -55,7 +60,7 @@ def rounds(job: Job, pythons: Mapping[str, str], repetitions: int) -> dict[str, 
     found: dict[str, list[Measured]] = {name: [] for name in pythons}
     for number in range(repetitions):
         names = list(found)
-        begins = number % len(names)
+        begins = number % max(1, len(names))
         for name in [*names[begins:], *names[:begins]]:
             one = replace(job, module=STORES[name].module)
             try:
@@ -106,13 +111,11 @@ def figures(
     operation: str, store: Store, backend: str, ours: Sequence[Measured], other: Sequence[Measured]
 ) -> Iterator[Figure]:
     """Yield ours beside another store, of the same rounds."""
-    rate, delays = {"": "per_s"}, {", p50": "p50_ms", ", p99": "p99_ms"}
-    for share, name in (delays if operation == "latency" else rate).items():
-        own, their = ([getattr(one, name) for one in some] for some in (ours, other))
+    shares = (", p50", ", p99") if operation == "latency" else ("",)
+    for share in shares:
         case = f"{CASES[operation]}{share}: {store.title}"
-        yield _figure(
-            case, backend, "ms" if name in delays.values() else "experiences/s", own, their
-        )
+        own, their = ([SHOWN[share](one) for one in some] for some in (ours, other))
+        yield _figure(case, backend, "ms" if share else "experiences/s", own, their)
 
 
 def _figure(

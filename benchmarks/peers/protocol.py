@@ -4,7 +4,7 @@ A store is a module that `benchmarks.peers.catalogue` names. It offers two names
 
 - ``serving(folder, job)``, a context manager: the store runs, empty; what it yields leads there and
   can be handed to another process;
-- ``Client(address)``, a `Client` of what was yielded: the store as one process uses it.
+- ``Client(address)``, a `StoreClient` of what was yielded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Job:
     rate: float = 0.0
 
 
-class Client:
+class StoreClient:
     """A store as one process uses it.
 
     Attributes:

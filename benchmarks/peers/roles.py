@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from multiprocessing.synchronize import Barrier
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.peers.protocol import Client, Job, Role
-from benchmarks.peers.rollouts import padded, rollouts, scores
+from benchmarks.peers.protocol import Job, Role, StoreClient
+from benchmarks.peers.rollouts import Batch, padded, rollouts, scores
 
 LIMIT_S = 90.0
 """How long a role goes on; what takes so long is no result."""
 START_LIMIT_S = 120.0
 """Until all processes have imported and connected what they need."""
+
+
+class WrongRowsError(Exception):
+    """A store delivered something else than what it was given."""
 
 
 class Span(NamedTuple):
@@ -57,11 +61,11 @@ def _played(role: Role, number: int, job: Job, address: Any, gate: Barrier) -> S
         client.close()
 
 
-def client_of(job: Job, address: Any) -> Client:
+def client_of(job: Job, address: Any) -> StoreClient:
     """Return a client in this process, with the first calls of everything behind it."""
     torch.set_num_threads(1)
     padded((one.tokens, one.logprobs, one.mask, 0.0, 0.0) for one in rollouts(8))
-    client: Client = import_module(job.module).Client(address)
+    client: StoreClient = import_module(job.module).Client(address)
     return client
 
 
@@ -77,7 +81,7 @@ def fill(job: Job, address: Any) -> None:
         client.close()
 
 
-def _write(client: Client, number: int, job: Job, gate: Barrier) -> Span:
+def _write(client: StoreClient, number: int, job: Job, gate: Barrier) -> Span:
     """Write a share of whole groups, at its share of the rate."""
     share = job.experiences // job.writers
     given = rollouts(share, first=number * share)
@@ -95,7 +99,7 @@ def _write(client: Client, number: int, job: Job, gate: Barrier) -> Span:
     return Span("writer", began, time.monotonic(), share)
 
 
-def _decide(client: Client, number: int, job: Job, gate: Barrier) -> Span:  # noqa: ARG001
+def _decide(client: StoreClient, number: int, job: Job, gate: Barrier) -> Span:  # noqa: ARG001
     client.prepare("strategy", job.per_decision)
     gate.wait(START_LIMIT_S)
     began = ended = time.monotonic()
@@ -109,13 +113,14 @@ def _decide(client: Client, number: int, job: Job, gate: Barrier) -> Span:  # no
     return Span("strategy", began, ended, done)
 
 
-def _train(client: Client, number: int, job: Job, gate: Barrier) -> Span:  # noqa: ARG001
-    """Read all, each row once."""
+def _train(client: StoreClient, number: int, job: Job, gate: Barrier) -> Span:  # noqa: ARG001
+    """Read everything, and look afterwards whether it is what was written, each row once."""
     if job.operation == "pass":  # what is stored already would be fetched before the clock runs
         client.prepare("trainer", job.per_read)
     gate.wait(START_LIMIT_S)
     began = ended = time.monotonic()
     delays: list[float] = []
+    samples = []
     while len(delays) < job.experiences and time.monotonic() - began < LIMIT_S:
         batch = client.read(job.per_read)
         if batch is None:
@@ -123,10 +128,45 @@ def _train(client: Client, number: int, job: Job, gate: Barrier) -> Span:  # noq
             continue
         ended = time.monotonic()
         delays += [ended - at for at in batch.written_at]
+        samples.append(_sample(batch))
+    _require_all(job, samples)
     return Span("trainer", began, ended, len(delays), tuple(delays))
 
 
-PLAYED: dict[Role, Callable[[Client, int, Job, Barrier], Span]] = {
+def _sample(batch: Batch) -> torch.Tensor:
+    """Return a little of each row: two tokens, a log-prob, an advantage."""
+    tokens, logprobs, advantages = batch.tokens, batch.logprobs, batch.advantages
+    columns = (tokens[:, 0], tokens[:, -1], logprobs[:, -1], advantages[:, -1])
+    return torch.stack([column.double() for column in columns], dim=1)
+
+
+def _require_all(job: Job, samples: Sequence[torch.Tensor]) -> None:
+    """Raise if these rows are not those that were written, in whatever order.
+
+    Raises:
+        WrongRowsError: some are missing, repeated or changed.
+    """
+    number = sum(map(len, samples))
+    if number < job.experiences:
+        raise WrongRowsError(f"{number} of {job.experiences} rows came within {LIMIT_S:g} s")
+    given = rollouts(job.experiences)
+    advantages = scores([one.reward for one in given])
+    expected = _sample(
+        padded(
+            (one.tokens, one.logprobs, one.mask, advantage, 0.0)
+            for one, advantage in zip(given, advantages, strict=True)
+        )
+    )
+    found, wanted = _sorted(torch.cat(list(samples))), _sorted(expected)
+    if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=0.0, atol=1e-3):
+        raise WrongRowsError("rows came that are repeated, or not as they were written")
+
+
+def _sorted(samples: torch.Tensor) -> torch.Tensor:
+    return samples[(samples[:, 0] * 2**20 + samples[:, 1]).argsort()]
+
+
+PLAYED: dict[Role, Callable[[StoreClient, int, Job, Barrier], Span]] = {
     "writer": _write,
     "strategy": _decide,
     "trainer": _train,

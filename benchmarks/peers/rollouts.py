@@ -52,18 +52,19 @@ class Rollout:
 
 
 def rollouts(number: int, *, first: int = 0) -> list[Rollout]:
-    """Return ``number`` rollouts from ``first`` on; the same arguments give the same numbers."""
-    random = np.random.default_rng(first)
-    return [
-        Rollout(
-            number=at,
-            tokens=random.integers(0, 151_000, PROMPT + RESPONSE, dtype=np.int32),
-            logprobs=-random.random(RESPONSE, dtype=np.float32),
-            mask=np.ones(RESPONSE, dtype=np.bool_),
-            reward=float(random.random() < 0.5) + 0.01 * (at % RUNS),
-        )
-        for at in range(first, first + number)
-    ]
+    """Return the rollouts from ``first`` on, each always the same."""
+    return [_rollout(at) for at in range(first, first + number)]
+
+
+def _rollout(number: int) -> Rollout:
+    random = np.random.default_rng(number)
+    return Rollout(
+        number=number,
+        tokens=random.integers(0, 151_000, PROMPT + RESPONSE, dtype=np.int32),
+        logprobs=-random.random(RESPONSE, dtype=np.float32),
+        mask=np.ones(RESPONSE, dtype=np.bool_),
+        reward=float(random.random() < 0.5) + 0.01 * (number % RUNS),
+    )
 
 
 def scores(rewards: Sequence[float] | Array) -> Array:

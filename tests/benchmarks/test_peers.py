@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict
+from multiprocessing import Barrier
 from pathlib import Path
 
 import pytest
+from typing_extensions import override
 
 from benchmarks import performance
 from benchmarks.environments import ROOT
@@ -18,7 +20,9 @@ from benchmarks.peers.__main__ import main
 from benchmarks.peers.catalogue import OURS, STORES, Store
 from benchmarks.peers.comparison import MeasurementError, figures, rounds
 from benchmarks.peers.measurement import Measured
-from benchmarks.peers.protocol import Job
+from benchmarks.peers.protocol import Job, StoreClient
+from benchmarks.peers.roles import PLAYED, WrongRowsError
+from benchmarks.peers.rollouts import Batch, padded, rollouts, scores
 
 FOREIGN = {name: store for name, store in STORES.items() if store.lock is not None}
 SMALL = ["--peers", "bare_sqlite,files", "--repetitions", "1", "--experiences", "256"]
@@ -69,6 +73,27 @@ def test_another_store_begins_each_round(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_process_that_fails_is_told_with_its_last_words() -> None:
     with pytest.raises(MeasurementError, match=r"exit code 1\n[^$]*ModuleNotFoundError"):
         comparison.measured_by(Job("benchmarks.peers.stores.nowhere", "write", 256), sys.executable)
+
+
+class Repeating(StoreClient):
+    """Hands out rows from each of ``firsts`` on."""
+
+    def __init__(self, *firsts: int) -> None:
+        self._firsts = list(firsts)
+
+    @override
+    def read(self, rows: int) -> Batch:
+        given = rollouts(rows, first=self._firsts.pop(0))
+        advantages = scores([one.reward for one in given])
+        both = zip(given, advantages, strict=True)
+        return padded((one.tokens, one.logprobs, one.mask, value, 0.0) for one, value in both)
+
+
+def test_a_trainer_notices_what_it_was_given_twice() -> None:
+    job = Job("", "read", 32, per_read=16)
+    assert PLAYED["trainer"](Repeating(16, 0), 0, job, Barrier(1)).rows == 32
+    with pytest.raises(WrongRowsError, match="rows came that are repeated"):
+        PLAYED["trainer"](Repeating(16, 16), 0, job, Barrier(1))
 
 
 def test_what_cannot_be_installed_has_failed(

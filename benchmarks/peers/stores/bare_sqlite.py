@@ -18,8 +18,7 @@ import numpy as np
 from typing_extensions import override
 
 from benchmarks.bare import connect, empty_copy
-from benchmarks.peers import protocol
-from benchmarks.peers.protocol import Job
+from benchmarks.peers.protocol import Job, StoreClient
 from benchmarks.peers.rollouts import RUNS, Array, Batch, Groups, Rollout, padded, scores
 from trinity_buffer.store.write_ahead_log import Checkpointer
 
@@ -47,7 +46,7 @@ def serving(folder: Path, job: Job) -> Iterator[Path]:  # noqa: ARG001
     yield path
 
 
-class Client(protocol.Client):
+class Client(StoreClient):
     """A connection."""
 
     def __init__(self, path: Path) -> None:

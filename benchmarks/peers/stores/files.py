@@ -19,8 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from benchmarks.peers import protocol
-from benchmarks.peers.protocol import Job
+from benchmarks.peers.protocol import Job, StoreClient
 from benchmarks.peers.rollouts import Array, Batch, Groups, Rollout, padded, scores
 
 Stage = Literal["written", "decided"]
@@ -40,7 +39,7 @@ def serving(folder: Path, job: Job) -> Iterator[Path]:  # noqa: ARG001
     yield folder
 
 
-class Client(protocol.Client):
+class Client(StoreClient):
     """Reads each file once."""
 
     def __init__(self, folder: Path) -> None:

@@ -19,8 +19,7 @@ import tensorflow as tf
 import torch
 from typing_extensions import override
 
-from benchmarks.peers import protocol
-from benchmarks.peers.protocol import Job, Role
+from benchmarks.peers.protocol import Job, Role, StoreClient
 from benchmarks.peers.rollouts import (
     PROMPT,
     RESPONSE,
@@ -80,7 +79,7 @@ def _serve(ports: Any) -> None:
     server.wait()
 
 
-class Client(protocol.Client):
+class Client(StoreClient):
     """A connection, with a writer and a sampler for each table that it uses."""
 
     def __init__(self, address: str) -> None:

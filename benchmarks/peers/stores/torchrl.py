@@ -1,7 +1,7 @@
 """TorchRL: a `TensorDictReplayBuffer` over a memory map, which all processes share.
 
-It hands out no row only once to several processes: the reader has a cursor of its own, and the
-strategy writes the column of advantages in place.
+The strategy writes the column of advantages in place. Rows are read when they have theirs, which no
+sampler waits for: the reader has a cursor of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
 from typing_extensions import override
 
-from benchmarks.peers import protocol
-from benchmarks.peers.protocol import Job
+from benchmarks.peers.protocol import Job, StoreClient
 from benchmarks.peers.rollouts import RUNS, Array, Batch, Rollout, rollouts, scores
 
 
@@ -28,12 +27,12 @@ def serving(folder: Path, job: Job) -> Iterator[Any]:
     storage = LazyMemmapStorage(job.experiences, scratch_dir=folder)
     buffer = TensorDictReplayBuffer(storage=storage, batch_size=job.per_read, shared=True)
     # Before it is shared: otherwise each process would make a storage of its own.
-    buffer.extend(_columns(rollouts(RUNS), None).zero_())
+    buffer.extend(_columns(rollouts(RUNS), None))
     buffer.empty()
     yield buffer
 
 
-class Client(protocol.Client):
+class Client(StoreClient):
     """The shared buffer, and where this process has come to in it."""
 
     def __init__(self, buffer: Any) -> None:
@@ -46,28 +45,26 @@ class Client(protocol.Client):
 
     @override
     def decide(self, limit: int) -> int:
-        stop = min(len(self._buffer), self._decided + limit)
+        stop = min(self._written(), self._decided + limit)
         stop -= (stop - self._decided) % RUNS
         if stop == self._decided:
             return 0
-        rows = slice(self._decided, stop)
-        facts = self._buffer.storage.get(rows)["facts"].numpy()
-        if not facts[:, 3].all():  # the length grows before the rows are there
-            return 0
+        rows = self._buffer.storage.get(slice(self._decided, stop))
+        facts = rows["facts"].numpy()
         tasks = facts[:, 0].astype(int).reshape(-1, RUNS) // RUNS
         assert (tasks == tasks[:, :1]).all(), "two writers share a group"
-        self._buffer.storage.get(rows)["advantage"].copy_(torch.from_numpy(scores(facts[:, 1])))
+        rows["advantage"].copy_(torch.from_numpy(scores(facts[:, 1])))
         self._decided = stop
         return len(facts)
 
     @override
     def read(self, rows: int) -> Batch | None:
         stop = self._read + rows
-        if len(self._buffer) < stop:
+        if self._written() < stop:
             return None
         # A view of the file costs nothing until somebody looks at it: a trainer gets its own rows.
         given = self._buffer.storage.get(slice(self._read, stop)).clone()
-        if given["advantage"].isnan().any() or not given["facts"][:, 3].all():
+        if given["advantage"].isnan().any():
             return None
         self._read = stop
         return Batch(
@@ -78,9 +75,15 @@ class Client(protocol.Client):
             given["facts"][:, 2].tolist(),
         )
 
+    def _written(self) -> int:
+        """Return how many rows are there, all of each."""
+        number = len(self._buffer)  # it grows before the rows are there
+        self._buffer.can_sample(1)  # this waits for the lock, under which they are written
+        return number
+
 
 def _columns(some: Sequence[Rollout], advantages: Array | None) -> TensorDict:
-    """Return the rows as columns; ``facts`` are number, reward, moment of writing, and 1."""
+    """Return the rows as columns; ``facts`` are number, reward and moment of writing."""
     if advantages is None:
         advantages = np.full(len(some), np.nan, np.float32)
     columns = {
@@ -88,7 +91,7 @@ def _columns(some: Sequence[Rollout], advantages: Array | None) -> TensorDict:
         "logprobs": np.stack([one.logprobs for one in some]),
         "mask": np.stack([one.mask for one in some]),
         "text": np.stack([np.frombuffer(one.text.encode(), np.uint8) for one in some]),
-        "facts": np.array([(one.number, one.reward, one.written_at, 1.0) for one in some]),
+        "facts": np.array([(one.number, one.reward, one.written_at) for one in some]),
         "advantage": advantages,
     }
     found = {name: torch.from_numpy(values) for name, values in columns.items()}

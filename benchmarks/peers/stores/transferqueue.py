@@ -20,8 +20,7 @@ from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 from typing_extensions import override
 
-from benchmarks.peers import protocol
-from benchmarks.peers.protocol import Job
+from benchmarks.peers.protocol import Job, StoreClient
 from benchmarks.peers.rollouts import RUNS, Array, Batch, Rollout, scores
 from benchmarks.peers.stores import ray_session
 
@@ -41,7 +40,7 @@ def serving(folder: Path, job: Job) -> Iterator[str]:  # noqa: ARG001
         transfer_queue.close()
 
 
-class Client(protocol.Client):
+class Client(StoreClient):
     """A client of the controller and of the storage units."""
 
     poll_s: ClassVar[float] = 0.01

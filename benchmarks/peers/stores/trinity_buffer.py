@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from benchmarks.peers import protocol
-from benchmarks.peers.protocol import Job, Role
+from benchmarks.peers.protocol import Job, Role, StoreClient
 from benchmarks.peers.rollouts import PROMPT, RUNS, Array, Batch, Rollout
 from benchmarks.sites import site
 from benchmarks.throughput import EXPERIMENT, GRPO
@@ -44,7 +43,7 @@ async def _make(url: str) -> None:
         await store.experiment(EXPERIMENT, config={"rollouts_per_group": RUNS})
 
 
-class Client(protocol.Client):
+class Client(StoreClient):
     """An explorer, a strategy or a trainer."""
 
     def __init__(self, url: str) -> None:

@@ -18,8 +18,7 @@ from trinity.buffer import get_buffer_reader, get_buffer_writer
 from trinity.common.experience import Experience
 from typing_extensions import override
 
-from benchmarks.peers import protocol
-from benchmarks.peers.protocol import Job
+from benchmarks.peers.protocol import Job, StoreClient
 from benchmarks.peers.rollouts import Array, Batch, Rollout
 from benchmarks.peers.stores import ray_session
 from benchmarks.peers.stores.trinity_rft import batch, experiences, storage
@@ -65,7 +64,7 @@ def serving(folder: Path, job: Job) -> Iterator[_Address]:
         yield address
 
 
-class Client(protocol.Client):
+class Client(StoreClient):
     """A writer and a reader of the queue."""
 
     decides_on_its_way: ClassVar[bool] = True

@@ -16,8 +16,7 @@ from trinity.algorithm.advantage_fn.grpo_advantage import GRPOGroupedAdvantage
 from trinity.buffer import get_buffer_reader, get_buffer_writer
 from typing_extensions import override
 
-from benchmarks.peers import protocol
-from benchmarks.peers.protocol import Job
+from benchmarks.peers.protocol import Job, StoreClient
 from benchmarks.peers.rollouts import Array, Batch, Rollout
 from benchmarks.peers.stores.trinity_rft import batch, experiences, sql
 
@@ -28,7 +27,7 @@ def serving(folder: Path, job: Job) -> Iterator[Path]:  # noqa: ARG001
     yield folder
 
 
-class Client(protocol.Client):
+class Client(StoreClient):
     """Writers and readers of both files."""
 
     def __init__(self, folder: Path) -> None:
