@@ -9,10 +9,10 @@ PYTEST = $(BIN)/python -m pytest -q
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check long fmt bench torture mutants proofs outside migrate
+.PHONY: help setup demo test check long fmt bench bench-peers torture mutants proofs outside migrate
 
 help:            ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 13
 
 setup: $(READY)  ## build .venv from requirements.lock
 
@@ -47,6 +47,9 @@ fmt: setup       ## format, and mend what ruff can mend
 
 bench: setup     ## the figures of docs/performance.md; quickly: make bench ARGS="--tasks 32 --repetitions 1"
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+bench-peers: setup  ## beside other people's stores: make bench-peers ARGS="--peers reverb,files --repetitions 1"
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 torture: setup   ## kill, pause, starve and confuse everything: make torture ARGS="--store postgresql"
 	$(BIN)/python -m benchmarks.torture --minutes 30 --seed 1 --record $(ARGS)

@@ -13,7 +13,6 @@ lock changes. What cannot be installed has failed.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
@@ -22,11 +21,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.environments import ROOT, environment, is_installed, locked_version
 from benchmarks.provenance import provenance
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ROOT / "tests" / "outside"
-ENVIRONMENTS = ROOT / ".venv-outside"
 RESULTS = ROOT / "docs" / "outside.jsonl"
 LIMIT_S = 1800
 
@@ -58,9 +56,10 @@ def run(package: str, pictures: Path | None = None) -> Outcome:
         package: the name of its folder.
         pictures: the folder where tests leave pictures, None: one of their own.
     """
-    folder, version = FOLDERS / package, _version(package)
+    folder = FOLDERS / package
+    version = locked_version(folder, package)
     try:
-        python = _environment(folder)
+        python = environment(folder)
     except subprocess.CalledProcessError as error:
         return Outcome(package, version, ok=False, said=f"cannot be installed: {error}")
     options = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", f"--rootdir={folder}"]
@@ -79,46 +78,6 @@ def run(package: str, pictures: Path | None = None) -> Outcome:
     return Outcome(package, version, ok=done.returncode == 0 and not skipped, said=lines[-1])
 
 
-def _version(package: str) -> str | None:
-    """Return which version of the package its lock names."""
-    lock = (FOLDERS / package / "requirements.lock").read_text()
-    pinned = re.search(rf"^{package}==(\S+)", lock, re.MULTILINE)
-    return pinned[1] if pinned else None
-
-
-def _is_installed(folder: Path) -> bool:
-    """Return whether the folder's environment is of its lock."""
-    ready = ENVIRONMENTS / folder.name / ".ready"
-    return ready.is_file() and ready.read_text() == _digest(folder)
-
-
-def _digest(folder: Path) -> str:
-    return hashlib.sha256((folder / "requirements.lock").read_bytes()).hexdigest()
-
-
-def _environment(folder: Path) -> Path:
-    """Return the interpreter of the folder's environment, made if there is none for its lock."""
-    place = ENVIRONMENTS / folder.name
-    python, ready = place / "bin" / "python", place / ".ready"
-    lock = folder / "requirements.lock"
-    if _is_installed(folder):
-        return python
-    print(f"{folder.name}: installing {lock.relative_to(ROOT)}", file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-    pip: list[str | Path] = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "--quiet",
-    ]
-    subprocess.run([*pip, "--no-deps", "-r", lock], check=True)
-    subprocess.run([*pip, "--no-deps", "--editable", ROOT], check=True)
-    ready.write_text(_digest(folder))
-    return python
-
-
 def main() -> None:
     """Run what is asked for; exit with 1 if anything failed."""
     parser = argparse.ArgumentParser(
@@ -132,8 +91,9 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.list:
         for name in asked.package or packages():
-            state = "installed" if _is_installed(FOLDERS / name) else "not installed"
-            print(f"{name} {_version(name)}: {state}")
+            folder = FOLDERS / name
+            state = "installed" if is_installed(folder) else "not installed"
+            print(f"{name} {locked_version(folder, name)}: {state}")
         return
     failed = False
     for name in asked.package or packages():

@@ -71,6 +71,7 @@ def write_tables() -> None:
     """Write the table of each page from the newest result of each figure on SQLite."""
     newest = newest_rows()
     _replace(PAGE, "speeds", speeds(newest))
+    _replace(PAGE, "peers", peers(newest))
     _replace(LOOKS, "verify", verifying(newest))
 
 
@@ -90,6 +91,21 @@ def speeds(newest: Mapping[tuple[str, str], Row]) -> str:
     )
 
 
+def peers(newest: Mapping[tuple[str, str], Row]) -> str:
+    """Return the table of docs/performance.md about other people's stores."""
+    head = "| what: store | ours | theirs | ours / theirs (lowest–highest) | measured |\n"
+    lines = [
+        [_peer(row), _rate(row, "ours"), _rate(row, "limit"), _ratio(row), _measured(row)]
+        for (op, _), row in newest.items()
+        if op == "peers"
+    ]
+    return head + "|---" * 5 + "|\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _peer(row: Row) -> str:
+    return f"{row['case']} {row['version']}" if row["version"] else str(row["case"])
+
+
 def verifying(newest: Mapping[tuple[str, str], Row]) -> str:
     """Return the table of docs/reliability.md about how long `verify` takes."""
     head = "| look at a store | experiences | seconds | goal | measured |\n" + "|---" * 5 + "|\n"
@@ -105,14 +121,14 @@ def _lines(
     for line in lines:
         row = newest.get((line.op, line.case))
         if row is not None:
-            every = [line.what, *cells(row), line.goal, f"{row['date']}, {_commit(row)}"]
+            every = [line.what, *cells(row), line.goal, _measured(row)]
             text += "| " + " | ".join(every) + " |\n"
     return text
 
 
-def _commit(row: Row) -> str:
+def _measured(row: Row) -> str:
     noted = f"before {row['noted']}" if "noted" in row else "commit unknown"
-    return row["commit"] or noted
+    return f"{row['date']}, {row['commit'] or noted}"
 
 
 def _number(row: Row) -> str:

@@ -91,7 +91,7 @@ def examples() -> dict[str, str]:
 
 def scripts(folder: str) -> list[Path]:
     """Return the files of a folder that can be run."""
-    files = sorted((ROOT / folder).glob("*.py"))
+    files = sorted((ROOT / folder).rglob("*.py"))
     found = [f for f in files if '__name__ == "__main__"' in f.read_text() or f.stem == "__main__"]
     assert len(found) > 2
     return found

@@ -12,6 +12,7 @@ DEMO = (
     "--set model.width=8 --set model.layers=1 --set model.heads=1 --set evaluation.problems=8"
 )
 BENCH = "--only write,stream --tasks 2 --repetitions 1"
+PEERS = "--peers files --only write --repetitions 1 --experiences 256"
 LEARNING = "--small --seeds 0 --results runs/learning.jsonl"
 SIZES = {
     "python -m benchmarks.asking": "--experiences 192 --repetitions 1 --store runs/asking.db",
@@ -25,6 +26,7 @@ SIZES = {
     "make demo": DEMO,
     "make test": "-n 0 tests/codec/test_bodies.py",
     "make bench": BENCH,
+    "make bench-peers": PEERS,
     "make proofs": "--only nothing",  # --run takes hours; tests/benchmarks runs it small
     "make outside": "--list",  # what it runs is other people's packages, for many minutes
     "make migrate": "URL=runs/demo.db",
@@ -37,6 +39,7 @@ SIZES = {
         "--device cpu --ways ours,naive --chunks 10 --sizes 64,512,16 --repetitions 1"
     ),
     "python -m benchmarks.outside": "--list",
+    "python -m benchmarks.peers": PEERS,
     "python -m benchmarks.proofs": "--only nothing",
     "python -m benchmarks.run": BENCH,
     "python -m benchmarks.watching": (

@@ -18,6 +18,7 @@ TOOLS, BENCHMARKS = scripts("tools"), scripts("benchmarks")
 ELSEWHERE = {
     "latency_role": "processes that `benchmarks.run --only latency` starts",
     "learning": "runs in test_blocks and in tests/benchmarks",
+    "measurement": "processes that `benchmarks.peers` starts",
     "mutants": "runs all tests first; tests/benchmarks calls it in a small repository",
     "torture": "runs in tests/torture",
 }
