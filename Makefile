@@ -9,10 +9,10 @@ PYTEST = $(BIN)/python -m pytest -q
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check long fmt bench torture mutants proofs outside migrate
+.PHONY: help setup demo test check long fmt bench bench-guard torture mutants proofs outside migrate
 
 help:            ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 13
 
 setup: $(READY)  ## build .venv from requirements.lock
 
@@ -47,6 +47,9 @@ fmt: setup       ## format, and mend what ruff can mend
 
 bench: setup     ## the figures of docs/performance.md; quickly: make bench ARGS="--tasks 32 --repetitions 1"
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+bench-guard: setup  ## fails when writing, annotating or streaming is half as quick as recorded
+	$(BIN)/python -m benchmarks.guard $(ARGS)
 
 torture: setup   ## kill, pause, starve and confuse everything: make torture ARGS="--store postgresql"
 	$(BIN)/python -m benchmarks.torture --minutes 30 --seed 1 --record $(ARGS)
