@@ -148,6 +148,7 @@ def summed_up(lines: Iterable[Row]) -> Iterator[Row]:
             "medians": [by_size[size]["median"] for size in sizes],
             "ratio": round(ratio, 2),
             **cpu,
+            "limited": what,
             "limit": limit,
             "kept": (ratio if what == "ratio" else last["median"]) <= limit,
         }

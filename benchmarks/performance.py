@@ -71,6 +71,7 @@ def write_tables() -> None:
     """Write the table of each page from the newest result of each figure on SQLite."""
     newest = newest_rows()
     _replace(PAGE, "speeds", speeds(newest))
+    _replace(PAGE, "growth", growth(newest))
     _replace(LOOKS, "verify", verifying(newest))
 
 
@@ -88,6 +89,22 @@ def speeds(newest: Mapping[tuple[str, str], Row]) -> str:
     return head + _lines(
         SPEEDS, newest, lambda row: [_rate(row, "ours"), _rate(row, "limit"), _ratio(row)]
     )
+
+
+def growth(newest: Mapping[tuple[str, str], Row]) -> str:
+    """Return the table of docs/performance.md of what a longer run costs."""
+    rows = [row for (op, _), row in newest.items() if op == "growth"]
+    sizes = sorted({size for row in rows for size in row["sizes"]})
+    head = ["what", *[f"{size:,}" for size in sizes], "ratio", "of processor time", "limit"]
+    text = f"| {' | '.join([*head, 'measured'])} |\n" + "|---" * (len(head) + 1) + "|\n"
+    for row in rows:
+        medians = dict(zip(row["sizes"], row["medians"], strict=True))
+        cells = [f"{medians[size]:g} {row['unit']}" if size in medians else "" for size in sizes]
+        ratios = [f"{row['ratio']:g}", f"{row['cpu_ratio']:g}" if "cpu_ratio" in row else ""]
+        limit = f"{row['limit']:g}{'' if row['limited'] == 'ratio' else ' ' + row['unit']}"
+        every = [row["case"], *cells, *ratios, limit, f"{row['date']}, {_commit(row)}"]
+        text += f"| {' | '.join(every)} |\n"
+    return text
 
 
 def verifying(newest: Mapping[tuple[str, str], Row]) -> str:
