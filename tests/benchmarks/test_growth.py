@@ -83,6 +83,7 @@ def test_a_run_grows_from_one_size_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["growth", "--first", "1024", "--rounds", "1", "--batches", "16"]
+    summed: dict[str, Any] = {}
     at = ["--store", str(tmp_path / "run.db"), "--experiences"]
     for size in ("1024", "10240"):
         monkeypatch.setattr(sys, "argv", [*small, *at, size])
