@@ -91,7 +91,7 @@ def measured(url: str, size: int, rounds: int, batches: int) -> Iterator[Found]:
     seconds: dict[str, list[tuple[float, float]]] = {}
     memory: dict[str, list[float]] = {}
     steps = [("fill", before), *[(role, batches) for role in ROLES] * rounds]
-    for role, number in [*steps, ("reader", rounds * 4)]:
+    for role, number in [*steps, ("reader", rounds * 10)]:
         said = _work(role, url, number)
         memory.setdefault(role, []).append(said["largest_mb"])
         for case, values in said["seconds"].items():
@@ -174,7 +174,7 @@ def powers(first: int, last: int) -> list[int]:
 def grown(
     kept: Path | None, sizes: Sequence[int], measure: Callable[[int], Iterable[Row]]
 ) -> list[Row]:
-    """Measure at those of ``sizes`` that were not measured; return the lines of all, as printed.
+    """Measure at those of ``sizes`` that were not measured; return all lines there are.
 
     Args:
         kept: file with the lines of earlier calls, to which those of a size are added together;
@@ -194,7 +194,7 @@ def grown(
         if kept is not None:
             with kept.open("a") as file:
                 file.write("".join(f"{json.dumps(line)}\n" for line in new))
-    return [line for line in lines if line["experiences"] in sizes]
+    return lines
 
 
 def _lines_at(size: int, url: str, asked: argparse.Namespace, origin: Row) -> Iterator[Row]:
