@@ -100,7 +100,7 @@ def growth(newest: Mapping[tuple[str, str], Row]) -> str:
     for row in rows:
         medians = dict(zip(row["sizes"], row["medians"], strict=True))
         cells = [f"{medians[size]:g} {row['unit']}" if size in medians else "" for size in sizes]
-        ratios = [f"{row['ratio']:g}", f"{row['cpu_ratio']:g}" if "cpu_ratio" in row else ""]
+        ratios = [f"{row[name]:g}" if name in row else "" for name in ("ratio", "cpu_ratio")]
         limit = f"{row['limit']:g}{'' if row['limited'] == 'ratio' else ' ' + row['unit']}"
         every = [row["case"], *cells, *ratios, limit, f"{row['date']}, {_commit(row)}"]
         text += f"| {' | '.join(every)} |\n"

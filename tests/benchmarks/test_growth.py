@@ -14,24 +14,36 @@ from benchmarks import growth, performance
 
 
 def line(case: str, size: int, median: float, unit: str = "ms", **more: Any) -> dict[str, Any]:
-    found = growth.Found(case, unit, [median]).line(size)
+    found = growth.Found(case, unit, [[(median / growth.SCALES.get(unit, 1), 1.0)]]).line(size)
     return {**found, "backend": "sqlite", "date": "2026-11-24", "commit": "abcdef0", **more}
+
+
+def test_the_ratio_is_the_median_of_neighbouring_rounds() -> None:
+    here, small = [[(3.0, 1.1), (3.0, 9.0), (9.0, 1.1)], [(8.0, 1.0)]], [[(2.0, 1.0)], [(8.0, 1.0)]]
+    found = growth.Found("write 64", "ms", here, small).line(1000)
+    assert (found["ratio"], found["cpu_ratio"]) == (1.25, 1.05)
+    assert (found["median"], found["low"], found["high"], found["repetitions"]) == (
+        *(5500, 3000, 9000),
+        4,
+    )
+    memory = growth.Found("memory of reader", "MB", [[(220.0,) * 2]], [[(200.0,) * 2]]).line(1000)
+    assert memory["ratio"] == 1.1
+    assert "cpu_median" not in memory
 
 
 def test_each_operation_is_limited_by_what_it_was_at_the_smallest_size() -> None:
     lines = [
-        line("write 64", 100, 2.0, cpu_median=1.0),
-        line("write 64", 1000, 2.6, cpu_median=1.1),
-        line("show", 100, 2.0),
-        line("show", 1000, 2.7),
-        line("memory of trainer", 100, 200.0, "MB"),
-        line("memory of trainer", 1000, 221.0, "MB"),
+        line("write 64", 100, 2.0, ratio=1.0),
+        line("write 64", 1000, 2.6, ratio=1.3),
+        line("show", 100, 2.0, ratio=1.0),
+        line("show", 1000, 2.7, ratio=1.35),
+        line("memory of trainer", 1000, 221.0, "MB", ratio=1.101),
     ]
     write, show, memory = growth.summed_up(lines)
-    assert (write["ratio"], write["cpu_ratio"], write["kept"]) == (1.3, 1.1, True)
+    assert (write["ratio"], write["kept"]) == (1.3, True)
     assert (write["sizes"], write["medians"]) == ([100, 1000], [2.0, 2.6])
-    assert (show["ratio"], show["limit"], show["kept"]) == (1.35, 1.3, False)
-    assert (memory["ratio"], memory["limit"], memory["kept"]) == (1.1, 1.1, False)
+    assert (show["limit"], show["kept"]) == (1.3, False)
+    assert (memory["limit"], memory["kept"]) == (1.1, False)
 
 
 def test_what_goes_through_the_whole_run_is_limited_by_experience() -> None:
@@ -69,13 +81,17 @@ def test_a_later_call_measures_what_is_not_measured(tmp_path: Path) -> None:
 
 
 def test_the_table_has_a_column_for_each_size() -> None:
-    lines = [line("show", 100, 2.0), line("show", 1000, 2.7), line("why", 1000, 1.0)]
+    lines = [
+        line("show", 100, 2.0, ratio=1.0, cpu_ratio=1.0),
+        line("show", 1000, 2.7, ratio=1.35, cpu_ratio=1.2),
+        line("verify", 1000, 50.0, "s per million"),
+    ]
     rows = {("growth", row["case"]): row for row in growth.summed_up(lines)}
     said = performance.growth(rows)
-    head, _, show, why = said.splitlines()
+    head, _, show, verify = said.splitlines()
     assert head == "| what | 100 | 1,000 | ratio | of processor time | limit | measured |"
-    assert show == "| show | 2 ms | 2.7 ms | 1.35 |  | 1.3 | 2026-11-24, abcdef0 |"
-    assert why.startswith("| why |  | 1 ms | ")
+    assert show == "| show | 2 ms | 2.7 ms | 1.35 | 1.2 | 1.3 | 2026-11-24, abcdef0 |"
+    assert verify.startswith("| verify |  | 50 s per million |  |  | 60 s per million | ")
 
 
 @pytest.mark.long
