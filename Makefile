@@ -9,7 +9,7 @@ PYTEST = $(BIN)/python -m pytest -q
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check long fmt bench bench-peers torture mutants proofs outside migrate
+.PHONY: help setup demo test check long fmt bench bench-guard bench-peers torture mutants proofs outside migrate
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 13
@@ -50,6 +50,9 @@ bench: setup     ## the figures of docs/performance.md; quickly: make bench ARGS
 
 bench-peers: setup  ## beside other people's stores: make bench-peers ARGS="--peers reverb,files --repetitions 1"
 	$(BIN)/python -m benchmarks.peers $(ARGS)
+
+bench-guard: setup  ## fails when writing, annotating or streaming is half as quick as recorded
+	$(BIN)/python -m benchmarks.guard $(ARGS)
 
 torture: setup   ## kill, pause, starve and confuse everything: make torture ARGS="--store postgresql"
 	$(BIN)/python -m benchmarks.torture --minutes 30 --seed 1 --record $(ARGS)

@@ -291,7 +291,7 @@ MEASURES = dict(
 )
 
 
-async def _sizes(url: str) -> tuple[int, int, int]:
+async def sizes_of(url: str) -> tuple[int, int, int]:
     """Return how many experiences, batches and committed steps there are."""
     async with open_store(url, read_only=True) as store:
         (one,) = (await ask.overview(store, EXPERIMENT)).experiments
@@ -327,7 +327,7 @@ def main() -> None:
     torch.set_num_threads(1)
     command = f"python -m benchmarks.asking --experiences {given.experiences} --record"
     with filled(given.store, given.experiences) as url:
-        experiences, batches, steps = asyncio.run(_sizes(url))
+        experiences, batches, steps = asyncio.run(sizes_of(url))
         names = Names(batches, steps, random.Random(0))
         backend = "postgresql" if url.startswith("postgresql") else "sqlite"
         origin = provenance(command if backend == "sqlite" else f"{command} --store postgresql")

@@ -8,7 +8,8 @@ import resource
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -46,15 +47,22 @@ def interleaved(
 ) -> tuple[list[float], list[float]]:
     """Return the seconds that both took, in turns; who begins changes, one round is for warmth."""
     pairs: tuple[list[float], list[float]] = ([], [])
-    gc.collect()
-    gc.freeze()  # the collector shall not look at the experiences, which no real process has here
-    try:
+    with frozen():
         for round_number in range(repetitions + 1):
             for which in (0, 1) if round_number % 2 else (1, 0):
                 pairs[which].append((ours, limit)[which]())
+    return pairs[0][1:], pairs[1][1:]
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Keep the collector from looking at what is there: experiences that no real process has."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
     finally:
         gc.unfreeze()
-    return pairs[0][1:], pairs[1][1:]
 
 
 def figure_of_rates(
@@ -97,13 +105,13 @@ def run_measured(command: Sequence[str]) -> tuple[str, Cost]:
     Raises:
         CalledProcessError: it ended with another exit code than 0.
     """
-    peak_kb, before = 0, resource.getrusage(resource.RUSAGE_CHILDREN)
+    peak, before = 0, resource.getrusage(resource.RUSAGE_CHILDREN)
     with TemporaryFile("w+") as said:
         began = time.perf_counter()
         with subprocess.Popen(command, stdout=said) as process:
             # The greatest memory of ended children counts what they shared with this process.
             while process.poll() is None:
-                peak_kb = _peak_kb(process.pid) or peak_kb
+                peak = peak_kb(process.pid) or peak
                 time.sleep(0.02)
         seconds = time.perf_counter() - began
         if process.returncode:
@@ -111,10 +119,10 @@ def run_measured(command: Sequence[str]) -> tuple[str, Cost]:
         said.seek(0)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return said.read(), Cost(seconds, cpu, peak_kb // 1024)
+        return said.read(), Cost(seconds, cpu, peak // 1024)
 
 
-def _peak_kb(pid: int) -> int:
+def peak_kb(pid: int) -> int:
     """Return the most memory that a process held, 0 if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()

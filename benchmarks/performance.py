@@ -72,6 +72,7 @@ def write_tables() -> None:
     newest = newest_rows()
     _replace(PAGE, "speeds", speeds(newest))
     _replace(PAGE, "peers", peers(newest))
+    _replace(PAGE, "growth", growth(newest))
     _replace(LOOKS, "verify", verifying(newest))
 
 
@@ -104,6 +105,22 @@ def peers(newest: Mapping[tuple[str, str], Row]) -> str:
 
 def _peer(row: Row) -> str:
     return f"{row['case']} {row['version']}" if row["version"] else str(row["case"])
+
+
+def growth(newest: Mapping[tuple[str, str], Row]) -> str:
+    """Return the table of docs/performance.md of what a longer run costs."""
+    rows = [row for (op, _), row in newest.items() if op == "growth"]
+    sizes = sorted({size for row in rows for size in row["sizes"]})
+    head = ["what", *[f"{size:,}" for size in sizes], "ratio", "of processor time", "limit"]
+    text = f"| {' | '.join([*head, 'measured'])} |\n" + "|---" * (len(head) + 1) + "|\n"
+    for row in rows:
+        medians = dict(zip(row["sizes"], row["medians"], strict=True))
+        cells = [f"{medians[size]:g} {row['unit']}" if size in medians else "" for size in sizes]
+        ratios = [f"{row[name]:g}" if name in row else "" for name in ("ratio", "cpu_ratio")]
+        limit = f"{row['limit']:g}{'' if row['limited'] == 'ratio' else ' ' + row['unit']}"
+        every = [row["case"], *cells, *ratios, limit, _measured(row)]
+        text += f"| {' | '.join(every)} |\n"
+    return text
 
 
 def verifying(newest: Mapping[tuple[str, str], Row]) -> str:

@@ -33,7 +33,8 @@ from trinity_buffer.explorer.acknowledgements import Acknowledgements
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.writer import BufferWriter
+from trinity_buffer.pipeline.writing.sql_writer import SQLWriter
+from trinity_buffer.writer import WriteReceipt
 
 EXPERIMENT = "verified"
 TASKS, RUNS, TOKENS, PROMPT = 8, 8, 8, 4
@@ -44,53 +45,60 @@ BATCHES_AT_ONCE = 512
 """Batches that are explored before a strategy and a trainer take their turn."""
 
 
-async def fill(url: str, wanted: int, folder: Path) -> None:
+async def fill(url: str, wanted: int, folder: Path | None = None) -> None:
     """Explore, annotate and train until there are ``wanted`` experiences; some may be there.
 
     Args:
         url: of the store, or its file.
         wanted: how many.
-        folder: of the acknowledgements.
+        folder: of the acknowledgements; None: none are kept.
     """
-    await anyio.Path(folder).mkdir(parents=True, exist_ok=True)
-    acknowledged = Acknowledgements(folder / "e0.ack")
+    acknowledged = None
+    if folder is not None:
+        await anyio.Path(folder).mkdir(parents=True, exist_ok=True)
+        acknowledged = Acknowledgements(folder / "e0.ack")
     async with open_store(url) as store:
         config = {"rollouts_per_group": RUNS}
         experiment = await store.experiment(EXPERIMENT, config=config)
         writer = experiment.writer(actor="e0")
-        first = await _batches_done(writer)
+        first = await batches_done(writer)
         while first * TASKS * RUNS < wanted:
             last = min(first + BATCHES_AT_ONCE, -(-wanted // (TASKS * RUNS)))
             for batch in range(first, last):
-                await _explore(writer, f"e0-{batch}", batch, acknowledged)
+                receipt = await _explore(writer, batch)
+                if acknowledged is not None:
+                    acknowledged.note(receipt)
             await run_strategy(experiment, "grpo")
             await _train(experiment)
             print(f"{last * TASKS * RUNS} experiences", file=sys.stderr, flush=True)
             first = last
-    acknowledged.close()
+    if acknowledged is not None:
+        acknowledged.close()
 
 
-async def _batches_done(writer: Any) -> int:
+async def batches_done(writer: SQLWriter) -> int:
+    """Return how many batches an explorer has sealed."""
     planned, unsealed = await writer.unsealed()
-    return int(planned) - len(unsealed)
+    return planned - len(unsealed)
 
 
-async def _explore(
-    writer: BufferWriter, batch: str, seed: int, acknowledged: Acknowledgements
-) -> None:
-    made = _rollouts(batch, seed)
+async def _explore(writer: SQLWriter, number: int) -> WriteReceipt:
+    batch, made = rollouts(number)
     await writer.plan(batch, list(range(TASKS)), RUNS)
-    acknowledged.note(await writer.write(made))
+    receipt = await writer.write(made)
     await writer.seal(batch, len(made))
+    return receipt
 
 
-def _rollouts(batch: str, seed: int) -> list[Experience]:
+def rollouts(seed: int) -> tuple[str, list[Experience]]:
+    """Return the name and the experiences of the batch with this number."""
+    batch = f"e0-{seed}"
     generator = torch.Generator().manual_seed(seed)
     size = (TASKS * RUNS, TOKENS)
     tokens = torch.randint(0, 12, size, dtype=torch.int64, generator=generator)
     logprobs = -torch.rand(size, generator=generator)
     rewards = torch.randint(0, 2, size[:1], generator=generator).tolist()
-    return [
+    return batch, [
         Experience(
             eid=EID(batch, row // RUNS, row % RUNS),
             tokens=tokens[row],

@@ -189,4 +189,5 @@ def test_the_tables_of_the_pages_are_those_that_the_record_makes() -> None:
     newest = performance.newest_rows()
     assert performance.speeds(newest) in performance.PAGE.read_text()
     assert performance.peers(newest) in performance.PAGE.read_text()
+    assert performance.growth(newest) in performance.PAGE.read_text()
     assert performance.verifying(newest) in performance.LOOKS.read_text()

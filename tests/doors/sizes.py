@@ -14,6 +14,7 @@ DEMO = (
 BENCH = "--only write,stream --tasks 2 --repetitions 1"
 PEERS = "--peers files --only write --repetitions 1 --experiences 256"
 LEARNING = "--small --seeds 0 --results runs/learning.jsonl"
+GUARD = "--tasks 2 --repetitions 1 --least 0"
 SIZES = {
     "python -m benchmarks.asking": "--experiences 192 --repetitions 1 --store runs/asking.db",
     "python -m benchmarks.asking --experiences": "--experiences 192 --repetitions 1",
@@ -22,11 +23,16 @@ SIZES = {
         "--experiences 64 --tasks 8 --repetitions 1 --store runs/exporting.db"
     ),
     "python -m benchmarks.chain": "--tasks 32 --repetitions 1",
+    "python -m benchmarks.growth": (
+        "--first 1024 --experiences 1024 --rounds 1 --batches 16 --store runs/growth.db"
+    ),
+    "python -m benchmarks.guard": GUARD,
     "python -m benchmarks.recorder": "--minutes 0.5 --rate 5",
     "make demo": DEMO,
     "make test": "-n 0 tests/codec/test_bodies.py",
     "make bench": BENCH,
     "make bench-peers": PEERS,
+    "make bench-guard": GUARD,
     "make proofs": "--only nothing",  # --run takes hours; tests/benchmarks runs it small
     "make outside": "--list",  # what it runs is other people's packages, for many minutes
     "make migrate": "URL=runs/demo.db",

@@ -16,6 +16,7 @@ from tests.doors.workshop import run
 
 TOOLS, BENCHMARKS = scripts("tools"), scripts("benchmarks")
 ELSEWHERE = {
+    "growth_role": "processes that `benchmarks.growth` starts",
     "latency_role": "processes that `benchmarks.run --only latency` starts",
     "learning": "runs in test_blocks and in tests/benchmarks",
     "measurement": "processes that `benchmarks.peers` starts",

@@ -136,6 +136,21 @@ def test_a_library_is_told_that_the_name_of_a_scratch_is_a_uri(
         assert told == [(True, True)]
 
 
+async def test_deliveries_are_looked_at_by_source_so_that_their_key_finds_them(
+    story: Story, resize: Resize
+) -> None:
+    resize(rows_per_span=2)
+    async with open_store(story.url) as store:
+        spans = await store.database.read(comparison.spans, 1)
+        with open_scratch(1) as scratch:
+            assert await catch_up(store.database, scratch) is None
+            found = await suspects(store.database, scratch)
+    handed_out = [span for span in (*spans, *found.open) if span.table == "delivery"]
+    assert len(handed_out) >= 2
+    assert all(span.source is not None for span in handed_out)
+    assert found.closed == ()
+
+
 async def test_spans_of_any_size_find_the_same(story: Story, resize: Resize) -> None:
     resize(rows_per_span=2)
     before = await everything(story.url)

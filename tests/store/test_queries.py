@@ -15,7 +15,7 @@ from sqlalchemy.event import listen
 from trinity_buffer.events import BatchLeased, PlacedFact, StepsCommitted
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import inspection, log, queries, reads, trainer_queries
+from trinity_buffer.store import comparison, inspection, log, queries, reads, trainer_queries
 from trinity_buffer.store.projections import fold
 from trinity_buffer.store.transaction import Transaction
 
@@ -81,6 +81,9 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "steps_at_start": lambda tx: trainer_queries.steps_at_start(tx, 1, "t"),
     "a lease": lambda tx: fold(tx, 1, PlacedFact(9, "t", LEASED)),
     "a commit": lambda tx: fold(tx, 1, PlacedFact(10, "t", COMMITTED)),
+    "a span of deliveries": lambda tx: comparison.rows_of(
+        tx, 1, comparison.Span("delivery", "t", 1 << 20, 2 << 20, "")
+    ),
     "refused_runs": lambda tx: queries.refused_runs(tx, 1, [("b", "t")], cursor=9),
 }
 
@@ -89,6 +92,7 @@ WALKS = (
     "(experiment=? AND address<?)",
 )
 WALKS_OF = {
+    "a span of deliveries": ("(experiment=? AND consumer=?)",),
     "a commit": ("(experiment=? AND consumer=?)", "(experiment=? AND consumer=? AND step<?)"),
     "rare kinds": ("event USING PRIMARY KEY (experiment=? AND position>? AND position<?)",),
 }

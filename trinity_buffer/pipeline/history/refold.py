@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import anyio.to_thread
@@ -124,9 +124,8 @@ class Suspects:
 
     def to_confirm(self, tx: Transaction, scratch: Scratch) -> list[Span]:
         """Return the spans to look at again, those of owners that came meanwhile included."""
-        known = {(span.table, span.owner) for span in self.open}
-        whole = whole_spans(tx, scratch)
-        new = [span for span in whole if (span.table, span.owner) not in known]
+        known = {replace(span, after=None) for span in self.open}
+        new = [span for span in whole_spans(tx, scratch) if span not in known]
         return [*self.closed, *self.open, *new]
 
 
@@ -160,13 +159,13 @@ async def suspects(
             if limit is None:
                 last.append(span)
                 break
-            piece = Span(span.table, span.owner, span.after, limit)
+            piece = replace(span, up_to=limit)
             number, differs = await _differs(database, scratch, piece)
             if differs:
                 closed.append(piece)
             done += number
             progress("compare", min(done, total), total)
-            span = Span(span.table, span.owner, limit)
+            span = replace(span, after=limit)
     progress("compare", total, total)
     return Suspects(tuple(closed), tuple(last))
 

@@ -90,13 +90,16 @@ _STATEFUL = frozenset({"configuration", "batch", "consumer", "counter", "waiting
 class Span:
     """A stretch of one projection: ``after`` < number <= ``up_to``, of one owner if it has any.
 
-    None is no limit; tables without a number are one span.
+    None is no limit; tables without a number are one span. A delivery's owner is a trainer and a
+    ``source``, which comes before the number in its key: a span of several would be looked for
+    among all that the trainer was handed, for each span again.
     """
 
     table: str
     owner: str | None = None
     after: int | None = None
     up_to: int | None = None
+    source: str | None = None
 
     @property
     def is_stateful(self) -> bool:
@@ -170,9 +173,10 @@ def spans(tx: Transaction, experiment: int) -> list[Span]:
         if name not in _OWNER:
             found.append(Span(name))
             continue
-        owner = table.c[_OWNER[name]]
-        query = select(owner).where(table.c.experiment == experiment).distinct()
-        found += [Span(name, one) for one in sorted(tx.execute(query).scalars())]
+        names = [_OWNER[name]] + ["source"] * (table is delivery)
+        query = select(*(table.c[one] for one in names)).where(table.c.experiment == experiment)
+        owners = [tuple(row) for row in tx.execute(query.distinct()).all()]
+        found += [Span(name, one, source=(*of, None)[0]) for one, *of in sorted(owners)]
     return found
 
 
@@ -192,6 +196,8 @@ def _where(statement: Any, experiment: int, span: Span, of: FromClause | None = 
     statement = statement.where(table.c.experiment == experiment)
     if span.owner is not None:
         statement = statement.where(table.c[_OWNER[span.table]] == span.owner)
+    if span.source is not None:
+        statement = statement.where(table.c.source == span.source)
     if span.after is not None:
         statement = statement.where(table.c[_ORDER[span.table]] > span.after)
     if span.up_to is not None:
@@ -207,10 +213,8 @@ def rows_of(tx: Transaction, experiment: int, span: Span) -> list[Row]:
     if number is not None:
         query = query.order_by(table.c[number])
     found = [tuple(row) for row in tx.execute(query).all()]
-    # Texts are sorted here: a PostgreSQL may have a collation of its own. Deliveries of two
-    # experiments may share an address.
-    ordered = number is not None and table is not delivery
-    return found if ordered else sorted(found, key=_key_getter(table))
+    # Texts are sorted here: a PostgreSQL may have a collation of its own.
+    return found if number is not None else sorted(found, key=_key_getter(table))
 
 
 def agrees_with_live(tx: Transaction, experiment: int, span: Span) -> tuple[int, bool]:
