@@ -181,24 +181,42 @@ def test_who_got_no_turn_in_time_goes_ahead_and_gives_back_what_comes_late(
         third.do("take")
 
 
-def test_a_turn_that_comes_late_is_used_by_who_asks_again(
+def test_who_is_stopped_in_the_line_costs_the_others_their_patience_once(
     store: Path, mine: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns, "PATIENCE_S", 0.01)
-    with others(store, 2) as (first, second):
+    with others(store, 2) as (first, stopped):
         first.do("take")
+        stopped.wait_in_line()
+        stopped.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, stopped.process.pid, os.WSTOPPED | os.WNOWAIT)
+        first.do("give back")
         mine.take()
-        second.wait_in_line()
+        mine.give_back()
         monkeypatch.setattr(turns, "PATIENCE_S", LIMIT_S)
         again = Thread(target=mine.take, daemon=True)
         again.start()
-        until(lambda: mine._wanted)
-        first.do("give back")
         again.join(LIMIT_S / 2)
         assert not again.is_alive()
-        until(lambda: waits(second.process.pid))
+
+
+def test_without_a_thread_to_wait_in_one_goes_ahead(
+    store: Path, mine: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_many(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with others(store, 1) as (other,):
+        other.do("take")
+        with monkeypatch.context() as context:
+            context.setattr(Thread, "start", too_many)
+            mine.take()
         mine.give_back()
-        assert second.done() == "take"
+        other.do("give back")
+        mine.take()
+        other.wait_in_line()
+        mine.give_back()
+        assert other.done() == "take"
 
 
 def test_what_is_closed_while_it_waits_lets_the_others_pass(

@@ -227,9 +227,7 @@ class Database:
             raise sqlite.nothing_at(self.path)
         self._still = self.read_only and sqlite.is_still(self.path)
         files = StoreFiles(self.path, with_log=not self.read_only or self._still)
-        turns = Turns(self.path)
-        stack.callback(turns.close)
-        self._connections = Seats(self._connect, files, self._require_schema, turns)
+        self._connections = Seats(self._connect, files, self._require_schema, Turns(self.path))
         stack.push_async_callback(self._close)
         with foreign_errors(self.name):
             if prepare:

@@ -112,6 +112,8 @@ class SQLiteTransaction(Transaction):
                 self._check(self)
             done = f(self)
             self._driver.execute("COMMIT")
+            if writes and self._turns is not None:
+                self._turns.give_back()
             self._files.check()  # what was read, too, may tell somebody that he is safe
         except BaseException:
             if self._driver.in_transaction:  # a full disk may have rolled back already
@@ -204,7 +206,7 @@ class Seats:
         connector: returns a new connection, in autocommit.
         files: what the connections have open; looked at after each transaction.
         check: what each transaction begins with.
-        turns: which writing transactions wait for.
+        turns: which writing transactions wait for; closed with the connections.
         number: of connections, and so of transactions at the same time.
     """
 
@@ -213,7 +215,7 @@ class Seats:
         connector: Callable[[], Any],
         files: StoreFiles,
         check: Callable[[Transaction], None],
-        turns: Turns,
+        turns: Turns | None = None,
         number: int = SEATS,
     ) -> None:
         self._connector = connector
@@ -241,7 +243,7 @@ class Seats:
     @asynccontextmanager
     async def apart(self) -> AsyncIterator[Seats]:
         """Open one more connection: what is temporary there, nobody else sees."""
-        one = Seats(self._connector, self._files, self._check, self._turns, number=1)
+        one = Seats(self._connector, self._files, self._check, number=1)
         try:
             yield one
         finally:
@@ -271,3 +273,5 @@ class Seats:
         """Close every connection."""
         while self._idle:
             await self._idle.pop().close()
+        if self._turns is not None:
+            self._turns.close()

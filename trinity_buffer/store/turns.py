@@ -8,6 +8,8 @@ that one at least. SQLite itself locks nothing in that file.
 
 This is for fairness alone. Who got no turn in time goes ahead without one, and SQLite's own lock
 decides. The kernel frees the locks of a process that is killed; a forked child does not have them.
+They are those of a process: two `Database` of one process do not wait for each other here, and lose
+the turn when one of them is closed.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, lockf
 from pathlib import Path
 from threading import Condition, Thread
 
-PATIENCE_S = 1.0
-"""A turn takes milliseconds: who has it for longer was stopped."""
+PATIENCE_S = 2.0
+"""A turn takes milliseconds: when none comes for so long, somebody was stopped in his."""
 
 _TURN, _NEXT = 1 << 60, (1 << 60) + 1
 """The bytes that are locked, far behind what the log will ever hold."""
@@ -41,28 +43,35 @@ class Turns:
         self._wanted = self._mine = self._closed = False
 
     def take(self) -> None:
-        """Return when it is the turn of this process, or after `PATIENCE_S`."""
-        if self._file is None:
-            try:
-                self._file = os.open(self._log, os.O_RDWR | os.O_CLOEXEC)
-            except OSError:  # there is no log yet, or no right to it: SQLite will say so
-                return
-        if not self._waits and self._take_at_once(self._file):
-            self._mine = True
-            return
+        """Return when it is the turn of this process, or after `PATIENCE_S`.
+
+        Where an earlier call ran out of patience and its turn has not come yet, return at once.
+        """
         with self._state:
-            if not self._waits:
-                self._waits = True
+            if self._file is None:
+                try:
+                    self._file = os.open(self._log, os.O_RDWR | os.O_CLOEXEC)
+                except OSError:  # there is no log yet, or no right to it: SQLite will say so
+                    return
+            if self._waits:
+                return
+            self._mine = self._take_at_once(self._file)
+            if self._mine:
+                return
+            try:
                 Thread(target=self._wait, args=(self._file,), daemon=True).start()
-            self._wanted = True
+            except RuntimeError:  # there are too many threads, or the interpreter ends
+                return
+            self._waits = self._wanted = True
             self._state.wait_for(lambda: not self._waits, PATIENCE_S)
             self._wanted = False
 
     def give_back(self) -> None:
         """Let the next one write."""
-        if self._mine and self._file is not None:
-            self._mine = False
-            lockf(self._file, LOCK_UN, 1, _TURN)
+        with self._state:
+            if self._mine and self._file is not None:
+                self._mine = False
+                _unlock(self._file, _TURN)
 
     def close(self) -> None:
         """Stand in the queue no more."""
@@ -82,7 +91,7 @@ class Turns:
         except OSError:
             return False
         finally:
-            lockf(file, LOCK_UN, 1, _NEXT)
+            _unlock(file, _NEXT)
         return True
 
     def _wait(self, file: int) -> None:
@@ -95,12 +104,17 @@ class Turns:
             lockf(file, LOCK_EX, 1, _NEXT)
             lockf(file, LOCK_EX, 1, _TURN)
             got = True
-        lockf(file, LOCK_UN, 1, _NEXT)
-        with self._state:
+        with self._state:  # first, whoever waits: with each call others of its process go on
             self._waits = False
             self._mine = got and self._wanted
+            self._state.notify()
             if got and not self._mine:
-                lockf(file, LOCK_UN, 1, _TURN)
+                _unlock(file, _TURN)
+            _unlock(file, _NEXT)
             if self._closed:
                 os.close(file)
-            self._state.notify()
+
+
+def _unlock(file: int, byte: int) -> None:
+    with suppress(OSError):  # what was written is written
+        lockf(file, LOCK_UN, 1, byte)
