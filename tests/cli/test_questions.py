@@ -288,6 +288,7 @@ def test_a_reason_that_no_rejection_has_is_told_with_those_there_are(
     assert not cli("rejected", "--reason", "late", "--store", story.url).err
 
 
+@pytest.mark.long
 def test_what_was_rejected_is_found_by_its_kind_as_by_its_reason(cli: Cli, store_url: str) -> None:
     some = [rollout("b0", 0, run, 1.0) for run in range(3)]
     some[0].reward = some[1].reward = None

@@ -210,6 +210,7 @@ async def step_of(experiment: Experiment, groups: int) -> None:
         await anext(stream)
 
 
+@pytest.mark.long
 async def test_a_plan_waits_for_delivery_and_hears_of_it_from_another_store(store_url: str) -> None:
     async with opened(store_url, max_waiting_groups=2) as experiment, opened(store_url) as other:
         writer = experiment.writer("e0")
@@ -258,6 +259,7 @@ async def test_a_sealed_batch_without_runs_does_not_count(store_url: str) -> Non
             await run_strategy(experiment, "grpo")
 
 
+@pytest.mark.long
 async def test_staleness_waits_for_commits_and_for_newer_weights(store_url: str) -> None:
     async with opened(store_url, max_staleness=0) as experiment:
         writer = experiment.writer("e0")

@@ -84,6 +84,7 @@ def test_search_and_export_go_on_behind_what_is_damaged(
     assert [row["reward"] for row in found[:RUNS]] == [0.0, 1.0, 0.0, 1.0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", HOW)
 def test_a_comparison_goes_on_behind_what_is_damaged(
     cli: Cli,  # noqa: F811

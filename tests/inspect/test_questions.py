@@ -203,6 +203,7 @@ async def test_groups_are_ordered_by_what_is_asked(story: Story) -> None:
     assert [group.deviation is None for group in by_deviation] == [*[False] * 4, True]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("per_page", [1, 2, 256])
 async def test_groups_are_ordered_before_they_are_cut(
     story: Story, resize: Resize, per_page: int

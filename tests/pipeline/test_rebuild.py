@@ -210,6 +210,7 @@ async def test_others_see_all_of_the_change_or_none(sqlite_story: Story) -> None
     assert sqlite_story.name == "sort"
 
 
+@pytest.mark.long
 async def test_writers_go_on_while_projections_are_rebuilt(story: Story) -> None:
     await unguarded(story.url, lambda tx: tx.execute(update(experience).values(reward=0.25)))
     stages: Counter[str] = Counter()

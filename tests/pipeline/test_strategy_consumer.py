@@ -84,6 +84,7 @@ async def test_units_are_whole_groups_and_steps_count_the_calls(store_url: str) 
         await assert_conserved(experiment)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("unit", [Watcher, BatchWatcher])
 async def test_a_seal_closes_what_is_incomplete(store_url: str, unit: type[Watcher]) -> None:
     async with opened(store_url) as experiment:

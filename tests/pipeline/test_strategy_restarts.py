@@ -211,6 +211,7 @@ async def test_a_killed_consumer_is_followed_by_one_that_goes_on(
     assert (await problems_of(store_url)) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [2, 6])
 async def test_competing_consumers_of_one_name_decide_each_unit_once(
     store_url: str, number: int

@@ -21,6 +21,7 @@ async def annotated(experiment: Experiment, name: str = "grpo") -> None:
     await run_strategy(experiment, "grpo", name=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"follow": True, "wait_for_set": False}])
 async def test_it_is_refused_where_it_does_not_wait_and_registers_nothing(
     store_url: str, options: dict[str, bool]

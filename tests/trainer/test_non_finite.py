@@ -142,6 +142,7 @@ LOSSES = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plant", LOSSES)
 def test_a_step_that_is_not_finite_changes_no_weight_and_its_commit_says_so(
     plant: str, sqlite_url: str, tmp_path: Path
