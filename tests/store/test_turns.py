@@ -66,6 +66,11 @@ class Other:
         self.begin(what)
         assert self.done() == what
 
+    def stop(self) -> None:
+        """Stop all of its threads."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
     def wait_in_line(self) -> None:
         """Have it wait for the turn that somebody else has."""
         self.begin("take")
@@ -140,8 +145,7 @@ def test_a_turn_is_not_taken_from_who_is_slow_to_wake(store: Path) -> None:
     with others(store, 2) as (first, second):
         first.do("take")
         second.wait_in_line()
-        second.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, second.process.pid, os.WSTOPPED | os.WNOWAIT)
+        second.stop()
         first.do("give back")
         first.wait_in_line()
         second.process.send_signal(signal.SIGCONT)
@@ -171,7 +175,7 @@ def test_who_got_no_turn_in_time_goes_ahead_and_gives_back_what_comes_late(
     monkeypatch.setattr(turns, "PATIENCE_S", 0.01)
     with others(store, 2) as (stopped, third):
         stopped.do("take")
-        stopped.process.send_signal(signal.SIGSTOP)
+        stopped.stop()
         for _ in range(3):
             mine.take()
             mine.give_back()
@@ -188,8 +192,7 @@ def test_who_is_stopped_in_the_line_costs_the_others_their_patience_once(
     with others(store, 2) as (first, stopped):
         first.do("take")
         stopped.wait_in_line()
-        stopped.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, stopped.process.pid, os.WSTOPPED | os.WNOWAIT)
+        stopped.stop()
         first.do("give back")
         mine.take()
         mine.give_back()

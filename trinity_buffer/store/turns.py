@@ -1,4 +1,4 @@
-"""Whose turn it is to write to a SQLite file: first come, first served, among all processes.
+"""Processes take turns to write to a SQLite file, nearly in the order in which they came.
 
 SQLite lets those who wait for a writer ask again after longer and longer pauses: who has just
 written is the first to ask again, and somebody waits for seconds. The kernel keeps those who wait
@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Condition, Thread
 
 PATIENCE_S = 2.0
-"""A turn takes milliseconds: when none comes for so long, somebody was stopped in his."""
+"""A turn takes milliseconds: when none comes for so long, somebody was stopped in theirs."""
 
 _TURN, _NEXT = 1 << 60, (1 << 60) + 1
 """The bytes that are locked, far behind what the log will ever hold."""
@@ -104,7 +104,7 @@ class Turns:
             lockf(file, LOCK_EX, 1, _NEXT)
             lockf(file, LOCK_EX, 1, _TURN)
             got = True
-        with self._state:  # first, whoever waits: with each call others of its process go on
+        with self._state:  # to the end: who closes the file meanwhile waits for it
             self._waits = False
             self._mine = got and self._wanted
             self._state.notify()
