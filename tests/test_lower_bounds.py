@@ -36,6 +36,7 @@ def test_the_contract_holds_on_the_oldest_releases(tmp_path: Path) -> None:
             "-m",
             "pytest",
             *options,
+            f"--basetemp={tmp_path / 'tests'}",  # several that tidy up one folder trip
             *(f"tests/contract/{name}" for name in CONTRACT),
         ),
         cwd=ROOT,

@@ -33,6 +33,7 @@ from tests.plants.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300
+SAID = "said.txt"
 
 
 @contextmanager
@@ -75,9 +76,10 @@ def _child(root: Path, fault: Fault, out: int) -> None:
         del sys.modules[name]
     signal.alarm(LIMIT_S)
     seen = _FirstFailure()
-    options = ["-x", "-q", "-m", "not outside", "-p", "no:cacheprovider", *fault.test.split()]
-    with (root / "said.txt").open("w") as said, redirect_stdout(said), redirect_stderr(said):
-        code = int(pytest.main(options, plugins=[seen]))
+    # A folder of its own: where several pytest tidy one up, they trip over each other.
+    options = ["-x", "-q", "-m", "not outside", "-p", "no:cacheprovider", f"--basetemp={root}/tmp"]
+    with (root / SAID).open("w") as said, redirect_stdout(said), redirect_stderr(said):
+        code = int(pytest.main([*options, *fault.test.split()], plugins=[seen]))
     os.write(out, json.dumps([code, seen.test]).encode())
 
 
@@ -89,13 +91,18 @@ def red_test(root: Path, fault: Fault) -> tuple[int, str]:
         if child == 0:
             try:
                 _child(root, fault, out)
+            except BaseException as error:
+                os.write(out, json.dumps([-1, f"pytest broke off: {error!r}"]).encode())
+                raise
             finally:
                 os._exit(1)
         os.close(out)
         with os.fdopen(answer) as told:
             text = told.read()
         os.waitpid(child, 0)
-    code, test = json.loads(text) if text else (-1, f"no answer in {LIMIT_S} s")
+    if not text:
+        text = json.dumps([-1, f"no answer in {LIMIT_S} s; it said {(root / SAID).read_text()!r}"])
+    code, test = json.loads(text)
     return code, test
 
 
