@@ -1,7 +1,7 @@
 """Trinity Buffer beside other people's experience stores, in one interleaved run.
 
 python -m benchmarks.peers              # all; the first time, their packages are installed
-python -m benchmarks.peers --peers bare_sqlite,files --repetitions 1 --experiences 256
+python -m benchmarks.peers --peers bare_sqlite,files --repetitions 1 --experiences 512
 python -m benchmarks.peers --record     # kept, and in docs/performance.md
 
 Each measurement is of a new store, with processes of its own. In each round each store has its
@@ -28,8 +28,8 @@ from benchmarks.peers.protocol import Job
 from benchmarks.performance import PAGE, RECORD, record
 from benchmarks.provenance import provenance
 
-MULTIPLE = 256
-"""Two writers with whole calls each, and whole steps."""
+MULTIPLE = 512
+"""Two writers with whole calls each, and two whole steps."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

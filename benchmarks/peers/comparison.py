@@ -24,17 +24,29 @@ LIMIT_S = 400.0
 OPERATIONS = {
     "write": Job("", "write", 4096),
     "read": Job("", "read", 4096),
+    "uncommitted": Job("", "read", 4096, commits=False),
     "pass": Job("", "pass", 4096, writers=2),
     "latency": Job("", "pass", 1280, writers=2, per_write=8, per_decision=8, per_read=8, rate=200),
 }
 CASES = {
     "write": "write, 64 a call",
     "read": "read and commit, 256 a step",
+    "uncommitted": "read and commit nothing, 256 a step",
     "pass": "end to end, two writers",
     "latency": "write to delivered at 200/s",
 }
+SHARES = {
+    "write": ("",),
+    "read": (", steady", ", with the opening"),
+    "uncommitted": (", steady",),
+    "pass": ("",),
+    "latency": (", p50", ", p99"),
+}
+"""Operation -> which figures it has: of each, the end of its name."""
 SHOWN: dict[str, Callable[[Measured], float]] = {
     "": lambda one: one.per_s,
+    ", steady": lambda one: one.steady_per_s,
+    ", with the opening": lambda one: one.per_s,
     ", p50": lambda one: one.p50_ms,
     ", p99": lambda one: one.p99_ms,
 }
@@ -111,11 +123,12 @@ def figures(
     operation: str, store: Store, backend: str, ours: Sequence[Measured], other: Sequence[Measured]
 ) -> Iterator[Figure]:
     """Yield ours beside another store, of the same rounds."""
-    shares = (", p50", ", p99") if operation == "latency" else ("",)
-    for share in shares:
+    for share in SHARES[operation]:
         case = f"{CASES[operation]}{share}: {store.title}"
         own, their = ([SHOWN[share](one) for one in some] for some in (ours, other))
-        yield _figure(case, backend, "ms" if share else "experiences/s", own, their)
+        yield _figure(
+            case, backend, "ms" if operation == "latency" else "experiences/s", own, their
+        )
 
 
 def _figure(

@@ -33,12 +33,15 @@ class Measured:
 
     Attributes:
         per_s: experiences a second.
+        steady_per_s: those that came after the first step, which waits for what is opened with it;
+            0 where nothing is read alone.
         p50_ms, p99_ms: from the call of ``write`` to the batch; 0 where nothing passed through.
     """
 
     per_s: float
     p50_ms: float = 0.0
     p99_ms: float = 0.0
+    steady_per_s: float = 0.0
 
 
 class UnfinishedError(Exception):
@@ -79,8 +82,12 @@ def _result(job: Job, spans: Sequence[Span]) -> Measured:
     last = "writer" if job.operation == "write" else "trainer"
     ends = [span for span in spans if span.role == last]
     seconds = max(span.ended for span in ends) - min(span.began for span in spans)
-    if job.operation != "pass":
+    if job.operation == "write":
         return Measured(job.experiences / seconds)
+    if job.operation == "read":
+        (span,) = ends
+        later = (span.rows - span.first_rows) / (span.ended - span.first_ended)
+        return Measured(job.experiences / seconds, steady_per_s=later)
     delays = [1e3 * delay for span in ends for delay in span.delays]
     return Measured(job.experiences / seconds, percentile(delays, 0.5), percentile(delays, 0.99))
 

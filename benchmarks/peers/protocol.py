@@ -32,6 +32,7 @@ class Job:
         writers: how many processes write.
         per_write, per_decision, per_read: experiences of a call of ``write``, ``decide``, ``read``.
         rate: experiences a second of all writers, 0: as fast as the store lets them.
+        commits: whether our trainer commits each step; others have nothing to commit.
     """
 
     module: str
@@ -43,6 +44,7 @@ class Job:
     per_decision: int = 64
     per_read: int = 256
     rate: float = 0.0
+    commits: bool = True
 
 
 class StoreClient:

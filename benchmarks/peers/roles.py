@@ -29,6 +29,7 @@ class Span(NamedTuple):
     Attributes:
         ended: when the last of its rows was there.
         delays: of each row that was read, from the call of ``write`` on, in seconds.
+        first_rows, first_ended: what the first call of ``read`` gave, and when.
     """
 
     role: Role
@@ -36,6 +37,8 @@ class Span(NamedTuple):
     ended: float
     rows: int
     delays: tuple[float, ...] = ()
+    first_rows: int = 0
+    first_ended: float = 0.0
 
 
 def play(role: Role, number: int, job: Job, address: Any, gate: Barrier, results: Any) -> None:
@@ -121,6 +124,7 @@ def _train(client: StoreClient, number: int, job: Job, gate: Barrier) -> Span:  
     began = ended = time.monotonic()
     delays: list[float] = []
     samples = []
+    first: tuple[int, float] | None = None
     while len(delays) < job.experiences and time.monotonic() - began < LIMIT_S:
         batch = client.read(job.per_read)
         if batch is None:
@@ -128,9 +132,10 @@ def _train(client: StoreClient, number: int, job: Job, gate: Barrier) -> Span:  
             continue
         ended = time.monotonic()
         delays += [ended - at for at in batch.written_at]
+        first = first or (len(delays), ended)
         samples.append(_sample(batch))
     _require_all(job, samples)
-    return Span("trainer", began, ended, len(delays), tuple(delays))
+    return Span("trainer", began, ended, len(delays), tuple(delays), *(first or (0, began)))
 
 
 def _sample(batch: Batch) -> torch.Tensor:

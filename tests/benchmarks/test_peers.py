@@ -25,7 +25,7 @@ from benchmarks.peers.roles import PLAYED, WrongRowsError
 from benchmarks.peers.rollouts import Batch, padded, rollouts, scores
 
 FOREIGN = {name: store for name, store in STORES.items() if store.lock is not None}
-SMALL = ["--peers", "bare_sqlite,files", "--repetitions", "1", "--experiences", "256"]
+SMALL = ["--peers", "bare_sqlite,files", "--repetitions", "1", "--experiences", "512"]
 
 
 @pytest.mark.long
@@ -34,9 +34,9 @@ def test_a_small_comparison_has_a_figure_for_each_operation_and_store() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert len(found) == 10  # two stores; three rates, two shares of the delays
+    assert len(found) == 14  # two stores; five rates, two shares of the delays
     assert all(row["ours"] > 0 and row["limit"] > 0 for row in found.values())
-    assert found["write to delivered at 200/s, p99: plain files"]["experiences"] == 256
+    assert found["write to delivered at 200/s, p99: plain files"]["experiences"] == 512
     assert {row["seed"] for row in found.values()} == {0}
 
 
@@ -91,7 +91,9 @@ class Repeating(StoreClient):
 
 def test_a_trainer_notices_what_it_was_given_twice() -> None:
     job = Job("", "read", 32, per_read=16)
-    assert PLAYED["trainer"](Repeating(16, 0), 0, job, Barrier(1)).rows == 32
+    span = PLAYED["trainer"](Repeating(16, 0), 0, job, Barrier(1))
+    assert (span.rows, span.first_rows) == (32, 16)
+    assert span.began < span.first_ended < span.ended
     with pytest.raises(WrongRowsError, match="rows came that are repeated"):
         PLAYED["trainer"](Repeating(16, 16), 0, job, Barrier(1))
 
@@ -137,9 +139,9 @@ def test_the_table_has_a_line_for_each_figure() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (["--experiences", "100"], "--experiences 100: give a multiple of 256"),
+        (["--experiences", "100"], "--experiences 100: give a multiple of 512"),
         (["--peers", "redis"], "no redis: there are bare_sqlite, files, "),
-        (["--only", "crash"], "no crash: there are write, read, pass, latency"),
+        (["--only", "crash"], "no crash: there are write, read, uncommitted, pass, latency"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -30,12 +30,12 @@ TASKS_PER_BATCH = 32
 
 
 @contextmanager
-def serving(folder: Path, job: Job) -> Iterator[str]:
-    """Make a store and its experiment; yield its URL."""
+def serving(folder: Path, job: Job) -> Iterator[tuple[str, bool]]:
+    """Make a store and its experiment; yield its URL, and whether the trainer commits."""
     with site(job.backend, folder) as place:
         url = place.new_url()
         asyncio.run(_make(url))
-        yield url
+        yield url, job.commits
 
 
 async def _make(url: str) -> None:
@@ -46,8 +46,8 @@ async def _make(url: str) -> None:
 class Client(StoreClient):
     """An explorer, a strategy or a trainer."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, address: tuple[str, bool]) -> None:
+        self._url, self._commits = address
         self._runner = asyncio.Runner()
         self._opened, self._streams = AsyncExitStack(), ExitStack()
         self._actor = f"explorer-{os.getpid()}"
@@ -110,7 +110,7 @@ class Client(StoreClient):
         return self._stream
 
     def _commit(self) -> None:
-        if self._stream is not None and self._trained is not None:
+        if self._stream is not None and self._trained is not None and self._commits:
             self._stream.commit(self._trained)
         self._trained = None
 
