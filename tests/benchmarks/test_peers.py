@@ -98,6 +98,7 @@ def test_a_trainer_notices_what_it_was_given_twice() -> None:
         PLAYED["trainer"](Repeating(16, 16), 0, job, Barrier(1))
 
 
+@pytest.mark.long
 def test_what_cannot_be_installed_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -152,7 +152,7 @@ def _write(url: str, number: int) -> None:
     asyncio.run(work())
 
 
-@pytest.mark.parametrize("processes", [4, pytest.param(16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("processes", [2, pytest.param(16, marks=pytest.mark.long)])
 def test_many_processes_write_and_none_finds_it_locked(sqlite_url: str, processes: int) -> None:
     """Whoever had ended with "database is locked" would have another exit code than 0."""
     asyncio.run(_create(sqlite_url))

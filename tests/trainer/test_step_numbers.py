@@ -35,7 +35,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "gspo": {},
     "jsd": {},
 }
-USUAL = {("grpo", 3), ("dpo", 2)}
+USUAL = {("grpo", 3)}
 
 
 @pytest.mark.parametrize(
