@@ -80,23 +80,25 @@ async def require_checkpoint_of(
     Raises:
         CheckpointError: there is no such checkpoint; the message names those that there are.
     """
-    found = await database.read(trainer_queries.steps, experiment, trainer.name)
-    live = [row for row in found[: trainer.committed_step] if row.checkpoint is not None]
-    paths = {row.step: _path_of(row, database.folder) for row in live}
-    wanted = next((row for row in live if row.step == step), None)
     if step == 0:
         return
+    read, of = database.read, (experiment, trainer.name)
+    rows = await read(trainer_queries.steps, *of, after=step - 1, limit=1)
+    wanted = next((row for row in rows if row.step <= trainer.committed_step), None)
     lacks = "has no checkpoint committed at that step"
-    if wanted is not None and paths[step].exists():
-        found_digest = await anyio.to_thread.run_sync(digest_of, paths[step])
-        if wanted.checkpoint_digest in (None, found_digest):
-            return
-        lacks = f"committed {wanted.checkpoint}, whose content is another now (restore it)"
-    elif wanted is not None:
-        lacks = (
-            f"committed {wanted.checkpoint}, which is gone (`train --keep-checkpoints` keeps it)"
-        )
-    there = [str(number) for number, path in paths.items() if number != step and path.exists()]
+    if wanted is not None and wanted.checkpoint is not None:
+        lacks = f"committed {wanted.checkpoint}, "
+        path = _path_of(wanted, database.folder)
+        if path.exists():
+            found_digest = await anyio.to_thread.run_sync(digest_of, path)
+            if wanted.checkpoint_digest in (None, found_digest):
+                return
+            lacks += "whose content is another now (restore it)"
+        else:
+            lacks += "which is gone (`train --keep-checkpoints` keeps it)"
+    live = (await read(trainer_queries.steps, *of))[: trainer.committed_step]
+    others = (row for row in live if row.step != step and row.checkpoint is not None)
+    there = [str(row.step) for row in others if _path_of(row, database.folder).exists()]
     raise CheckpointError(
         f"resume_from={step}: trainer {trainer.name!r} {lacks}; the last committed step is "
         f"{trainer.committed_step}, there are checkpoints of {', '.join(there[-10:]) or 'none'}"
