@@ -113,3 +113,20 @@ def test_a_file_that_is_gone_before_the_first_checkpoint_is_no_traceback(
     beside.close()
     (record,) = caplog.records
     assert record.getMessage().endswith("gone.db: unable to open database file")
+
+
+def test_who_reads_only_for_a_moment_is_not_told_of_as_a_reader(
+    tmp_path: Path, resize: Resize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resize(wal_pages_limit=1)
+    (tmp_path / "a.db-wal").write_bytes(bytes(3 * sqlite.PAGE_SIZE_BYTES))
+    looks = [{(11, 124), (12, 125)}, {(11, 124), (12, 126)}, {(11, 124)}, {(11, 124), (12, 125)}]
+    monkeypatch.setattr(write_ahead_log, "_read_locks", lambda _: looks.pop(0) if looks else set())
+    held = write_ahead_log.log_state(tmp_path / "a.db")
+    assert held.readers == (11,)
+    assert "a reader holds an old state open (pid 11)" in held.told()
+    assert held.remedy == "end the process that reads"
+    free = write_ahead_log.log_state(tmp_path / "a.db")
+    assert free.readers == ()
+    assert "no other process that is seen here holds an old state open" in free.told()
+    assert free.remedy.startswith("look again when the writers pause")

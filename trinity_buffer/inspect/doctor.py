@@ -76,9 +76,9 @@ async def examine(store: Store, experiment: str | None = None) -> Examination:
     here: list[Here] = []
     stuck: list[Stuck] = []
     if database.dialect == "sqlite":
-        state = log_state(database.path)
+        state = await database.compute(log_state, database.path)
         if state.has_grown:
-            stuck.append(Stuck("", state.told(), None, "end the process that reads"))
+            stuck.append(Stuck("", state.told(), None, state.remedy))
     names = await store.experiments()
     opened = [await store.experiment(name) for name in names]
     experts = {one.config.get("expert_experiment") for one in opened}

@@ -111,7 +111,7 @@ async def overview(store: Store, experiment: str | None = None) -> Overview:
     parts = await database.read(inspection.segment_parts)
     growth = None
     if database.dialect == "sqlite":
-        state = log_state(database.path)
+        state = await database.compute(log_state, database.path)
         size += state.size_bytes
         growth = state.told() if state.has_grown else None
     version = f"{'SQLite' if database.dialect == 'sqlite' else 'PostgreSQL'} {database.version}"

@@ -17,7 +17,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ class LogState:
     Attributes:
         size_bytes: on disk.
         limit_bytes: at which writers copy it into the database; it stays near that.
-        readers: numbers of the processes of this machine that read right now, but this one.
+        readers: where it has grown, numbers of the other processes of this machine that hold one
+            state open all the while.
     """
 
     size_bytes: int
@@ -49,12 +51,22 @@ class LogState:
 
     def told(self) -> str:
         """Return what keeps it so long, as people say it."""
-        who = ", ".join(map(str, self.readers)) or "a process of another container"
         size, limit = self.size_bytes >> 20, self.limit_bytes >> 20
+        said = f"the write-ahead log has {size} MiB where {limit} are usual: "
+        if self.readers:
+            who = ", ".join(map(str, self.readers))
+            return f"{said}a reader holds an old state open (pid {who}); end its read transaction"
         return (
-            f"the write-ahead log has {size} MiB where {limit} are usual: a reader holds an old "
-            f"state open (readers now: pid {who}); end its read transaction"
+            f"{said}no other process that is seen here holds an old state open; a reader of "
+            "another container may, or writers leave it no pause in which to begin anew"
         )
+
+    @property
+    def remedy(self) -> str:
+        """What ends that."""
+        if self.readers:
+            return "end the process that reads"
+        return "look again when the writers pause: if it stays, end the reader in another container"
 
 
 def log_state(path: Path) -> LogState:
@@ -63,24 +75,39 @@ def log_state(path: Path) -> LogState:
     log = path.with_name(f"{path.name}-wal")
     size = log.stat().st_size if log.exists() else 0
     limit = sizes().wal_pages_limit * PAGE_SIZE_BYTES
-    return LogState(size, limit, _readers(path.with_name(f"{path.name}-shm")))
+    state = LogState(size, limit, ())
+    return replace(state, readers=_readers(path)) if state.has_grown else state
 
 
-def _readers(shared: Path, locks: Path = Path("/proc/locks")) -> tuple[int, ...]:
+def _readers(path: Path) -> tuple[int, ...]:
+    """Return who reads at each of several looks: who writes reads, too, but only for a moment."""
+    shared = path.with_name(f"{path.name}-shm")
+    held = _read_locks(shared)
+    for _ in range(LOOKS - 1):
+        if held:
+            time.sleep(LOOK_AGAIN_S)
+            held &= _read_locks(shared)
+    return tuple(sorted({pid for pid, _ in held}))
+
+
+def _read_locks(shared: Path, locks: Path = Path("/proc/locks")) -> set[tuple[int, int]]:
+    """Return the number of each other process that reads now, and which byte it has locked."""
     try:
         inode, lines = shared.stat().st_ino, locks.read_text().splitlines()
     except OSError:
-        return ()
+        return set()
     found = set()
     for line in lines:
         fields = line.split()  # 1: POSIX ADVISORY READ pid major:minor:inode start end
         if len(fields) == 8 and fields[5].rpartition(":")[2] == str(inode):
             pid, start = int(fields[4]), int(fields[6])
             if start in _READ_LOCKS and pid > 0 and pid != os.getpid():
-                found.add(pid)
-    return tuple(sorted(found))
+                found.add((pid, start))
+    return found
 
 
+LOOKS, LOOK_AGAIN_S = 4, 0.02
+"""How often, and after how many seconds, it is seen who still reads."""
 PAUSE_S = 0.25
 """How long commits are collected before the log is looked at."""
 
