@@ -85,6 +85,13 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "a span of deliveries": lambda tx: comparison.rows_of(
         tx, 1, comparison.Span("delivery", "t", 1 << 20, 2 << 20, "")
     ),
+    "deliveries of a part": lambda tx: comparison.holds_for(
+        tx, 1, [comparison.Part("delivery", "t", 0, 5, [(1, "t", "", 1 << 20, 1)])]
+    ),
+    "rejections of a part": lambda tx: comparison.holds_for(
+        tx, 1, [comparison.Part("rejection", "s", 0, 5, [(1, "s", 1 << 20, "late", 3)])]
+    ),
+    "an actor's batches": lambda tx: queries.batches_of_actor(tx, 1, "e0"),
     "refused_runs": lambda tx: queries.refused_runs(tx, 1, [("b", "t")], cursor=9),
 }
 
@@ -94,6 +101,11 @@ WALKS = (
 )
 WALKS_OF = {
     "a span of deliveries": ("(experiment=? AND consumer=?)",),
+    "deliveries of a part": (
+        "(experiment=? AND consumer=?)",
+        "(experiment=? AND consumer=? AND source=?)",
+    ),
+    "rejections of a part": ("(experiment=? AND consumer=?)",),
     "a commit": ("(experiment=? AND consumer=?)", "(experiment=? AND consumer=? AND step<?)"),
     "rare kinds": ("event USING PRIMARY KEY (experiment=? AND position>? AND position<?)",),
 }

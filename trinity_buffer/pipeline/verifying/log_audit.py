@@ -119,7 +119,7 @@ class LogAudit:
             try:
                 if not self._quick:
                     self._tell(self.cross.take(stored.position, fact))
-                self._read(stored.position, fact)
+                self._read(stored.position, fact, stored.actor)
             except (LookupError, TypeError, ValueError, ArithmeticError) as error:
                 what = f"its body has not the form of {stored.kind}: {error!r}"
                 self._wrong("log", stored.position, what)
@@ -142,10 +142,10 @@ class LogAudit:
         self.position = stored.position
         self.events += 1
 
-    def _read(self, position: int, fact: Fact) -> None:  # noqa: C901, PLR0912, PLR0915 - one case per kind
+    def _read(self, position: int, fact: Fact, actor: str) -> None:  # noqa: C901, PLR0912, PLR0915 - one case per kind
         match fact:
             case BatchPlanned():
-                self._planned(fact)
+                self._planned(fact, actor)
             case BatchSealed():
                 self._sealed(position, fact)
             case ExperiencesRecorded():
@@ -235,9 +235,10 @@ class LogAudit:
         if any(version is not None for version in columns.policy_version):
             self._states |= {("", counters.LOWEST_VERSION), ("", counters.HIGHEST_VERSION)}
 
-    def _planned(self, fact: BatchPlanned) -> None:
+    def _planned(self, fact: BatchPlanned, actor: str) -> None:
         batch, tasks, rollouts = str(fact.batch), fact.tasks, fact.rollouts_per_group
         self._batches.add(batch)
+        self._states.add(("", counters.planned_by(actor)))
         self._counts["plan"] += len(tasks)
         runs = product((batch,), map(str, tasks), range(rollouts))
         self._planned_runs.append(np.fromiter(map(hash, runs), np.int64, len(tasks) * rollouts))

@@ -178,7 +178,7 @@ class Expectation:
         found = self._batch(fact.batch, actor)
         found |= {"rollouts_per_group": fact.rollouts_per_group, "planned_at": position}
         found["planned_groups"] = len(fact.tasks)
-        self._counts.planned(fact)
+        self._counts.planned(fact, actor)
         made = rows.plan_rows(self.experiment, fact, self._planned + 1)
         self._planned += len(made)
         self._add(plan, made, self._planned)
