@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import assert_never
 
 import numpy as np
@@ -41,10 +40,11 @@ from trinity_buffer.events import (
     UnknownEvent,
 )
 from trinity_buffer.pipeline.event_chain import EventChain
-from trinity_buffer.pipeline.verifying.addresses import Addresses, Integers, joined, lacking
+from trinity_buffer.pipeline.verifying.addresses import Addresses, Integers, lacking
 from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.names import Names
+from trinity_buffer.pipeline.verifying.planned_runs import PlannedRuns
 from trinity_buffer.pipeline.verifying.trainer_audit import TrainerAudit
 from trinity_buffer.store import counters
 from trinity_buffer.store.log import StoredEvent
@@ -100,8 +100,7 @@ class LogAudit:
         self._strategies: dict[str, _Strategy] = {}
         self._recorded = Addresses()
         self._scores: dict[str, Addresses] = {}
-        self._runs = Names()
-        self._planned_runs: list[Integers] = []
+        self._runs = PlannedRuns()
         self._held: Counter[str] = Counter()
         self._states: set[tuple[str, str]] = set()  # of which there are counters
         self._batches: set[str] = set()
@@ -220,10 +219,10 @@ class LogAudit:
         columns, refused = fact.columns, fact.refused
         count = len(columns)
         batches = list(map(str, columns.batch))
-        self.uids.add(columns.uids(), count)
+        self.uids.add(columns.uids())
         if self.contents is not None:
-            self.contents.add(zip(columns.uids(), columns.digest, strict=True), count)
-        self._runs.add(zip(batches, map(str, columns.task), columns.run, strict=True), count)
+            self.contents.add(zip(columns.uids(), columns.digest, strict=True))
+        self._runs.recorded(batches, columns.task, columns.run)
         self._counts["experience"] += count
         self.experiences += count
         addresses = np.arange(count, dtype=np.int64) + first_address(position)
@@ -236,12 +235,11 @@ class LogAudit:
             self._states |= {("", counters.LOWEST_VERSION), ("", counters.HIGHEST_VERSION)}
 
     def _planned(self, fact: BatchPlanned, actor: str) -> None:
-        batch, tasks, rollouts = str(fact.batch), fact.tasks, fact.rollouts_per_group
+        batch = str(fact.batch)
         self._batches.add(batch)
         self._states.add(("", counters.planned_by(actor)))
-        self._counts["plan"] += len(tasks)
-        runs = product((batch,), map(str, tasks), range(rollouts))
-        self._planned_runs.append(np.fromiter(map(hash, runs), np.int64, len(tasks) * rollouts))
+        self._counts["plan"] += len(fact.tasks)
+        self._runs.planned(batch, fact.tasks, fact.rollouts_per_group)
 
     def _sealed(self, position: int, fact: BatchSealed) -> None:
         batch = str(fact.batch)
@@ -249,6 +247,7 @@ class LogAudit:
         if self._held[batch] != fact.expected:
             what = f"batch {batch!r} was sealed with {fact.expected} experiences"
             self._wrong("log", position, f"{what}, recorded before were {self._held[batch]}")
+        self._runs.sealed(batch)
 
     def _strategy(self, position: int, name: str, seen: int | None) -> _Strategy:
         if name not in self._strategies:
@@ -348,11 +347,7 @@ class LogAudit:
 
     def stored_runs(self) -> int:
         """Return how many planned (batch, task, run) the log has experiences of."""
-        planned = joined(self._planned_runs)
-        planned.sort()
-        again = np.zeros(len(planned), np.bool_)
-        again[1:] = planned[1:] == planned[:-1]
-        return int(np.count_nonzero(~self._runs.lacking(planned) & ~again))
+        return self._runs.stored()
 
 
 def _below(addresses: Integers, end: int) -> Integers:

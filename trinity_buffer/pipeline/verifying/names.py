@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from trinity_buffer.pipeline.verifying.addresses import Integers, joined, lacking
+from trinity_buffer.pipeline.verifying.addresses import Integers, lacking
 
 
 class Names:
@@ -18,22 +19,22 @@ class Names:
     """
 
     def __init__(self) -> None:
-        self._parts: list[Integers] = []
-        self._sorted: Integers | None = None
+        self._hashes = array("q")  # it grows where it is; parts would be copied to be joined
+        self._in_order = True
 
-    def add(self, texts: Iterable[object], count: int) -> None:
-        """Add ``count`` hashable ``texts``."""
-        self._parts.append(np.fromiter(map(hash, texts), np.int64, count))
-        self._sorted = None
+    def add(self, texts: Iterable[object]) -> None:
+        """Add hashable ``texts``."""
+        self._hashes.extend(map(hash, texts))
+        self._in_order = False
 
     @property
     def hashes(self) -> Integers:
-        """All of them in order, as often as they were added."""
-        if self._sorted is None:
-            self._sorted = joined(self._parts)
-            self._parts = [self._sorted]
-            self._sorted.sort()
-        return self._sorted
+        """All of them in order, as often as they were added; of no use once there are more."""
+        found = np.frombuffer(self._hashes, np.int64)
+        if not self._in_order:
+            found.sort()
+            self._in_order = True
+        return found
 
     def repeated(self) -> set[int]:
         """Return the hashes that were added more than once."""

@@ -29,21 +29,25 @@ _OTHER_EXPERIMENT = 1 << 56
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A manifest with its columns as compressed bytes, for a later dealing."""
+    """A manifest with its columns as compressed differences, for a later dealing."""
 
     shell: Manifest
-    columns: tuple[bytes, ...]
+    rows: int
+    columns: bytes
 
     @classmethod
     def of(cls, manifest: Manifest) -> _Kept:
         of_rows = (manifest.annotations, manifest.experiences, manifest.groups, manifest.source)
-        arrays = (np.array(column, np.int64) for column in of_rows)
+        steps = [np.diff(np.array(column, np.int64), prepend=0) for column in of_rows]
         bare = replace(manifest, annotations=(), experiences=(), groups=(), source=())
-        return cls(bare, tuple(zlib.compress(array.tobytes(), 1) for array in arrays))
+        columns = zlib.compress(np.concatenate(steps).tobytes(), 1)
+        return cls(bare, len(manifest.annotations), columns)
 
     def manifest(self) -> Manifest:
-        arrays = (np.frombuffer(zlib.decompress(c), np.int64) for c in self.columns)
-        annotations, experiences, groups, source = (tuple(array.tolist()) for array in arrays)
+        steps = np.frombuffer(zlib.decompress(self.columns), np.int64)
+        parts = np.split(steps, [self.rows, 2 * self.rows, 3 * self.rows])
+        columns = (tuple(np.cumsum(part).tolist()) for part in parts)
+        annotations, experiences, groups, source = columns
         return replace(
             self.shell,
             annotations=annotations,

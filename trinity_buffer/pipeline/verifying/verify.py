@@ -34,8 +34,9 @@ from trinity_buffer.pipeline.verifying.segment_audit import check_segments
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.asking import conservation
 from trinity_buffer.store.auditing import comparison
-from trinity_buffer.store.auditing.comparison import Part, changing_rows, holds_for
+from trinity_buffer.store.auditing.comparison import Part, changing, holds_for
 from trinity_buffer.store.auditing.expectation import Expectation
+from trinity_buffer.store.auditing.fingerprint import Fingerprint
 from trinity_buffer.store.auditing.scratch import Unfoldable
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import address_of, written_as
@@ -92,7 +93,7 @@ class _Snapshot:
     """What the projections said in one transaction."""
 
     rows: dict[str, int]
-    changing: dict[str, list[comparison.Row]]
+    changing: dict[str, Fingerprint]
     strategies: tuple[conservation.StrategyCounts, ...]
     trainers: tuple[conservation.TrainerCounts, ...]
     plans: conservation.PlanCounts
@@ -171,7 +172,7 @@ class _Verification:
         consumers = queries.consumers(tx, self._key).values()
         return _Snapshot(
             comparison.counts(tx, self._key),
-            {} if self._quick else changing_rows(tx, self._key),
+            {} if self._quick else changing(tx, self._key),
             tuple(
                 conservation.of_strategy(tx, self._key, row)
                 for row in consumers

@@ -32,6 +32,7 @@ from sqlalchemy.types import NULLTYPE
 from typing_extensions import override
 
 from trinity_buffer.sizes import sizes
+from trinity_buffer.store.auditing.fingerprint import Fingerprint
 from trinity_buffer.store.tables import (
     PROJECTIONS,
     CanonicalJSON,
@@ -318,13 +319,15 @@ def counts(tx: Transaction, experiment: int) -> dict[str, int]:
 _CHANGING = (configuration, batch, consumer, step, counter, assigned_reward, archived)
 
 
-def changing_rows(tx: Transaction, experiment: int) -> dict[str, list[Row]]:
-    """Return the live rows that `Expectation.holds_for_changing` compares."""
-    found = {}
-    for table in (*_CHANGING, waiting):
-        query = select(*_raw(table)).where(table.c.experiment == experiment)
-        found[table.name] = [tuple(row) for row in tx.execute(query).all()]
-    return found
+def changing(tx: Transaction, experiment: int) -> dict[str, Fingerprint]:
+    """Return of the live rows what `Expectation.holds_for_changing` compares."""
+    return {
+        table.name: Fingerprint.of(
+            tuple(row)
+            for row in tx.execute(select(*_raw(table)).where(table.c.experiment == experiment))
+        )
+        for table in (*_CHANGING, waiting)
+    }
 
 
 def holds_for(tx: Transaction, experiment: int, parts: Sequence[Part]) -> bool:

@@ -8,8 +8,9 @@ experiences are asked in seconds: who differs, and how, `comparison` says after 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, assert_never
 
 from sqlalchemy import Table
@@ -44,8 +45,9 @@ from trinity_buffer.events import (
 from trinity_buffer.identity import Key
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import rows
-from trinity_buffer.store.auditing.comparison import Part, Row, equal
+from trinity_buffer.store.auditing.comparison import Part, Row
 from trinity_buffer.store.auditing.expected_counts import ExpectedCounts
+from trinity_buffer.store.auditing.fingerprint import Fingerprint
 from trinity_buffer.store.rows import first_address
 from trinity_buffer.store.tables import (
     annotation,
@@ -281,48 +283,48 @@ class Expectation:
         for address, reward in zip(fact.experiences, fact.rewards, strict=True):
             self._rewards[fact.scoring, address] = reward
 
-    def _changing(self) -> dict[str, list[Row]]:
+    def _changing(self) -> dict[str, Iterator[Row]]:
         """Return the rows of the tables whose rows later events change, all but `waiting`."""
         single = [self._configuration] if self._configuration is not None else []
         consumers = self._consumers.values()
-        steps = [row for one in consumers for row in one.steps.values()]
+        steps = (row for one in consumers for row in one.steps.values())
         kept: dict[Table, Iterable[Mapping[str, Any]]] = {
             configuration: [{**row, "config": _text_of(row["config"])} for row in single],
             batch: self._batches.values(),
             consumer: [{**c.row, "config": _text_of(c.row["config"])} for c in consumers],
-            step: [{**row, "rows_by_rank": _text_of(row["rows_by_rank"])} for row in steps],
+            step: ({**row, "rows_by_rank": _text_of(row["rows_by_rank"])} for row in steps),
             counter: self._counts.rows(),
-            assigned_reward: [
+            assigned_reward: (
                 {"scoring": scoring, "address": address, "reward": reward}
                 for (scoring, address), reward in self._rewards.items()
-            ],
-            archived: [
+            ),
+            archived: (
                 {"segment": key, "position": position, "uri": uri}
                 for key, (position, uri) in self._archived.items()
-            ],
+            ),
         }
-        return {table.name: [self._row(table, row) for row in rows] for table, rows in kept.items()}
+        return {table.name: map(partial(self._row, table), rows) for table, rows in kept.items()}
 
     def _row(self, table: Table, row: Mapping[str, Any]) -> Row:
         names = [column.name for column in table.c][1:]
         return (self.experiment, *(row[name] for name in names))
 
     def holds_for_changing(
-        self, live: Mapping[str, list[Row]], undecided: Mapping[str, Sequence[int]]
+        self, live: Mapping[str, Fingerprint], undecided: Mapping[str, Sequence[int]]
     ) -> bool:
         """Return whether rows that events change were as the log left them.
 
         Args:
-            live: what `changing_rows` read when the log ended where this was taken in up to.
+            live: what `changing` saw when the log ended where this was taken in up to.
             undecided: strategy -> addresses that it has seen and not decided.
         """
         expected = self._changing()
-        expected[waiting.name] = [
+        expected[waiting.name] = (
             (self.experiment, name, address)
             for name, addresses in undecided.items()
             for address in addresses
-        ]
-        return all(equal(name, live[name], rows) for name, rows in expected.items())
+        )
+        return all(live[name] == Fingerprint.of(rows) for name, rows in expected.items())
 
 
 def _last_address(position: int) -> int:
