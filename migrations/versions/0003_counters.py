@@ -1,4 +1,4 @@
-"""Counters of what is asked often, of batches what is planned and stored, and which are open.
+"""Counters of what is asked often, and how many rollouts of a batch are planned and stored.
 
 Written out, not made from `store.tables`: that module goes on, this revision stays what it was.
 """
@@ -18,8 +18,6 @@ depends_on = None
 COUNTS = (
     "SELECT experiment, '', kind, count(*) FROM event "
     "WHERE kind IN ('ExperiencesRecorded', 'ExperiencesAnnotated') GROUP BY experiment, kind",
-    "SELECT experiment, '', 'planned by: ' || actor, count(*) FROM batch "
-    "WHERE planned_at IS NOT NULL GROUP BY experiment, actor",
     "SELECT experiment, '', 'recorded', count(*) FROM experience GROUP BY experiment",
     "SELECT experiment, '', 'lowest version', min(policy_version) FROM experience "
     "WHERE policy_version IS NOT NULL GROUP BY experiment",
@@ -94,13 +92,6 @@ def upgrade() -> None:
     )
     op.add_column("batch", sa.Column("planned_groups", sa.BigInteger(), nullable=True))
     op.add_column("batch", sa.Column("stored_rollouts", sa.BigInteger(), nullable=True))
-    op.create_index(
-        "ix_batch_open",
-        "batch",
-        ["experiment", "actor", "planned_at"],
-        sqlite_where=sa.text("sealed_at IS NULL"),
-        postgresql_where=sa.text("sealed_at IS NULL"),
-    )
     for count in COUNTS:
         rows = op.get_bind().execute(sa.text(count)).all()
         made = [
@@ -118,7 +109,6 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Take back what 0003 added."""
-    op.drop_index("ix_batch_open", "batch")
     op.drop_column("batch", "stored_rollouts")
     op.drop_column("batch", "planned_groups")
     op.drop_table("counter")

@@ -32,8 +32,6 @@ from trinity_buffer.store.transaction import Transaction
 PLAIN = (
     "SELECT '', kind, count(*) FROM event WHERE kind LIKE 'Experiences%' "
     "AND kind <> 'ExperiencesRejected' GROUP BY kind",
-    "SELECT '', 'planned by: ' || actor, count(*) FROM batch WHERE planned_at IS NOT NULL "
-    "GROUP BY actor",
     "SELECT '', 'recorded', count(*) FROM experience HAVING count(*) > 0",
     "SELECT '', 'lowest version', min(policy_version) FROM experience "
     "HAVING min(policy_version) IS NOT NULL",

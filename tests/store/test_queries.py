@@ -91,7 +91,6 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "rejections of a part": lambda tx: comparison.holds_for(
         tx, 1, [comparison.Part("rejection", "s", 0, 5, [(1, "s", 1 << 20, "late", 3)])]
     ),
-    "an actor's batches": lambda tx: queries.batches_of_actor(tx, 1, "e0"),
     "refused_runs": lambda tx: queries.refused_runs(tx, 1, [("b", "t")], cursor=9),
 }
 

@@ -47,17 +47,12 @@ ANNOTATED, ROWS = "annotated", "rows"
 LOWEST_VERSION, HIGHEST_VERSION = "lowest version", "highest version"
 """Of the policies that generated something."""
 
-_REJECTED, _PLANNED = "rejected: ", "planned by: "
+_REJECTED = "rejected: "
 
 
 def rejected_for(reason: str) -> str:
     """Return the state of what a consumer rejected, or was refused at the door, for ``reason``."""
     return _REJECTED + reason
-
-
-def planned_by(actor: str) -> str:
-    """Return the state of the batches that an actor planned."""
-    return _PLANNED + actor
 
 
 def key_of(state: str) -> str:
@@ -82,11 +77,6 @@ def reasons(numbers: Numbers, consumer: str) -> dict[str, int]:
         if name == consumer and state.startswith(_REJECTED)
     }
     return dict(sorted(found.items()))
-
-
-def of_planned(actor: str) -> Numbers:
-    """Return what an event adds that plans a batch."""
-    return {("", planned_by(actor)): 1}
 
 
 def of_recorded(facts: Iterable[ExperiencesRecorded]) -> Numbers:
@@ -164,20 +154,6 @@ def counted_of(tx: Transaction, experiment: int, consumer: str) -> Numbers:
 _OF_ONE = Prepared(
     select(counter.c.state, counter.c.number).where(
         counter.c.experiment == bindparam("of"), counter.c.consumer == bindparam("by")
-    )
-)
-
-
-def planned_batches(tx: Transaction, experiment: int, actor: str) -> int:
-    """Return how many batches an actor planned."""
-    return int(_ONE.value(tx, of=experiment, by="", key=key_of(planned_by(actor))) or 0)
-
-
-_ONE = Prepared(
-    select(counter.c.number).where(
-        counter.c.experiment == bindparam("of"),
-        counter.c.consumer == bindparam("by"),
-        counter.c.key == bindparam("key"),
     )
 )
 

@@ -157,7 +157,6 @@ def _planned(
         "stored_rollouts": None,
     }
     tx.execute(insert(batch), row)
-    counters.add(tx, experiment, counters.of_planned(actor))
     last = select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == experiment)
     first = int(tx.execute(last).scalar_one()) + 1
     tx.add(plan, rows.plan_rows(experiment, fact, first))

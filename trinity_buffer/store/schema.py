@@ -214,7 +214,7 @@ def create(tx: Transaction, name: str) -> None:
     if tx.dialect.name == "postgresql":
         tx.execute(text(f"SELECT pg_advisory_xact_lock({_CREATE_LOCK})"))
         # Said in `tables`, it would load SQLAlchemy's drivers of PostgreSQL for SQLite too.
-        for index in (*tables.event.indexes, *tables.batch.indexes):
+        for index in tables.event.indexes:
             index.kwargs["postgresql_where"] = index.kwargs["sqlite_where"]
     if inspect(tx, name):
         return

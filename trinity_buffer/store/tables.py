@@ -142,13 +142,6 @@ batch = Table(
     Column("planned_groups", BigInteger),  # None: never planned
     # planned rollouts that are stored; None before the seal, until when it is counted when asked
     Column("stored_rollouts", BigInteger),
-    Index(
-        "ix_batch_open",
-        "experiment",
-        "actor",
-        "planned_at",
-        sqlite_where=text("sealed_at IS NULL"),  # on PostgreSQL too, see `schema.create`
-    ),
     sqlite_with_rowid=False,
 )
 

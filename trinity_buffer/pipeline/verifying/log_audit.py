@@ -118,7 +118,7 @@ class LogAudit:
             try:
                 if not self._quick:
                     self._tell(self.cross.take(stored.position, fact))
-                self._read(stored.position, fact, stored.actor)
+                self._read(stored.position, fact)
             except (LookupError, TypeError, ValueError, ArithmeticError) as error:
                 what = f"its body has not the form of {stored.kind}: {error!r}"
                 self._wrong("log", stored.position, what)
@@ -141,10 +141,10 @@ class LogAudit:
         self.position = stored.position
         self.events += 1
 
-    def _read(self, position: int, fact: Fact, actor: str) -> None:  # noqa: C901, PLR0912, PLR0915 - one case per kind
+    def _read(self, position: int, fact: Fact) -> None:  # noqa: C901, PLR0912, PLR0915 - one case per kind
         match fact:
             case BatchPlanned():
-                self._planned(fact, actor)
+                self._planned(fact)
             case BatchSealed():
                 self._sealed(position, fact)
             case ExperiencesRecorded():
@@ -234,10 +234,9 @@ class LogAudit:
         if any(version is not None for version in columns.policy_version):
             self._states |= {("", counters.LOWEST_VERSION), ("", counters.HIGHEST_VERSION)}
 
-    def _planned(self, fact: BatchPlanned, actor: str) -> None:
+    def _planned(self, fact: BatchPlanned) -> None:
         batch = str(fact.batch)
         self._batches.add(batch)
-        self._states.add(("", counters.planned_by(actor)))
         self._counts["plan"] += len(fact.tasks)
         self._runs.planned(batch, fact.tasks, fact.rollouts_per_group)
 

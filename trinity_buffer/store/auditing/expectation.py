@@ -180,7 +180,7 @@ class Expectation:
         found = self._batch(fact.batch, actor)
         found |= {"rollouts_per_group": fact.rollouts_per_group, "planned_at": position}
         found["planned_groups"] = len(fact.tasks)
-        self._counts.planned(fact, actor)
+        self._counts.planned(fact)
         made = rows.plan_rows(self.experiment, fact, self._planned + 1)
         self._planned += len(made)
         self._add(plan, made, self._planned)

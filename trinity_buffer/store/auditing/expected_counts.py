@@ -27,15 +27,14 @@ class ExpectedCounts:
         self._runs: dict[str, dict[str, int]] = {}  # batch -> task -> a bit for each run
         self._unplanned: set[str] = set()
 
-    def planned(self, fact: BatchPlanned, actor: str) -> None:
-        """Take in the plan of an actor.
+    def planned(self, fact: BatchPlanned) -> None:
+        """Take in a plan.
 
         Raises:
             ValueError: it came after rollouts, as old versions let it; which ones is not known.
         """
         if str(fact.batch) in self._unplanned:
             raise ValueError("a batch was planned after something was recorded of it")
-        self._numbers["", counters.planned_by(actor)] += 1
         self._runs[str(fact.batch)] = dict.fromkeys(map(str, fact.tasks), 0)
 
     def recorded(self, fact: ExperiencesRecorded, batches: Batches) -> None:
