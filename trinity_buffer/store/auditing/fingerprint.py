@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import isnan
 from typing import Any
 
 BITS = 128
@@ -33,5 +34,7 @@ class Fingerprint:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
-        return None if value != value else int(value) if value.is_integer() else value  # noqa: PLR0124 - NaN is the one value that differs from itself
+        if isnan(value):
+            return None
+        return int(value) if value.is_integer() else value
     return int(value) if isinstance(value, bool) else value
