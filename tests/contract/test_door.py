@@ -273,13 +273,14 @@ def test_every_key_of_a_run_is_known_to_the_door() -> None:
 async def record(experiment: Experiment, experiences: list[Experience]) -> None:
     """Record ``experiences`` past the door, as older versions did."""
     encoded, key = encode_experiences(experiences), segments.new_key()
+    store = experiment.database.segments
     families = {family: len(blob) for family, blob in encoded.families.items()}
     fact = ExperiencesRecorded(
         segment=key, families=families, columns=ExperienceColumns(**encoded.meta), refused={}
     )
 
     def append(tx: Transaction) -> None:
-        segments.write(tx, segments.rows_of(key, encoded.families))
+        store.take_in(tx, store.put(key, encoded.families))
         log.append(tx, experiment.key, [new_event(fact)], actor="old", now_us=now_us())
 
     await experiment.database.write(append)

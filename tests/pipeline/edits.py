@@ -136,7 +136,8 @@ def segment_gone(family: str) -> Edit:
 
 
 def segment_added(tx: Transaction) -> None:
-    segments.write(tx, segments.rows_of(segments.new_key(), {"light": b"what is this?"}))
+    store = segments.TableSegments()
+    store.take_in(tx, store.put(segments.new_key(), {"light": b"what is this?"}))
 
 
 def sql(statement: str) -> Edit:

@@ -30,7 +30,6 @@ from trinity_buffer.pipeline.history.restoring import restore
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.sizes import resized
-from trinity_buffer.store import segments
 from trinity_buffer.store.tables import event, segment
 
 
@@ -98,7 +97,7 @@ async def test_a_segment_that_no_event_archived_cannot_be_deleted(store_url: str
         await experiment.writer("e0").write(_group(0))
         event = await anext(experiment.events(kinds=["ExperiencesRecorded"]))
         with pytest.raises(StoreError, match="archive it first"):
-            await store.database.write(segments.delete, [event.body["segment"]])
+            await store.database.write(store.database.segments.delete, [event.body["segment"]])
 
 
 @pytest.mark.long

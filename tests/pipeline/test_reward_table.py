@@ -122,7 +122,7 @@ def recorded(experiences: Sequence[Experience], sizes: Sequence[int]) -> dict[in
 def by_experiences(
     make: Made, groups: Sequence[Group], experiences: Sequence[Experience]
 ) -> Decision:
-    staged, verdicts = StagedWriter(), Verdicts("some")
+    staged, verdicts = StagedWriter(), Verdicts("some", segments.TableSegments())
     strategy, by_address = make(staged), {e.address: e for e in experiences}
 
     async def add_all() -> None:
@@ -142,7 +142,10 @@ def place(e: Experience) -> tuple[Any, ...]:
 
 
 def by_rewards(make: Made, groups: Sequence[Group], events: dict[int, Any]) -> Decision:
-    verdicts, score = Verdicts("some"), make(StagedWriter()).from_rewards()
+    verdicts, score = (
+        Verdicts("some", segments.TableSegments()),
+        make(StagedWriter()).from_rewards(),
+    )
     assert score is not None
     verdicts.concern(groups)
     found = verdicts_of(table_of(groups, events), len(groups), score)
@@ -153,7 +156,7 @@ def said(decision: Decision) -> list[Any]:
     """Return all that is committed, but for the key of the segment; numbers with their signs."""
     facts: list[Any] = [one.fact for one in decision.events]
     plain = [replace(f, segment=b"") if isinstance(f, ExperiencesAnnotated) else f for f in facts]
-    blobs = [(row["family"], row["data"]) for row in decision.segment_rows]
+    blobs = [(row.family, row.data) for row in decision.segment_rows]
     return [repr(plain), blobs, decision.annotated, decision.rejected, decision.reasons]
 
 
@@ -225,13 +228,14 @@ async def annotated(experiment: Experiment, name: str) -> list[Any]:
 async def record(experiment: Experiment, experiences: list[Experience]) -> None:
     """Record ``experiences`` as versions did that said nothing of scores."""
     encoded, key = encode_experiences(experiences), segments.new_key()
+    store = experiment.database.segments
     families = {family: len(blob) for family, blob in encoded.families.items()}
     fact = ExperiencesRecorded(
         segment=key, families=families, columns=ExperienceColumns(**encoded.meta), refused={}
     )
 
     def append(tx: Transaction) -> None:
-        segments.write(tx, segments.rows_of(key, encoded.families))
+        store.take_in(tx, store.put(key, encoded.families))
         log.append(tx, experiment.key, [new_event(fact)], actor="old", now_us=now_us())
 
     await experiment.database.write(append)

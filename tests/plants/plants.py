@@ -243,10 +243,10 @@ def the_door_is_open(patch: Patch) -> None:
 def nobody_looks_at_checksums(patch: Patch) -> None:
     """9: a blob is taken as it is."""
 
-    def joined(key: bytes, family: str, parts: Sequence[tuple[int, int, bytes]]) -> bytes:
+    def blob_of(key: bytes, family: str, parts: Sequence[tuple[int, int, bytes]]) -> bytes:
         return b"".join(data for _, _, data in parts)
 
-    patch.setattr(segments, "joined", joined)
+    patch.setattr(segments, "blob_of", blob_of)
 
 
 def damage_ends_the_stream(patch: Patch) -> None:

@@ -12,14 +12,8 @@ BLOB = bytes(range(11))
 
 
 def parts_of(blob: bytes) -> list[tuple[int, int, bytes]]:
-    found = []
-    for row in segments.rows_of(b"key", {"light": blob}):
-        part, checksum, data = row["part"], row["checksum"], row["data"]
-        assert isinstance(part, int)
-        assert isinstance(checksum, int)
-        assert isinstance(data, bytes)
-        found.append((part, checksum, data))
-    return found
+    rows = segments.TableSegments().put(b"key", {"light": blob})
+    return [(row.part, row.checksum, row.data) for row in rows]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 11, 12])
@@ -28,7 +22,7 @@ def test_a_blob_in_parts_of_any_size_comes_back(blob: bytes, size: int, resize: 
     resize(bytes_per_part=size)
     parts = parts_of(blob)
     assert len(parts) == max(1, -(-len(blob) // size))
-    assert segments.joined(b"key", "light", parts) == blob
+    assert segments.blob_of(b"key", "light", parts) == blob
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
@@ -38,4 +32,4 @@ def test_a_part_that_is_missing_before_the_last_is_damage(gone: int, resize: Res
     assert len(parts) == 4
     del parts[gone]
     with pytest.raises(DamagedSegmentError, match="part"):
-        segments.joined(b"key", "light", parts)
+        segments.blob_of(b"key", "light", parts)

@@ -11,13 +11,12 @@ from trinity_buffer.codec import Segment, decode_segment
 from trinity_buffer.errors import CodecError, DamagedSegmentError
 from trinity_buffer.events import WithSegment
 from trinity_buffer.inspect.source import Source
-from trinity_buffer.pipeline.archive_file import SegmentParts
 from trinity_buffer.pipeline.events import Event, decoded
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading.segments import read_segments
 from trinity_buffer.store import log, segments
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.transaction import ReadSession
+from trinity_buffer.store.transaction import ReadSession, SegmentParts
 
 Damage = CodecError | DamagedSegmentError
 
@@ -139,7 +138,7 @@ def _decoded(
     damaged: dict[bytes, Damage] = {}
     for key, family in ((key, family) for key, some in wanted.items() for family in some):
         try:
-            blob = segments.joined(key, family, parts.get((key, family), []))
+            blob = segments.blob_of(key, family, parts.get((key, family), []))
             found[key][family] = decode_segment(blob)
         except (CodecError, DamagedSegmentError) as error:
             damaged[key] = error

@@ -108,7 +108,7 @@ async def overview(store: Store, experiment: str | None = None) -> Overview:
         of = (await store.experiment(experiment)).key
     found = await database.read(_experiments, experiment, of)
     size = await database.read(inspection.size_bytes)
-    parts = await database.read(inspection.segment_parts)
+    parts = await database.read(database.segments.segment_parts)
     growth = None
     if database.dialect == "sqlite":
         state = await database.compute(log_state, database.path)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from trinity_buffer.errors import InvalidArgumentError, StoreError
@@ -27,9 +27,7 @@ from trinity_buffer.pipeline.archive_columns import (
     table_of,
 )
 from trinity_buffer.sizes import sizes
-
-SegmentParts: TypeAlias = dict[tuple[bytes, str], list[tuple[int, int, bytes]]]
-"""(key, family) -> its parts as (part, checksum, data), as they lie in the database."""
+from trinity_buffer.store.transaction import SegmentParts
 
 
 class ArchiveFile(NamedTuple):

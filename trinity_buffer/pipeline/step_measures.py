@@ -14,8 +14,8 @@ from trinity_buffer.codec import Column, content_digest, encode_segment
 from trinity_buffer.events import MEASURED_ROWS, MEASURED_TOKENS, StepMeasured
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.tensor_columns import columns_of
-from trinity_buffer.store import segments
 from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
 
 Numbers = npt.NDArray[np.float32]
 
@@ -36,21 +36,18 @@ class StepMeasures:
     tokens: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
 
-SegmentRows = list[dict[str, object]]
-
-
 def measured_events(
-    consumer: str, measures: Sequence[StepMeasures]
-) -> tuple[list[NewEvent], SegmentRows]:
-    """Return the events that record ``measures``, and the rows of their segments.
+    consumer: str, measures: Sequence[StepMeasures], store: SegmentStore
+) -> tuple[list[NewEvent], list[SegmentRow]]:
+    """Return the events that record ``measures``, and what was put into ``store`` for them.
 
     Encodes: call it off the event loop.
     """
     events: list[NewEvent] = []
-    rows: SegmentRows = []
+    rows: list[SegmentRow] = []
     for one in measures:
-        key, families = segments.new_key(), _families(one)
-        rows += segments.rows_of(key, families)
+        key, families = new_key(), _families(one)
+        rows += store.put(key, families)
         measured = StepMeasured(
             consumer=consumer,
             step=one.step,

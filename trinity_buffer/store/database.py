@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,10 @@ from trinity_buffer.store import schema, sqlite
 from trinity_buffer.store.access import Owner, StoreFiles, foreign_errors
 from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
 from trinity_buffer.store.postgres import Server
+from trinity_buffer.store.segments import SegmentStore, TableSegments
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.sqlite_seats import Seats, SQLiteTransaction
-from trinity_buffer.store.transaction import ReadSession, Session, Transaction
+from trinity_buffer.store.transaction import ReadSession, SegmentParts, Session, Transaction
 from trinity_buffer.store.turns import Turns
 from trinity_buffer.store.url import StoreURL, parse_url
 from trinity_buffer.store.write_ahead_log import Checkpointer
@@ -45,6 +46,7 @@ class Database:
         name: the URL without its password, for messages.
         path: the file of a SQLite store, whatever folder the process goes to later.
         version: of the database library or server.
+        segments: where the blobs of its segments are kept.
     """
 
     def __init__(self, url: URL, *, read_only: bool, durability: Durability) -> None:
@@ -55,6 +57,7 @@ class Database:
         self.read_only = read_only
         self.durability = durability
         self.version = ""
+        self.segments: SegmentStore = TableSegments()
         self._computing = anyio.CapacityLimiter(COMPUTED_AT_ONCE)
         self._checkpointer = None if read_only else self._new_checkpointer()
         self._connections: Seats | Server
@@ -329,6 +332,9 @@ class _SeatSession:
     def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return f(*args, **kwargs)
 
+    def segments(self, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
+        return self._database.segments.get(self, keys, families)
+
 
 class _ServerSession:
     """A session on the event loop, whose plain calls wait for a server, or for a thread."""
@@ -348,6 +354,9 @@ class _ServerSession:
 
     def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await_only(self._database.compute(f, *args, **kwargs))
+
+    def segments(self, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
+        return self._database.segments.get(self, keys, families)
 
 
 @asynccontextmanager

@@ -20,7 +20,6 @@ from trinity_buffer.store.tables import (
     experience,
     lease,
     rejection,
-    segment,
     waiting,
 )
 from trinity_buffer.store.trainer_queries import guest_name
@@ -78,11 +77,6 @@ def size_bytes(tx: Transaction) -> int:
         return pages * int(tx.execute(text("PRAGMA page_size")).scalar_one())
     query = text("SELECT pg_database_size(current_database())")
     return int(tx.execute(query).scalar_one())
-
-
-def segment_parts(tx: Transaction) -> int:
-    """Return how many parts of segments the store has, of all experiments."""
-    return int(tx.execute(select(func.count()).select_from(segment)).scalar_one())
 
 
 def newest_groups(

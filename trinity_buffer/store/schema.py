@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import CheckConstraint, select, text
+from sqlalchemy import CheckConstraint, text
 from sqlalchemy import inspect as inspect_engine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from trinity_buffer.errors import SchemaOutdatedError, SchemaTooNewError, UnknownStoreError
 from trinity_buffer.store import tables
-from trinity_buffer.store.tables import metadata, segment
+from trinity_buffer.store.tables import metadata
 from trinity_buffer.store.transaction import Transaction
 
 _APPEND_ONLY = "the log is append-only"
@@ -393,8 +393,3 @@ def damaged_pages(tx: Transaction) -> list[str]:
         return []
     rows = tx.rows(f"PRAGMA integrity_check({_DAMAGES_TOLD})", ())
     return [str(row[0]) for row in rows if row[0] != "ok"]
-
-
-def segment_keys(tx: Transaction) -> set[bytes]:
-    """Return the keys of all segments in the database, of whatever experiment."""
-    return {bytes(key) for (key,) in tx.execute(select(segment.c.key).distinct())}

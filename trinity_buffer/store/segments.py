@@ -4,17 +4,98 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import xxhash
-from sqlalchemy import bindparam, select
+from sqlalchemy import bindparam, func, select
 from sqlalchemy import delete as sql_delete
+from typing_extensions import override
 
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.tables import archived, segment
-from trinity_buffer.store.transaction import Prepared, Transaction
+from trinity_buffer.store.transaction import Prepared, ReadSession, SegmentParts, Transaction
+
+
+class SegmentRow(NamedTuple):
+    """One part of a segment, as the table `segment` has it."""
+
+    key: bytes
+    family: str
+    part: int
+    checksum: int
+    data: bytes
+
+
+class SegmentStore(ABC):
+    """Where the blobs of segments are kept; each `Database` has one.
+
+    A blob is `put` before the transaction whose event names it and is part of the store once that
+    transaction, which takes in what `put` returned, has committed.
+    """
+
+    @abstractmethod
+    def put(self, key: bytes, families: Mapping[str, bytes]) -> list[SegmentRow]:
+        """Keep blobs; return what the transaction takes in. Takes long: not in a transaction."""
+
+    @abstractmethod
+    def take_in(self, tx: Transaction, rows: Sequence[SegmentRow]) -> None:
+        """Let what `put` returned be part of the store once ``tx`` commits."""
+
+    @abstractmethod
+    def get(self, s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
+        """Return the parts of some segments, unchecked; what is not there is left out."""
+
+    @abstractmethod
+    def delete(self, tx: Transaction, keys: Sequence[bytes]) -> None:
+        """Delete segments that an ``archived`` row names, once ``tx`` commits."""
+
+    @abstractmethod
+    def keys(self, tx: Transaction) -> set[bytes]:
+        """Return the keys of all segments, of whatever experiment."""
+
+    @abstractmethod
+    def segment_parts(self, tx: Transaction) -> int:
+        """Return how many parts there are, of all segments."""
+
+
+class TableSegments(SegmentStore):
+    """Segments in the table `segment`, beside the events that name them."""
+
+    @override
+    def put(self, key: bytes, families: Mapping[str, bytes]) -> list[SegmentRow]:
+        rows, size = [], sizes().bytes_per_part
+        for family, blob in families.items():
+            view = memoryview(blob)
+            for part, start in enumerate(range(0, max(len(blob), 1), size)):
+                data = view[start : start + size]
+                kept = blob if len(data) == len(blob) else bytes(data)
+                rows.append(SegmentRow(key, family, part, checksum(key, family, part, data), kept))
+        return rows
+
+    @override
+    def take_in(self, tx: Transaction, rows: Sequence[SegmentRow]) -> None:
+        tx.add(segment, rows)
+
+    @override
+    def get(self, s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
+        return s.read(_read, keys, families)
+
+    @override
+    def delete(self, tx: Transaction, keys: Sequence[bytes]) -> None:
+        # A trigger refuses those that no ``archived`` row names.
+        tx.execute(sql_delete(segment).where(segment.c.key.in_(keys)))
+
+    @override
+    def keys(self, tx: Transaction) -> set[bytes]:
+        return {bytes(key) for (key,) in tx.execute(select(segment.c.key).distinct())}
+
+    @override
+    def segment_parts(self, tx: Transaction) -> int:
+        return int(tx.execute(select(func.count()).select_from(segment)).scalar_one())
 
 
 def new_key() -> bytes:
@@ -39,40 +120,12 @@ def _holds(key: bytes, family: str, part: int, recorded: int, data: bytes) -> bo
     return int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True) == recorded
 
 
-def rows_of(key: bytes, families: Mapping[str, bytes]) -> list[dict[str, object]]:
-    """Return the rows that store ``families`` under ``key``. Computes: not in a transaction."""
-    rows, size = [], sizes().bytes_per_part
-    for family, blob in families.items():
-        view = memoryview(blob)
-        for part, start in enumerate(range(0, max(len(blob), 1), size)):
-            data = view[start : start + size]
-            whole = len(data) == len(blob)
-            rows.append(
-                {
-                    "key": key,
-                    "family": family,
-                    "part": part,
-                    "checksum": checksum(key, family, part, data),
-                    "data": blob if whole else bytes(data),
-                }
-            )
-    return rows
-
-
-def write(tx: Transaction, rows: Sequence[Mapping[str, object]]) -> None:
-    """Insert what `rows_of` made."""
-    tx.add(segment, [tuple(row.values()) for row in rows])
-
-
-def read(
-    tx: Transaction, keys: Sequence[bytes], families: Sequence[str]
-) -> dict[tuple[bytes, str], list[tuple[int, int, bytes]]]:
-    """Return (key, family) -> parts as (part, checksum, data), to be checked with `joined`."""
+def _read(tx: Transaction, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
     if not keys or not families:
         return {}
     values: dict[str, object] = {f"key{number}": key for number, key in enumerate(keys)}
     values |= {f"family{number}": family for number, family in enumerate(families)}
-    found: dict[tuple[bytes, str], list[tuple[int, int, bytes]]] = {}
+    found: SegmentParts = {}
     rows = _parts_of(len(keys), len(families)).rows(tx, **values)
     for key, family, part, recorded, data in rows:
         found.setdefault((key, family), []).append((part, recorded, data))
@@ -89,11 +142,6 @@ def _parts_of(keys: int, families: int) -> Prepared:
     return Prepared(query.order_by(segment.c.key, segment.c.family, segment.c.part))
 
 
-def delete(tx: Transaction, keys: Sequence[bytes]) -> None:
-    """Delete segments that an ``archived`` row names; a trigger refuses all others."""
-    tx.execute(sql_delete(segment).where(segment.c.key.in_(keys)))
-
-
 def archived_at(tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, tuple[int, str | None]]:
     """Return (position of the event, file) of those of ``keys`` that have left the database."""
     query = select(archived.c.segment, archived.c.position, archived.c.uri)
@@ -101,7 +149,7 @@ def archived_at(tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, tuple[int
     return {bytes(key): (int(position), uri) for key, position, uri in rows.all()}
 
 
-def joined(key: bytes, family: str, parts: Sequence[tuple[int, int, bytes]]) -> bytes:
+def blob_of(key: bytes, family: str, parts: Sequence[tuple[int, int, bytes]]) -> bytes:
     """Return the blob of ``parts``. Computes checksums: call it outside transactions.
 
     Raises:

@@ -10,7 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from sqlalchemy import (
     ARRAY,
@@ -37,6 +37,9 @@ from trinity_buffer.store.tables import SCHEMA_REVISION
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+SegmentParts: TypeAlias = dict[tuple[bytes, str], list[tuple[int, int, bytes]]]
+"""(key, family) -> its parts as (part, checksum, data), unchecked: `segments.blob_of` checks."""
 
 
 class TakenKeyError(StoreError):
@@ -107,6 +110,9 @@ class ReadSession(Protocol):
 
     def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(...)``, computed off the event loop while no transaction is open."""
+
+    def segments(self, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
+        """Return the parts of some segments, as `SegmentStore.get` does."""
 
 
 class Session(ReadSession, Protocol):

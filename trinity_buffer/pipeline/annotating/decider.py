@@ -113,7 +113,7 @@ class Decider:
     async def by_rewards(self, units: Sequence[ReadyUnit], events: Events) -> Decision:
         """Return what the strategy says of ``units`` by their rewards, from ``events``."""
         assert self._scorer is not None  # `split` has seen to that
-        verdicts = Verdicts(self._setup.name)
+        verdicts = self._no_verdicts()
         groups = [group for unit in units for group in self._whole_of(unit, verdicts)]
         assigned = await self._assigned([row for group in groups for row in group.members])
         self.calls += len(groups)
@@ -128,7 +128,7 @@ class Decider:
 
     async def by_experiences(self, units: Sequence[ReadyUnit], late: Sequence[int]) -> Decision:
         """Return what the strategy says of the experiences of ``units``; ``late`` is rejected."""
-        setup, verdicts = self._setup, Verdicts(self._setup.name)
+        setup, verdicts = self._setup, self._no_verdicts()
         verdicts.reject(late, "late")
         known = await self._reader.rows([row for unit in units for row in unit.addresses])
         for some in chunks(units, self._experiences_per_load):
@@ -153,6 +153,9 @@ class Decider:
             after=None if all(map(has_rows, units)) else self._reader.cursor,
         )
         return await anyio.to_thread.run_sync(encode)
+
+    def _no_verdicts(self) -> Verdicts:
+        return Verdicts(self._setup.name, self._experiment.database.segments)
 
     async def _load_readable(
         self, rows: Sequence[ExperienceRow], verdicts: Verdicts

@@ -20,9 +20,9 @@ from trinity_buffer.pipeline.annotating.reward_table import RowVerdicts
 from trinity_buffer.pipeline.annotation_encoding import encode_annotations, encode_scores
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.rejections import invalid
-from trinity_buffer.store import segments
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ExperienceRow
+from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
 from trinity_buffer.writer import StagedWriter
 
 _Kept = Mapping[str, Sequence[Experience]]
@@ -34,7 +34,7 @@ class Decision:
     """What is committed for some units: events, the segment that they refer to, and numbers."""
 
     events: list[NewEvent]
-    segment_rows: list[dict[str, object]]
+    segment_rows: list[SegmentRow]
     annotated: int
     rejected: int
     reasons: Counter[str]
@@ -58,6 +58,7 @@ class Verdicts:
 
     Attributes:
         strategy: name of the annotation set.
+        store: where what is annotated is put.
         reasons: address of an experience -> why it is rejected.
         planned: tid of a group -> whether it was planned.
         given: addresses that the strategy saw.
@@ -65,6 +66,7 @@ class Verdicts:
     """
 
     strategy: str
+    store: SegmentStore
     reasons: dict[int, str] = field(default_factory=dict)
     planned: dict[str, bool] = field(default_factory=dict)
     given: set[int] = field(default_factory=set)
@@ -191,10 +193,11 @@ class Verdicts:
     def _decision(
         self, kept: _Annotated, blob: bytes, *, seen: int, calls: int, after: int | None
     ) -> Decision:
-        events, rows = [], []
+        events: list[NewEvent] = []
+        rows: list[SegmentRow] = []
         if kept.addresses:
-            key = segments.new_key()
-            rows = segments.rows_of(key, {"annotation": blob})
+            key = new_key()
+            rows = self.store.put(key, {"annotation": blob})
             annotated = ExperiencesAnnotated(
                 consumer=self.strategy,
                 seen=seen,

@@ -41,7 +41,7 @@ from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import log, queries, reads, segments
+from trinity_buffer.store import log, queries, reads
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.writer import StagedWriter
 
@@ -245,7 +245,7 @@ class StrategyConsumer:
         reached("before-annotate")
 
         def commit(tx: Transaction) -> None:
-            segments.write(tx, decision.segment_rows)
+            database.segments.take_in(tx, decision.segment_rows)
             log.append(tx, key, decision.events, actor=self.name, now_us=now_us())
             reached("inside-annotate")
 

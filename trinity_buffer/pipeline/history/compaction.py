@@ -26,7 +26,6 @@ from trinity_buffer.identity import FAMILIES
 from trinity_buffer.pipeline.archive_columns import Written
 from trinity_buffer.pipeline.archive_file import (
     ArchiveFile,
-    SegmentParts,
     require_pyarrow,
     write_archive,
 )
@@ -34,13 +33,13 @@ from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
-from trinity_buffer.pipeline.loading.segments import joined
+from trinity_buffer.pipeline.loading.segments import blobs_of
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, retention, segments
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.retention import Held, Need
 from trinity_buffer.store.rows import position_of
-from trinity_buffer.store.transaction import Transaction, lock_experiment
+from trinity_buffer.store.transaction import SegmentParts, Transaction, lock_experiment
 
 FILES_AT_ONCE = 2
 """While one is compressed the next is read and encoded."""
@@ -172,7 +171,7 @@ class _Compaction:
         self, folder: Path, facts: Sequence[tuple[int, ExperiencesRecorded]]
     ) -> None:
         keys = [fact.segment for _, fact in facts]
-        parts = await self._database.read(segments.read, keys, tuple(FAMILIES))
+        parts = await self._database.read_session(lambda s: s.segments(keys, tuple(FAMILIES)))
         name = self._experiment.name
 
         def write() -> tuple[list[ExperiencesRecorded], ArchiveFile | None]:
@@ -193,10 +192,19 @@ class _Compaction:
         path, digest = made or (None, None)
         event = new_event(SegmentsArchived(segments=keys, uri=path, digest=digest))
         reached("before-compact")
-        await self._database.write(_forget, self._experiment.key, keys, event, self._actor)
+        await self._database.write(self._delete, keys, event)
         reached("after-compact")
         self._segments += len(keys)
         self._bytes += sum(sum(fact.families.values()) for fact in facts)
+
+    def _delete(self, tx: Transaction, keys: Sequence[bytes], event: log.NewEvent) -> None:
+        key = self._experiment.key
+        lock_experiment(tx, key)
+        if segments.archived_at(tx, keys):
+            raise StoreError("another process has compacted some of these segments: run it again")
+        log.append(tx, key, [event], actor=self._actor, now_us=now_us())
+        self._database.segments.delete(tx, keys)
+        reached("inside-compact")
 
 
 def _together(held: Sequence[Held]) -> Iterator[list[Held]]:
@@ -254,7 +262,7 @@ def _sound(facts: Sequence[tuple[int, ExperiencesRecorded]], parts: SegmentParts
     found = []
     for position, fact in facts:
         try:
-            families = joined(by_key.get(fact.segment, {})).get(fact.segment, {})
+            families = blobs_of(by_key.get(fact.segment, {})).get(fact.segment, {})
             one = Written(position, fact, families)
             rows = {segment.rows for segment in one.segments.values()}
         except (DamagedSegmentError, CodecError):
@@ -262,14 +270,3 @@ def _sound(facts: Sequence[tuple[int, ExperiencesRecorded]], parts: SegmentParts
         if {name: len(blob) for name, blob in families.items()} == fact.families:
             found += [one] if rows <= {fact.rows} else []
     return found
-
-
-def _forget(
-    tx: Transaction, experiment: int, keys: Sequence[bytes], event: log.NewEvent, actor: str
-) -> None:
-    lock_experiment(tx, experiment)
-    if segments.archived_at(tx, keys):
-        raise StoreError("another process has compacted some of these segments: run it again")
-    log.append(tx, experiment, [event], actor=actor, now_us=now_us())
-    segments.delete(tx, keys)
-    reached("inside-compact")

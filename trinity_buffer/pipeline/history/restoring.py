@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import anyio.to_thread
 
@@ -16,9 +15,10 @@ from trinity_buffer.pipeline.archive_file import read_archive
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
-from trinity_buffer.pipeline.loading.segments import joined
+from trinity_buffer.pipeline.loading.segments import blobs_of
 from trinity_buffer.store import log, retention, segments
 from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.segments import SegmentRow, SegmentStore
 from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 
@@ -62,29 +62,30 @@ async def restore(
     for number, (uri, keys) in enumerate(files.items()):
         progress("restore", number, len(files))
         path = uri if folder is None else str(folder / Path(uri).name)
-        rows = await anyio.to_thread.run_sync(_rows_in, path, keys)
+        rows = await anyio.to_thread.run_sync(_put, database.segments, path, keys)
         event = new_event(SegmentsRestored(segments=keys))
-        await database.write(_put_back, key, keys, rows, event, actor)
+        await database.write(_take_back, database.segments, key, keys, rows, event, actor)
         segments_back += len(keys)
-        bytes_back += sum(len(row["data"]) for row in rows)
+        bytes_back += sum(len(row.data) for row in rows)
     progress("restore", len(files), len(files))
     return RestoreReport(segments_back, bytes_back, tuple(files))
 
 
-def _rows_in(path: str, keys: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return the rows of `segment` that a file brings back."""
+def _put(store: SegmentStore, path: str, keys: Sequence[bytes]) -> list[SegmentRow]:
+    """Put what a file holds of some segments into ``store``; return what is to be taken in."""
     try:
-        found = joined(read_archive(path, keys, tuple(FAMILIES)))
+        found = blobs_of(read_archive(path, keys, tuple(FAMILIES)))
     except (StoreError, DamagedSegmentError) as error:
         raise InvalidArgumentError(f"restore from {path}: {error}") from error
-    return [row for key, families in found.items() for row in segments.rows_of(key, families)]
+    return [row for key, families in found.items() for row in store.put(key, families)]
 
 
-def _put_back(
+def _take_back(
     tx: Transaction,
+    store: SegmentStore,
     experiment: int,
     keys: Sequence[bytes],
-    rows: list[dict[str, Any]],
+    rows: Sequence[SegmentRow],
     event: NewEvent,
     actor: str,
 ) -> None:
@@ -92,4 +93,4 @@ def _put_back(
     if len(segments.archived_at(tx, keys)) < len(keys):
         raise StoreError("another process has restored some of these segments: run it again")
     log.append(tx, experiment, [event], actor=actor, now_us=now_us())
-    segments.write(tx, rows)
+    store.take_in(tx, rows)

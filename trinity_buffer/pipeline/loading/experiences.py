@@ -10,14 +10,13 @@ from trinity_buffer.codec import decode_segment
 from trinity_buffer.errors import CodecError, CodecVersionError, DamagedSegmentError
 from trinity_buffer.events import ExperiencesRecorded, WithSegment
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.archive_file import SegmentParts
 from trinity_buffer.pipeline.encoding import decode_experiences
 from trinity_buffer.pipeline.loading.event_cache import EventCache
-from trinity_buffer.pipeline.loading.segments import StoredSegments, joined, read_segments
+from trinity_buffer.pipeline.loading.segments import StoredSegments, blobs_of, read_segments
 from trinity_buffer.pipeline.spoken_wait import one_line
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
-from trinity_buffer.store.transaction import ReadSession
+from trinity_buffer.store.transaction import ReadSession, SegmentParts
 
 _logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ def _damaged(parts: SegmentParts, wanted: Mapping[bytes, Collection[str]]) -> li
 
 def _whole(key: bytes, parts: SegmentParts, families: Collection[str]) -> bool:
     try:
-        blobs = joined(parts).get(key, {})
+        blobs = blobs_of(parts).get(key, {})
         for blob in blobs.values():
             decode_segment(blob)
     except (CodecError, DamagedSegmentError):
@@ -122,7 +121,7 @@ def _decoded(
     families: Sequence[str],
 ) -> list[Experience]:
     """Return the experiences of ``rows``, whose events and segments are given."""
-    blobs = joined(found.parts)
+    blobs = blobs_of(found.parts)
     by_event: OrderedDict[int, list[ExperienceRow]] = OrderedDict()
     for row in rows:
         by_event.setdefault(position_of(row.address), []).append(row)

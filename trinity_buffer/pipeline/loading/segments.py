@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trinity_buffer.errors import ArchivedSegmentError, StoreError
-from trinity_buffer.pipeline.archive_file import SegmentParts, read_archive
+from trinity_buffer.pipeline.archive_file import read_archive
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import segments
-from trinity_buffer.store.transaction import ReadSession
+from trinity_buffer.store.transaction import ReadSession, SegmentParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class StoredSegments:
     """What was found of some segments.
 
     Attributes:
-        parts: unchecked, see `joined`; a family that a segment does not have is not in it.
+        parts: unchecked, see `blobs_of`; a family that a segment does not have is not in it.
         absent: key -> why, of those that have left the database and cannot be fetched.
     """
 
@@ -56,7 +56,7 @@ def read_segments(s: ReadSession, keys: Iterable[bytes], families: Sequence[str]
     size = sizes().segments_per_load
     for start in range(0, len(wanted), size):
         some = wanted[start : start + size]
-        found |= s.read(segments.read, some, families)
+        found |= s.segments(some, families)
     there = {key for key, _ in found}
     if gone := [key for key in wanted if key not in there]:
         fetched = _fetched(s, gone, families)
@@ -92,7 +92,7 @@ def _fetched(s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> 
     return StoredSegments(found, absent)
 
 
-def joined(parts: SegmentParts) -> dict[bytes, dict[str, bytes]]:
+def blobs_of(parts: SegmentParts) -> dict[bytes, dict[str, bytes]]:
     """Return key -> family -> blob. Computes checksums: call it off the event loop.
 
     Raises:
@@ -100,5 +100,5 @@ def joined(parts: SegmentParts) -> dict[bytes, dict[str, bytes]]:
     """
     found: dict[bytes, dict[str, bytes]] = {}
     for (key, family), some in parts.items():
-        found.setdefault(key, {})[family] = segments.joined(key, family, some)
+        found.setdefault(key, {})[family] = segments.blob_of(key, family, some)
     return found

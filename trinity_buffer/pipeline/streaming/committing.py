@@ -16,13 +16,13 @@ from trinity_buffer.events import PolicyPublished, StepsCommitted
 from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.step_measures import (
-    SegmentRows,
     StepMeasures,
     measured_events,
 )
 from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.segments import SegmentRow, SegmentStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +134,14 @@ class CommitRecords(NamedTuple):
     """What the transaction of a commit appends: events, and rows of the segments they name."""
 
     events: list[NewEvent]
-    segment_rows: SegmentRows
+    segment_rows: list[SegmentRow]
 
 
 async def commit_records(
-    commit: StepsCommitted, kept: Commit, measured: Sequence[StepMeasures] = ()
+    commit: StepsCommitted,
+    kept: Commit,
+    store: SegmentStore,
+    measured: Sequence[StepMeasures] = (),
 ) -> CommitRecords:
     """Write the files of a commit through to the disk; return what records it.
 
@@ -146,6 +149,7 @@ async def commit_records(
         commit: without its checkpoint.
         kept: the file or folder that holds the weights after its last step, and the file with those
             that explorers shall load as the version of that step.
+        store: where what was measured is put.
         measured: of its steps.
 
     Raises:
@@ -162,7 +166,7 @@ async def commit_records(
         events.append(new_event(published))
     if not measured:
         return CommitRecords(events, [])
-    told, rows = await anyio.to_thread.run_sync(measured_events, commit.consumer, measured)
+    told, rows = await anyio.to_thread.run_sync(measured_events, commit.consumer, measured, store)
     return CommitRecords(events + told, rows)
 
 

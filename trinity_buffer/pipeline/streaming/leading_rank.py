@@ -44,7 +44,7 @@ from trinity_buffer.pipeline.streaming.step_sampler import StepSampler
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
 from trinity_buffer.pipeline.streaming.train_step import StepMaker, TrainStep
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
-from trinity_buffer.store import queries, segments
+from trinity_buffer.store import queries
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ConsumerRow, StepRow
 from trinity_buffer.store.transaction import Session, Transaction
@@ -324,7 +324,7 @@ class LeadingRank:
             **skips(kept.skipped or {}),
         )
         measured = delivered.measured(steps)
-        records = await commit_records(commit, kept, measured)
+        records = await commit_records(commit, kept, self._database.segments, measured)
         reached("before-commit")
         await self._append_commit(records, steps)
         reached("after-commit")
@@ -333,7 +333,7 @@ class LeadingRank:
         name, key = self._options.consumer, self._experiment.key
 
         def append(tx: Transaction) -> None:
-            segments.write(tx, records.segment_rows)
+            self._database.segments.take_in(tx, records.segment_rows)
             self._lease.append(tx, records.events, committed=steps[0] - 1)
             reached("inside-commit")
 

@@ -15,19 +15,18 @@ from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, Unk
 from trinity_buffer.events import WithSegment
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
-from trinity_buffer.pipeline.archive_file import SegmentParts
 from trinity_buffer.pipeline.encoding import decode_annotations
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.blocks import Array, Block, Field, Value, blocks_of, stretches
 from trinity_buffer.pipeline.loading.event_cache import EventCache, Facts, facts_of, no_facts
 from trinity_buffer.pipeline.loading.experiences import load_experiences, unreadable_among
-from trinity_buffer.pipeline.loading.segments import joined, read_segments
+from trinity_buffer.pipeline.loading.segments import blobs_of, read_segments
 from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.tensor_columns import tensors_of
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.rows import position_of, slot_of
-from trinity_buffer.store.transaction import ReadSession
+from trinity_buffer.store.transaction import ReadSession, SegmentParts
 
 FAMILIES = ("light", "tokens", "heavy")
 ANNOTATION = ("annotation",)
@@ -260,7 +259,7 @@ class RowLoader:
         missing: Sequence[bytes],
         parts: SegmentParts,
     ) -> LoadedRows:
-        blobs = joined(parts)
+        blobs = blobs_of(parts)
         wanted = _families_of(events.values(), (*FAMILIES, *ANNOTATION))
         for key in missing:
             if key not in blobs or not wanted[key] <= blobs[key].keys():
@@ -385,7 +384,7 @@ def _annotate(
         key = events[position_of(address)].segment
         if key:
             places.setdefault(key, []).append(place)
-    blobs = joined(read_segments(s, places, ("annotation",)).all_parts())
+    blobs = blobs_of(read_segments(s, places, ("annotation",)).all_parts())
     for key, some in places.items():
         if key not in blobs:
             raise DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")

@@ -8,7 +8,7 @@ from pathlib import Path
 from trinity_buffer.errors import DamagedSegmentError, StoreError
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.pipeline.archive_file import digest_of, read_archive
-from trinity_buffer.pipeline.loading.segments import joined
+from trinity_buffer.pipeline.loading.segments import blobs_of
 from trinity_buffer.pipeline.verifying.findings import Problem
 
 
@@ -46,6 +46,6 @@ def _check(path: str, keys: list[bytes], digest: str | None, what: str) -> Itera
                 what = f"its sha256 is {found}, {what} with {digest}"
                 yield Problem("archives", path, what)
             return
-        joined(read_archive(path, keys, tuple(FAMILIES)))  # of a version that noted no digest
+        blobs_of(read_archive(path, keys, tuple(FAMILIES)))  # of a version that noted no digest
     except (OSError, StoreError, DamagedSegmentError) as error:
         yield Problem("archives", path, f"{what}, and {error}")

@@ -27,8 +27,7 @@ from trinity_buffer.sizes import sizes
 from trinity_buffer.store import segments
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import address_of, written_as
-
-Parts = dict[tuple[bytes, str], list[tuple[int, int, bytes]]]
+from trinity_buffer.store.transaction import SegmentParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +57,15 @@ async def check_segments(
     ]
     problems: list[tuple[bytes, Problem]] = []
     for some in _by_size(named):
-        families = sorted({family for one in some for family in one.fact.families})
-        parts = await database.read(segments.read, [one.key for one in some], families)
+        parts = await _parts_of(database, some)
         problems += await anyio.to_thread.run_sync(partial(_check, some, parts))
     return len(named), problems
+
+
+async def _parts_of(database: Database, named: Sequence[_Named]) -> SegmentParts:
+    keys = [one.key for one in named]
+    families = sorted({family for one in named for family in one.fact.families})
+    return await database.read_session(lambda s: s.segments(keys, families))
 
 
 def _by_size(named: Sequence[_Named]) -> Iterator[list[_Named]]:
@@ -78,17 +82,17 @@ def _by_size(named: Sequence[_Named]) -> Iterator[list[_Named]]:
         yield some
 
 
-def _check(named: Sequence[_Named], parts: Parts) -> list[tuple[bytes, Problem]]:
+def _check(named: Sequence[_Named], parts: SegmentParts) -> list[tuple[bytes, Problem]]:
     return [(one.key, problem) for one in named for problem in _check_one(one, parts)]
 
 
-def _check_one(one: _Named, parts: Parts) -> Iterator[Problem]:
+def _check_one(one: _Named, parts: SegmentParts) -> Iterator[Problem]:
     where = f"segment {one.key.hex()} of position {one.position}"
     decoded: list[Segment] = []
     blobs: list[bytes] = []
     for family, size in one.fact.families.items():
         try:
-            blob = segments.joined(one.key, family, parts.get((one.key, family), []))
+            blob = segments.blob_of(one.key, family, parts.get((one.key, family), []))
             if len(blob) != size:
                 what = f"family {family!r} has {len(blob)} bytes, its event says {size}"
                 yield Problem("segments", where, what)

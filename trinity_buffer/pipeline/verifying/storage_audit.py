@@ -26,7 +26,7 @@ async def look(database: Database, cross: CrossAudit, *, quick: bool) -> list[Pr
 
 async def _orphans(database: Database, cross: CrossAudit) -> list[Problem]:
     """Return the segments that no event of any experiment names."""
-    orphans = await database.read(schema.segment_keys) - cross.named
+    orphans = await database.read(database.segments.keys) - cross.named
     if not orphans:
         return []
     for key in (await database.read(log.experiment_names)).values():

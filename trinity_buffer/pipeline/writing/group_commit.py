@@ -19,9 +19,10 @@ from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import log, queries, segments
+from trinity_buffer.store import log, queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import NewEvent, Place
+from trinity_buffer.store.segments import SegmentRow, SegmentStore
 from trinity_buffer.store.transaction import Session, TakenKeyError, Transaction, lock_experiment
 
 
@@ -30,6 +31,7 @@ class PreparedWrite:
     """One call, or several as one, encoded: everything that computes has happened.
 
     Attributes:
+        segments: key -> blob of each column family.
         open_batches: whose experiences are not marked as refused already; a seal of one of them
             stops the call.
     """
@@ -38,7 +40,7 @@ class PreparedWrite:
     actor: str
     eids: Sequence[EID]
     events: Sequence[NewEvent]
-    segments: Sequence[Mapping[str, object]]
+    segments: Mapping[bytes, Mapping[str, bytes]]
     open_batches: frozenset[str]
 
 
@@ -86,14 +88,19 @@ class _Entry:
 class _Group:
     """Calls that share a transaction."""
 
-    def __init__(self, entries: Sequence[_Entry]) -> None:
+    def __init__(self, entries: Sequence[_Entry], store: SegmentStore) -> None:
         self.entries = entries
+        self.store = store
         self.rows = sum(entry.call.rows for entry in entries)
         self.writes: list[tuple[PreparedWrite, Sequence[_Entry]]] = []
+        self.segment_rows: list[SegmentRow] = []
         self.prepared = False
 
     def prepare(self) -> None:
-        """Find out what is to be committed, and for whom. Computes: not on the event loop."""
+        """Find out what is to be committed, and for whom; put its blobs into the store.
+
+        Computes: not on the event loop.
+        """
         self.prepared = True
         for some in _partners(self.entries):
             first, *others = [entry.call for entry in some]
@@ -106,6 +113,16 @@ class _Group:
                     self.writes.append((entry.call.prepare(), [entry]))
                 except Exception as error:  # noqa: BLE001 - handed to the caller it belongs to
                     entry.error = error
+        for write, _ in self.writes:
+            for key, families in write.segments.items():
+                self.segment_rows += self.store.put(key, families)
+
+    def append(
+        self, tx: Transaction, presence_of: Callable[[int, str], Presence]
+    ) -> dict[int, Place]:
+        """Record what was prepared; return the place of the last event of each, by its identity."""
+        self.store.take_in(tx, self.segment_rows)
+        return _append(tx, [write for write, _ in self.writes], presence_of)
 
 
 def _partners(entries: Sequence[_Entry]) -> list[list[_Entry]]:
@@ -195,7 +212,7 @@ class GroupCommit:
         return group
 
     async def _commit(self, entries: list[_Entry]) -> None:
-        group = _Group(entries)
+        group = _Group(entries, self._database.segments)
         try:
             if group.rows > sizes().rows_per_trip:
                 await self._database.compute(group.prepare)
@@ -227,7 +244,7 @@ class GroupCommit:
         def work(s: Session) -> dict[int, Place]:
             if not group.prepared:
                 s.compute(group.prepare)
-            return s.write(_append, [write for write, _ in group.writes], self.presence_of)
+            return s.write(group.append, self.presence_of)
 
         places = await self._database.session(work)
         for write, entries in group.writes:
@@ -235,7 +252,7 @@ class GroupCommit:
                 entry.outcome = Outcome(place=places[id(write)])
 
     async def _try_alone(self, entry: _Entry) -> None:
-        group = _Group([entry])
+        group = _Group([entry], self._database.segments)
         await self._database.compute(group.prepare)
         for write, _ in group.writes:  # none, if there is something wrong with it
             entry.outcome = await self._database.read(_known, write)
@@ -256,7 +273,6 @@ def _append(
 ) -> dict[int, Place]:
     """Record ``writes``; return the place of the last event of each, by its identity."""
     places: dict[int, Place] = {}
-    segments.write(tx, [row for write in writes for row in write.segments])
     writes.sort(key=lambda one: one.experiment)  # locks, always in one order
     for experiment, same in groupby(writes, key=lambda one: one.experiment):
         some = list(same)

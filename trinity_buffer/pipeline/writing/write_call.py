@@ -26,7 +26,7 @@ from trinity_buffer.pipeline.writing.validation import check_address, check_stor
 from trinity_buffer.rejections import invalid
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.log import NewEvent, Place
-from trinity_buffer.store.segments import new_key, rows_of
+from trinity_buffer.store.segments import new_key
 from trinity_buffer.writer import WriteReceipt
 
 OnInvalid = Literal["raise", "quarantine"]
@@ -39,7 +39,6 @@ class _Part:
     experiences: Sequence[Experience]
     encoded: EncodedWrite
     key: bytes
-    segment_rows: Sequence[Mapping[str, object]]
 
     def numbers_pass(self) -> bool:
         """Return whether the numbers are right in all of the experiences."""
@@ -166,7 +165,7 @@ class WriteCall:
             self._actor,
             [experience.eid for experience in experiences],
             [self._event(part) for part in parts],
-            [row for part in parts for row in part.segment_rows],
+            {part.key: part.encoded.families for part in parts},
             frozenset(str(experience.eid.batch) for experience in experiences) - self._late,
         )
 
@@ -218,8 +217,7 @@ def _encode(experiences: Sequence[Experience]) -> list[_Part]:
     size = sizes().rows_per_event
     for start in range(0, len(experiences), size):
         some = experiences[start : start + size]
-        encoded, key = encode_experiences(some), new_key()
-        parts.append(_Part(some, encoded, key, rows_of(key, encoded.families)))
+        parts.append(_Part(some, encode_experiences(some), new_key()))
     return parts
 
 
