@@ -47,9 +47,18 @@ STORES = {
     OURS: Store("Trinity Buffer", "benchmarks.peers.stores.trinity_buffer"),
     "bare_sqlite": Store("bare sqlite3", "benchmarks.peers.stores.bare_sqlite"),
     "files": Store("plain files", "benchmarks.peers.stores.files"),
+    "files_of_lists": Store(
+        "files of lists, msgspec",
+        "benchmarks.peers.stores.files_of_lists",
+        LOCKS / "msgspec",
+        "msgspec",
+    ),
     "reverb": Store("Reverb", "benchmarks.peers.stores.reverb", LOCKS / "reverb", "dm-reverb"),
     "torchrl": Store(
         "TorchRL memory map", "benchmarks.peers.stores.torchrl", LOCKS / "torchrl", "torchrl"
+    ),
+    "torchrl_ram": Store(
+        "TorchRL in memory", "benchmarks.peers.stores.torchrl_ram", LOCKS / "torchrl", "torchrl"
     ),
     "transferqueue": Store(
         "TransferQueue",

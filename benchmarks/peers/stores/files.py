@@ -1,8 +1,8 @@
 """Plain files: one per call of ``write``, renamed into place; readers list the folder.
 
-A file is a line of JSON and the arrays' own bytes, which is the limit of the approach: trainers
-that pass rollouts by files write lists or pickles. Nothing is synced to the disk, there is one
-reader of each folder, and where it has come to is known to it alone.
+A file is a line of JSON and the arrays' own bytes, which is the limit of the approach; what
+trainers write instead is in `files_of_lists`. Nothing is synced to the disk, there is one reader of
+each folder, and where it has come to is known to it alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ Stage = Literal["written", "decided"]
 STAGES: tuple[Stage, ...] = ("written", "decided")
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
+    """A rollout, with its advantage once that is known."""
+
     rollout: Rollout
     advantage: float | None
 
@@ -46,15 +48,15 @@ class Client(StoreClient):
         self._folder = folder
         self._seen: dict[Stage, set[str]] = {stage: set() for stage in STAGES}
         self._groups = Groups[Rollout]()
-        self._ready: list[_Row] = []
+        self._ready: list[Row] = []
 
     @override
     def write(self, rollouts: Sequence[Rollout], advantages: Array | None = None) -> None:
         if advantages is None:
-            self._put("written", [_Row(one, None) for one in rollouts])
+            self._put("written", [Row(one, None) for one in rollouts])
         else:
             both = zip(rollouts, advantages.tolist(), strict=True)
-            self._put("decided", [_Row(one, value) for one, value in both])
+            self._put("decided", [Row(one, value) for one, value in both])
 
     @override
     def decide(self, limit: int) -> int:
@@ -77,22 +79,30 @@ class Client(StoreClient):
             for one, advantage in some
         )
 
-    def _put(self, stage: Stage, rows: Sequence[_Row]) -> None:
+    def _put(self, stage: Stage, rows: Sequence[Row]) -> None:
         path = self._folder / stage / f"{time.monotonic_ns():020d}-{os.getpid()}"
-        path.write_bytes(_packed(rows))
+        path.write_bytes(self.packed(rows))
         path.rename(path.with_suffix(".ready"))
 
-    def _next(self, stage: Stage) -> list[_Row]:
+    def _next(self, stage: Stage) -> list[Row]:
         """Return the rows of the next file, none where there is none."""
         names = {path.name for path in (self._folder / stage).glob("*.ready")} - self._seen[stage]
         if not names:
             return []
         name = min(names)
         self._seen[stage].add(name)
-        return list(_unpacked((self._folder / stage / name).read_bytes()))
+        return list(self.unpacked((self._folder / stage / name).read_bytes()))
+
+    def packed(self, rows: Sequence[Row]) -> bytes:
+        """Return what a file holds."""
+        return _packed(rows)
+
+    def unpacked(self, data: bytes) -> Iterator[Row]:
+        """Yield the rows of a file."""
+        return _unpacked(data)
 
 
-def _packed(rows: Sequence[_Row]) -> bytes:
+def _packed(rows: Sequence[Row]) -> bytes:
     head = [
         (
             one.number,
@@ -110,7 +120,7 @@ def _packed(rows: Sequence[_Row]) -> bytes:
     return json.dumps(head).encode() + b"\n" + b"".join(parts)
 
 
-def _unpacked(data: bytes) -> Iterator[_Row]:
+def _unpacked(data: bytes) -> Iterator[Row]:
     at = data.index(b"\n") + 1
     for number, reward, text, written_at, long, answer, advantage in json.loads(data[:at]):
         arrays = []
@@ -118,4 +128,4 @@ def _unpacked(data: bytes) -> Iterator[_Row]:
             arrays.append(np.frombuffer(data, dtype, size, at))
             at += arrays[-1].nbytes
         tokens, logprobs, mask = arrays
-        yield _Row(Rollout(number, tokens, logprobs, mask, reward, text, written_at), advantage)
+        yield Row(Rollout(number, tokens, logprobs, mask, reward, text, written_at), advantage)

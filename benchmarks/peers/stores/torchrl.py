@@ -24,12 +24,16 @@ from benchmarks.peers.rollouts import RUNS, Array, Batch, Rollout, rollouts, sco
 @contextmanager
 def serving(folder: Path, job: Job) -> Iterator[Any]:
     """Make the memory map; yield the buffer, which is sent to the processes."""
-    storage = LazyMemmapStorage(job.experiences, scratch_dir=folder)
+    yield shared(LazyMemmapStorage(job.experiences, scratch_dir=folder), job)
+
+
+def shared(storage: Any, job: Job) -> TensorDictReplayBuffer:
+    """Return an empty buffer over ``storage``, made so that processes can share it."""
     buffer = TensorDictReplayBuffer(storage=storage, batch_size=job.per_read, shared=True)
     # Before it is shared: otherwise each process would make a storage of its own.
     buffer.extend(_columns(rollouts(RUNS), None))
     buffer.empty()
-    yield buffer
+    return buffer
 
 
 class Client(StoreClient):
