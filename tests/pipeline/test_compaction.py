@@ -176,9 +176,13 @@ async def test_what_was_archived_comes_back_byte_for_byte(store_url: str, tmp_pa
         experiment = await store.experiment("x", config={})
         await trained(experiment, steps=4)
         before = await rows(store.database, segment)
+        assert await store.database.read(store.database.segments.segment_parts) == len(before)
         archive = tmp_path / "archive"
         gone = await compact(experiment, keep_steps=0, archive=archive)
-        assert len(await rows(store.database, segment)) < len(before)
+        left = len(await rows(store.database, segment))
+        assert (
+            await store.database.read(store.database.segments.segment_parts) == left < len(before)
+        )
 
         archive.rename(tmp_path / "elsewhere")
         with pytest.raises(InvalidArgumentError, match="that file is not there"):
@@ -193,6 +197,7 @@ async def test_what_was_archived_comes_back_byte_for_byte(store_url: str, tmp_pa
         assert back.files == gone.files
         assert (back.segments, back.bytes) == (gone.segments, gone.bytes)
         assert await rows(store.database, segment) == before
+        assert await store.database.read(store.database.segments.segment_parts) == len(before)
         assert (await verify(experiment)).problems == ()
         assert (await restore(experiment)).segments == 0
         assert (await compact(experiment, keep_steps=0, archive=archive)).segments == 4

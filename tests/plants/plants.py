@@ -153,15 +153,16 @@ def an_event_is_deleted(patch: Patch) -> None:
 
 def a_rejection_is_forgotten(patch: Patch) -> None:
     """5: the fold leaves out one row of a rejection, now and in every rebuild."""
-    usual = projections.fold
+    usual = projections.fold_rows
 
-    def forgetful(tx: Any, experiment: int, placed: PlacedFact) -> None:
-        usual(tx, experiment, placed)
+    def forgetful(tx: Any, experiment: int, placed: PlacedFact) -> int:
+        stored = usual(tx, experiment, placed)
         if isinstance(placed.fact, ExperiencesRejected):
             last = tables.rejection.c.address == placed.fact.experiences[-1]
             tx.execute(delete(tables.rejection).where(last))
+        return stored
 
-    patch.setattr(projections, "fold", forgetful)
+    patch.setattr(projections, "fold_rows", forgetful)
 
 
 def a_replay_has_another_order(patch: Patch) -> None:

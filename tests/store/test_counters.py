@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,9 +12,11 @@ from typing_extensions import override
 
 from tests.contract.making import group, opened
 from tests.pipeline.planting import unguarded
+from tests.store.test_earlier import append, taken_back
 from tests.stories import RUNS, rollout, tell
+from tests.trainer.test_mixing import filled, taken
 from trinity_buffer.algorithm.add_strategy import AddStrategy
-from trinity_buffer.events import ExperiencesAnnotated
+from trinity_buffer.events import PlacedFact
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspect import now, rejection_counts
 from trinity_buffer.inspect.overviews import ExperimentOverview, overview, overview_of
@@ -21,7 +24,7 @@ from trinity_buffer.inspect.source import as_of
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.migrate import migrate
-from trinity_buffer.pipeline.history.rebuild import rebuild
+from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import counters, log, migrations, queries
@@ -30,8 +33,14 @@ from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.transaction import Transaction
 
 PLAIN = (
-    "SELECT '', kind, count(*) FROM event WHERE kind LIKE 'Experiences%' "
-    "AND kind <> 'ExperiencesRejected' GROUP BY kind",
+    "SELECT '', kind, count(*) FROM event GROUP BY kind",
+    "SELECT '', 'planned by: ' || actor, count(*) FROM batch WHERE planned_at IS NOT NULL "
+    "GROUP BY actor",
+    "SELECT '', 'planned groups', count(*) FROM plan HAVING count(*) > 0",
+    "SELECT '', 'planned rollouts', sum(b.rollouts_per_group) FROM plan p JOIN batch b "
+    "ON b.batch = p.batch HAVING count(*) > 0",
+    "SELECT '', 'stored rollouts', sum(stored_rollouts) FROM batch WHERE sealed_at IS NOT NULL "
+    "HAVING count(*) > 0",
     "SELECT '', 'recorded', count(*) FROM experience HAVING count(*) > 0",
     "SELECT '', 'lowest version', min(policy_version) FROM experience "
     "HAVING min(policy_version) IS NOT NULL",
@@ -68,13 +77,25 @@ def stored(tx: Transaction) -> list[tuple[str, int, int]]:
     )
 
 
+def handed_out(tx: Transaction) -> list[tuple[str, int, int]]:
+    return sorted(tx.rows("SELECT consumer, step, own_rows_so_far FROM step", ()))
+
+
+def handed_out_in_plain_sql(tx: Transaction) -> list[tuple[str, int, int]]:
+    query = (
+        "SELECT consumer, step, (SELECT count(*) FROM delivery d WHERE d.consumer = s.consumer "
+        "AND d.source = '' AND d.step <= s.step) FROM step s"
+    )
+    return sorted(tx.rows(query, ()))
+
+
 async def require_plain(experiment: Experiment) -> None:
     read, key = experiment.database.read, experiment.key
     assert await read(counters.numbers_of, key) == await read(in_plain_sql)
     assert await read(stored) == await read(stored_in_plain_sql)
-    batches = await read(tallies.batches, key)
-    plans = batches[key].plans if batches else conservation.PlanCounts(0, 0)
-    assert plans == await read(conservation.of_plans, key)
+    batches = await read(tallies.batches, key, await read(counters.numbers_of, key))
+    assert batches.plans == await read(conservation.of_plans, key)
+    assert await read(handed_out) == await read(handed_out_in_plain_sql)
 
 
 async def test_counters_are_what_plain_sql_counts(store_url: str, tmp_path: Path) -> None:
@@ -117,6 +138,37 @@ async def test_rollouts_that_come_after_the_seal_are_stored_all_the_same(store_u
         assert (await verify(experiment)).problems == ()
 
 
+async def test_rows_that_a_step_loses_are_handed_out_no_more(
+    store_url: str, tmp_path: Path
+) -> None:
+    story = await tell(store_url, tmp_path / "run")
+    async with open_store(store_url) as store:
+        experiment = await store.experiment(story.name)
+        before = await experiment.database.read(handed_out)
+        await append(experiment, *await taken_back(experiment))
+        assert before == [("trainer", 1, 4), ("trainer", 2, 8), ("trainer", 3, 12)]
+        assert await experiment.database.read(handed_out) == [*before[:2], ("trainer", 3, 10)]
+        await require_plain(experiment)
+
+
+async def test_what_older_versions_did_not_count_is_counted_when_they_are_migrated(
+    store_url: str, tmp_path: Path
+) -> None:
+    """A run, and one that mixes in an expert's rows."""
+    await tell(store_url, tmp_path / "run")
+    async with open_store(store_url) as store:
+        mixing = (await taken(await filled(store), 2))[-1].step
+        names = await store.experiments()
+    async with open_for_migration(store_url) as database:
+        await database.write(migrations.downgrade, "0003")
+    await migrate(store_url)
+    async with open_store(store_url) as store:
+        assert mixing == 2
+        for name in names:
+            experiment = await store.experiment(name)
+            assert await diff_projections(store.database, experiment.key) == []
+
+
 class Verbose(AddStrategy):
     """Rejects each experience, with a reason that no index takes and one of its own."""
 
@@ -153,12 +205,15 @@ async def test_a_fold_that_the_second_opinion_contradicts_is_told_of(
     sqlite_store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A version whose fold counts wrongly folds the same wrong numbers again."""
-    of_annotated = counters.of_annotated
+    of_events = counters.of_events
 
-    def thrice(fact: ExperiencesAnnotated) -> counters.Numbers:
-        return {key: 3 * number for key, number in of_annotated(fact).items()}
+    def thrice(events: Sequence[PlacedFact]) -> counters.Numbers:
+        return {
+            key: 3 * number if key[1] == counters.ANNOTATED else number
+            for key, number in of_events(events).items()
+        }
 
-    monkeypatch.setattr(counters, "of_annotated", thrice)
+    monkeypatch.setattr(counters, "of_events", thrice)
     story = await tell(sqlite_store_url, tmp_path / "run")
     async with open_store(sqlite_store_url) as store:
         (problem,) = (await verify(await store.experiment(story.name))).problems
@@ -172,6 +227,10 @@ LIES = (
     "UPDATE counter SET number = number - 1 WHERE state = 'rows' AND consumer = 'grpo'",
     "DELETE FROM counter WHERE state = 'rejected: zero_variance'",
     "INSERT INTO counter SELECT experiment, 'nobody', 'rows', 'rows', 3 FROM configuration",
+    "UPDATE counter SET number = number - 1 WHERE state = 'stored rollouts'",
+    "UPDATE counter SET number = number - 1 WHERE state = 'planned by: e0'",
+    "DELETE FROM counter WHERE state = 'BatchLeased'",
+    "UPDATE step SET own_rows_so_far = own_rows_so_far + 1 WHERE step = 2",
     "UPDATE batch SET stored_rollouts = stored_rollouts - 1 WHERE sealed_at IS NOT NULL",
     "UPDATE batch SET planned_groups = 3 WHERE batch = 'b1'",
 )

@@ -16,8 +16,10 @@ from trinity_buffer.events import BatchLeased, PlacedFact, StepsCommitted
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import inspection, log, queries, reads, trainer_queries
+from trinity_buffer.store.asking import conservation, tallies
 from trinity_buffer.store.auditing import comparison
 from trinity_buffer.store.projections import fold
+from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
 
 LEASED = BatchLeased(
@@ -47,6 +49,8 @@ COMMITTED = StepsCommitted(
     metrics={},
     environment={},
 )
+
+TRAINER = ConsumerRow("t", "trainer", {"strategy": "s"}, 0, 0, 0, 1, 4, 3)
 
 ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "batch_row": lambda tx: queries.batch_row(tx, 1, "b"),
@@ -91,6 +95,10 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "rejections of a part": lambda tx: comparison.holds_for(
         tx, 1, [comparison.Part("rejection", "s", 0, 5, [(1, "s", 1 << 20, "late", 3)])]
     ),
+    "an actor's batches": lambda tx: queries.batches_of_actor(tx, 1, "e0"),
+    "open batches": lambda tx: conservation.unsealed_batches(tx, 1),
+    "counted batches": lambda tx: tallies.batches(tx, 1, {}),
+    "a trainer's numbers": lambda tx: tallies.of_trainer(tx, 1, TRAINER, {}),
     "refused_runs": lambda tx: queries.refused_runs(tx, 1, [("b", "t")], cursor=9),
 }
 

@@ -163,12 +163,8 @@ class _Projected:
     served: Mapping[str, Sequence[int]]
 
 
-_NO_BATCHES, _NO_POLICY = BatchCounts(0, 0, 0, PlanCounts(0, 0)), PolicyCounts(0, None)
-
-
 def _projected(tx: Transaction, keys: Sequence[int], of: int | None) -> dict[int, _Projected]:
-    finished, batches = tallies.finished(tx, of), tallies.batches(tx, of)
-    policies, consumers = tallies.policies(tx, of), tallies.consumers(tx, of)
+    finished, consumers = tallies.finished(tx, of), tallies.consumers(tx, of)
     numbers = counters.all_numbers(tx) if of is None else {of: counters.numbers_of(tx, of)}
     found = {}
     for key in keys:
@@ -176,8 +172,8 @@ def _projected(tx: Transaction, keys: Sequence[int], of: int | None) -> dict[int
         trainers = [row for row in rows if row.kind == "trainer"]
         found[key] = _Projected(
             finished.get(key, False),
-            batches.get(key, _NO_BATCHES),
-            policies.get(key, _NO_POLICY),
+            tallies.batches(tx, key, own),
+            tallies.policies(tx, key, own),
             own,
             {row.name: row for row in rows},
             tuple(tallies.of_strategy(tx, key, r, own) for r in rows if r.kind == "strategy"),
@@ -201,12 +197,11 @@ def _of_experiment(
     numbers, plans = projected.numbers, projected.batches
     recorded = tallies.recorded(numbers)
     guests = sorted({consumer for consumer, _ in numbers if "/" in consumer})
-    kinds = logged.kinds | tallies.frequent_kinds(numbers)
     return ExperimentOverview(
         name=name,
         finished=projected.finished,
         head=logged.events,
-        events=dict(sorted(kinds.items())),
+        events=dict(sorted(counters.kinds(numbers).items())),
         first_at=None if logged.first_at is None else logged.first_at / 1e6,
         last_at=None if logged.last_at is None else logged.last_at / 1e6,
         experiences=recorded.number,

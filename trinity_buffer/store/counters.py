@@ -1,13 +1,14 @@
 """What is asked often, counted as it is recorded: asking costs the same however long a run is.
 
-A counter only grows, but for the lowest policy version. Nothing that trains depends on one.
+A counter only grows, but for the lowest policy version. No gradient depends on one. An event of
+each kind is counted under the name of its kind; all other states begin with a small letter.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
-from functools import cache
+from collections.abc import Collection, Sequence
+from functools import cache, partial
 from hashlib import sha256
 from typing import Any
 
@@ -25,7 +26,14 @@ from sqlalchemy import (
     update,
 )
 
-from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded, ExperiencesRejected
+from trinity_buffer.events import (
+    BatchPlanned,
+    BatchSealed,
+    ExperiencesAnnotated,
+    ExperiencesRecorded,
+    ExperiencesRejected,
+    PlacedFact,
+)
 from trinity_buffer.store.tables import batch, counter, experience, plan
 from trinity_buffer.store.transaction import (
     Prepared,
@@ -46,13 +54,21 @@ ANNOTATED, ROWS = "annotated", "rows"
 """Of a set: experiences with an annotation, and annotations, copies included."""
 LOWEST_VERSION, HIGHEST_VERSION = "lowest version", "highest version"
 """Of the policies that generated something."""
+PLANNED_GROUPS, PLANNED_ROLLOUTS = "planned groups", "planned rollouts"
+STORED_ROLLOUTS = "stored rollouts"
+"""Planned ones, of batches that are sealed."""
 
-_REJECTED = "rejected: "
+_REJECTED, _PLANNED_BY = "rejected: ", "planned by: "
 
 
 def rejected_for(reason: str) -> str:
     """Return the state of what a consumer rejected, or was refused at the door, for ``reason``."""
     return _REJECTED + reason
+
+
+def planned_by(actor: str) -> str:
+    """Return the state of the batches that an actor planned."""
+    return _PLANNED_BY + actor
 
 
 def key_of(state: str) -> str:
@@ -79,34 +95,37 @@ def reasons(numbers: Numbers, consumer: str) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def of_recorded(facts: Iterable[ExperiencesRecorded]) -> Numbers:
-    """Return what events add that record experiences."""
-    numbers: Counter[str] = Counter()
+def kinds(numbers: Numbers) -> dict[str, int]:
+    """Return kind -> how many events of it there are."""
+    return {kind: number for (of, kind), number in numbers.items() if not of and kind[0].isupper()}
+
+
+def of_events(events: Sequence[PlacedFact]) -> Numbers:
+    """Return what events add."""
+    numbers: Counter[tuple[str, str]] = Counter(("", one.kind) for one in events)
     versions: set[int] = set()
-    for fact in facts:
-        numbers["ExperiencesRecorded"] += 1
-        numbers[RECORDED] += len(fact.columns)
-        numbers.update(map(rejected_for, fact.refused.values()))
-        versions.update(version for version in fact.columns.policy_version if version is not None)
-    found = {("", state): number for state, number in numbers.items()}
+    for one in events:
+        match one.fact:
+            case ExperiencesRecorded() as fact:
+                numbers["", RECORDED] += len(fact.columns)
+                numbers.update(("", rejected_for(reason)) for reason in fact.refused.values())
+                versions.update(v for v in fact.columns.policy_version if v is not None)
+            case ExperiencesAnnotated() as fact if fact.experiences:
+                numbers[fact.consumer, ANNOTATED] += len(set(fact.experiences))
+                numbers[fact.consumer, ROWS] += len(fact.experiences)
+            case ExperiencesRejected() as fact:
+                numbers.update((fact.consumer, rejected_for(reason)) for reason in fact.reasons)
+            case BatchPlanned() as fact:
+                numbers["", planned_by(one.actor)] += 1
+                numbers["", PLANNED_GROUPS] += len(fact.tasks)
+                numbers["", PLANNED_ROLLOUTS] += len(fact.tasks) * fact.rollouts_per_group
+            case BatchSealed():
+                numbers["", STORED_ROLLOUTS] += 0  # how many, the fold sees
+            case _:
+                pass  # nothing is counted but its kind
     if versions:
-        found["", LOWEST_VERSION], found["", HIGHEST_VERSION] = min(versions), max(versions)
-    return found
-
-
-def of_annotated(fact: ExperiencesAnnotated) -> Numbers:
-    """Return what an event adds that annotates experiences."""
-    found = {("", "ExperiencesAnnotated"): 1}
-    if fact.experiences:
-        found[fact.consumer, ANNOTATED] = len(set(fact.experiences))
-        found[fact.consumer, ROWS] = len(fact.experiences)
-    return found
-
-
-def of_rejected(fact: ExperiencesRejected) -> Numbers:
-    """Return what an event adds that rejects experiences, or rows of a set."""
-    reasons = Counter(fact.reasons)
-    return {(fact.consumer, rejected_for(reason)): count for reason, count in reasons.items()}
+        numbers["", LOWEST_VERSION], numbers["", HIGHEST_VERSION] = min(versions), max(versions)
+    return numbers
 
 
 def add(tx: Transaction, experiment: int, numbers: Numbers) -> None:
@@ -158,6 +177,20 @@ _OF_ONE = Prepared(
 )
 
 
+def planned_batches(tx: Transaction, experiment: int, actor: str) -> int:
+    """Return how many batches an actor planned."""
+    return int(_ONE.value(tx, of=experiment, by="", key=key_of(planned_by(actor))) or 0)
+
+
+_ONE = Prepared(
+    select(counter.c.number).where(
+        counter.c.experiment == bindparam("of"),
+        counter.c.consumer == bindparam("by"),
+        counter.c.key == bindparam("key"),
+    )
+)
+
+
 def all_numbers(tx: Transaction) -> dict[int, Numbers]:
     """Return experiment -> its counters, of all that have any."""
     found: dict[int, Numbers] = {}
@@ -167,15 +200,16 @@ def all_numbers(tx: Transaction) -> dict[int, Numbers]:
     return found
 
 
-def count_stored(tx: Transaction, experiment: int, key: str) -> None:
-    """Count the planned rollouts of a batch, which was sealed just now."""
+def count_stored(tx: Transaction, experiment: int, key: str) -> int:
+    """Count the planned rollouts of a batch, which was sealed just now; return their number."""
     of = (batch.c.experiment == experiment, batch.c.batch == key)
-    tx.execute(update(batch).where(*of).values(stored_rollouts=stored_rollouts()))
+    counted = update(batch).where(*of).values(stored_rollouts=stored_rollouts())
+    return int(tx.execute(counted.returning(batch.c.stored_rollouts)).scalar_one())
 
 
 def count_late(
     tx: Transaction, experiment: int, runs: Collection[tuple[str, str, int]], first: int
-) -> None:
+) -> int:
     """Count what came to sealed batches: of some runs, those that are planned and were not there.
 
     Args:
@@ -183,12 +217,25 @@ def count_late(
         experiment: its key.
         runs: (batch, task, run) of an event.
         first: the lowest address of that event.
+
+    Returns:
+        How many these are.
     """
     some = sorted(set(runs))
-    if some:
-        keys = given(tx, sorted({key for key, _, _ in some}))
-        rows = given_rows(tx, some)
-        _late(tx.dialect.name).change(tx, of=experiment, first=first, keys=keys, **rows)
+    if not some:
+        return 0
+    named = given(tx, sorted({key for key, _, _ in some}))
+    stored = partial(_stored_of(tx.dialect.name).value, tx, of=experiment, keys=named)
+    before, late = stored(), _late(tx.dialect.name)
+    late.change(tx, of=experiment, first=first, keys=named, **given_rows(tx, some))
+    return int(stored() or 0) - int(before or 0)
+
+
+@cache
+def _stored_of(dialect: str) -> Prepared:
+    some = among_given(dialect, batch.c.batch, "keys")
+    total = func.sum(batch.c.stored_rollouts, type_=Integer)
+    return Prepared(select(total).where(batch.c.experiment == bindparam("of"), some))
 
 
 @cache

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import groupby
 from typing import Any, assert_never
 
-from sqlalchemy import Text, bindparam, case, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Text, bindparam, case, delete, func, insert, select, update
 
 from trinity_buffer.errors import CursorConflictError
 from trinity_buffer.events import (
@@ -67,8 +67,30 @@ Decided = ExperiencesAnnotated | ExperiencesRejected
 """What moves the cursor of a strategy."""
 
 
-def fold(tx: Transaction, experiment: int, placed: PlacedFact) -> None:  # noqa: C901, PLR0912, PLR0915 - one case per kind
+def fold(tx: Transaction, experiment: int, placed: PlacedFact) -> None:
     """Apply one event."""
+    fold_all(tx, experiment, [placed])
+
+
+def fold_all(tx: Transaction, experiment: int, facts: Sequence[PlacedFact]) -> None:
+    """Apply events in order; the experiences of neighbours together, and what is counted.
+
+    Calls that share a transaction record one event each: their experiences are one insert.
+    """
+    numbers, stored = counters.of_events(facts), 0
+    for kind, group in groupby(facts, key=lambda placed: type(placed.fact)):
+        if kind is ExperiencesRecorded:
+            stored += _recorded(tx, experiment, list(group))
+            continue
+        stored += sum(fold_rows(tx, experiment, placed) for placed in group)
+    if stored:
+        numbers["", counters.STORED_ROLLOUTS] = stored
+    counters.add(tx, experiment, numbers)
+
+
+def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # noqa: C901, PLR0912, PLR0915 - one case per kind
+    """Apply one event, but for counters; return how many rollouts it adds to sealed batches."""
+    stored = 0
     at, fact = placed.position, placed.fact
     match fact:
         case ExperimentCreated() | ConfigurationChanged():
@@ -78,9 +100,9 @@ def fold(tx: Transaction, experiment: int, placed: PlacedFact) -> None:  # noqa:
         case BatchPlanned():
             _planned(tx, experiment, at, fact, placed.actor)
         case BatchSealed():
-            _sealed(tx, experiment, at, fact, placed.actor)
+            stored = _sealed(tx, experiment, at, fact, placed.actor)
         case ExperiencesRecorded():
-            _recorded(tx, experiment, [placed])
+            stored = _recorded(tx, experiment, [placed])
         case ConsumerRegistered():
             _registered(tx, experiment, fact)
         case ExperiencesAnnotated():
@@ -113,19 +135,7 @@ def fold(tx: Transaction, experiment: int, placed: PlacedFact) -> None:  # noqa:
             pass  # an old version may read a newer log
         case _:
             assert_never(fact)
-
-
-def fold_all(tx: Transaction, experiment: int, facts: Sequence[PlacedFact]) -> None:
-    """Apply events in order; the experiences of neighbours together.
-
-    Calls that share a transaction record one event each: their experiences are one insert.
-    """
-    for kind, group in groupby(facts, key=lambda placed: type(placed.fact)):
-        if kind is ExperiencesRecorded:
-            _recorded(tx, experiment, list(group))
-            continue
-        for placed in group:
-            fold(tx, experiment, placed)
+    return stored
 
 
 def _configured(tx: Transaction, experiment: int, position: int, config: Config) -> None:
@@ -143,26 +153,15 @@ def _finished(tx: Transaction, experiment: int) -> None:
 def _planned(
     tx: Transaction, experiment: int, position: int, fact: BatchPlanned, actor: str
 ) -> None:
-    key = fact.batch
-    row = {
-        "experiment": experiment,
-        "batch": str(key),
-        "batch_is_int": isinstance(key, int),
-        "actor": actor,
-        "rollouts_per_group": fact.rollouts_per_group,
-        "planned_at": position,
-        "sealed_at": None,
-        "expected": None,
-        "planned_groups": len(fact.tasks),
-        "stored_rollouts": None,
-    }
-    tx.execute(insert(batch), row)
+    key, size, groups = fact.batch, fact.rollouts_per_group, len(fact.tasks)
+    named = (experiment, str(key), isinstance(key, int), actor)
+    tx.add(batch, [(*named, size, position, None, None, groups, None)])
     last = select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == experiment)
     first = int(tx.execute(last).scalar_one()) + 1
     tx.add(plan, rows.plan_rows(experiment, fact, first))
 
 
-def _sealed(tx: Transaction, experiment: int, position: int, fact: BatchSealed, actor: str) -> None:
+def _sealed(tx: Transaction, experiment: int, position: int, fact: BatchSealed, actor: str) -> int:
     key, sealed = fact.batch, {"sealed_at": position, "expected": fact.expected}
     row = {
         "experiment": experiment,
@@ -173,20 +172,21 @@ def _sealed(tx: Transaction, experiment: int, position: int, fact: BatchSealed, 
     }
     statement = upsert(tx, batch).values(row)
     tx.execute(statement.on_conflict_do_update(index_elements=["experiment", "batch"], set_=sealed))
-    counters.count_stored(tx, experiment, str(key))
+    return counters.count_stored(tx, experiment, str(key))
 
 
-def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) -> None:
+def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) -> int:
     facts = [one.fact for one in placed if isinstance(one.fact, ExperiencesRecorded)]
     made = []
     for one, fact in zip(placed, facts, strict=True):
         made += rows.experience_rows(experiment, one.position, fact)
     tx.add(experience, made)
-    counters.add(tx, experiment, counters.of_recorded(facts))
+    stored = 0
     for one, fact in zip(placed, facts, strict=True):
         columns = fact.columns
         late = [(str(columns.batch[n]), str(columns.task[n]), columns.run[n]) for n in fact.refused]
-        counters.count_late(tx, experiment, late, first_address(one.position))
+        stored += counters.count_late(tx, experiment, late, first_address(one.position))
+    return stored
 
 
 def _registered(tx: Transaction, experiment: int, fact: ConsumerRegistered) -> None:
@@ -257,7 +257,6 @@ def _annotated(tx: Transaction, experiment: int, position: int, fact: Experience
     _see(tx, experiment, fact)
     decide(tx, experiment, fact.consumer, sorted(set(fact.experiences)))
     tx.add(annotation, rows.annotation_rows(experiment, position, fact))
-    counters.add(tx, experiment, counters.of_annotated(fact))
 
 
 def _rejected(tx: Transaction, experiment: int, position: int, fact: ExperiencesRejected) -> None:
@@ -265,7 +264,6 @@ def _rejected(tx: Transaction, experiment: int, position: int, fact: Experiences
         _see(tx, experiment, fact)
         decide(tx, experiment, fact.consumer, fact.experiences)
     tx.add(rejection, rows.rejection_rows(experiment, position, fact))
-    counters.add(tx, experiment, counters.of_rejected(fact))
     if fact.planned_groups:
         _LEFT_OUT.change(tx, of=experiment, by=fact.consumer, more=fact.planned_groups)
 
@@ -283,13 +281,20 @@ def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) 
         rows=len(fact.annotations),
         groups=fact.num_groups,
         planned=fact.planned_groups,
+        own=rows.own_rows(fact),
         digest=fact.digest,
     )
     _HANDED_OUT.change(tx, of=experiment, by=name, number=number, fence=fact.token)
 
 
 _OF_STEP = (step.c.experiment == bindparam("of"), step.c.consumer == bindparam("by"))
-_SO_FAR = select(step.c.planned_groups_so_far).where(*_OF_STEP, step.c.step == bindparam("before"))
+_BEFORE = (*_OF_STEP, step.c.step == bindparam("before"))
+
+
+def _so_far(column: ColumnElement[int], more: str) -> ColumnElement[int]:
+    return func.coalesce(select(column).where(*_BEFORE).scalar_subquery(), 0) + bindparam(more)
+
+
 _STEP = Prepared(
     insert(step).values(
         experiment=bindparam("of"),
@@ -298,8 +303,9 @@ _STEP = Prepared(
         leased_at=bindparam("position"),
         rows=bindparam("rows"),
         groups=bindparam("groups"),
-        planned_groups_so_far=func.coalesce(_SO_FAR.scalar_subquery(), 0) + bindparam("planned"),
+        planned_groups_so_far=_so_far(step.c.planned_groups_so_far, "planned"),
         manifest_digest=bindparam("digest"),
+        own_rows_so_far=_so_far(step.c.own_rows_so_far, "own"),
     )
 )
 _HANDED_OUT = Prepared(
@@ -316,6 +322,9 @@ def _dealt(tx: Transaction, experiment: int, position: int, fact: StepDealt) -> 
     if gone := rows.dropped_rows(experiment, fact):
         names = [f"{column.name}_" for column in delivery.c]
         tx.execute(_DROP, [dict(zip(names, row, strict=True)) for row in gone])
+        less = step.c.own_rows_so_far - sum(not source for _, _, source, _, _ in gone)
+        later = update(step).where(*mine, step.c.step >= fact.step)
+        tx.execute(later.values(own_rows_so_far=less))
     live = (consumer.c.experiment == experiment, consumer.c.name == fact.consumer)
     tx.execute(update(consumer).where(*live).values(token=fact.token))
 
@@ -381,11 +390,7 @@ def _scored(tx: Transaction, experiment: int, fact: RewardsAssigned) -> None:
 
 
 def _archived(tx: Transaction, experiment: int, position: int, fact: SegmentsArchived) -> None:
-    made = [
-        {"experiment": experiment, "segment": key, "position": position, "uri": fact.uri}
-        for key in fact.segments
-    ]
-    tx.execute(insert(archived), made)
+    tx.add(archived, [(experiment, key, position, fact.uri) for key in fact.segments])
 
 
 def _restored(tx: Transaction, experiment: int, fact: SegmentsRestored) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, Literal
 
-from sqlalchemy import and_, bindparam, exists, func, select
+from sqlalchemy import ColumnElement, and_, bindparam, exists, func, select
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import EID, Key
-from trinity_buffer.store import log
+from trinity_buffer.store import counters, log
 from trinity_buffer.store.rows import (
     EXPERIENCE_COLUMNS,
     BatchRow,
@@ -179,16 +179,18 @@ def _tasks(dialect: str) -> Prepared:
 
 def batches_of_actor(tx: Transaction, experiment: int, actor: str) -> tuple[int, list[str]]:
     """Return how many batches ``actor`` planned, and which of them are not sealed, oldest first."""
-    mine = (
+    query = select(batch.c.batch).where(
         batch.c.experiment == experiment,
         batch.c.actor == actor,
-        batch.c.planned_at.is_not(None),
+        *is_open(),
     )
-    number = int(tx.execute(select(func.count()).select_from(batch).where(*mine)).scalar_one())
-    query = (
-        select(batch.c.batch).where(*mine, batch.c.sealed_at.is_(None)).order_by(batch.c.planned_at)
-    )
-    return number, list(tx.execute(query).scalars())
+    unsealed = tx.execute(query.order_by(batch.c.planned_at)).scalars()
+    return counters.planned_batches(tx, experiment, actor), list(unsealed)
+
+
+def is_open() -> tuple[ColumnElement[bool], ...]:
+    """Return the conditions of a planned batch that is not sealed, in the words of its index."""
+    return batch.c.planned_at > 0, batch.c.sealed_at.is_(None)
 
 
 def runs_of(tx: Transaction, experiment: int, key: Key) -> set[tuple[str, int]]:

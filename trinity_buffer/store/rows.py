@@ -114,6 +114,7 @@ class StepRow:
     checkpoint_digest: str | None
     chain: bytes | None
     rows_by_rank: list[int] | None
+    own_rows_so_far: int
 
 
 def typed(text_key: str, *, is_int: bool) -> Key:
@@ -245,6 +246,11 @@ def delivery_rows(experiment: int, fact: BatchLeased) -> list[Row]:
         (experiment, name, names[of], address, number)
         for of, address in zip(fact.source, addresses, strict=True)
     ]
+
+
+def own_rows(fact: BatchLeased) -> int:
+    """Return how many rows of a step are of the trainer's own experiment."""
+    return len(fact.annotations) - sum(map(bool, fact.source or ()))
 
 
 def dealt_columns(position: int, fact: StepDealt) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def view_created(name: str) -> str:
     return f"CREATE VIEW {name} AS {VIEWS[name]}"
 
 
-KNOWN_REVISIONS = ("0001", "0002", "0003")
+KNOWN_REVISIONS = ("0001", "0002", "0003", "0004")
 """Revisions that can be migrated from, oldest first, up to `tables.SCHEMA_REVISION`."""
 
 _CREATE_LOCK = 0x54425546
@@ -214,7 +214,7 @@ def create(tx: Transaction, name: str) -> None:
     if tx.dialect.name == "postgresql":
         tx.execute(text(f"SELECT pg_advisory_xact_lock({_CREATE_LOCK})"))
         # Said in `tables`, it would load SQLAlchemy's drivers of PostgreSQL for SQLite too.
-        for index in tables.event.indexes:
+        for index in (*tables.event.indexes, *tables.batch.indexes):
             index.kwargs["postgresql_where"] = index.kwargs["sqlite_where"]
     if inspect(tx, name):
         return

@@ -30,7 +30,7 @@ from sqlalchemy import (
 )
 from typing_extensions import override
 
-SCHEMA_REVISION = "0003"
+SCHEMA_REVISION = "0004"
 """The alembic revision that equals these tables; a test holds them together."""
 
 metadata = MetaData(
@@ -142,6 +142,13 @@ batch = Table(
     Column("planned_groups", BigInteger),  # None: never planned
     # planned rollouts that are stored; None before the seal, until when it is counted when asked
     Column("stored_rollouts", BigInteger),
+    Index(
+        "ix_batch_open",
+        "experiment",
+        "planned_at",
+        "actor",
+        sqlite_where=text("sealed_at IS NULL"),  # on PostgreSQL too, see `schema.create`
+    ),
     sqlite_with_rowid=False,
 )
 
@@ -276,6 +283,8 @@ step = Table(
     # of it each rank took, where that was recorded.
     Column("chain", LargeBinary),
     Column("rows_by_rank", CanonicalJSON),
+    # of this and all earlier steps of the consumer, without those of an expert's experiment
+    Column("own_rows_so_far", BigInteger),
     sqlite_with_rowid=False,
 )
 

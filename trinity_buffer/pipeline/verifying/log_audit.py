@@ -118,7 +118,8 @@ class LogAudit:
             try:
                 if not self._quick:
                     self._tell(self.cross.take(stored.position, fact))
-                self._read(stored.position, fact)
+                self._states.add(("", stored.kind))
+                self._read(stored.position, fact, stored.actor)
             except (LookupError, TypeError, ValueError, ArithmeticError) as error:
                 what = f"its body has not the form of {stored.kind}: {error!r}"
                 self._wrong("log", stored.position, what)
@@ -141,10 +142,10 @@ class LogAudit:
         self.position = stored.position
         self.events += 1
 
-    def _read(self, position: int, fact: Fact) -> None:  # noqa: C901, PLR0912, PLR0915 - one case per kind
+    def _read(self, position: int, fact: Fact, actor: str) -> None:  # noqa: C901, PLR0912, PLR0915 - one case per kind
         match fact:
             case BatchPlanned():
-                self._planned(fact)
+                self._planned(fact, actor)
             case BatchSealed():
                 self._sealed(position, fact)
             case ExperiencesRecorded():
@@ -229,13 +230,15 @@ class LogAudit:
         self._recorded.add(np.delete(addresses, sorted(refused)) if refused else addresses)
         self._held.update(batches)
         self._held.subtract(batches[slot] for slot, why in refused.items() if why == "late")
-        self._states |= {("", "ExperiencesRecorded"), ("", counters.RECORDED)}
+        self._states.add(("", counters.RECORDED))
         self._states.update(("", counters.rejected_for(reason)) for reason in refused.values())
         if any(version is not None for version in columns.policy_version):
             self._states |= {("", counters.LOWEST_VERSION), ("", counters.HIGHEST_VERSION)}
 
-    def _planned(self, fact: BatchPlanned) -> None:
+    def _planned(self, fact: BatchPlanned, actor: str) -> None:
         batch = str(fact.batch)
+        planned = (counters.planned_by(actor), counters.PLANNED_GROUPS, counters.PLANNED_ROLLOUTS)
+        self._states.update(("", state) for state in planned)
         self._batches.add(batch)
         self._counts["plan"] += len(fact.tasks)
         self._runs.planned(batch, fact.tasks, fact.rollouts_per_group)
@@ -243,6 +246,7 @@ class LogAudit:
     def _sealed(self, position: int, fact: BatchSealed) -> None:
         batch = str(fact.batch)
         self._batches.add(batch)
+        self._states.add(("", counters.STORED_ROLLOUTS))
         if self._held[batch] != fact.expected:
             what = f"batch {batch!r} was sealed with {fact.expected} experiences"
             self._wrong("log", position, f"{what}, recorded before were {self._held[batch]}")
@@ -263,7 +267,6 @@ class LogAudit:
 
     def _annotated(self, position: int, fact: ExperiencesAnnotated) -> None:
         found = self._strategy(position, fact.consumer, fact.seen)
-        self._states.add(("", "ExperiencesAnnotated"))
         states = (counters.ANNOTATED, counters.ROWS) if fact.experiences else ()
         self._states.update((fact.consumer, state) for state in states)
         found.rows += len(fact.experiences)

@@ -23,6 +23,7 @@ from sqlalchemy import (
 )
 
 from trinity_buffer.sizes import sizes
+from trinity_buffer.store.queries import is_open
 from trinity_buffer.store.rows import ConsumerRow, first_address, position_of
 from trinity_buffer.store.tables import (
     annotation,
@@ -283,11 +284,7 @@ def open_groups(
 
 def unsealed_batches(tx: Transaction, experiment: int) -> list[str]:
     """Return the oldest batches that are planned and not sealed."""
-    query = select(batch.c.batch).where(
-        batch.c.experiment == experiment,
-        batch.c.planned_at.is_not(None),
-        batch.c.sealed_at.is_(None),
-    )
+    query = select(batch.c.batch).where(batch.c.experiment == experiment, *is_open())
     return list(tx.execute(query.order_by(batch.c.planned_at).limit(BATCHES_LOOKED_AT)).scalars())
 
 

@@ -22,13 +22,18 @@ from trinity_buffer.store.counters import (
     ANNOTATED,
     HIGHEST_VERSION,
     LOWEST_VERSION,
+    PLANNED_GROUPS,
+    PLANNED_ROLLOUTS,
     RECORDED,
     ROWS,
+    STORED_ROLLOUTS,
+    planned_by,
     rejected_for,
 )
 from trinity_buffer.store.rows import SLOT_BITS, first_address
 from trinity_buffer.store.tables import (
     FREQUENT,
+    NOT_FREQUENT,
     archived,
     assigned_reward,
     configuration,
@@ -116,7 +121,7 @@ _SCHEMA = (
 def fold(tx: Transaction, experiment: int, facts: Sequence[PlacedFact]) -> None:
     """Apply events of the kinds that are folded again."""
     for placed in facts:
-        projections.fold(tx, experiment, placed)
+        projections.fold_rows(tx, experiment, placed)
 
 
 def place_trainers(tx: Transaction, experiment: int) -> dict[str, int]:
@@ -200,7 +205,8 @@ _QUERIES = {
         " CASE WHEN committed_at <= {position} THEN checkpoint END AS checkpoint,"
         " CASE WHEN committed_at <= {position} THEN checkpoint_digest END AS checkpoint_digest,"
         " CASE WHEN committed_at <= {position} THEN chain END AS chain,"
-        " CASE WHEN committed_at <= {position} THEN rows_by_rank END AS rows_by_rank"
+        " CASE WHEN committed_at <= {position} THEN rows_by_rank END AS rows_by_rank,"
+        " own_rows_so_far"
         " FROM {live}.step WHERE {mine} AND leased_at <= {position}"
     ),
     "delivery": (
@@ -233,18 +239,30 @@ def _counted(consumer_of: str, state: str, number: str, rows: str) -> str:
 
 
 _FREQUENT = ", ".join(f"'{kind}'" for kind in sorted(FREQUENT))
+_EVENTS = "event WHERE {mine} AND position <= {position}"
+_PLANNED = "batch WHERE {mine} AND planned_at <= {position}"
 _RECORDED = "experience WHERE {mine} AND address < {end}"
 _ANNOTATED = "annotation WHERE {mine} AND address < {end} GROUP BY consumer"
+_SOME = "count(*) > 0"
 _FOR = f"'{rejected_for('')}' || "
 _COUNTERS = (
+    _counted("''", "kind", "count(*)", f"{_EVENTS} AND kind IN ({_FREQUENT}) GROUP BY kind"),
+    _counted("''", "kind", "count(*)", f"{_EVENTS} AND {NOT_FREQUENT} GROUP BY kind"),
+    _counted("''", f"'{planned_by('')}' || actor", "count(*)", f"{_PLANNED} GROUP BY actor"),
+    *(
+        _counted("''", f"'{state}'", f"CAST(sum({number}) AS BIGINT)", f"{_PLANNED} HAVING {_SOME}")
+        for state, number in (
+            (PLANNED_GROUPS, "planned_groups"),
+            (PLANNED_ROLLOUTS, "planned_groups * rollouts_per_group"),
+        )
+    ),
     _counted(
         "''",
-        "kind",
-        "count(*)",
-        f"event WHERE {{mine}} AND position <= {{position}} AND kind IN ({_FREQUENT})"
-        " GROUP BY kind",
-    ),
-    _counted("''", f"'{RECORDED}'", "count(*)", f"{_RECORDED} HAVING count(*) > 0"),
+        f"'{STORED_ROLLOUTS}'",
+        "CAST(sum(stored_rollouts) AS BIGINT)",
+        f"batch WHERE sealed_at IS NOT NULL HAVING {_SOME}",
+    ).replace("{live}.", ""),  # as it was: a view
+    _counted("''", f"'{RECORDED}'", "count(*)", f"{_RECORDED} HAVING {_SOME}"),
     _counted(
         "''",
         f"{_FOR} refused",

@@ -16,21 +16,18 @@ from sqlalchemy import (
     Select,
     and_,
     bindparam,
-    case,
     exists,
     func,
-    literal,
     select,
-    text,
 )
 
+from trinity_buffer.events import BatchPlanned, BatchSealed, PolicyPublished
 from trinity_buffer.store import counters
 from trinity_buffer.store.asking.conservation import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.counters import Numbers
+from trinity_buffer.store.queries import is_open, newest_policy
 from trinity_buffer.store.rows import ConsumerRow, first_address
 from trinity_buffer.store.tables import (
-    FREQUENT,
-    NOT_FREQUENT,
     annotation,
     batch,
     configuration,
@@ -39,7 +36,6 @@ from trinity_buffer.store.tables import (
     event,
     experience,
     experiment,
-    policy,
     rejection,
     step,
 )
@@ -47,12 +43,11 @@ from trinity_buffer.store.transaction import Prepared, Transaction
 
 
 class LogCounts(NamedTuple):
-    """How long a log is, when it was written, in microseconds since 1970, and its rarer kinds."""
+    """How long a log is, and when it was written, in microseconds since 1970."""
 
     events: int
     first_at: int | None
     last_at: int | None
-    kinds: dict[str, int]
 
 
 class BatchCounts(NamedTuple):
@@ -104,22 +99,10 @@ def logs(tx: Transaction, of: int | None = None, up_to: int | None = None) -> di
     last = select(event.c.position).where(mine).order_by(event.c.position.desc()).limit(1)
     ended = select(event.c.recorded_at).where(mine).order_by(event.c.position.desc()).limit(1)
     ends = select(experiment.c.id, *(one.scalar_subquery() for one in (last, first, ended)))
-    some = select(event.c.experiment, event.c.kind, func.count()).where(text(NOT_FREQUENT))
-    if up_to is not None:
-        some = some.where(event.c.position <= up_to)
-    some = some.group_by(event.c.experiment, event.c.kind)
-    kinds: dict[int, dict[str, int]] = {}
-    for key, kind, count in tx.execute(_of(some, event.c.experiment, of)).all():
-        kinds.setdefault(int(key), {})[kind] = int(count)
     return {
-        int(key): LogCounts(int(events or 0), begun, ended, kinds.get(int(key), {}))
+        int(key): LogCounts(int(events or 0), begun, ended)
         for key, events, begun, ended in tx.execute(_of(ends, experiment.c.id, of)).all()
     }
-
-
-def frequent_kinds(numbers: Numbers) -> dict[str, int]:
-    """Return how many events there are of the kinds that are not among those of `LogCounts`."""
-    return {kind: numbers["", kind] for kind in FREQUENT if ("", kind) in numbers}
 
 
 def finished(tx: Transaction, of: int | None = None) -> dict[int, bool]:
@@ -129,38 +112,30 @@ def finished(tx: Transaction, of: int | None = None) -> dict[int, bool]:
     return {int(key): bool(done) for key, done in rows}
 
 
-def batches(tx: Transaction, of: int | None = None) -> dict[int, BatchCounts]:
-    """Return experiment -> its batches. Only of those that are open, rollouts are counted now."""
-    rollouts = batch.c.planned_groups * batch.c.rollouts_per_group
-    sealed = batch.c.sealed_at.is_not(None)
-    stored = case((sealed, batch.c.stored_rollouts), else_=counters.stored_rollouts())
-    numbers = (batch.c.planned_groups, rollouts, stored)
-    query = select(
-        batch.c.experiment,
-        func.count(batch.c.planned_at),
-        func.count(batch.c.sealed_at),
-        *(func.coalesce(func.sum(number, type_=Integer), 0) for number in numbers),
+def batches(tx: Transaction, experiment_key: int, numbers: Numbers) -> BatchCounts:
+    """Return the batches of an experiment; rollouts are counted now of those that are open."""
+    opened = int(_STORED_OF_OPEN.value(tx, of=experiment_key) or 0)
+    stored = numbers.get(("", counters.STORED_ROLLOUTS), 0) + opened
+    return BatchCounts(
+        numbers.get(("", BatchPlanned.__name__), 0),
+        numbers.get(("", BatchSealed.__name__), 0),
+        numbers.get(("", counters.PLANNED_GROUPS), 0),
+        PlanCounts(numbers.get(("", counters.PLANNED_ROLLOUTS), 0), stored),
     )
-    rows = tx.execute(_of(query, batch.c.experiment, of).group_by(batch.c.experiment)).all()
-    found = {}
-    for key, *counts in rows:
-        planned, ended, groups, wanted, there = map(int, counts)
-        found[int(key)] = BatchCounts(planned, ended, groups, PlanCounts(wanted, there))
-    return found
 
 
-def policies(tx: Transaction, of: int | None = None) -> dict[int, PolicyCounts]:
-    """Return experiment -> its published policies."""
-    query = select(policy.c.experiment, func.count(), func.max(policy.c.position))
-    query = _of(query, policy.c.experiment, of).group_by(policy.c.experiment)
-    counted = query.subquery().alias("counted")
-    experiment_of, number, last = counted.c
-    newest = and_(policy.c.experiment == experiment_of, policy.c.position == last)
-    joined = select(experiment_of, number, policy.c.version).select_from(
-        counted.join(policy, newest)
+_STORED_OF_OPEN = Prepared(
+    select(func.sum(counters.stored_rollouts(), type_=Integer)).where(
+        batch.c.experiment == bindparam("of"), *is_open()
     )
-    rows = tx.execute(joined).all()
-    return {int(key): PolicyCounts(int(count), int(version)) for key, count, version in rows}
+)
+
+
+def policies(tx: Transaction, experiment_key: int, numbers: Numbers) -> PolicyCounts:
+    """Return the published policies of an experiment."""
+    newest = newest_policy(tx, experiment_key)
+    number = numbers.get(("", PolicyPublished.__name__), 0)
+    return PolicyCounts(number, None if newest is None else newest[0])
 
 
 def consumers(tx: Transaction, of: int | None = None) -> dict[int, list[ConsumerRow]]:
@@ -224,7 +199,10 @@ def of_trainer(
 ) -> TrainerTally:
     """Return the numbers of one trainer; ready is what lies above all that it was handed."""
     of, mine = str(row.config.get("strategy", "")), {"of": experiment_key, "by": row.name}
-    delivered, committed = _delivered(tx, experiment_key, row)
+    so_far = _SO_FAR.rows(tx, **mine, leased=row.leased_step, committed=row.committed_step)
+    handed = {number: (groups, own) for number, groups, own in so_far}
+    groups_delivered, delivered = handed.get(row.leased_step, (0, 0))
+    groups_committed, committed = handed.get(row.committed_step, (0, 0))
     rejected = counters.reasons(numbers, row.name)
     ready = numbers.get((of, counters.ROWS), 0)
     if last := _LAST_HANDED.value(tx, **mine):
@@ -235,40 +213,21 @@ def of_trainer(
             _LEFT_OUT.value(tx, of=experiment_key, by=row.name, set=of, start=(last or 0) + 1)
         )
     rows = numbers.get((of, counters.ROWS), 0)
-    counts = TrainerCounts(row.name, of, rows, ready, delivered - committed, committed, rejected)
-    so_far = dict(_SO_FAR.rows(tx, **mine, leased=row.leased_step, committed=row.committed_step))
-    return TrainerTally(
-        counts, int(so_far.get(row.leased_step, 0)), int(so_far.get(row.committed_step, 0))
-    )
+    leased = int(delivered) - int(committed)
+    counts = TrainerCounts(row.name, of, rows, ready, leased, int(committed), rejected)
+    return TrainerTally(counts, int(groups_delivered), int(groups_committed))
 
 
-def _delivered(tx: Transaction, experiment_key: int, row: ConsumerRow) -> tuple[int, int]:
-    """Return how many rows of its own experiment a trainer was handed, and how many it committed.
-
-    Steps say how many rows they have; of which experiment, a mixing trainer's deliveries alone.
-    """
-    mine = {"of": experiment_key, "by": row.name}
-    counted = _DELIVERED_OWN if _MIXES.rows(tx, **mine) else _DELIVERED
-    ((delivered, committed),) = counted.rows(tx, **mine, done=row.committed_step)
-    return int(delivered or 0), int(committed or 0)
-
-
-_DELIVERY = (delivery.c.experiment == bindparam("of"), delivery.c.consumer == bindparam("by"))
 _STEP = (step.c.experiment == bindparam("of"), step.c.consumer == bindparam("by"))
-_MIXES = Prepared(select(literal(1)).where(*_DELIVERY, delivery.c.source > "").limit(1))
-_OWN = (*_DELIVERY, delivery.c.source == "")
-_LAST_HANDED = Prepared(select(func.max(delivery.c.address)).where(*_OWN))
-
-
-def _sums(rows: ColumnElement[int], number: ColumnElement[int]) -> Select[*Any]:
-    committed = case((number <= bindparam("done"), rows), else_=0)
-    return select(func.sum(rows, type_=Integer), func.sum(committed, type_=Integer))
-
-
-_DELIVERED = Prepared(_sums(step.c.rows, step.c.step).where(*_STEP))
-_DELIVERED_OWN = Prepared(_sums(literal(1), delivery.c.step).where(*_OWN))
+_LAST_HANDED = Prepared(
+    select(func.max(delivery.c.address)).where(
+        delivery.c.experiment == bindparam("of"),
+        delivery.c.consumer == bindparam("by"),
+        delivery.c.source == "",
+    )
+)
 _SO_FAR = Prepared(
-    select(step.c.step, step.c.planned_groups_so_far).where(
+    select(step.c.step, step.c.planned_groups_so_far, step.c.own_rows_so_far).where(
         *_STEP, (step.c.step == bindparam("leased")) | (step.c.step == bindparam("committed"))
     )
 )

@@ -132,6 +132,7 @@ class Expectation:
 
     def _take(self, placed: PlacedFact) -> None:  # noqa: C901, PLR0912, PLR0915 - one case per kind
         at, fact = placed.position, placed.fact
+        self._counts.taken(placed.kind)
         match fact:
             case ExperimentCreated() | ConfigurationChanged():
                 self._configuration = {"position": at, "config": fact.config, "finished": False}
@@ -180,7 +181,7 @@ class Expectation:
         found = self._batch(fact.batch, actor)
         found |= {"rollouts_per_group": fact.rollouts_per_group, "planned_at": position}
         found["planned_groups"] = len(fact.tasks)
-        self._counts.planned(fact)
+        self._counts.planned(fact, actor)
         made = rows.plan_rows(self.experiment, fact, self._planned + 1)
         self._planned += len(made)
         self._add(plan, made, self._planned)
@@ -237,16 +238,18 @@ class Expectation:
         found = self._consumers[name]
         if number in found.steps:
             raise ValueError("a step is leased twice")
-        before = found.steps.get(number - 1, {}).get("planned_groups_so_far", 0)
+        before = found.steps.get(number - 1, {})
+        groups, own = (before.get(name, 0) for name in ("planned_groups_so_far", "own_rows_so_far"))
         found.steps[number] = {
             "consumer": name,
             "step": number,
             "leased_at": position,
             "rows": len(fact.annotations),
             "groups": fact.num_groups,
-            "planned_groups_so_far": before + fact.planned_groups,
+            "planned_groups_so_far": groups + fact.planned_groups,
             "manifest_digest": fact.digest,
             **rows.NOT_COMMITTED,
+            "own_rows_so_far": own + len(fact.annotations) - sum(of > 0 for of in fact.source),
         }
         found.uncommitted.add(number)
         found.row.update(leased_step=number, token=fact.token)
@@ -261,6 +264,9 @@ class Expectation:
             if not gone.issubset(part.rows):  # compared already, or never there: fold again
                 raise ValueError("a step lost rows that it did not have, or long ago")
             part.rows = [row for row in part.rows if row not in gone]
+            fewer = fact.dropped_from.count("") if fact.dropped_from else len(fact.dropped)
+            for row in (row for number, row in found.steps.items() if number >= fact.step):
+                row["own_rows_so_far"] -= fewer
 
     def _committed(self, position: int, fact: StepsCommitted) -> None:
         found, last = self._consumers[fact.consumer], fact.steps[-1]

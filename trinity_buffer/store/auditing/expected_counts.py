@@ -27,8 +27,12 @@ class ExpectedCounts:
         self._runs: dict[str, dict[str, int]] = {}  # batch -> task -> a bit for each run
         self._unplanned: set[str] = set()
 
-    def planned(self, fact: BatchPlanned) -> None:
-        """Take in a plan.
+    def taken(self, kind: str) -> None:
+        """Count an event of a kind."""
+        self._numbers["", kind] += 1
+
+    def planned(self, fact: BatchPlanned, actor: str) -> None:
+        """Take in the plan of an actor.
 
         Raises:
             ValueError: it came after rollouts, as old versions let it; which ones is not known.
@@ -36,11 +40,14 @@ class ExpectedCounts:
         if str(fact.batch) in self._unplanned:
             raise ValueError("a batch was planned after something was recorded of it")
         self._runs[str(fact.batch)] = dict.fromkeys(map(str, fact.tasks), 0)
+        groups = len(fact.tasks)
+        self._numbers["", counters.planned_by(actor)] += 1
+        self._numbers["", counters.PLANNED_GROUPS] += groups
+        self._numbers["", counters.PLANNED_ROLLOUTS] += groups * fact.rollouts_per_group
 
     def recorded(self, fact: ExperiencesRecorded, batches: Batches) -> None:
         """Take in experiences; what is refused may belong to a batch that is sealed."""
         columns, refused = fact.columns, fact.refused
-        self._numbers["", "ExperiencesRecorded"] += 1
         self._numbers["", counters.RECORDED] += len(columns)
         for reason in refused.values():
             self._numbers["", counters.rejected_for(reason)] += 1
@@ -56,16 +63,16 @@ class ExpectedCounts:
 
     def count_stored(self, key: str, row: dict[str, Any]) -> None:
         """Write the planned rollouts of a sealed batch into its row; forget them if all are."""
-        if (of := self._runs.get(key)) is None:
-            row["stored_rollouts"] = row["stored_rollouts"] or 0
-            return
-        row["stored_rollouts"] = sum(runs.bit_count() for runs in of.values())
-        if row["stored_rollouts"] == row["rollouts_per_group"] * len(of):
-            del self._runs[key]
+        before = row["stored_rollouts"] or 0
+        row["stored_rollouts"] = before
+        if (of := self._runs.get(key)) is not None:
+            row["stored_rollouts"] = sum(runs.bit_count() for runs in of.values())
+            if row["stored_rollouts"] == row["rollouts_per_group"] * len(of):
+                del self._runs[key]
+        self._numbers["", counters.STORED_ROLLOUTS] += row["stored_rollouts"] - before
 
     def annotated(self, fact: ExperiencesAnnotated) -> None:
         """Take in annotations."""
-        self._numbers["", "ExperiencesAnnotated"] += 1
         if fact.experiences:
             self._numbers[fact.consumer, counters.ANNOTATED] += len(set(fact.experiences))
             self._numbers[fact.consumer, counters.ROWS] += len(fact.experiences)
