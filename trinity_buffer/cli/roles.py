@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -203,27 +204,9 @@ def settings_of(
     config: RunConfig, checkpoints: Path, keep_checkpoints: int | None = KEPT_CHECKPOINTS
 ) -> TrainerSettings:
     """Return how the trainer of a run makes gradients into steps."""
-    return TrainerSettings(
-        checkpoints=checkpoints,
-        keep_checkpoints=keep_checkpoints,
-        learning_rate=config.optimizer.learning_rate,
-        warmup_steps=config.optimizer.warmup_steps,
-        decay_steps=config.optimizer.decay_steps,
-        lowest_rate=config.optimizer.lowest_rate,
-        betas=config.optimizer.betas,
-        weight_decay=config.optimizer.weight_decay,
-        max_gradient_norm=config.optimizer.max_gradient_norm,
-        critic_learning_rate=config.optimizer.critic_learning_rate,
-        value_clip_range=config.optimizer.value_clip_range,
-        recompute_old_logprob=config.recompute_old_logprob,
-        commit_every_steps=config.commit_every_steps,
-        async_checkpoints=config.async_checkpoints,
-        record_facts=config.record_facts,
-        record_tokens=config.record_tokens,
-        max_steps=config.max_steps,
-        max_skipped_steps=config.max_skipped_steps,
-        seed=config.seed,
-    )
+    given = vars(config) | vars(config.optimizer)
+    named = {one.name: given[one.name] for one in fields(TrainerSettings) if one.name in given}
+    return TrainerSettings(checkpoints=checkpoints, keep_checkpoints=keep_checkpoints, **named)
 
 
 def trainer_on(
