@@ -25,7 +25,7 @@ MAX_NESTING = 3
 
 # The exceptions: the file, or ``file:function``, and why.
 LONG_FILES: dict[str, str] = {
-    "tests/plants/faults.py": "a list of declarations, one per fault",
+    "tests/planted_faults/faults.py": "a list of declarations, one per fault",
 }
 LONG_FUNCTIONS: dict[str, str] = {}
 BROAD_EXCEPTS = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.plants.scenes import opened
+from tests.planted_faults.scenes import opened
 from tests.trainer.test_damaged_steps import THIRD_TASK, filled, harmed, left
 from trinity_buffer.integrations.checkpointed_steps import checkpointed_steps
 

@@ -14,9 +14,9 @@ from sqlalchemy import select
 from tests.crash.forking import CONTEXT
 from tests.pipeline.edits import Edit, in_body
 from tests.pipeline.planting import beside_heads, events_of, unguarded
-from tests.plants.dying import open_and_die
-from tests.plants.scenes import RUNS, nothing_is_wrong, opened
-from tests.plants.trainer_checks import Weights
+from tests.planted_faults.dying import open_and_die
+from tests.planted_faults.scenes import RUNS, nothing_is_wrong, opened
+from tests.planted_faults.trainer_checks import Weights
 from tests.stories import rollout
 from tests.trainer.data import RUNS as RUNS_OF_DATA
 from tests.trainer.data import policy, recorded, rollouts, solutions

@@ -9,7 +9,7 @@ import anyio
 import pytest
 import torch
 
-from tests.plants.trainer_checks import take_over
+from tests.planted_faults.trainer_checks import take_over
 from tests.trainer.data import CONFIG, policy, prepared, rollouts
 from tests.trainer.gradients import train
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build

@@ -17,9 +17,9 @@ from trinity_buffer.pipeline.writing.group_commit import GroupCommit, Outcome
 from trinity_buffer.store.log import Place
 
 
-def write_and_die(url: str, noted: str, plant: str) -> None:
+def write_and_die(url: str, noted: str, fault: str) -> None:
     """Write one group, note its receipt, die."""
-    if plant:
+    if fault:
         GroupCommit.submit = _acknowledge_first  # type: ignore[method-assign]
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Every guarantee's check holds on the package as it is, and fails when its plant is in."""
+"""Every guarantee's check holds on the package as it is, and fails when its fault is in."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.plants import checks, plants, trainer_checks
+from tests.planted_faults import checks, faulty_parts, trainer_checks
 
 pytestmark = pytest.mark.long  # a minute, in all
 
 Check = Callable[[str, Path], Awaitable[None]]
-Plant = Callable[[pytest.MonkeyPatch], None]
+FaultyPart = Callable[[pytest.MonkeyPatch], None]
 
 CHECKS: list[Check] = [
     checks.acknowledged_is_durable,
@@ -37,96 +37,100 @@ CHECKS: list[Check] = [
     checks.rejected_groups_hold_back_nobody,
 ]
 
-# The plant, the check that it turns red, and what that says.
-PLANTED: list[tuple[Plant, Check, str]] = [
+# The fault, the check that it turns red, and what that says.
+PLANTED: list[tuple[FaultyPart, Check, str]] = [
     (
-        plants.another_content_is_a_duplicate,
+        faulty_parts.another_content_is_a_duplicate,
         checks.writing_twice_is_writing_once,
         r"DID NOT RAISE.*ConflictingExperienceError",
     ),
     (
-        plants.the_cursor_moves_before_its_output,
+        faulty_parts.the_cursor_moves_before_its_output,
         checks.a_crash_before_the_commit_decides_nothing,
         r"== \(8, 0\)",
     ),
     (
-        plants.a_decision_does_not_ask_who_was_first,
+        faulty_parts.a_decision_does_not_ask_who_was_first,
         checks.two_of_a_name_decide_once,
         r"was decided twice",
     ),
     (
-        plants.a_step_is_served_twice,
+        faulty_parts.a_step_is_served_twice,
         trainer_checks.a_crashed_trainer_goes_on_where_its_weights_are,
         r"is not the one that was committed",
     ),
     (
-        plants.uncommitted_steps_are_forgotten,
+        faulty_parts.uncommitted_steps_are_forgotten,
         trainer_checks.a_crashed_trainer_goes_on_where_its_weights_are,
         r"step 2 was not delivered",
     ),
     (
-        plants.a_resumed_trainer_gets_no_checkpoint,
+        faulty_parts.a_resumed_trainer_gets_no_checkpoint,
         trainer_checks.a_crashed_trainer_goes_on_where_its_weights_are,
         r"another chain of manifests than it carries",
     ),
     (
-        plants.the_commit_comes_before_fsync,
+        faulty_parts.the_commit_comes_before_fsync,
         trainer_checks.a_checkpoint_is_on_the_disk_before_its_commit,
         r"manifests.json",
     ),
     (
-        plants.a_commit_is_sent_again_blindly,
+        faulty_parts.a_commit_is_sent_again_blindly,
         trainer_checks.a_commit_is_one_event,
         r"step 1 was committed before",
     ),
-    (plants.an_event_is_deleted, checks.everything_adds_up, r"there is no event"),
+    (faulty_parts.an_event_is_deleted, checks.everything_adds_up, r"there is no event"),
     (
-        plants.a_rejection_is_forgotten,
+        faulty_parts.a_rejection_is_forgotten,
         checks.what_a_filter_drops_is_told,
         r"the terms do not add up",
     ),
     (
-        plants.a_replay_has_another_order,
+        faulty_parts.a_replay_has_another_order,
         trainer_checks.a_replay_serves_the_same_tensors,
         r"torch.equal|all\(|False",
     ),
     (
-        plants.a_lease_does_not_fence,
+        faulty_parts.a_lease_does_not_fence,
         trainer_checks.a_newer_token_fences,
         r"DID NOT RAISE.*LeaseLostError",
     ),
     (
-        plants.a_lease_is_a_timeout,
+        faulty_parts.a_lease_is_a_timeout,
         trainer_checks.an_expired_lease_that_nobody_took_commits,
         r"LeaseLostError: expired",
     ),
     (
-        plants.the_door_is_open,
+        faulty_parts.the_door_is_open,
         checks.bad_input_is_refused_whole,
         r"DID NOT RAISE.*InvalidExperienceError",
     ),
     (
-        plants.nobody_looks_at_checksums,
+        faulty_parts.nobody_looks_at_checksums,
         checks.what_is_damaged_is_rejected_and_the_rest_is_trained,
         r"12, ",
     ),
     (
-        plants.damage_ends_the_stream,
+        faulty_parts.damage_ends_the_stream,
         checks.what_is_damaged_is_rejected_and_the_rest_is_trained,
         r"DamagedSegmentError.*checksum",
     ),
-    (plants.everybody_may_plan, checks.who_is_ahead_waits, r"assert not True"),
-    (plants.rejected_groups_hold_a_place, checks.rejected_groups_hold_back_nobody, r"assert False"),
+    (faulty_parts.everybody_may_plan, checks.who_is_ahead_waits, r"assert not True"),
+    (
+        faulty_parts.rejected_groups_hold_a_place,
+        checks.rejected_groups_hold_back_nobody,
+        r"assert False",
+    ),
 ]
 # SQLite has one writer at a time, so that these need no lock there.
-PLANTED_ON_POSTGRESQL: list[tuple[Plant, Check, str]] = [
+PLANTED_ON_POSTGRESQL: list[tuple[FaultyPart, Check, str]] = [
     (
-        plants.positions_come_from_a_sequence,
+        faulty_parts.positions_come_from_a_sequence,
         checks.a_slow_writer_hides_nothing,
         r"\[1, 3, 4\] == \[1, 2, 3, 4\]",
     ),
     (
-        plants.the_token_is_checked_without_a_lock,
+        faulty_parts.the_token_is_checked_without_a_lock,
         trainer_checks.nobody_takes_a_lease_between_its_check_and_the_commit,
         r"\[False\] == \[True\]",
     ),
@@ -157,29 +161,29 @@ def _name(value: object) -> str:
     return getattr(value, "__name__", "")
 
 
-@pytest.mark.parametrize(("plant", "check", "said"), PLANTED, ids=_name)
-async def test_the_plant_is_found(
-    plant: Plant,
+@pytest.mark.parametrize(("part", "check", "said"), PLANTED, ids=_name)
+async def test_the_fault_is_found(
+    part: FaultyPart,
     check: Check,
     said: str,
     sqlite_url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plant(monkeypatch)
+    part(monkeypatch)
     await red(check, sqlite_url, tmp_path, said)
 
 
-@pytest.mark.parametrize(("plant", "check", "said"), PLANTED_ON_POSTGRESQL, ids=_name)
-async def test_the_plant_is_found_on_postgresql(
-    plant: Plant,
+@pytest.mark.parametrize(("part", "check", "said"), PLANTED_ON_POSTGRESQL, ids=_name)
+async def test_the_fault_is_found_on_postgresql(
+    part: FaultyPart,
     check: Check,
     said: str,
     postgres_url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plant(monkeypatch)
+    part(monkeypatch)
     await red(check, postgres_url, tmp_path, said)
 
 
@@ -192,10 +196,10 @@ async def test_a_receipt_before_the_commit_is_found(store_url: str, tmp_path: Pa
     )
 
 
-def test_every_plant_is_planted() -> None:
+def test_every_faulty_part_is_put_in() -> None:
     made = {
         value
-        for name, value in vars(plants).items()
-        if getattr(value, "__module__", "") == plants.__name__ and callable(value)
+        for name, value in vars(faulty_parts).items()
+        if getattr(value, "__module__", "") == faulty_parts.__name__ and callable(value)
     }
-    assert made == {plant for plant, _, _ in PLANTED + PLANTED_ON_POSTGRESQL}
+    assert made == {part for part, _, _ in PLANTED + PLANTED_ON_POSTGRESQL}

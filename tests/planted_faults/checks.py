@@ -1,6 +1,6 @@
 """Checks of what explorers and strategies rely on: guarantees 1, 2, 3, 5, 7, 9, 10.
 
-Each ends quietly on a sound package, and fails when its plant is in. A check takes the URL of an
+Each ends quietly on a sound package, and fails when its fault is in. A check takes the URL of an
 empty store and an empty folder.
 """
 
@@ -18,8 +18,8 @@ from typing_extensions import override
 from tests.contract.making import dawdling
 from tests.crash.forking import CONTEXT
 from tests.pipeline.planting import unguarded
-from tests.plants.dying import write_and_die
-from tests.plants.scenes import BLOCKED_S, RUNS, nothing_is_wrong, opened, write_groups
+from tests.planted_faults.dying import write_and_die
+from tests.planted_faults.scenes import BLOCKED_S, RUNS, nothing_is_wrong, opened, write_groups
 from tests.stories import rollout
 from trinity_buffer.algorithm import GRPOAddStrategy
 from trinity_buffer.errors import (
@@ -44,12 +44,12 @@ async def acknowledged_is_durable(url: str, folder: Path) -> None:
     await _die(url, folder, "")
 
 
-async def _die(url: str, folder: Path, plant: str) -> None:
+async def _die(url: str, folder: Path, fault: str) -> None:
     """Let a process write, note the receipt, and be killed; what it noted must be stored."""
     async with opened(url):
         pass
     noted = folder / "e0.ack"
-    process = CONTEXT.Process(target=write_and_die, args=(url, str(noted), plant))
+    process = CONTEXT.Process(target=write_and_die, args=(url, str(noted), fault))
     process.start()
     await anyio.to_thread.run_sync(process.join)
     assert process.exitcode == -signal.SIGKILL
@@ -59,7 +59,7 @@ async def _die(url: str, folder: Path, plant: str) -> None:
 
 
 async def acknowledged_is_durable_though_told_too_early(url: str, folder: Path) -> None:
-    """The plant is in the process that dies, so that this check brings it along."""
+    """The fault is in the process that dies, so that this check brings it along."""
     await _die(url, folder, "acknowledge before the commit")
 
 

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import delete, select, update
 
 from tests.pipeline.planting import delete_event
-from tests.plants import checks
+from tests.planted_faults import checks
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.events import BatchLeased, ExperiencesRejected, Fact, PlacedFact
 from trinity_buffer.pipeline import checkpoint as checkpoints

@@ -1,8 +1,8 @@
 """Puts each fault in a copy of the repository, and runs its test there.
 
-``python -m tests.plants.faulty --help``. Prints a JSON line for each: what, whether its test turned
-red, and which one did. Processes are forked from this one, which has imported what takes long, and
-nothing of the package.
+``python -m tests.planted_faults.faulty --help``. Prints a JSON line for each: what, whether its
+test turned red, and which one did. Processes are forked from this one, which has imported what
+takes long, and nothing of the package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import sqlalchemy.ext.asyncio  # noqa: F401
 import torch._dynamo  # noqa: F401
 import typer  # noqa: F401
 
-from tests.plants.faults import FAULTS, Fault
+from tests.planted_faults.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300
@@ -108,7 +108,7 @@ def red_test(root: Path, fault: Fault) -> tuple[int, str]:
 
 def main() -> None:
     """Run the faults that are asked for."""
-    parser = argparse.ArgumentParser(prog="python -m tests.plants.faulty")
+    parser = argparse.ArgumentParser(prog="python -m tests.planted_faults.faulty")
     parser.add_argument("text", nargs="?", default="", help="only faults whose description has it")
     parser.add_argument("--part", default="0/1", help="only every n-th, beginning with: 0/4")
     asked = parser.parse_args()

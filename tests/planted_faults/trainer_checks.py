@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.contract.making import dawdling
-from tests.plants.scenes import BLOCKED_S, nothing_is_wrong, opened, write_groups
+from tests.planted_faults.scenes import BLOCKED_S, nothing_is_wrong, opened, write_groups
 from trinity_buffer.errors import (
     LeaseLostError,
 )

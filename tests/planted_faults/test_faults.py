@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plants.faults import FAULTS, table
+from tests.planted_faults.faults import FAULTS, table
 
 ROOT = Path(__file__).parents[2]
 PARTS = 4
@@ -28,7 +28,7 @@ def test_the_documents_show_these_faults_in_code_and_tests_that_exist() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_fault_is_found(part: int) -> None:
-    command = [sys.executable, "-m", "tests.plants.faulty", "--part", f"{part}/{PARTS}"]
+    command = [sys.executable, "-m", "tests.planted_faults.faulty", "--part", f"{part}/{PARTS}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stderr

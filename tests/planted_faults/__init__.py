@@ -3,4 +3,4 @@
 import pytest
 
 for module in ("checks", "trainer_checks", "scenes"):
-    pytest.register_assert_rewrite(f"tests.plants.{module}")
+    pytest.register_assert_rewrite(f"tests.planted_faults.{module}")
