@@ -78,7 +78,7 @@ class Sizes:
     pieces_kept: int = 4
     segments_per_audit: int = 64
     bytes_per_audit: int = 32 * _MIB
-    rows_per_span: int = 16_384
+    rows_per_span: int = 4096
     rows_per_file: int = 16_384
     bytes_per_file: int = 64 * _MIB
     segments_per_page: int = 4096

@@ -37,3 +37,8 @@ def test_what_sql_takes_for_the_same_is_the_same(one: Any, other: Any) -> None:
 def test_two_equal_rows_are_not_none() -> None:
     assert Fingerprint.of([(1,), (1,)]) != Fingerprint.of([])
     assert Fingerprint.of([("1",)]) != Fingerprint.of([(1,)]) != Fingerprint.of([(b"1",)])
+
+
+@given(ROWS, ROWS)
+def test_parts_add_up(one: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> None:
+    assert Fingerprint.of(one) + Fingerprint.of(other) == Fingerprint.of([*one, *other])

@@ -38,6 +38,7 @@ from trinity_buffer.pipeline.streaming.row_loader import FAMILIES
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.sizes import resized
 from trinity_buffer.store.tables import segment
 from trinity_buffer.store.trainer_queries import step_with_rows
 from trinity_buffer.store.transaction import Transaction
@@ -238,6 +239,8 @@ async def test_ranks_come_and_go_before_and_behind_what_is_dropped(store_url: st
     assert [len(one.dropped) for one in dealt if isinstance(one, StepDealt)] == [1, 4, 0, 0]
     async with opened(store_url) as experiment:
         nothing_but_the_damage(await verify(experiment))
+        with resized(events_per_page=1):  # and what is dealt anew is read once more
+            nothing_but_the_damage(await verify(experiment))
         (row,) = await inspect.steps(now(experiment))
         assert (row.rows, row.groups) == (11, 3)
 

@@ -25,7 +25,7 @@ PAGE_SIZE_BYTES = 16384  # rows are blobs of 0.1 to 1 MB: 1.4 times the write ra
 BUSY_TIMEOUT_MS = 30_000
 JOURNAL_SIZE_LIMIT_BYTES = 1 << 28
 CACHE_KIB = 1 << 16
-READ_CACHE_KIB = 1 << 14  # whoever only reads has up to four connections, and asks this and that
+READ_CACHE_KIB = 1 << 13  # whoever only reads has up to four connections, and asks this and that
 
 # Releases in which a checkpoint that races a commit cannot lose it (sqlite.org/wal.html, "the
 # WAL-reset bug").

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -52,13 +54,55 @@ class Addresses:
 
     def all(self) -> Integers:
         """Return all of them, 8 bytes each."""
-        found = np.empty(self._count, np.int64)
-        end = 0
-        for part in self._parts:
-            some = unpacked(part)
-            found[end : end + len(some)] = some
-            end += len(some)
-        return found
+        return together(self._count, map(unpacked, self._parts))
+
+    def below(self, end: int) -> Iterator[Integers]:
+        """Yield those below ``end``, a stretch at a time, of addresses that were added in order."""
+        some: list[Integers] = []
+        count = 0
+        for part in map(unpacked, self._parts):
+            some.append(part[: np.searchsorted(part, end)])
+            count += len(some[-1])
+            if len(some[-1]) < len(part):
+                break
+            if count >= AT_ONCE:
+                yield np.concatenate(some)
+                some, count = [], 0
+        if some:
+            yield np.concatenate(some)
+
+
+def together(count: int, parts: Iterable[Integers]) -> Integers:
+    """Return ``count`` addresses that come in parts, one behind the other."""
+    found = np.empty(count, np.int64)
+    end = 0
+    for part in parts:
+        found[end : end + len(part)] = part
+        end += len(part)
+    return found
+
+
+def repeated(addresses: Integers) -> list[int]:
+    """Return those that come once more, of addresses in order."""
+    found: list[int] = []
+    for begin in range(1, len(addresses), AT_ONCE):
+        some = addresses[begin : begin + AT_ONCE]
+        found += some[some == addresses[begin - 1 : begin + AT_ONCE - 1][: len(some)]].tolist()
+    return found
+
+
+def beside(stretches: Iterable[Integers], others: Integers) -> Iterator[tuple[Integers, Integers]]:
+    """Yield each stretch, and which of ``others`` lie up to its end; at last, those behind all.
+
+    Both are in order.
+    """
+    at = 0
+    for stretch in stretches:
+        if len(stretch):
+            end = int(np.searchsorted(others, stretch[-1], "right"))
+            yield stretch, others[at:end]
+            at = end
+    yield np.empty(0, np.int64), others[at:]
 
 
 def lacking(known: Integers, wanted: Integers) -> npt.NDArray[np.bool_]:

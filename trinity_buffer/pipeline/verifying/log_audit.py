@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -40,7 +40,7 @@ from trinity_buffer.events import (
     UnknownEvent,
 )
 from trinity_buffer.pipeline.event_chain import EventChain
-from trinity_buffer.pipeline.verifying.addresses import Addresses, Integers, lacking
+from trinity_buffer.pipeline.verifying.addresses import Addresses, beside, lacking, repeated
 from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.names import Names
@@ -48,7 +48,7 @@ from trinity_buffer.pipeline.verifying.planned_runs import PlannedRuns
 from trinity_buffer.pipeline.verifying.trainer_audit import TrainerAudit
 from trinity_buffer.store import counters
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.rows import address_of, first_address, written_as
+from trinity_buffer.store.rows import first_address, written_as
 
 
 @dataclass(slots=True)
@@ -59,6 +59,11 @@ class _Strategy:
     rows: int = 0
     rejections: int = 0
     decided: Addresses = field(default_factory=Addresses)
+
+    @property
+    def end(self) -> int:
+        """Return the first address that it has not seen."""
+        return first_address(self.seen + 1)
 
 
 class LogAudit:
@@ -124,7 +129,21 @@ class LogAudit:
                 what = f"its body has not the form of {stored.kind}: {error!r}"
                 self._wrong("log", stored.position, what)
             found.append(PlacedFact(stored.position, stored.actor, fact))
+        for trainer in self.trainers.values():
+            trainer.forget()
         return found
+
+    def leased_at(self, dealt: Iterable[StepDealt]) -> list[int]:
+        """Return where the steps were leased that are dealt anew, to be read again."""
+        known = ((self.trainers.get(fact.consumer), fact.step) for fact in dealt)
+        steps = (trainer.steps.get(step) for trainer, step in known if trainer is not None)
+        return [step.position for step in steps if step is not None]
+
+    def recall(self, leased: Iterable[PlacedFact]) -> None:
+        """Take in what `leased_at` asked for."""
+        for placed in leased:
+            if isinstance(placed.fact, BatchLeased):
+                self._trainer(placed.fact.consumer).recall(placed.position, placed.fact)
 
     def _wrong(self, check: str, position: int, what: str) -> None:
         self.problems.append(Problem(check, f"position {position}", what))
@@ -301,15 +320,16 @@ class LogAudit:
             self.problems.append(Problem("chain", f"head {head.hex()}", what))
         for trainer in (*self.trainers.values(), *self._guests.values()):
             self._tell(trainer.finish())
-        recorded = self._recorded.all()
         for name, strategy in self._strategies.items():
             decided = strategy.decided.all()
             decided.sort()
-            for address in decided[1:][decided[1:] == decided[:-1]].tolist():
+            for address in repeated(decided):
                 self._decided_wrongly(name, address, "was decided twice")
-            known = _below(recorded, first_address(strategy.seen + 1))
-            for address in decided[lacking(known, decided)].tolist():
-                self._decided_wrongly(name, address, "was decided, and was not there to be seen")
+            for known, some in beside(self._recorded.below(strategy.end), decided):
+                for address in some[lacking(known, some)].tolist():
+                    self._decided_wrongly(
+                        name, address, "was decided, and was not there to be seen"
+                    )
 
     def _decided_wrongly(self, name: str, address: int, what: str) -> None:
         where = f"experience {written_as(address)}"
@@ -317,11 +337,9 @@ class LogAudit:
 
     def rows(self) -> dict[str, int]:
         """Return how many rows each projection must have."""
-        counts, recorded = self._counts, self._recorded.all()
-        waiting = annotations = 0
+        counts, waiting, annotations = self._counts, 0, 0
         for strategy in self._strategies.values():
-            seen = int(np.searchsorted(recorded, address_of(strategy.seen + 1, 0)))
-            waiting += seen - len(strategy.decided)
+            waiting += sum(map(len, self._recorded.below(strategy.end))) - len(strategy.decided)
             annotations += strategy.rows
         names = ("plan", "experience", "consumer", "rejection", "step", "policy")
         steps = [step for trainer in self.trainers.values() for step in trainer.steps.values()]
@@ -337,21 +355,16 @@ class LogAudit:
             **{name: counts[name] for name in names},
         }
 
-    def undecided(self) -> dict[str, Integers]:
+    def undecided(self) -> dict[str, Iterator[int]]:
         """Return the addresses that each strategy has seen and not decided, in order."""
-        recorded, found = self._recorded.all(), {}
-        for name, strategy in self._strategies.items():
-            seen = _below(recorded, first_address(strategy.seen + 1))
-            decided = strategy.decided.all()
-            decided.sort()
-            found[name] = seen[lacking(decided, seen)]
-        return found
+        return {name: self._undecided(one) for name, one in self._strategies.items()}
+
+    def _undecided(self, strategy: _Strategy) -> Iterator[int]:
+        decided = strategy.decided.all()
+        decided.sort()
+        for seen, some in beside(self._recorded.below(strategy.end), decided):
+            yield from seen[lacking(some, seen)].tolist()
 
     def stored_runs(self) -> int:
         """Return how many planned (batch, task, run) the log has experiences of."""
         return self._runs.stored()
-
-
-def _below(addresses: Integers, end: int) -> Integers:
-    """Return those of ``addresses``, which are in order, that are below ``end``."""
-    return addresses[: np.searchsorted(addresses, end)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,42 +18,18 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.pipeline.gone_through import FIRST_LINK, chain
 from trinity_buffer.pipeline.streaming.manifest import Manifest, plans_of
-from trinity_buffer.pipeline.verifying.addresses import Integers, packed, unpacked
+from trinity_buffer.pipeline.verifying.addresses import (
+    Integers,
+    packed,
+    repeated,
+    together,
+    unpacked,
+)
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.store.rows import written_as
 
 _OTHER_EXPERIMENT = 1 << 56
 """Far above every address: tells rows of another experiment from those of the trainer's own."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A manifest with its columns as compressed differences, for a later dealing."""
-
-    shell: Manifest
-    rows: int
-    columns: bytes
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> _Kept:
-        of_rows = (manifest.annotations, manifest.experiences, manifest.groups, manifest.source)
-        steps = [np.diff(np.array(column, np.int64), prepend=0) for column in of_rows]
-        bare = replace(manifest, annotations=(), experiences=(), groups=(), source=())
-        columns = zlib.compress(np.concatenate(steps).tobytes(), 1)
-        return cls(bare, len(manifest.annotations), columns)
-
-    def manifest(self) -> Manifest:
-        steps = np.frombuffer(zlib.decompress(self.columns), np.int64)
-        parts = np.split(steps, [self.rows, 2 * self.rows, 3 * self.rows])
-        columns = (tuple(np.cumsum(part).tolist()) for part in parts)
-        annotations, experiences, groups, source = columns
-        return replace(
-            self.shell,
-            annotations=annotations,
-            experiences=experiences,
-            groups=groups,
-            source=source,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +44,6 @@ class LeasedManifest:
         rows: its annotation rows, packed, without those that it lost; those of other experiments
             are told apart by what `_OTHER_EXPERIMENT` adds to them.
         by_rank: how many rows it deals to each rank now.
-        kept: the manifest as it was leased.
     """
 
     position: int
@@ -78,7 +52,6 @@ class LeasedManifest:
     count: int
     rows: bytes
     by_rank: Sequence[int]
-    kept: _Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +87,7 @@ class TrainerAudit:
         self._dropped: list[tuple[int, Integers]] = []
         self._links: dict[int, bytes] = {0: FIRST_LINK}
         self._before: dict[bytes, tuple[bytes, bytes]] = {}  # link -> (the one before, digest)
+        self._manifests: dict[int, Manifest] = {}  # as they were leased, of a page of the log
         self._ranks: dict[int, int] = {}  # fencing token -> ranks that assembled under it
 
     def leased(self, position: int, fact: BatchLeased) -> Iterator[Problem]:
@@ -134,8 +108,16 @@ class TrainerAudit:
             len(rows),
             packed(np.sort(rows)),
             by_rank,
-            _Kept.of(manifest),
         )
+        self._manifests[position] = manifest
+
+    def recall(self, position: int, fact: BatchLeased) -> None:
+        """Take in once more what was forgotten: the page to come deals it anew."""
+        self._manifests[position] = Manifest.of(fact)
+
+    def forget(self) -> None:
+        """Forget the manifests themselves: few are dealt anew, and a run has many."""
+        self._manifests.clear()
 
     def _rows_of(self, manifest: Manifest) -> Integers:
         """Return what `LeasedManifest.rows` says of all rows of a manifest."""
@@ -154,7 +136,7 @@ class TrainerAudit:
             what = f"step {fact.step} was dealt anew, and was not leased or is committed"
             yield self._dealt_wrongly(position, what)
             return
-        manifest = found.kept.manifest()
+        manifest = self._manifests[found.position]
         each_once = len(set(fact.order)) == len(fact.order) and min(fact.order, default=0) >= 0
         if each_once:
             manifest = manifest.dealt(fact.order, plans_of(fact))
@@ -207,6 +189,8 @@ class TrainerAudit:
             elif step != len(self.live) + 1:
                 what = f"step {step} was committed, the next one is {len(self.live) + 1}"
                 yield Problem("commits", place, what)
+            # the same bytes as above, which are there already
+            digest = digest if leased is None or leased.digest != digest else leased.digest
             self.live[step] = digest
             before = self._links.get(step - 1, FIRST_LINK)
             self._links[step] = chain(before, digest)
@@ -277,15 +261,14 @@ class TrainerAudit:
     def finish(self) -> Iterator[Problem]:
         """Yield what only the whole log tells: a row is handed out once, or rejected once."""
         yield from self._neither()
-        given = [(leased.position, unpacked(leased.rows)) for leased in self.steps.values()]
-        given += self._rejected
-        if not given:
-            return
-        all_rows = np.concatenate([rows for _, rows in given])
+        number = sum(one.count for one in self.steps.values())
+        number += sum(len(rows) for _, rows in self._rejected)
+        all_rows = together(number, (rows for _, rows in self._given()))
         all_rows.sort()
-        if not (all_rows[1:] == all_rows[:-1]).any():
+        if not repeated(all_rows):
             return
-        all_rows = np.concatenate([rows for _, rows in given])
+        given = list(self._given())
+        all_rows = together(number, (rows for _, rows in given))
         owners = np.concatenate([np.full(len(rows), place) for place, rows in given])
         order = np.lexsort((owners, all_rows))
         all_rows, owners = all_rows[order], owners[order]
@@ -295,6 +278,11 @@ class TrainerAudit:
             told = written_as(int(row) % _OTHER_EXPERIMENT)
             what = f"annotation {told} was given out at position {first} before"
             yield Problem("conservation", self._place(int(second)), what)
+
+    def _given(self) -> Iterator[tuple[int, Integers]]:
+        """Yield where rows were given out, and which: those of steps, and what was rejected."""
+        yield from ((leased.position, unpacked(leased.rows)) for leased in self.steps.values())
+        yield from self._rejected
 
     def _neither(self) -> Iterator[Problem]:
         """Yield the rows that a step lost and the trainer did not reject."""

@@ -14,7 +14,13 @@ from typing import TypeAlias, TypeVar
 import anyio
 import anyio.to_thread
 
-from trinity_buffer.events import ExperiencesRecorded, PlacedFact, SegmentsArchived, kinds_of
+from trinity_buffer.events import (
+    ExperiencesRecorded,
+    PlacedFact,
+    SegmentsArchived,
+    StepDealt,
+    kinds_of,
+)
 from trinity_buffer.pipeline.background import made_ahead, running
 from trinity_buffer.pipeline.event_chain import EventChain
 from trinity_buffer.pipeline.experiment import Experiment
@@ -187,6 +193,7 @@ class _Verification:
         )
 
     async def _take(self, page: Sequence[StoredEvent]) -> None:
+        await self._recall(page)
         events = await anyio.to_thread.run_sync(self._audited, page)
         if self._quick:
             return
@@ -194,6 +201,14 @@ class _Verification:
         count, problems = await check_segments(self._database, events)
         self._segments += count
         self._in_segments += problems
+
+    async def _recall(self, page: Sequence[StoredEvent]) -> None:
+        """Read once more what this page deals anew."""
+        dealt = readable_events([stored for stored in page if stored.kind == StepDealt.__name__])
+        facts = [one.fact for one in dealt if isinstance(one.fact, StepDealt)]
+        if places := self._audit.leased_at(facts):
+            leased = await self._database.read(log.read_at, self._key, places)
+            self._audit.recall(readable_events(leased))
 
     def _audited(self, page: Sequence[StoredEvent]) -> list[PlacedFact]:
         events = self._audit.add(page)
@@ -232,8 +247,7 @@ class _Verification:
             self._problems.append(Problem("projections", "all", what))
 
     def _changing_holds(self) -> bool:
-        undecided = {name: rows.tolist() for name, rows in self._audit.undecided().items()}
-        return self._expected.holds_for_changing(self._seen.changing, undecided)
+        return self._expected.holds_for_changing(self._seen.changing, self._audit.undecided())
 
     async def _name_differences(self) -> None:
         """Fold the log again with what recorded it, and compare row by row."""

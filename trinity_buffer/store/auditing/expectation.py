@@ -8,7 +8,7 @@ experiences are asked in seconds: who differs, and how, `comparison` says after 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, assert_never
@@ -69,12 +69,19 @@ from trinity_buffer.store.tables import (
 _CONTRADICTIONS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
+_Step = list[Any]
+"""One row of `step`, without the experiment: a run has so many that a mapping would be too large"""
+
+_PLACE = {column.name: place for place, column in enumerate(list(step.c)[1:])}
+"""Of each column in such a row."""
+
+
 @dataclass(slots=True)
 class _Consumer:
     """One row of `consumer`, and the steps of it that are not committed on the live line."""
 
     row: dict[str, Any]
-    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    steps: dict[int, _Step] = field(default_factory=dict)
     uncommitted: set[int] = field(default_factory=set)
 
 
@@ -94,7 +101,8 @@ class Expectation:
         self._full: list[Part] = []
         self._parts: dict[tuple[str, str | None], Part] = {}
         self._configuration: dict[str, Any] | None = None
-        self._batches: dict[str, dict[str, Any]] = {}
+        self._batches: dict[str, dict[str, Any] | None] = {}
+        self._done = Fingerprint(0, 0)  # the rows of batches that nothing changes any more
         self._consumers: dict[str, _Consumer] = {}
         self._rewards: dict[tuple[str, int], float] = {}
         self._archived: dict[bytes, tuple[int, str | None]] = {}
@@ -189,7 +197,9 @@ class Expectation:
     def _sealed(self, position: int, fact: BatchSealed, actor: str) -> None:
         found = self._batch(fact.batch, actor)
         found.update(sealed_at=position, expected=fact.expected)
-        self._counts.count_stored(str(fact.batch), found)
+        if self._counts.count_stored(str(fact.batch), found):
+            self._done += Fingerprint.of([self._row(batch, found)])
+            self._batches[str(fact.batch)] = None
 
     def _recorded(self, position: int, fact: ExperiencesRecorded) -> None:
         made = rows.experience_rows(self.experiment, position, fact)
@@ -199,7 +209,10 @@ class Expectation:
     def _batch(self, key: Key, actor: str) -> dict[str, Any]:
         unknown = dict.fromkeys(_OF_BATCH)
         new = {"batch": str(key), "batch_is_int": isinstance(key, int), "actor": actor, **unknown}
-        return self._batches.setdefault(str(key), new)
+        found = self._batches.setdefault(str(key), new)
+        if found is None:
+            raise ValueError("a batch is sealed twice")
+        return found
 
     def _registered(self, fact: ConsumerRegistered) -> None:
         if fact.consumer in self._consumers:
@@ -238,9 +251,8 @@ class Expectation:
         found = self._consumers[name]
         if number in found.steps:
             raise ValueError("a step is leased twice")
-        before = found.steps.get(number - 1, {})
-        groups, own = (before.get(name, 0) for name in ("planned_groups_so_far", "own_rows_so_far"))
-        found.steps[number] = {
+        groups, own = self._so_far(found, number - 1)
+        made = {
             "consumer": name,
             "step": number,
             "leased_at": position,
@@ -251,13 +263,20 @@ class Expectation:
             **rows.NOT_COMMITTED,
             "own_rows_so_far": own + len(fact.annotations) - sum(of > 0 for of in fact.source),
         }
+        found.steps[number] = [made[name] for name in _PLACE]
         found.uncommitted.add(number)
         found.row.update(leased_step=number, token=fact.token)
         self._add(delivery, rows.delivery_rows(self.experiment, fact), number, name)
 
+    def _so_far(self, found: _Consumer, number: int) -> tuple[int, int]:
+        """Return how many planned groups and own rows a trainer was handed up to a step."""
+        if (row := found.steps.get(number)) is None:
+            return 0, 0
+        return row[_PLACE["planned_groups_so_far"]], row[_PLACE["own_rows_so_far"]]
+
     def _dealt(self, position: int, fact: StepDealt) -> None:
         found = self._consumers[fact.consumer]
-        found.steps[fact.step].update(rows.dealt_columns(position, fact))
+        _update(found.steps[fact.step], rows.dealt_columns(position, fact))
         found.row["token"] = fact.token
         if gone := set(rows.dropped_rows(self.experiment, fact)):
             part = self._parts[delivery.name, fact.consumer]
@@ -266,22 +285,22 @@ class Expectation:
             part.rows = [row for row in part.rows if row not in gone]
             fewer = fact.dropped_from.count("") if fact.dropped_from else len(fact.dropped)
             for row in (row for number, row in found.steps.items() if number >= fact.step):
-                row["own_rows_so_far"] -= fewer
+                row[_PLACE["own_rows_so_far"]] -= fewer
 
     def _committed(self, position: int, fact: StepsCommitted) -> None:
         found, last = self._consumers[fact.consumer], fact.steps[-1]
         done = {number for number in found.uncommitted if number <= last}
         for number in done:
-            found.steps[number]["committed_at"] = position
+            _update(found.steps[number], {"committed_at": position})
         found.uncommitted -= done
-        found.steps[last].update(rows.commit_columns(fact))
+        _update(found.steps[last], rows.commit_columns(fact))
         found.row.update(committed_step=last, token=fact.token)
 
     def _rewound(self, fact: TrainerRewound) -> None:
         found, kept = self._consumers[fact.consumer], fact.step
         for number, row in found.steps.items():
             if number > kept:
-                row.update(rows.NOT_COMMITTED)
+                _update(row, rows.NOT_COMMITTED)
                 found.uncommitted.add(number)
         found.row["committed_step"] = kept
 
@@ -293,10 +312,10 @@ class Expectation:
         """Return the rows of the tables whose rows later events change, all but `waiting`."""
         single = [self._configuration] if self._configuration is not None else []
         consumers = self._consumers.values()
-        steps = (row for one in consumers for row in one.steps.values())
+        steps = (dict(zip(_PLACE, r, strict=True)) for one in consumers for r in one.steps.values())
         kept: dict[Table, Iterable[Mapping[str, Any]]] = {
             configuration: [{**row, "config": _text_of(row["config"])} for row in single],
-            batch: self._batches.values(),
+            batch: filter(None, self._batches.values()),
             consumer: [{**c.row, "config": _text_of(c.row["config"])} for c in consumers],
             step: ({**row, "rows_by_rank": _text_of(row["rows_by_rank"])} for row in steps),
             counter: self._counts.rows(),
@@ -316,7 +335,7 @@ class Expectation:
         return (self.experiment, *(row[name] for name in names))
 
     def holds_for_changing(
-        self, live: Mapping[str, Fingerprint], undecided: Mapping[str, Sequence[int]]
+        self, live: Mapping[str, Fingerprint], undecided: Mapping[str, Iterable[int]]
     ) -> bool:
         """Return whether rows that events change were as the log left them.
 
@@ -330,7 +349,14 @@ class Expectation:
             for name, addresses in undecided.items()
             for address in addresses
         )
-        return all(live[name] == Fingerprint.of(rows) for name, rows in expected.items())
+        found = {name: Fingerprint.of(some) for name, some in expected.items()}
+        found[batch.name] += self._done
+        return all(live[name] == one for name, one in found.items())
+
+
+def _update(row: _Step, columns: Mapping[str, Any]) -> None:
+    for name, value in columns.items():
+        row[_PLACE[name]] = value
 
 
 def _last_address(position: int) -> int:

@@ -14,8 +14,9 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.store import counters
 
-Batches = Mapping[str, dict[str, Any]]
-"""Batch -> its row, as it is expected so far."""
+Row = dict[str, Any]
+Batches = Mapping[str, Row | None]
+"""Batch -> its row, as it is expected so far; None: it is sealed and has all that it planned."""
 
 
 class ExpectedCounts:
@@ -54,22 +55,24 @@ class ExpectedCounts:
         self._versions.update(version for version in columns.policy_version if version is not None)
         self._unplanned.update({str(key) for key in columns.batch} - batches.keys())
         for key, task, run in zip(map(str, columns.batch), columns.task, columns.run, strict=True):
-            of = self._runs.get(key, {})
-            if str(task) in of and run < batches[key]["rollouts_per_group"]:
+            of, row = self._runs.get(key, {}), batches.get(key)
+            if row is not None and str(task) in of and run < row["rollouts_per_group"]:
                 of[str(task)] |= 1 << run
         for key in {str(columns.batch[slot]) for slot in refused}:
-            if key in batches and batches[key]["sealed_at"] is not None:
-                self.count_stored(key, batches[key])
+            if (row := batches.get(key)) is not None and row["sealed_at"] is not None:
+                self.count_stored(key, row)
 
-    def count_stored(self, key: str, row: dict[str, Any]) -> None:
-        """Write the planned rollouts of a sealed batch into its row; forget them if all are."""
+    def count_stored(self, key: str, row: Row) -> bool:
+        """Write the planned rollouts of a sealed batch into its row; return whether all are."""
         before = row["stored_rollouts"] or 0
         row["stored_rollouts"] = before
         if (of := self._runs.get(key)) is not None:
             row["stored_rollouts"] = sum(runs.bit_count() for runs in of.values())
-            if row["stored_rollouts"] == row["rollouts_per_group"] * len(of):
-                del self._runs[key]
         self._numbers["", counters.STORED_ROLLOUTS] += row["stored_rollouts"] - before
+        if of is None or row["stored_rollouts"] < row["rollouts_per_group"] * len(of):
+            return False
+        del self._runs[key]
+        return True
 
     def annotated(self, fact: ExperiencesAnnotated) -> None:
         """Take in annotations."""

@@ -31,6 +31,10 @@ class Fingerprint:
             count += 1
         return cls(count, total % (1 << BITS))
 
+    def __add__(self, other: Fingerprint) -> Fingerprint:
+        """Return the fingerprint of the rows of both."""
+        return Fingerprint(self.count + other.count, (self.total + other.total) % (1 << BITS))
+
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
