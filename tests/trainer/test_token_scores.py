@@ -125,6 +125,33 @@ def test_scores_and_gradients_are_those_of_all_logits_in_float64(
         )
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_compiled_model_scores_the_same_without_being_compiled_for_each_batch(
+    in_place: bool,
+) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def counting(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    model, other = qwen2(), qwen2()
+    other.load_state_dict(model.state_dict())
+    compiled: Any = other
+    if in_place:
+        other.compile(backend=counting, fullgraph=True)
+    else:
+        compiled = torch.compile(other, backend=counting, fullgraph=True)
+    for rows in range(2, 6):
+        batch = {name: tensor[:rows, : 13 - rows] for name, tensor in padded().items()}
+        plain, found = tb.token_scores(model, batch), tb.token_scores(compiled, batch)
+        assert torch.equal(found.logprob, plain.logprob)
+        assert torch.equal(found.entropy, plain.entropy)
+    assert 1 <= len(graphs) <= 2
+
+
 @pytest.mark.parametrize("make", [qwen2, qwen3])
 def test_padded_and_packed_are_one_gradient_in_float32(make: Callable[[], nn.Module]) -> None:
     model, both = make(), []

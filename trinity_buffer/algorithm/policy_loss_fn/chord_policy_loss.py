@@ -191,12 +191,12 @@ class MIXCHORDPolicyLossFn(PolicyLossFn):
         *,
         layout: BatchLayout | None = None,
     ) -> LossAndMetrics:
-        """Return the loss; as `MIXPolicyLossFn`, with the gradient ``step`` of each row ``[N]``."""
-        # Steps come from the loader, on whatever device; one comparison of N integers per batch.
-        first = step.flatten()[0] if step.numel() else step.new_zeros(())
-        if bool((step != first).any()):
-            raise InvalidArgumentError(f"step must be one number for all rows: {step.tolist()}")
-        mu = self.mu_schedule(first).to(logprob.device)
+        """Return the loss; as `MIXPolicyLossFn`, with the gradient ``step`` of each row ``[N]``.
+
+        Raises:
+            InvalidArgumentError: the steps differ. A compiled loss cannot raise it: it is NaN.
+        """
+        mu = self.mu_schedule(_one_step(step)).to(logprob.device)
         tensors = {
             "logprob": logprob,
             "old_logprob": old_logprob,
@@ -206,3 +206,17 @@ class MIXCHORDPolicyLossFn(PolicyLossFn):
         usual, expert, metrics = self.kinds.parts(tensors, expert_mask, layout)
         loss = (1.0 - mu).to(usual) * usual + mu.to(expert) * expert
         return loss, detached({**metrics, "loss": loss, "mu": mu})
+
+
+def _one_step(step: Tensor) -> Tensor:
+    """Return the number, float64, that all of ``step`` are; compiled, NaN if they differ.
+
+    Steps come from the loader, on whatever device; one comparison of N integers per batch.
+    """
+    first = step.flatten()[0] if step.numel() else step.new_zeros(())
+    alike = (step == first).all()
+    if torch.compiler.is_compiling():  # no branch there may depend on what a tensor holds
+        return torch.where(alike, first.double(), torch.nan)
+    if not bool(alike):
+        raise InvalidArgumentError(f"step must be one number for all rows: {step.tolist()}")
+    return first.double()
