@@ -42,6 +42,8 @@ class Sizes:
         rows_kept: rows whose events a stream keeps decoded, beside those in use: some 10 MB.
         bytes_kept: segments that a stream keeps because rows of theirs were not asked for yet,
             beside those in use.
+        blocks_kept: memory of writes: one that is committed, one that is made, one to spare.
+        bytes_per_block: of such memory; a larger write has memory of its own.
         pieces_kept: memory of steps: one in the trainer's hands, one ready, one being filled, one
             to spare.
         segments_per_audit, bytes_per_audit: segments that `verify` reads at once.
@@ -75,6 +77,8 @@ class Sizes:
     segments_per_load: int = 32
     rows_kept: int = 32_768
     bytes_kept: int = 16 * _MIB
+    blocks_kept: int = 3
+    bytes_per_block: int = 32 * _MIB
     pieces_kept: int = 4
     segments_per_audit: int = 64
     bytes_per_audit: int = 32 * _MIB

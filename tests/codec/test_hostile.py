@@ -17,13 +17,13 @@ import torch
 from trinity_buffer import codec
 from trinity_buffer.errors import CodecError
 from trinity_buffer.experience import EID, FAMILIES, CustomField, Experience
-from trinity_buffer.pipeline.encoding import (
+from trinity_buffer.pipeline.annotation_encoding import (
     annotation_scalars,
     decode_annotations,
-    decode_experiences,
     encode_annotations,
-    encode_experiences,
 )
+from trinity_buffer.pipeline.decoding import decode_experiences
+from trinity_buffer.pipeline.encoding import encode_experiences
 
 KIND = "ExperiencesRecorded"
 
@@ -111,11 +111,12 @@ def read_columns(blob: bytes | bytearray) -> None:
 def targets() -> list[tuple[bytes, Read]]:
     given = samples()
     write = encode_experiences(given)
+    blobs = {family: bytes(blob) for family, blob in write.families.items()}
     body = codec.encode_body(KIND, {"meta": write.meta, "segment": b"key", "families": {}})
     annotations = encode_annotations(given)
     return [
-        *((blob, read_segment(family, write.meta)) for family, blob in write.families.items()),
-        *((blob, read_columns) for blob in write.families.values()),
+        *((blob, read_segment(family, write.meta)) for family, blob in blobs.items()),
+        *((blob, read_columns) for blob in blobs.values()),
         (body, read_body),
         (annotations, read_annotations([experience.action_mask for experience in given])),
     ]

@@ -8,6 +8,7 @@ import torch
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.encoding import encode_experiences
+from trinity_buffer.pipeline.fields import Fields
 from trinity_buffer.pipeline.writing.column_checks import forms_pass, numbers_pass
 from trinity_buffer.pipeline.writing.validation import SCHEMAS, validate
 
@@ -60,7 +61,7 @@ GOOD = {
 def passes_as_a_column(experience: Experience, schema: str = "experience") -> bool:
     """What is checked of a whole write at once, where the one stands between two that are right."""
     three = [rollout(), experience, rollout(eid=EID("e0-8", "x"))]
-    if not forms_pass(three, schema):
+    if not forms_pass(Fields(three), schema):
         return False
     write = encode_experiences(three)
     return numbers_pass(write.columns, map(len, write.families.values()))

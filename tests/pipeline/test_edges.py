@@ -203,7 +203,7 @@ def test_why_a_rollout_ended_is_told_by_its_info_or_by_what_was_cut() -> None:
     cut.truncate_status = "response_truncated"
     write = encode_experiences([ended, cut, never])
     columns = ExperienceColumns(**write.meta)
-    decoded = [codec.decode_segment(blob) for blob in write.families.values()]
+    decoded = [codec.decode_segment(bytes(blob)) for blob in write.families.values()]
     assert list(wrong_columns(columns, decoded)) == []
     what = "its policy version and finish reason are"
     assert list(wrong_columns(replace(columns, finish_reason=[None] * 3), decoded)) == [

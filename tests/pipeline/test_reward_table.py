@@ -156,7 +156,7 @@ def said(decision: Decision) -> list[Any]:
     """Return all that is committed, but for the key of the segment; numbers with their signs."""
     facts: list[Any] = [one.fact for one in decision.events]
     plain = [replace(f, segment=b"") if isinstance(f, ExperiencesAnnotated) else f for f in facts]
-    blobs = [(row.family, row.data) for row in decision.segment_rows]
+    blobs = [(row.family, bytes(row.data)) for row in decision.segment_rows]
     return [repr(plain), blobs, decision.annotated, decision.rejected, decision.reasons]
 
 

@@ -13,7 +13,7 @@ BLOB = bytes(range(11))
 
 def parts_of(blob: bytes) -> list[tuple[int, int, bytes]]:
     rows = segments.TableSegments().put(b"key", {"light": blob})
-    return [(row.part, row.checksum, row.data) for row in rows]
+    return [(row.part, row.checksum, bytes(row.data)) for row in rows]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 11, 12])

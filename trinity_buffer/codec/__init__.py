@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from trinity_buffer.codec.digests import content_digest
     from trinity_buffer.codec.dtypes import DTYPES
     from trinity_buffer.codec.objects import ObjectPacker, RawTensor, unpack_object
-    from trinity_buffer.codec.segments import SEGMENT_VERSION, decode_segment, encode_segment
+    from trinity_buffer.codec.segments import (
+        SEGMENT_VERSION,
+        decode_segment,
+        encode_segment,
+        segment_blob,
+    )
 
 __all__ = [
     "ANNOTATED",
@@ -38,6 +43,7 @@ __all__ = [
     "encode_fact",
     "encode_segment",
     "is_scorable",
+    "segment_blob",
     "unpack_object",
 ]
 
@@ -61,6 +67,7 @@ _HOMES = {
     "SEGMENT_VERSION": "trinity_buffer.codec.segments",
     "decode_segment": "trinity_buffer.codec.segments",
     "encode_segment": "trinity_buffer.codec.segments",
+    "segment_blob": "trinity_buffer.codec.segments",
 }
 
 __getattr__, __dir__ = names_on_use(__name__, _HOMES)

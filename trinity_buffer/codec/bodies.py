@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_buffer.codec.objects import Buffer, ObjectPacker, unpack_object
+from trinity_buffer.blob import Buffer
+from trinity_buffer.codec.objects import ObjectPacker, unpack_object
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
 from trinity_buffer.events import UPCASTERS, Fact, body_of, fact_of, kind_of, version_of
 

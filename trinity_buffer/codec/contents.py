@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from trinity_buffer.blob import Buffer
 from trinity_buffer.codec.columns import Column, Segment
 from trinity_buffer.codec.digests import content_digest
-from trinity_buffer.codec.objects import Buffer, FromTensor, ObjectPacker, unpack_object
+from trinity_buffer.codec.objects import FromTensor, ObjectPacker, unpack_object
 
 _DIGEST_VERSION = 1
 _NOT_CONTENT = "metrics"
@@ -18,32 +19,38 @@ class Contents:
     """Collects, row by row, what a content digest covers; when writing, and when checking again.
 
     Args:
-        heads: of each experience its type, prompt length and reward.
+        kinds, prompts, rewards: of each experience its type, prompt length and reward.
         from_tensor: for tensors inside objects, see `ObjectPacker`.
+
+    Attributes:
+        packer: makes the same bytes of equal objects.
     """
 
     def __init__(
-        self, heads: Sequence[tuple[str, int, float | None]], from_tensor: FromTensor | None = None
+        self,
+        kinds: Sequence[str],
+        prompts: Sequence[int],
+        rewards: Sequence[float | None],
+        from_tensor: FromTensor | None = None,
     ) -> None:
-        self._packer = packer = (
+        self.packer = (
             ObjectPacker(from_tensor, canonical=True)
             if from_tensor
             else ObjectPacker(canonical=True)
         )
-        self._rows = len(heads)
+        self._rows = len(kinds)
+        heads = ([_DIGEST_VERSION] * self._rows, kinds, prompts, rewards)
         # One list per field, with a piece for each row: the rows are joined at the end, in C.
-        self._heads: list[Sequence[bytes]] = [
-            [packer.pack([_DIGEST_VERSION, *head], "reward") for head in heads]
-        ]
+        self._heads: list[Sequence[bytes]] = [self.packer.pack_rows(heads, "reward")]
         self._buffers: list[Sequence[Buffer]] = []
 
-    def add_objects(self, field: str, values: Sequence[Any], pieces: Sequence[bytes]) -> None:
-        """Add one field of objects, packed as ``pieces``; an empty piece is no object."""
+    def add_objects(self, field: str, pieces: Sequence[bytes]) -> None:
+        """Add one field of objects, packed in order; an empty piece is no object."""
         if field == _NOT_CONTENT:
             return
-        name = self._packer.pack(field, field)
-        self._heads.append([name if piece else b"" for piece in pieces])
-        self._heads.append(self._packer.pack_again(values, field, pieces))
+        name = self.packer.pack(field, field)
+        names = [name] * len(pieces) if all(pieces) else [name if one else b"" for one in pieces]
+        self._heads += [names, pieces]
 
     def add_packed(self, field: str, pieces: Sequence[bytes]) -> None:
         """Add one field of objects as it lies in a segment.
@@ -56,14 +63,12 @@ class Contents:
         """
         if field == _NOT_CONTENT:
             return
-        name = self._packer.pack(field, field)
         known = {piece: self._canonical(piece, field) for piece in set(pieces) if piece}
-        self._heads.append([name if piece else b"" for piece in pieces])
-        self._heads.append([known.get(piece, b"") for piece in pieces])
+        self.add_objects(field, [known.get(piece, b"") for piece in pieces])
 
     def _canonical(self, piece: bytes, field: str) -> bytes:
         is_text = 0xA0 <= piece[0] < 0xC0 or 0xD9 <= piece[0] <= 0xDB
-        return piece if is_text else self._packer.pack(unpack_object(piece), field)
+        return piece if is_text else self.packer.pack(unpack_object(piece), field)
 
     def add_column(self, column: Column) -> None:
         """Add the tensors of one column."""
@@ -71,8 +76,8 @@ class Contents:
         ends = (column.offsets * width).tolist()
         shapes = list(map(tuple, column.shapes.tolist()))
         form = [column.field, column.dtype]
-        known = {shape: self._packer.pack([*form, list(shape)], "a shape") for shape in set(shapes)}
-        heads = [known[shape] for shape in shapes]
+        known = {shape: self.packer.pack([*form, list(shape)], "a shape") for shape in set(shapes)}
+        heads = list(map(known.__getitem__, shapes))
         buffers: list[Buffer] = [view[start:stop] for start, stop in pairwise(ends)]
         if column.rows is not None:
             rows = column.rows.tolist()
@@ -106,8 +111,7 @@ def digests_of_segments(
     Raises:
         CodecError: an object is damaged.
     """
-    heads = zip(meta["kind"], meta["prompt_length"], meta["reward"], strict=True)
-    contents = Contents(list(heads))
+    contents = Contents(meta["kind"], meta["prompt_length"], meta["reward"])
     for segment in segments:
         for field, objects in segment.objects.items():
             contents.add_packed(field, objects.pieces)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from hashlib import sha256
 
-from trinity_buffer.codec.objects import Buffer
+from trinity_buffer.blob import Buffer
 
 DIGEST_SIZE = 16
 

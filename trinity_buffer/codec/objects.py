@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import msgpack
 
+from trinity_buffer.blob import Buffer
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
 Place: TypeAlias = "tuple[Place | str, object] | str"
 
 MAX_DEPTH = 64
@@ -31,6 +32,7 @@ _TUPLE, _BIG_INT, _TENSOR = 1, 2, 5  # 3 and 4 are those of `arrays`
 _SCALARS = frozenset({type(None), bool, float, str, bytes})
 _DIRECT = _SCALARS | {int}
 _TEXT = frozenset({str})
+_DICT = frozenset({dict})
 _KEYS = _TEXT | {int}
 _DIRECT_LEVELS = 6  # deeper values are rare, and go the longer way
 _BASES: tuple[type, ...] = (int, float, str, bytes, list, tuple, dict)
@@ -90,17 +92,39 @@ class ObjectPacker:
             return list(map(self._pack, values))
         return [b"" if value is None else self.pack(value, place) for value in values]
 
-    def pack_again(
-        self, values: Sequence[object], place: str, pieces: Sequence[bytes]
-    ) -> list[bytes]:
-        """Return what `pack_all` does, having the ``pieces`` that a packer like this one made.
+    def pack_twice(
+        self, canonical: ObjectPacker, values: Sequence[object], place: str
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Return what `pack_all` does, and what it does of a ``canonical`` packer.
 
-        For a canonical packer, beside one that is not: what is in order already stays as it is.
+        What is in order already is packed once; most of it by far is, and looked at all together.
         """
-        return [
-            piece if _is_direct(value, _DIRECT_LEVELS, in_order=True) else self.pack(value, place)
-            for value, piece in zip(values, pieces, strict=True)
+        if _TEXT.issuperset(map(type, values)) or _are_flat_in_order(values):
+            try:
+                pieces = list(map(self._pack, values))
+            except OverflowError:  # an int beyond 64 bits
+                pass
+            else:
+                return pieces, pieces
+        pieces = self.pack_all(values, place)
+        same = (_is_direct(value, _DIRECT_LEVELS, in_order=True) for value in values)
+        return pieces, [
+            piece if is_same or value is None else canonical.pack(value, place)
+            for value, piece, is_same in zip(values, pieces, same, strict=True)
         ]
+
+    def pack_rows(self, columns: Sequence[Sequence[object]], place: str) -> list[bytes]:
+        """Return each row of ``columns``, as a list, as `pack` does."""
+        rows = map(list, zip(*columns, strict=True))
+        if all(_DIRECT.issuperset(map(type, column)) for column in columns):
+            return self._pack_direct(list(rows), place)
+        return [self.pack(row, place) for row in rows]
+
+    def _pack_direct(self, values: list[list[object]], place: str) -> list[bytes]:
+        try:
+            return list(map(self._pack, values))
+        except OverflowError:  # an int beyond 64 bits
+            return [self.pack(value, place) for value in values]
 
     def _plain(self, value: object, place: Place, depth: int) -> object:
         """Return ``value`` in the types that msgpack knows, extensions included."""
@@ -188,6 +212,16 @@ def _is_direct(value: object, levels: int, *, in_order: bool) -> bool:
     if _DIRECT.issuperset(map(type, items)):
         return True
     return levels > 0 and all(_is_direct(item, levels - 1, in_order=in_order) for item in items)
+
+
+def _are_flat_in_order(values: Sequence[Any]) -> bool:
+    """Return whether ``values`` are dicts of plain values whose keys are texts in order."""
+    if not _DICT.issuperset(map(type, values)):
+        return False
+    keys = set(map(tuple, values))
+    return all(_TEXT.issuperset(map(type, some)) and _is_sorted(some) for some in keys) and (
+        _DIRECT.issuperset(map(type, chain.from_iterable(map(dict.values, values))))
+    )
 
 
 def _is_sorted(texts: Iterable[str]) -> bool:

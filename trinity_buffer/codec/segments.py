@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from trinity_buffer.blob import Blob, Buffer, few_pieces
 from trinity_buffer.codec.columns import Column, Integers, ObjectColumn, Segment
 from trinity_buffer.codec.dtypes import DTYPES, MAX_DIMENSIONS
-from trinity_buffer.codec.objects import Buffer, FromTensor, ObjectPacker, unpack_object
+from trinity_buffer.codec.objects import ObjectPacker, unpack_object
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
 
 SEGMENT_VERSION = 1
@@ -56,9 +57,8 @@ def encode_segment(
     *,
     packed: Mapping[str, Sequence[bytes]] | None = None,
     aliases: Mapping[str, str] | None = None,
-    from_tensor: FromTensor | None = None,
 ) -> bytes:
-    """Return the blob of a segment.
+    """Return the bytes of a segment.
 
     Args:
         columns: with data that fits their shapes.
@@ -66,42 +66,49 @@ def encode_segment(
         rows: how many.
         packed: like ``objects``, packed already by an `ObjectPacker`; ``b""`` is None.
         aliases: field -> the field that it is bit for bit the same as.
-        from_tensor: for tensors inside objects, see `ObjectPacker`.
 
     Raises:
         InvalidArgumentError: columns or objects that do not fit ``rows``, or a blob over 4 GiB.
     """
-    packer = ObjectPacker(from_tensor) if from_tensor else ObjectPacker()
+    packer = ObjectPacker()
     texts = {name: packer.pack_all(values, name) for name, values in objects.items()}
+    return bytes(segment_blob(columns, rows, {**texts, **(packed or {})}, aliases))
+
+
+def segment_blob(
+    columns: Sequence[Column],
+    rows: int,
+    packed: Mapping[str, Sequence[bytes]],
+    aliases: Mapping[str, str] | None = None,
+) -> Blob:
+    """Return what `encode_segment` does in pieces, the data of large columns as it is."""
     body = _Body()
     header = {
         "v": SEGMENT_VERSION,
         "rows": rows,
         "columns": [_column_entry(column, rows, body) for column in columns],
         "objects": [
-            [name, *_add_objects(name, pieces, rows, body)]
-            for name, pieces in {**texts, **(packed or {})}.items()
+            [name, *_add_objects(name, pieces, rows, body)] for name, pieces in packed.items()
         ],
         "aliases": dict(aliases or {}),
     }
-    return _assembled(packer.pack(header, "the header of a segment"), body)
+    return _assembled(ObjectPacker().pack(header, "the header of a segment"), body)
 
 
-def _assembled(header: bytes, body: _Body) -> bytes:
+def _assembled(header: bytes, body: _Body) -> Blob:
     filler = -(_HEAD + len(header) + 2 * _BIN_HEAD) % ALIGNMENT
     if max(len(header), body.size) > _MAX_BYTES:
         raise InvalidArgumentError(
             f"a segment of {body.size} bytes: the limit is 4 GiB, write fewer experiences at once"
         )
-    return b"".join(
-        [
-            b"\x94\xce" + len(header).to_bytes(4, "big"),
-            header,
-            b"\xc6" + filler.to_bytes(4, "big") + bytes(filler),
-            b"\xc6" + body.size.to_bytes(4, "big"),
-            *body.parts,
-        ]
-    )
+    pieces = [
+        b"\x94\xce" + len(header).to_bytes(4, "big"),
+        header,
+        b"\xc6" + filler.to_bytes(4, "big") + bytes(filler),
+        b"\xc6" + body.size.to_bytes(4, "big"),
+        *body.parts,
+    ]
+    return Blob(list(few_pieces(pieces)))
 
 
 def _column_entry(column: Column, rows: int, body: _Body) -> list[Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from dataclasses import dataclass
+from operator import attrgetter, methodcaller
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.codec import DTYPES, Column, RawTensor
-from trinity_buffer.codec.columns import Integers
+from trinity_buffer.codec.columns import Bytes
 from trinity_buffer.errors import CodecError, InvalidArgumentError
+from trinity_buffer.pipeline.reused_memory import ALIGNMENT
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)
@@ -26,61 +28,117 @@ _JOINED = frozenset({torch.bool, torch.uint8, torch.int32, torch.int64, torch.bf
     *(torch.float16, torch.float32, torch.float64)
 }
 
+Take: TypeAlias = Callable[[int], Bytes]
 _Kind: TypeAlias = "tuple[torch.dtype, int, torch.device, torch.layout]"
 _kind_of: Callable[[Tensor], _Kind] = attrgetter("dtype", "ndim", "device", "layout")
+_size_of: Callable[[Tensor], int] = methodcaller("numel")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The tensors of one field, those that are there, and what is asked of each.
+
+    Attributes:
+        given: the tensors.
+        rows: which rows have one; None: all.
+        kinds: of each its dtype, number of dimensions, device and layout.
+        sizes: of each its number of elements.
+    """
+
+    given: Sequence[Tensor]
+    rows: Sequence[int] | None
+    kinds: Sequence[_Kind]
+    sizes: Sequence[int]
+
+    @property
+    def bytes_to_join(self) -> int:
+        """At most how many bytes the columns need."""
+        kinds = set(self.kinds)
+        width = max((dtype.itemsize for dtype, *_ in kinds), default=0)
+        return width * sum(self.sizes) + ALIGNMENT * len(kinds)
+
+    def only(self, kind: _Kind) -> Tensors:
+        """Return those of one kind."""
+        mine = [index for index, other in enumerate(self.kinds) if other == kind]
+        rows = range(len(self.given)) if self.rows is None else self.rows
+        return Tensors(
+            [self.given[index] for index in mine],
+            [rows[index] for index in mine],
+            [kind] * len(mine),
+            [self.sizes[index] for index in mine],
+        )
+
+
+def tensors_given(tensors: Sequence[Tensor | None]) -> Tensors:
+    """Return ``tensors``, by row, without those that are None."""
+    if any(tensor is None for tensor in tensors):
+        rows = [row for row, tensor in enumerate(tensors) if tensor is not None]
+        given: list[Any] = [tensors[row] for row in rows]
+        return Tensors(given, rows, list(map(_kind_of, given)), list(map(_size_of, given)))
+    every: Any = tensors
+    return Tensors(every, None, list(map(_kind_of, every)), list(map(_size_of, every)))
 
 
 def columns_of(field: str, tensors: Sequence[Tensor | None]) -> list[Column]:
-    """Return the columns of one field, ``tensors`` by row; none where all are None.
+    """Return the columns of one field, ``tensors`` by row, as `columns_of_given` does."""
+    return columns_of_given(field, tensors_given(tensors))
+
+
+def columns_of_given(field: str, tensors: Tensors, take: Take | None = None) -> list[Column]:
+    """Return the columns of one field; none where there are no tensors.
 
     Rows of one dtype and number of dimensions share a column, made with a single ``torch.cat``.
+
+    Args:
+        field: its name.
+        tensors: of its rows.
+        take: returns memory of a size for the columns; by default it is allocated.
 
     Raises:
         InvalidArgumentError: a tensor that has no bytes of its own (sparse, meta), or of a dtype
             that is not an element type.
     """
-    rows = [row for row, tensor in enumerate(tensors) if tensor is not None]
-    given: list[Any] = [tensors[row] for row in rows]
-    kinds = list(map(_kind_of, given))
-    if len(set(kinds)) == 1:
-        present = None if len(rows) == len(tensors) else np.array(rows, np.int64)
-        return [_column(field, given, kinds[0], present)]
-    found = []
-    for kind in dict.fromkeys(kinds):
-        mine = [index for index, other in enumerate(kinds) if other == kind]
-        some, places = [given[index] for index in mine], [rows[index] for index in mine]
-        found.append(_column(field, some, kind, np.array(places, np.int64)))
-    return found
+    kinds = dict.fromkeys(tensors.kinds)
+    if len(kinds) == 1:
+        return [_column(field, tensors, take)]
+    return [_column(field, tensors.only(kind), take) for kind in kinds]
 
 
-def _column(field: str, given: list[Tensor], kind: _Kind, rows: Integers | None) -> Column:
-    dtype, ndim, device, layout = kind
+def _column(field: str, tensors: Tensors, take: Take | None) -> Column:
+    dtype, ndim, device, layout = tensors.kinds[0]
     if dtype not in DTYPE_NAMES or layout != torch.strided or device.type == "meta":
         raise InvalidArgumentError(
             f"{field} is {dtype}, {layout} on {device}: make it a dense tensor "
             f"of one of {', '.join(TORCH_DTYPES)}"
         )
+    given = tensors.given
     if ndim == 1:
-        shapes = np.array([tensor.numel() for tensor in given], np.int64)
+        shapes = np.array(tensors.sizes, np.int64)
     else:
         shapes = np.array([tuple(tensor.shape) for tensor in given], np.int64)
         given = [tensor.reshape(-1) for tensor in given]
+    joins = take is not None and len(given) > 1 and device.type == "cpu"
+    out = take(dtype.itemsize * sum(tensors.sizes)) if take is not None and joins else None
     return Column(
         field,
         DTYPE_NAMES[dtype],
         shapes.reshape(len(given), ndim),
-        bytes_of(given),
-        rows,
+        bytes_of(given, out),
+        None if tensors.rows is None else np.array(tensors.rows, np.int64),
     )
 
 
-def bytes_of(tensors: Sequence[Tensor]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Return the bytes of 1-D ``tensors`` of one dtype, one after another."""
+def bytes_of(tensors: Sequence[Tensor], out: Bytes | None = None) -> Bytes:
+    """Return the bytes of 1-D ``tensors`` of one dtype, one after another; in ``out`` if given."""
     if tensors[0].dtype not in _JOINED:
         tensors = [_raw(tensor) for tensor in tensors]
-    flat = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
-    found: np.ndarray[tuple[int], np.dtype[np.uint8]] = _raw(flat).cpu().numpy()
-    return found
+    if out is None:
+        flat = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+        found: Bytes = _raw(flat).cpu().numpy()
+        return found
+    with torch.no_grad():  # what has a gradient is copied to no other tensor
+        torch.cat(list(tensors), out=torch.from_numpy(out).view(tensors[0].dtype))
+    return out
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from sqlalchemy import bindparam, func, select, text
 from sqlalchemy import delete as sql_delete
 from typing_extensions import override
 
+from trinity_buffer.blob import Blob
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.counters import all_numbers
@@ -28,7 +29,7 @@ class SegmentRow(NamedTuple):
     family: str
     part: int
     checksum: int
-    data: bytes
+    data: Blob
 
 
 class SegmentStore(ABC):
@@ -39,7 +40,7 @@ class SegmentStore(ABC):
     """
 
     @abstractmethod
-    def put(self, key: bytes, families: Mapping[str, bytes]) -> list[SegmentRow]:
+    def put(self, key: bytes, families: Mapping[str, Blob | bytes]) -> list[SegmentRow]:
         """Keep blobs; return what the transaction takes in. Takes long: not in a transaction."""
 
     @abstractmethod
@@ -67,19 +68,17 @@ class TableSegments(SegmentStore):
     """Segments in the table `segment`, beside the events that name them."""
 
     @override
-    def put(self, key: bytes, families: Mapping[str, bytes]) -> list[SegmentRow]:
+    def put(self, key: bytes, families: Mapping[str, Blob | bytes]) -> list[SegmentRow]:
         rows, size = [], sizes().bytes_per_part
-        for family, blob in families.items():
-            view = memoryview(blob)
-            for part, start in enumerate(range(0, max(len(blob), 1), size)):
-                data = view[start : start + size]
-                kept = blob if len(data) == len(blob) else bytes(data)
-                rows.append(SegmentRow(key, family, part, checksum(key, family, part, data), kept))
+        for family, whole in families.items():
+            blob = whole if isinstance(whole, Blob) else Blob([whole])
+            for part, data in enumerate(blob.cut(size)):
+                rows.append(SegmentRow(key, family, part, checksum(key, family, part, data), data))
         return rows
 
     @override
     def take_in(self, tx: Transaction, rows: Sequence[SegmentRow]) -> None:
-        tx.add(segment, rows)
+        tx.add_blobs(segment, rows)
 
     @override
     def get(self, s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
@@ -108,14 +107,17 @@ def new_key() -> bytes:
     return int(time.time() * 1000).to_bytes(6, "big") + os.urandom(10)
 
 
-def checksum(key: bytes, family: str, part: int, data: bytes | memoryview) -> int:
+def checksum(key: bytes, family: str, part: int, data: Blob | bytes | memoryview) -> int:
     """Return XXH3-64 of ``data``, as the signed number that both databases have a column for.
 
     Its seed is XXH3-64 of where the data belongs, so that two rows exchanged are seen. It is for
     damage, not for malice, and runs at the speed of memory.
     """
     seed = xxhash.xxh3_64_intdigest(b"%b/%b/%d" % (key, family.encode(), part))
-    return int.from_bytes(xxhash.xxh3_64_digest(data, seed), "big", signed=True)
+    made = xxhash.xxh3_64(seed=seed)
+    for piece in data.pieces if isinstance(data, Blob) else (data,):
+        made.update(piece)
+    return int.from_bytes(made.digest(), "big", signed=True)
 
 
 def _holds(key: bytes, family: str, part: int, recorded: int, data: bytes) -> bool:

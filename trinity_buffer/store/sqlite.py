@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from urllib.parse import quote
 
 from trinity_buffer.errors import ReadOnlyStoreError, UnknownStoreError, UnsafeStoreError
@@ -206,6 +207,13 @@ def in_use(path: Path) -> bool:
     finally:
         connection.close()
     return False
+
+
+def open_blob(connection: Any, table: str, column: str, row: int) -> Any:
+    """Return one value as a file that is written in place; Python's library calls it otherwise."""
+    if hasattr(connection, "blobopen"):
+        return connection.blobopen(table, column, row)
+    return connection.open_blob(table, column, row, False)  # noqa: FBT003 - it takes no name
 
 
 def pragmas(*, durability: str, read_only: bool) -> list[str]:

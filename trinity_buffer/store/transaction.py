@@ -95,6 +95,10 @@ class Transaction(ABC):
         processing (numbers, texts, bytes, booleans).
         """
 
+    def add_blobs(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert ``rows`` as `add` does, the last column of each a `Blob`."""
+        self.add(table, [(*row[:-1], bytes(row[-1])) for row in rows])
+
     @abstractmethod
     def announce(self) -> None:
         """Tell the other processes, at the commit, that there is news."""

@@ -10,7 +10,7 @@ from trinity_buffer.codec import decode_segment
 from trinity_buffer.errors import CodecError, CodecVersionError, DamagedSegmentError
 from trinity_buffer.events import ExperiencesRecorded, WithSegment
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.encoding import decode_experiences
+from trinity_buffer.pipeline.decoding import decode_experiences
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.segments import StoredSegments, blobs_of, read_segments
 from trinity_buffer.pipeline.spoken_wait import one_line

@@ -15,7 +15,7 @@ from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, Unk
 from trinity_buffer.events import WithSegment
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
-from trinity_buffer.pipeline.encoding import decode_annotations
+from trinity_buffer.pipeline.annotation_encoding import decode_annotations
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.blocks import Array, Block, Field, Value, blocks_of, stretches
 from trinity_buffer.pipeline.loading.event_cache import EventCache, Facts, facts_of, no_facts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, sub
+from operator import sub
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.codec import DTYPES, Column
-from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID, problem_of_key, problem_of_name, problem_of_text
+from trinity_buffer.pipeline.fields import Fields
+from trinity_buffer.pipeline.tensor_columns import Tensors
 from trinity_buffer.pipeline.writing.validation import (
     FLOATS,
     INTEGERS,
@@ -34,56 +35,46 @@ from trinity_buffer.pipeline.writing.validation import (
     is_custom_field,
 )
 
-_INT, _TEXT, _DICT, _NONE = (frozenset({kind}) for kind in (int, str, dict, type(None)))
-_LIST = frozenset({list})
-_OF_EID = attrgetter("batch", "task", "run", "step", "suffix")
-_OF_TENSOR = attrgetter("dtype", "ndim", "layout", "is_meta")
-_FIELDS = attrgetter(
-    *("eid", "experience_type", "tokens", "prompt_length", "action_mask", "reward"),
-    *("info", "metrics", "routed_experts", "multi_modal_inputs", "custom_fields"),
-    *("chosen", "rejected", *PER_TOKEN, *TEXTS, *LISTS),
-)
-_TEXTS = len(PER_TOKEN)
-_LISTS = _TEXTS + len(TEXTS)
-"""Where these columns begin, behind those that are one by one."""
+_INT, _FLOAT, _TEXT, _DICT = (frozenset({kind}) for kind in (int, float, str, dict))
+_LIST, _EID, _TENSOR, _NONE = (frozenset({kind}) for kind in (list, EID, Tensor, type(None)))
+_NOBODYS = ("routed_experts", "multi_modal_inputs", "chosen", "rejected")
+"""Fields of experiences that are looked at one by one."""
 
 
-def forms_pass(experiences: Sequence[Experience], schema: str) -> bool:
-    """Return whether types, shapes and addresses are right in all of ``experiences``.
+def forms_pass(fields: Fields, schema: str) -> bool:
+    """Return whether types, shapes and addresses are right in all of some experiences.
 
     False says that one of them may be wrong, or of a form that is looked at one by one: a pair, a
     subclass of a tensor, an experience with pictures or with experts.
     """
     rules = SCHEMAS.get(schema)
-    if rules is None or not experiences:
+    if rules is None or not len(fields):
         return False
-    eids, kinds, tokens, prompts, masks, rewards, infos, metrics, experts, *others = zip(
-        *map(_FIELDS, experiences), strict=True
-    )
-    modal, custom, chosen, rejected, *others = others
-    per_token, texts, lists = others[:_TEXTS], others[_TEXTS:_LISTS], others[_LISTS:]
-    if "dpo" in kinds or not set(kinds).issubset(rules.kinds):
+    kinds = set(fields["experience_type"])
+    if "dpo" in kinds or not kinds.issubset(rules.kinds):
         return False
-    if not all(_are(_NONE, rare) for rare in (experts, modal, chosen, rejected)):
+    if not all(fields.kinds(name) == _NONE for name in _NOBODYS):
         return False
-    if not _are(_INT, prompts):
-        return False
-    sizes = _sizes(tokens, INTEGERS)
-    if sizes is None or min(prompts) < 1 or not all(map(int.__lt__, prompts, sizes)):
-        return False
-    responses = list(map(sub, sizes, prompts))
+    responses = _responses(fields)
     return (
-        _addresses_pass(eids)
-        and _sizes(masks, MASKS) == responses
-        and all(_sizes_where_given(column, FLOATS, responses) for column in per_token)
-        and all(map(_reward_passes, rewards))
-        and _are(_DICT, metrics)
-        and all(_are(_TEXT | _NONE, column) for column in texts)
-        and all(_are(_LIST | _NONE, column) for column in lists)
-        and _are(_LIST, custom)
-        and all(map(is_custom_field, chain.from_iterable(custom)))
-        and _infos_pass(infos, texts[-1])
+        responses is not None
+        and _addresses_pass(fields)
+        and _sizes(fields, "action_mask", MASKS) == responses
+        and all(_sizes_where_given(fields, name, FLOATS, responses) for name in PER_TOKEN)
+        and _rewards_pass(fields)
+        and fields.kinds("metrics") == _DICT
+        and all(fields.kinds(name) <= _TEXT | _NONE for name in TEXTS)
+        and all(fields.kinds(name) <= _LIST | _NONE for name in LISTS)
+        and fields.kinds("custom_fields") == _LIST
+        and all(map(is_custom_field, chain.from_iterable(fields["custom_fields"])))
+        and _infos_pass(fields)
     )
+
+
+def addresses(fields: Fields) -> set[tuple[Any, ...]]:
+    """Return the addresses as the store compares them: ``7`` and ``"7"`` are one key."""
+    batches, tasks, *others = fields.addresses
+    return set(zip(map(str, batches), map(str, tasks), *others, strict=True))
 
 
 def numbers_pass(columns: Mapping[str, Sequence[Column]], sizes: Iterable[int]) -> bool:
@@ -101,34 +92,46 @@ def numbers_pass(columns: Mapping[str, Sequence[Column]], sizes: Iterable[int]) 
     )
 
 
-def _are(kinds: Collection[type], values: Iterable[object]) -> bool:
-    return set(map(type, values)).issubset(kinds)
-
-
-def _sizes(tensors: Sequence[Any], dtypes: Collection[torch.dtype]) -> list[int] | None:
-    """Return the sizes of dense vectors of ``dtypes``, or None if one is something else."""
-    if not _are({Tensor}, tensors):
+def _responses(fields: Fields) -> list[int] | None:
+    """Return how many tokens each response has, or None if prompts or tokens may be wrong."""
+    prompts = fields["prompt_length"]
+    sizes = _sizes(fields, "tokens", INTEGERS) if fields.kinds("prompt_length") == _INT else None
+    if sizes is None or min(prompts) < 1:
         return None
-    for dtype, ndim, layout, is_meta in set(map(_OF_TENSOR, tensors)):
-        if dtype not in dtypes or ndim != 1 or layout != torch.strided or is_meta:
+    responses = list(map(sub, sizes, prompts))
+    return responses if min(responses) > 0 else None
+
+
+def _sizes(fields: Fields, name: str, dtypes: Collection[torch.dtype]) -> Sequence[int] | None:
+    """Return the sizes of dense vectors of ``dtypes``, or None if one is something else."""
+    if fields.kinds(name) != _TENSOR:
+        return None
+    return _sizes_of(fields.tensors(name), dtypes)
+
+
+def _sizes_of(tensors: Tensors, dtypes: Collection[torch.dtype]) -> Sequence[int] | None:
+    for dtype, ndim, device, layout in set(tensors.kinds):
+        if dtype not in dtypes or ndim != 1 or layout != torch.strided or device.type == "meta":
             return None
-    return [tensor.numel() for tensor in tensors]
+    return tensors.sizes
 
 
 def _sizes_where_given(
-    column: Sequence[Any], dtypes: Collection[torch.dtype], wanted: Sequence[int]
+    fields: Fields, name: str, dtypes: Collection[torch.dtype], wanted: Sequence[int]
 ) -> bool:
-    if _are(_NONE, column):
+    if fields.kinds(name) == _NONE:
         return True
-    given = [row for row, tensor in enumerate(column) if tensor is not None]
-    found = _sizes([column[row] for row in given], dtypes)
-    return found == [wanted[row] for row in given]
-
-
-def _addresses_pass(eids: Sequence[Any]) -> bool:
-    if not _are({EID}, eids):
+    if not fields.kinds(name) <= _TENSOR | _NONE:
         return False
-    batches, tasks, runs, steps, suffixes = zip(*map(_OF_EID, eids), strict=True)
+    tensors = fields.tensors(name)
+    rows = range(len(wanted)) if tensors.rows is None else tensors.rows
+    return _sizes_of(tensors, dtypes) == [wanted[row] for row in rows]
+
+
+def _addresses_pass(fields: Fields) -> bool:
+    if fields.kinds("eid") != _EID:
+        return False
+    batches, tasks, runs, steps, suffixes = fields.addresses
     if not _are(_INT, runs) or not _are(_INT, steps) or not _are(_TEXT, suffixes):
         return False
     if not _are(_INT | _TEXT, batches) or not _are(_INT | _TEXT, tasks):
@@ -141,12 +144,22 @@ def _addresses_pass(eids: Sequence[Any]) -> bool:
         and _no_problem(problem_of_key, keys | set(tasks))
         and _no_problem(problem_of_name, names)
         and not any("/" in name for name in keys | names if type(name) is str)
-        and ("" not in keys or NOBODY not in eids)
+        and ("" not in keys or NOBODY not in fields["eid"])
     )
+
+
+def _are(kinds: Collection[type], values: Iterable[object]) -> bool:
+    return set(map(type, values)).issubset(kinds)
 
 
 def _no_problem(problem_of: Callable[[Any], str | None], values: Iterable[object]) -> bool:
     return all(problem_of(value) is None for value in values)
+
+
+def _rewards_pass(fields: Fields) -> bool:
+    if fields.kinds("reward") == _FLOAT:
+        return all(map(math.isfinite, fields["reward"]))
+    return all(map(_reward_passes, fields["reward"]))
 
 
 def _reward_passes(reward: object) -> bool:
@@ -155,11 +168,10 @@ def _reward_passes(reward: object) -> bool:
     return reward is None or (type(reward) is int and abs(reward) <= MAX_INT64)
 
 
-def _infos_pass(infos: Sequence[Any], truncated: Sequence[Any]) -> bool:
-    if not _are(_DICT, infos):
+def _infos_pass(fields: Fields) -> bool:
+    if fields.kinds("info") != _DICT:
         return False
-    versions = [info.get("model_version") for info in infos]
-    reasons = [info.get("finish_reason") or how for info, how in zip(infos, truncated, strict=True)]
+    versions, reasons = fields.versions, fields.reasons
     if not _are(_INT | _NONE, versions) or not _are(_TEXT | _NONE, reasons):
         return False
     return all(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import anyio
 
+from trinity_buffer.blob import Blob
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import StoreBusyError, StoreError
 from trinity_buffer.identity import EID
@@ -40,7 +41,7 @@ class PreparedWrite:
     actor: str
     eids: Sequence[EID]
     events: Sequence[NewEvent]
-    segments: Mapping[bytes, Mapping[str, bytes]]
+    segments: Mapping[bytes, Mapping[str, Blob]]
     open_batches: frozenset[str]
 
 

@@ -20,7 +20,8 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.encoding import EncodedWrite, content_digest_of, encode_experiences
 from trinity_buffer.pipeline.events import new_event
-from trinity_buffer.pipeline.writing.column_checks import forms_pass, numbers_pass
+from trinity_buffer.pipeline.fields import Fields
+from trinity_buffer.pipeline.writing.column_checks import addresses, forms_pass, numbers_pass
 from trinity_buffer.pipeline.writing.group_commit import Outcome, PreparedWrite
 from trinity_buffer.pipeline.writing.validation import check_address, check_storable, validate
 from trinity_buffer.rejections import invalid
@@ -97,9 +98,9 @@ class WriteCall:
         if self._pending is None:
             self._parts = _sound_parts(self.given, self._schema)
             self._invalid = self._check() if self._parts is None else {}
-            self._pending = _distinct(self.given)
+            self._pending = _distinct(self.given) if self._parts is None else self.given
         if self._parts is None:
-            self._parts = _encode(self._pending)
+            self._parts = [_encoded(some) for some in _events_of(self._pending)]
         self._digests = _digests_of(self._parts)
         return self._as_write(self._pending, self._parts)
 
@@ -166,7 +167,7 @@ class WriteCall:
             [experience.eid for experience in experiences],
             [self._event(part) for part in parts],
             {part.key: part.encoded.families for part in parts},
-            frozenset(str(experience.eid.batch) for experience in experiences) - self._late,
+            frozenset(map(str, {experience.eid.batch for experience in experiences})) - self._late,
         )
 
     def _check(self) -> dict[EID, str]:
@@ -202,23 +203,26 @@ class WriteCall:
 
 def _sound_parts(experiences: Sequence[Experience], schema: str) -> list[_Part] | None:
     """Return ``experiences`` encoded, or None if one may be invalid, or is there twice."""
-    keys = {_as_stored(experience.eid) for experience in experiences}
-    if len(keys) < len(experiences) or not forms_pass(experiences, schema):
+    every = [Fields(some) for some in _events_of(experiences)]
+    if not all(forms_pass(fields, schema) for fields in every):
+        return None
+    if len(set().union(*map(addresses, every))) < len(experiences):
         return None
     try:
-        parts = _encode(experiences)
+        parts = [_encoded(fields.experiences, fields) for fields in every]
     except InvalidArgumentError:  # somebody's object: whose, the next look will tell
         return None
     return parts if all(part.numbers_pass() for part in parts) else None
 
 
-def _encode(experiences: Sequence[Experience]) -> list[_Part]:
-    parts = []
+def _events_of(experiences: Sequence[Experience]) -> list[Sequence[Experience]]:
+    """Return ``experiences`` in slices, each of which becomes one event."""
     size = sizes().rows_per_event
-    for start in range(0, len(experiences), size):
-        some = experiences[start : start + size]
-        parts.append(_Part(some, encode_experiences(some), new_key()))
-    return parts
+    return [experiences[start : start + size] for start in range(0, len(experiences), size)]
+
+
+def _encoded(experiences: Sequence[Experience], fields: Fields | None = None) -> _Part:
+    return _Part(experiences, encode_experiences(experiences, fields), new_key())
 
 
 def _digests_of(parts: Sequence[_Part]) -> list[bytes]:

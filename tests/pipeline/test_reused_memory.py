@@ -1,0 +1,73 @@
+"""Memory that writes use again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Resize
+from trinity_buffer.codec.columns import Bytes
+from trinity_buffer.pipeline.reused_memory import ALIGNMENT, ReusedMemory
+from trinity_buffer.pipeline.tensor_columns import columns_of_given, tensors_given
+
+
+def address_of(array: object) -> int:
+    return int(array.__array_interface__["data"][0])  # type: ignore[attr-defined]  # of NumPy
+
+
+def test_a_block_is_used_again_once_nothing_is_left_of_it() -> None:
+    memory = ReusedMemory()
+    taken = memory.block(100).take(10)
+    first = address_of(taken)
+    del taken
+    assert address_of(memory.block(100).take(10)) == first
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda taken: taken,
+        lambda taken: taken[3:9],
+        lambda taken: memoryview(taken.data)[3:9],
+        lambda taken: torch.from_numpy(taken)[3:9].numpy(),
+    ],
+    ids=["an array", "a part", "a view", "a tensor"],
+)
+def test_what_somebody_looks_at_is_not_given_to_another(look: Callable[[Bytes], Any]) -> None:
+    memory = ReusedMemory()
+    taken = memory.block(100).take(64)
+    taken[:] = 7
+    kept = look(taken)
+    del taken
+    memory.block(100).take(64)[:] = 0
+    assert set(bytes(kept)) == {7}
+
+
+def test_what_is_taken_of_one_block_lies_apart() -> None:
+    block = ReusedMemory().block(3 * ALIGNMENT)
+    some = [block.take(ALIGNMENT - 1) for _ in range(4)]  # the last one finds no room
+    for number, one in enumerate(some):
+        one[:] = number
+    assert [set(one.tolist()) for one in some] == [{0}, {1}, {2}, {3}]
+
+
+def test_no_more_is_kept_than_is_allowed(resize: Resize) -> None:
+    resize(blocks_kept=1, bytes_per_block=128)
+    memory = ReusedMemory()
+    large, first = memory.block(129).take(129), memory.block(100).take(9)
+    place = address_of(first)
+    second = memory.block(100).take(9)
+    assert address_of(second) != place
+    del large, first, second
+    assert address_of(memory.block(100).take(9)) == place
+
+
+def test_columns_are_made_in_the_memory_that_is_given() -> None:
+    rows = [torch.tensor([1.5, 2.5], requires_grad=True), None, torch.tensor([3.5])]
+    block = ReusedMemory().block(2 * ALIGNMENT)
+    (column,) = columns_of_given("x", tensors_given(rows), block.take)
+    assert column.elements.tolist() == [1.5, 2.5, 3.5]
+    assert address_of(block.take(1)) - address_of(column.data) == ALIGNMENT
