@@ -22,6 +22,8 @@ class Sizes:
         experiences_per_page: that are decoded together; a scoring makes an event of them.
         rows_per_page: rows of projections, without tensors, of one query.
         groups_per_page: that are looked at together where their order is not that of the log.
+        rows_looked_up: up to so many rows of a batch that is read are looked up by their addresses;
+            for a larger batch all rows are walked.
         waiting_rows_per_page: of what a strategy has seen and not decided.
         tail_events: that `rebuild` and `verify` may fold inside a transaction: some milliseconds.
         rows_per_transaction: a group of writes stops growing here, so that no transaction holds
@@ -63,6 +65,7 @@ class Sizes:
     experiences_per_page: int = 512
     rows_per_page: int = 1024
     groups_per_page: int = 256
+    rows_looked_up: int = 1 << 20
     waiting_rows_per_page: int = 4096
     tail_events: int = 64
     rows_per_transaction: int = 4096

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.explorer.acknowledgements import Acknowledgements
 from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verifying.names import Names
 from trinity_buffer.pipeline.verifying.outside import read_acknowledged
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 from trinity_buffer.store.tables import event, experiment, segment
@@ -157,11 +159,26 @@ def test_lines_of_every_age_are_read(tmp_path: Path) -> None:
     torn = f"d/0/0/0/\t{digest[:9]}"
     (tmp_path / "e0.ack").write_text("\n".join([*lines, torn]))
     found = read_acknowledged(tmp_path)
-    known = bytes.fromhex(digest)
-    assert found.contents == {
-        "a/0/0/0/": b"", "b/0/0/0/": known, "c/0/0/0/": known, "d/0/0/0/": b""
-    }  # fmt: skip
-    assert (found.compared, found.heads) == (2, {bytes.fromhex(head)})
+    assert (found.uids.number, found.compared.number) == (4, 2)
+    assert found.heads == {bytes.fromhex(head)}
+    uids, contents = Names(), Names()
+    assert found.lost(uids, None) == tuple(f"experience {letter}/0/0/0/" for letter in "abcd")
+    uids.add(f"{letter}/0/0/0/" for letter in "abc")
+    contents.add([("b/0/0/0/", bytes.fromhex(digest))])
+    told = f"acknowledged with the content {digest}, recorded with another"
+    assert found.lost(uids, contents) == ("experience d/0/0/0/", f"experience c/0/0/0/ ({told})")
+
+
+def test_files_as_long_as_a_run_take_little_memory(tmp_path: Path) -> None:
+    lines = (f"e0-{n}/prompt/0/0/\t{n:032x}\t{n >> 6:064x}\n" for n in range(20_000))
+    (tmp_path / "e0.ack").write_text("".join(lines))
+    tracemalloc.start()
+    found = read_acknowledged(tmp_path)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.uids.number == 20_000
+    assert held < 40 * 20_000
+    assert peak < held + 4_000_000
 
 
 async def test_an_acknowledgement_file_may_have_been_through_an_editor(

@@ -32,7 +32,8 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.sizes import resized
-from trinity_buffer.store import retention
+from trinity_buffer.store import reads, retention
+from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.tables import PROJECTIONS, experience, segment
 from trinity_buffer.store.transaction import Transaction
 
@@ -311,6 +312,31 @@ async def test_who_takes_over_finds_all_that_waits(
         await experiment.writer("e0").write(last[1:])
         report = await run_strategy(experiment, "grpo")
         assert (report.annotated, report.waiting) == ((RUNS + 1) * (TASKS - 1), 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+async def test_a_batch_is_read_by_its_addresses_page_by_page(
+    sqlite_url: str, size: int, resize: Resize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+    usual = reads.experiences
+
+    def spied(tx: Transaction, key: int, wanted: reads.Filter, **page: int) -> list[ExperienceRow]:
+        asked.append(None if wanted.addresses is None else len(wanted.addresses))
+        return usual(tx, key, wanted, **page)
+
+    monkeypatch.setattr(reads, "experiences", spied)
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        await experiment.writer("e0").write([*experiences(), rollout("c", 0, 0, reward=1.0)])
+        resize(experiences_per_page=size)
+        found = [one.eid.uid async for one in experiment.read(batch="b")]
+        assert found == [one.eid.uid for one in experiences()]
+        assert sum(map(int, filter(None, asked))) == ROWS
+        assert len(asked) == -(-ROWS // size)
+        resize(experiences_per_page=size, rows_looked_up=ROWS - 1)
+        assert [one.eid.uid async for one in experiment.read(batch="b")] == found
+        assert asked[-1] is None
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])

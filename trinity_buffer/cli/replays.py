@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import anyio
 import torch
@@ -21,16 +21,13 @@ from trinity_buffer.cli.roles import (
 from trinity_buffer.cli.run_algorithm import algorithm_of, parts_of
 from trinity_buffer.cli.run_config import RunConfig, overridden, resolved
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.events import PolicyPublished, StepsCommitted, kinds_of
 from trinity_buffer.own_code import own_code
 from trinity_buffer.pipeline.checkpoint import digest_of
-from trinity_buffer.pipeline.history.replay import open_replay_stream
+from trinity_buffer.pipeline.history.replay import RecordedEnd, open_replay_stream, recorded_end
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.committing import environment_of_run
 from trinity_buffer.trainer.checkpoint_folder import read_step, save_checkpoint
 from trinity_buffer.trainer.trainer import StepReport
-
-Reads = PolicyPublished | StepsCommitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +73,13 @@ def replay(
     recorded_config, _ = anyio.run(config_of, url, experiment)
     config = resolved(overridden(recorded_config.model_dump(), overrides))
     first, last = _span(steps, from_checkpoint)
-    committed, digests, environment = anyio.run(_recorded, url, experiment, config.trainer)
-    last = committed if last is None else last
+    end = anyio.run(_end, url, experiment, config.trainer, last)
+    last, environment = end.step, end.environment
     _require_same(environment)
     span = {"consumer": config.trainer, "first": first, "last": last}
     span["repeat_skips"] = not overrides
     digest, losses = _trained_again(url, experiment, config, from_checkpoint, span, say)
-    recorded = digests.get(last)
+    recorded = end.digest
     unchanged = not overrides and recorded is not None
     return ReplayReport(
         first,
@@ -153,26 +150,9 @@ def _span(steps: str | None, from_checkpoint: Path | None) -> tuple[int, int | N
     return after + 1, last
 
 
-async def _recorded(
-    url: str, experiment: str, trainer: str
-) -> tuple[int, dict[int, str | None], dict[str, Any]]:
-    """Return the last committed step, the digests of published weights, and the environment."""
-    committed, digests, environment = 0, {}, {}
+async def _end(url: str, experiment: str, trainer: str, last: int | None) -> RecordedEnd:
     async with open_store(url, read_only=True) as store:
-        opened = await store.experiment(experiment)
-        async for event in opened.events(kinds=kinds_of(Reads)):
-            assert isinstance(event.fact, Reads)
-            match event.fact:
-                case PolicyPublished(number=number, digest=digest):
-                    digests[number] = digest
-                case StepsCommitted() as commit:
-                    if commit.consumer == trainer:
-                        committed, environment = commit.steps[-1], dict(commit.environment)
-                case _:
-                    assert_never(event.fact)
-    if not committed:
-        raise InvalidArgumentError(f"trainer {trainer!r} has committed no step yet")
-    return committed, digests, environment
+        return await recorded_end(await store.experiment(experiment), trainer, last)
 
 
 def _require_same(environment: dict[str, Any]) -> None:

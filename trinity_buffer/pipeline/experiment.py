@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trinity_buffer.errors import (
@@ -31,6 +31,7 @@ from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, trainer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import NewEvent, StoredEvent
+from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 if TYPE_CHECKING:
@@ -195,15 +196,25 @@ class Experiment(ExperimentHandle):
         from trinity_buffer.pipeline.loading.event_cache import EventCache  # noqa: PLC0415 - torch
         from trinity_buffer.pipeline.loading.experiences import load_experiences  # noqa: PLC0415 - torch
 
-        cache, after = EventCache(self.key, self.name), -1
-        while True:
-            rows = await self.database.read(
-                reads.experiences, self.key, wanted, after=after, limit=sizes().experiences_per_page
-            )
-            if not rows:
-                return
+        cache = EventCache(self.key, self.name)
+        async for rows in self._pages(wanted):
             for experience in await load_experiences(self.database, cache, rows, families):
                 yield experience
+
+    async def _pages(self, wanted: reads.Filter) -> AsyncIterator[list[ExperienceRow]]:
+        """Yield what is wanted, by address; where addresses are known, these are looked up."""
+        most, known = sizes().experiences_per_page, sorted(wanted.addresses or ())
+        read, of = self.database.read, self.key
+        for start in range(0, len(known), most):
+            some = tuple(known[start : start + most])
+            named = replace(wanted, addresses=some)
+            yield await read(reads.experiences, of, named, after=-1, limit=most)
+        after = -1
+        while wanted.addresses is None:
+            rows = await read(reads.experiences, of, wanted, after=after, limit=most)
+            if not rows:
+                return
+            yield rows
             after = rows[-1].address
 
     async def _checked_state(self, name: str | None, state: reads.State | None) -> reads.State:
@@ -219,7 +230,7 @@ class Experiment(ExperimentHandle):
 
     async def _rows_of_batch(self, batch: Key, task: Key | None) -> tuple[int, ...] | None:
         """Return the addresses of a batch's rows; None where they are so many that all are read."""
-        most = sizes().waiting_rows_per_page
+        most = sizes().rows_looked_up
         found = await self.database.read(
             reads.addresses_in_batch, self.key, batch, task, limit=most + 1
         )

@@ -13,6 +13,7 @@ from trinity_buffer.store.tables import (
     annotation,
     delivery,
     plan,
+    policy,
     rejection,
     step,
 )
@@ -121,6 +122,12 @@ def steps(
     return [StepRow(*row[2:]) for row in tx.execute(query).all()]
 
 
+def step_at(tx: Transaction, experiment: int, name: str, number: int) -> StepRow | None:
+    """Return one step of a trainer, or None."""
+    found = steps(tx, experiment, name, after=number - 1, limit=1)
+    return found[0] if found and found[0].step == number else None
+
+
 def step_with_rows(tx: Transaction, experiment: int, name: str, number: int) -> int:
     """Return the ``number``-th step of a trainer that has rows; 0 for the 0th.
 
@@ -146,7 +153,9 @@ def steps_at_start(tx: Transaction, experiment: int, name: str) -> list[StepRow]
     return steps_from_link(tx, experiment, name, 0 if live is None else live.committed_step)
 
 
-def steps_from_link(tx: Transaction, experiment: int, name: str, before: int) -> list[StepRow]:
+def steps_from_link(
+    tx: Transaction, experiment: int, name: str, before: int, *, limit: int = -1
+) -> list[StepRow]:
     """Return the steps from the last one up to ``before`` whose link of the chain is recorded."""
     known = select(step.c.step).where(
         step.c.experiment == experiment,
@@ -155,7 +164,7 @@ def steps_from_link(tx: Transaction, experiment: int, name: str, before: int) ->
         step.c.chain.is_not(None),
     )
     last = tx.execute(known.order_by(step.c.step.desc()).limit(1)).scalar()
-    return steps(tx, experiment, name, after=int(last or 1) - 1)
+    return steps(tx, experiment, name, after=int(last or 1) - 1, limit=limit)
 
 
 def last_checkpoint(tx: Transaction, experiment: int, name: str) -> StepRow | None:
@@ -271,3 +280,17 @@ def first_undelivered(tx: Transaction, trainer: Reader) -> int:
     """
     handed = select(func.max(delivery.c.address)).where(*trainer.held())
     return int(tx.execute(handed).scalar() or 0) + 1
+
+
+def weights_after(tx: Transaction, experiment: int, found: StepRow) -> str | None:
+    """Return the digest of the policy that was published after a step, or None.
+
+    The first one since its commit: mostly that of the same transaction. Else the last before.
+    """
+    committed = found.committed_at or found.leased_at
+    of_step = (policy.c.experiment == experiment, policy.c.version == found.step)
+    query = select(policy.c.digest).where(*of_step)
+    since = query.where(policy.c.position > committed).order_by(policy.c.position)
+    before = query.where(policy.c.position < committed).order_by(policy.c.position.desc())
+    digest = tx.execute(since.limit(1)).scalar()
+    return tx.execute(before.limit(1)).scalar() if digest is None else digest

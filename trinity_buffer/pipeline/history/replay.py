@@ -29,10 +29,10 @@ from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.stream_options import Resume
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import StepStream, in_portal
+from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.rows import ConsumerRow, StepRow
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.url import StoreURL
 
 
@@ -57,7 +57,7 @@ async def replayed_steps(
         InvalidArgumentError: no such trainer, or steps that it has not been handed.
     """
     database, key = experiment.database, experiment.key
-    row, steps = await database.read(_trainer, key, consumer, first)
+    row = await database.read(queries.consumer_row, key, consumer)
     if row is None or row.kind != "trainer":
         raise InvalidArgumentError(f"experiment {experiment.name!r} has no trainer {consumer!r}")
     last = row.committed_step if last is None else last
@@ -67,9 +67,9 @@ async def replayed_steps(
         )
     link = FIRST_LINK
     loader = RowLoader(EventCache(key, experiment.name))
-    for recorded in steps:
+    async for recorded in _steps(experiment, consumer, first, last):
         link = recorded.chain or chain(link, recorded.manifest_digest)
-        if first <= recorded.step <= last:
+        if first <= recorded.step:
             manifest, skipped, head = await _recorded(experiment, recorded)
             rows = await database.read_session(partial(loader.load, manifest=manifest))
             manifest, rows = _dealt(manifest, rows, world_size)
@@ -94,11 +94,20 @@ def _dealt(manifest: Manifest, rows: LoadedRows, world_size: int) -> tuple[Manif
     return manifest.dealt(order, plans), rows.reordered(order)
 
 
-def _trainer(
-    tx: Transaction, experiment: int, name: str, first: int
-) -> tuple[ConsumerRow | None, list[StepRow]]:
-    row = queries.consumer_row(tx, experiment, name)
-    return row, trainer_queries.steps_from_link(tx, experiment, name, first - 1)
+async def _steps(
+    experiment: Experiment, consumer: str, first: int, last: int
+) -> AsyncIterator[StepRow]:
+    """Yield the steps up to ``last``, from one whose link of the chain is known, page by page."""
+    database, key, limit = experiment.database, experiment.key, sizes().rows_per_page
+    read = trainer_queries.steps_from_link
+    page = await database.read(read, key, consumer, first - 1, limit=limit)
+    while page:
+        for row in page:
+            if row.step > last:
+                return
+            yield row
+        after = page[-1].step
+        page = await database.read(trainer_queries.steps, key, consumer, after=after, limit=limit)
 
 
 async def _recorded(experiment: Experiment, recorded: StepRow) -> tuple[Manifest, bool, str]:
@@ -111,6 +120,44 @@ async def _recorded(experiment: Experiment, recorded: StepRow) -> tuple[Manifest
     committed = [fact_at(experiment.name, event, StepsCommitted) for event in stored]
     skipped = any(recorded.step in commit.skipped_steps for commit in committed)
     return leased.manifest, skipped, (leased.log_head or b"").hex()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedEnd:
+    """Where a replay ends.
+
+    Attributes:
+        step: the last one that is run again.
+        digest: of the weights that were published after it; None: none were.
+        environment: in which the trainer made its last commit.
+    """
+
+    step: int
+    digest: str | None
+    environment: dict[str, Any]
+
+
+async def recorded_end(experiment: Experiment, consumer: str, last: int | None) -> RecordedEnd:
+    """Return where a replay of a trainer up to ``last``, or up to its last commit, ends.
+
+    Raises:
+        InvalidArgumentError: it has committed nothing.
+    """
+    database, key = experiment.database, experiment.key
+    row = await database.read(queries.consumer_row, key, consumer)
+    if row is None or not row.committed_step:
+        raise InvalidArgumentError(f"trainer {consumer!r} has committed no step yet")
+    end = row.committed_step if last is None else last
+    at = trainer_queries.step_at
+    done = await database.read(at, key, consumer, row.committed_step)
+    found = await database.read(at, key, consumer, end)
+    assert done is not None
+    stored = await database.read(log.read_at, key, [done.committed_at or 0])
+    environment = dict(fact_at(experiment.name, stored[0], StepsCommitted).environment)
+    digest = None
+    if found is not None:
+        digest = await database.read(trainer_queries.weights_after, key, found)
+    return RecordedEnd(end, digest, environment)
 
 
 @dataclass(frozen=True, slots=True)

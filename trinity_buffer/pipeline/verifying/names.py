@@ -36,6 +36,12 @@ class Names:
             self._in_order = True
         return found
 
+    @property
+    def number(self) -> int:
+        """How many different ones were added."""
+        hashes = self.hashes
+        return len(hashes) - int((hashes[1:] == hashes[:-1]).sum())
+
     def repeated(self) -> set[int]:
         """Return the hashes that were added more than once."""
         hashes = self.hashes

@@ -8,8 +8,9 @@ weights really went through. Neither asks the store.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -21,57 +22,88 @@ from trinity_buffer.pipeline.verifying.addresses import unpacked
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.names import Names
 from trinity_buffer.pipeline.verifying.trainer_audit import Commit, LeasedManifest, TrainerAudit
+from trinity_buffer.sizes import sizes
 
 _SLASHES_OF_UID = 4
 
 
-@dataclass(slots=True)
 class Acknowledged:
-    """What explorers were told is durable.
+    """What explorers were told is durable: hashes alone, of files that may be as long as the run.
+
+    Args:
+        files: of lines; each is a uid, and perhaps a content digest and a head, by tabs.
 
     Attributes:
-        contents: uid -> content digest; empty where a line has the uid alone.
-        also: further contents that were acknowledged under a uid.
+        uids: of all lines.
+        compared: those that came with a content digest.
         heads: of the log, when it was told.
+
+    Raises:
+        InvalidArgumentError: a file is no text, or cannot be read.
     """
 
-    contents: dict[str, bytes] = field(default_factory=dict)
-    also: list[tuple[str, bytes]] = field(default_factory=list)
-    heads: set[bytes] = field(default_factory=set)
-
-    @property
-    def compared(self) -> int:
-        """How many uids came with a content digest."""
-        return sum(map(bool, self.contents.values()))
-
-    def add(self, line: str) -> None:
-        """Take in a line: a uid, and perhaps a content digest and a head, by tabs."""
-        uid, *rest = line.split("\t")
-        digest, head = (_hex(text) for text in ([*rest, "", ""])[:2])
-        known = self.contents.get(uid)
-        if not known:
-            self.contents[uid] = digest
-        elif digest and digest != known:
-            self.also.append((uid, digest))
-        if head:
-            self.heads.add(head)
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self.uids = Names()
+        self.compared = Names()
+        self._contents = Names()
+        self.heads: set[bytes] = set()
+        for lines in _pages_of(files):
+            told = [*map(_said, lines)]
+            self.uids.add(uid for uid, _, _ in told)
+            self.compared.add(uid for uid, digest, _ in told if digest)
+            self._contents.add((uid, digest) for uid, digest, _ in told if digest)
+            self.heads.update(head for _, _, head in told if head)
 
     def lost(self, uids: Names, contents: Names | None) -> tuple[str, ...]:
         """Return what no event recorded: uids, and uids whose content is another."""
-        names = list(self.contents)
-        hashes = np.fromiter(map(hash, names), np.int64, len(names))
-        gone = uids.lacking(hashes)
-        found = [f"experience {names[index]}" for index in np.flatnonzero(gone).tolist()]
-        if contents is None:
-            return tuple(found)
-        there = (names[index] for index in np.flatnonzero(~gone).tolist())
-        pairs = [(uid, digest) for uid in there if (digest := self.contents[uid])] + self.also
-        hashes = np.fromiter(map(hash, pairs), np.int64, len(pairs))
-        for index in np.flatnonzero(contents.lacking(hashes)).tolist():
-            uid, digest = pairs[index]
-            what = f"acknowledged with the content {digest.hex()}, recorded with another"
-            found.append(f"experience {uid} ({what})")
-        return tuple(found)
+        gone = _lacking(self.uids, uids)
+        other = set() if contents is None else _lacking(self._contents, contents)
+        if not gone and not other:
+            return ()
+        lost: dict[str, None] = {}
+        changed: dict[str, None] = {}
+        for lines in _pages_of(self._files):
+            for uid, digest, _ in map(_said, lines):
+                if hash(uid) in gone:
+                    lost[f"experience {uid}"] = None
+                elif digest and hash((uid, digest)) in other:
+                    what = f"acknowledged with the content {digest.hex()}, recorded with another"
+                    changed[f"experience {uid} ({what})"] = None
+        return (*lost, *changed)
+
+
+def _lacking(told: Names, known: Names) -> set[int]:
+    """Return the hashes of what was told and is not known."""
+    hashes = told.hashes
+    return set(hashes[known.lacking(hashes)].tolist())
+
+
+def _said(line: str) -> tuple[str, bytes, bytes]:
+    """Return the uid of a line, the content digest, and the head; empty where there is none."""
+    uid, *rest = line.split("\t")
+    digest, head = ([*rest, "", ""])[:2]
+    return uid, _hex(digest), _hex(head)
+
+
+def _pages_of(files: Sequence[Path]) -> Iterator[list[str]]:
+    """Yield the lines of files, some at a time.
+
+    A last line without its end counts if it begins with a uid: an explorer that is killed while it
+    appends leaves the beginning of a line, of a receipt that it had.
+    """
+    for path in files:
+        try:
+            with path.open(encoding="utf-8-sig") as file:
+                while some := [*islice(file, sizes().rows_per_page)]:
+                    whole = (line.rstrip("\n") for line in some if _is_told(line))
+                    yield [line for line in whole if line]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgumentError(f"{path} cannot be read as uids: {error}") from error
+
+
+def _is_told(line: str) -> bool:
+    return line.endswith("\n") or line.count("/") >= _SLASHES_OF_UID
 
 
 def _hex(text: str) -> bytes:
@@ -112,9 +144,7 @@ class ChainFindings:
 def read_acknowledged(place: Path) -> Acknowledged:
     """Return what is in a file, or in all files of a folder: one experience a line.
 
-    A line is one of `WriteReceipt.lines`, or a uid alone. A last line without its end counts if it
-    begins with a uid: an explorer that is killed while it appends leaves the beginning of a line,
-    of a receipt that it had.
+    A line is one of `WriteReceipt.lines`, or a uid alone.
 
     Raises:
         InvalidArgumentError: there is no such file or folder, or a file is no text.
@@ -122,18 +152,7 @@ def read_acknowledged(place: Path) -> Acknowledged:
     if not place.exists():
         raise InvalidArgumentError(f"acknowledged={place}: there is no such file or folder")
     files = sorted(f for f in place.rglob("*") if f.is_file()) if place.is_dir() else [place]
-    found = Acknowledged()
-    for file in files:
-        try:
-            *lines, last = file.read_text("utf-8-sig").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidArgumentError(f"{file} cannot be read as uids: {error}") from error
-        for line in lines:
-            if line:
-                found.add(line)
-        if last.count("/") >= _SLASHES_OF_UID:
-            found.add(last)
-    return found
+    return Acknowledged(files)
 
 
 def read_chain(checkpoint: Path) -> Chain:
@@ -164,7 +183,7 @@ class Evidence:
     @property
     def has_contents(self) -> bool:
         """Whether there are content digests to compare."""
-        return self.acknowledged is not None and self.acknowledged.compared > 0
+        return self.acknowledged is not None and self.acknowledged.compared.number > 0
 
 
 def read_evidence(acknowledged: Path | None, checkpoint: Path | None, head: str | None) -> Evidence:

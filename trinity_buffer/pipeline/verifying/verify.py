@@ -305,7 +305,9 @@ class _Verification:
         audit, chain, told = self._audit, self._evidence.chain, self._evidence.acknowledged
         if consumer is not None:
             outside.require_trainer(audit.trainers, consumer)
-        lost = () if told is None else told.lost(audit.uids, audit.contents)
+        lost: tuple[str, ...] = ()
+        if told is not None:
+            lost = await anyio.to_thread.run_sync(told.lost, audit.uids, audit.contents)
         duplicated = await self._recorded_twice()
         trained_twice = {
             outside.named(digest, trainer.steps.get(step))
@@ -327,8 +329,8 @@ class _Verification:
             manifests=sum(len(trainer.steps) for trainer in audit.trainers.values()),
             segments=self._segments,
             head=audit.chain.head.hex(),
-            acknowledged=None if told is None else len(told.contents),
-            contents=0 if told is None else told.compared,
+            acknowledged=None if told is None else told.uids.number,
+            contents=0 if told is None else told.compared.number,
             chain=None if chain is None else chain.manifests.length,
             lost_items=lost,
             duplicated_items=(*duplicated, *sorted(trained_twice)),
