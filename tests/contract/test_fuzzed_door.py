@@ -88,7 +88,7 @@ def differences(written: Experience, read: Experience) -> list[str]:
     return [name for name in fields if not same(getattr(written, name), getattr(read, name))]
 
 
-@pytest.mark.parametrize("schema", ["experience", "dpo"])
+@pytest.mark.parametrize("schema", ["experience", pytest.param("dpo", marks=pytest.mark.long)])
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     changes=st.dictionaries(st.sampled_from(FIELDS), st.sampled_from(ODD), max_size=3),

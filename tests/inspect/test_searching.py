@@ -68,7 +68,9 @@ def plainly(made: list[Experience], wanted: str, *, exact: bool) -> list[tuple[i
     ]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))]
+)
 async def test_any_text_is_found_where_a_plain_loop_finds_it(
     tmp_path: Path, resize: Resize, seed: int
 ) -> None:

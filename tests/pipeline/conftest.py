@@ -53,9 +53,9 @@ def postgres_story(
     postgres_server.drop_database(name)
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
 def story(request: pytest.FixtureRequest) -> Story:
-    """A story of the test's own, on each backend in turn."""
+    """A story of the test's own, on each backend in turn: a look at a whole store takes long."""
     fixture = {"sqlite": "sqlite_story", "postgresql": "postgres_story"}[request.param]
     found: Story = request.getfixturevalue(fixture)
     return found

@@ -35,7 +35,9 @@ def test_a_moved_clock_makes_no_process_of_this_machine_a_dead_one(offset_us: in
     assert not has_ended(replace(mine, pid=gone.pid, host="elsewhere"))
 
 
-@pytest.mark.parametrize("offset_us", [HOURS_AHEAD, HOURS_BEHIND])
+@pytest.mark.parametrize(
+    "offset_us", [HOURS_AHEAD, pytest.param(HOURS_BEHIND, marks=pytest.mark.long)]
+)
 async def test_a_moved_clock_takes_no_lease_from_one_who_renews_it(
     store_url: str, monkeypatch: pytest.MonkeyPatch, offset_us: int
 ) -> None:

@@ -69,12 +69,17 @@ async def stored(store_url: str, name: str = "agent") -> list[Experience]:
         return [one async for one in experiment.read()]
 
 
+def plain_http(**options: Any) -> httpx2.AsyncClient:
+    """Return a client without certificates, which take longer to load than a request takes."""
+    return httpx2.AsyncClient(verify=False, **options)
+
+
 def client(url: str, **options: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, **options)
 
 
 async def reward(url: str, rollout: str, value: float | None, what: str = "reward") -> Any:
-    async with httpx2.AsyncClient() as http:
+    async with plain_http() as http:
         body = {} if value is None else {"reward": value}
         return await http.post(f"{url}/v1/rollouts/{rollout}/{what}", json=body)
 
@@ -108,7 +113,7 @@ async def test_a_conversation_is_one_experience_that_a_trainer_scores_the_same(
 async def test_a_client_gets_what_it_has_asked_for_and_no_more(
     store_url: str, upstream: str
 ) -> None:
-    async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
+    async with recording(store_url, upstream) as url, plain_http() as http:
         plain = await http.post(f"{url}/v1/chat/completions", json={"messages": HELLO})
         assert set(plain.json()["choices"][0]) == {"index", "finish_reason", "message"}
         assert "prompt_token_ids" not in plain.json()
@@ -121,7 +126,7 @@ async def test_a_client_gets_what_it_has_asked_for_and_no_more(
 async def test_sampling_is_not_left_to_the_defaults_of_the_server(
     store_url: str, upstream: str, vllm: VLLM
 ) -> None:
-    async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
+    async with recording(store_url, upstream) as url, plain_http() as http:
         for said in ({"temperature": None, "logit_bias": None}, {"top_k": 0}):
             asks = {"messages": HELLO, **said}
             assert (await http.post(f"{url}/v1/chat/completions", json=asks)).is_success
@@ -250,7 +255,7 @@ async def test_who_is_too_many_is_told_to_come_again(
     answers: list[Any] = []
     async with (
         recording(store_url, upstream, max_in_flight=1) as url,
-        httpx2.AsyncClient(timeout=60) as http,
+        plain_http(timeout=60) as http,
         anyio.create_task_group() as group,
     ):
         await http.post(f"{upstream}/pause")
@@ -270,7 +275,7 @@ async def test_who_is_too_many_is_told_to_come_again(
 async def test_what_cannot_be_recorded_is_not_answered(
     store_url: str, upstream: str, vllm: VLLM
 ) -> None:
-    async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
+    async with recording(store_url, upstream) as url, plain_http() as http:
         at = f"{url}/v1/chat/completions"
         hot = await http.post(at, json={"messages": HELLO, "temperature": 0.3})
         assert (hot.status_code, "processed_logprobs" in hot.text) == (400, True)
@@ -288,7 +293,7 @@ async def test_what_cannot_be_recorded_is_not_answered(
 
 
 async def test_only_who_has_the_token_is_answered(store_url: str, upstream: str) -> None:
-    async with recording(store_url, upstream, token="secret") as url, httpx2.AsyncClient() as http:
+    async with recording(store_url, upstream, token="secret") as url, plain_http() as http:
         at, body = f"{url}/v1/chat/completions", {"messages": HELLO}
         assert (await http.post(at, json=body)).status_code == 401
         assert (await reward(url, "t/0", 1.0)).status_code == 401
@@ -297,14 +302,14 @@ async def test_only_who_has_the_token_is_answered(store_url: str, upstream: str)
 
 
 async def test_an_answer_may_leave_before_it_is_durable(store_url: str, upstream: str) -> None:
-    async with recording(store_url, upstream, ack="before") as url, httpx2.AsyncClient() as http:
+    async with recording(store_url, upstream, ack="before") as url, plain_http() as http:
         body = {"messages": HELLO}
         assert (await http.post(f"{url}/rollouts/t/0/v1/chat/completions", json=body)).is_success
     assert len(await stored(store_url, "agent.turns")) == 1  # it ends with what it has to write
 
 
 async def test_a_batch_is_sealed_with_what_is_stored(store_url: str, upstream: str) -> None:
-    async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
+    async with recording(store_url, upstream) as url, plain_http() as http:
         body = {"messages": HELLO}
         await http.post(f"{url}/rollouts/b1/t/0/v1/chat/completions", json=body)
         await reward(url, "b1/t/0", 1.0)
@@ -315,7 +320,7 @@ async def test_a_batch_is_sealed_with_what_is_stored(store_url: str, upstream: s
 async def test_a_reward_behind_the_seal_of_its_batch_is_refused(
     store_url: str, upstream: str
 ) -> None:
-    async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
+    async with recording(store_url, upstream) as url, plain_http() as http:
         for run in range(2):
             at = f"{url}/rollouts/b1/t/{run}/v1/chat/completions"
             await http.post(at, json={"messages": HELLO})
@@ -332,7 +337,7 @@ async def test_a_reward_behind_the_seal_of_its_batch_is_refused(
 async def test_a_rollout_is_closed_behind_each_form_of_its_url(
     sqlite_store_url: str, upstream: str, place: str, what: str
 ) -> None:
-    async with recording(sqlite_store_url, upstream) as url, httpx2.AsyncClient() as http:
+    async with recording(sqlite_store_url, upstream) as url, plain_http() as http:
         await http.post(f"{url}/rollouts/t/0/v1/chat/completions", json={"messages": HELLO})
         closed = await http.post(f"{url}/{place}/{what}", json={"reward": 1.0})
     assert closed.json()["uids"] == ["recorded/t/0/0/"]
@@ -349,7 +354,7 @@ async def test_a_rollout_is_closed_behind_each_form_of_its_url(
 async def test_a_path_that_is_not_there_is_told_which_are(
     sqlite_store_url: str, upstream: str, method: str, path: str, status: int
 ) -> None:
-    async with recording(sqlite_store_url, upstream) as url, httpx2.AsyncClient() as http:
+    async with recording(sqlite_store_url, upstream) as url, plain_http() as http:
         answer = await http.request(method, f"{url}{path}")
     said = answer.json()["error"]["message"]
     assert answer.status_code == status
@@ -358,7 +363,7 @@ async def test_a_path_that_is_not_there_is_told_which_are(
 
 
 async def test_a_reward_must_be_a_number(store_url: str, upstream: str) -> None:
-    async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
+    async with recording(store_url, upstream) as url, plain_http() as http:
         for body in ({"reward": "good"}, ["good"], {"reward": True}, {"reward": 10**400}):
             answer = await http.post(f"{url}/v1/rollouts/t/0/reward", json=body)
             assert (answer.status_code, "must be a number" in answer.text) == (400, True)
@@ -376,7 +381,7 @@ async def test_a_reward_must_be_a_number(store_url: str, upstream: str) -> None:
 async def test_a_request_that_makes_no_sense_is_told_so(
     store_url: str, upstream: str, rollout: str, body: bytes
 ) -> None:
-    async with recording(store_url, upstream) as url, httpx2.AsyncClient() as http:
+    async with recording(store_url, upstream) as url, plain_http() as http:
         path = f"{url}/rollouts/{rollout}/v1/chat/completions"
         answer = await http.post(path, content=body)
     assert answer.status_code == 400

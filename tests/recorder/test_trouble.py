@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.explorer.vllm_dialect import served
-from tests.recorder.test_recorder import HELLO, recording, reward, stored
+from tests.recorder.test_recorder import HELLO, plain_http, recording, reward, stored
 
 LOGPROB = {"token": "?", "logprob": -0.5}
 
@@ -88,7 +88,7 @@ def upstream(scripted: Scripted) -> Iterator[str]:
 
 async def chat(url: str, rollout: str, *, patience_s: float = 30.0, **body: Any) -> Any:
     """Ask once, in ``rollout``."""
-    async with httpx2.AsyncClient(timeout=patience_s) as http:
+    async with plain_http(timeout=patience_s) as http:
         at = f"{url}/rollouts/{rollout}/v1/chat/completions"
         return await http.post(at, json={"messages": HELLO, **body})
 
@@ -244,7 +244,7 @@ async def test_when_to_come_again_is_passed_on(
 async def test_a_reward_under_another_key_closes_nothing(
     sqlite_store_url: str, upstream: str
 ) -> None:
-    async with recording(sqlite_store_url, upstream) as url, httpx2.AsyncClient() as http:
+    async with recording(sqlite_store_url, upstream) as url, plain_http() as http:
         await chat(url, "t/0")
         for body in ({"score": 1.0}, {}):
             told = await http.post(f"{url}/v1/rollouts/t/0/reward", json=body)

@@ -236,6 +236,7 @@ LIES = (
 )
 
 
+@pytest.mark.long
 async def test_a_counter_that_lies_is_found_and_mended(store_url: str, tmp_path: Path) -> None:
     story = await tell(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
@@ -249,6 +250,7 @@ async def test_a_counter_that_lies_is_found_and_mended(store_url: str, tmp_path:
         assert (await verify(experiment)).problems == ()
 
 
+@pytest.mark.long
 async def test_an_overview_as_of_each_position_grows_to_the_one_of_now(
     store_url: str, tmp_path: Path
 ) -> None:

@@ -35,17 +35,11 @@ CHOICES: dict[str, dict[str, Any]] = {
     "gspo": {},
     "jsd": {},
 }
-USUAL = {("grpo", 3)}
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        pytest.param(name, ranks, marks=[] if (name, ranks) in USUAL else pytest.mark.long)
-        for name in CHOICES
-        for ranks in (2, 3)
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", CHOICES)
 def test_any_number_of_ranks_reports_and_commits_what_one_process_would(
     name: str, ranks: int, tmp_path: Path
 ) -> None:
