@@ -21,7 +21,7 @@ from trinity_buffer.pipeline.sync_stream import open_train_stream
 
 EXPERIMENT = "bench"
 GRPO = {"epsilon": 1e-6}
-WRITES = ((64, 1), (8, 1), (1, 1), (1, 64))
+WRITES = ((64, 1), (64, 4), (8, 1), (1, 1), (1, 64))
 """(experiences per call, concurrent callers)."""
 
 READ_FAMILIES = ("light", "tokens")

@@ -32,6 +32,8 @@ class Sizes:
             decodes no more.
         rows_per_trip: up to here a group is encoded where it is committed, which saves a change of
             threads; this process's other writers wait for the few milliseconds that it takes.
+        rows_prepared_ahead: from which on a group is encoded beside the commit of the one before;
+            of fewer the change of threads takes longer than it saves.
         rows_per_statement: of an insert on SQLite: each lets go of the interpreter's lock and has
             to get it back, which takes longer than the insert when another thread computes.
         rows_to_copy: from which on PostgreSQL's COPY is quicker than its prepared INSERT.
@@ -71,6 +73,7 @@ class Sizes:
     rows_per_transaction: int = 4096
     rows_per_event: int = 1024
     rows_per_trip: int = 256
+    rows_prepared_ahead: int = 64
     rows_per_statement: int = 64
     rows_to_copy: int = 8
     bytes_per_part: int = 64 * _MIB

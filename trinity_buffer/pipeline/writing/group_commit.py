@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any, Protocol
 
 import anyio
@@ -96,6 +96,7 @@ class _Group:
         self.writes: list[tuple[PreparedWrite, Sequence[_Entry]]] = []
         self.segment_rows: list[SegmentRow] = []
         self.prepared = False
+        self.preparing: asyncio.Task[None] | None = None
 
     def prepare(self) -> None:
         """Find out what is to be committed, and for whom; put its blobs into the store.
@@ -141,9 +142,15 @@ def _partners(entries: Sequence[_Entry]) -> list[list[_Entry]]:
     return found
 
 
+def _answer(entries: Sequence[_Entry]) -> None:
+    for entry in entries:
+        entry.answered.set()
+
+
 class GroupCommit:
     """The one road of experiences into a database: what waits while a commit runs is the next one.
 
+    It is prepared meanwhile, if it is worth a thread: SQLite and the digests need no interpreter.
     A task of its own commits, and lives only while there is something to commit: a caller that is
     cancelled, by whichever means, cancels no transaction that others share.
     """
@@ -153,6 +160,8 @@ class GroupCommit:
         self._waiting: list[_Entry] = []
         self._presences: dict[tuple[int, str], Presence] = {}
         self._committer: asyncio.Task[None] | None = None
+        self._commits = False  # a transaction is under way
+        self._ahead: _Group | None = None  # prepared meanwhile, to be committed next
 
     def presence_of(self, experiment: int, actor: str) -> Presence:
         """Return the presence of an explorer, one for all its writers; its writes renew it."""
@@ -172,6 +181,8 @@ class GroupCommit:
         self._waiting.append(entry)
         if self._committer is None:
             self._committer = asyncio.create_task(self._commit_waiting())
+        elif self._commits:  # soon: those whose answers came together come again together
+            asyncio.get_running_loop().call_soon(self._prepare_ahead)
         try:
             await entry.answered.wait()
         finally:
@@ -189,44 +200,68 @@ class GroupCommit:
                 await asyncio.wait([self._committer])
 
     async def _commit_waiting(self) -> None:
-        group: list[_Entry] = []
+        group: _Group | None = None
         try:
-            while self._waiting:
-                group = self._take()
+            while self._ahead is not None or self._waiting:
+                group, self._ahead = self._ahead or self._group(self._share()), None
                 await self._commit(group)
-                for entry in group:
-                    entry.answered.set()
+                _answer(group.entries)
         finally:
             self._committer = None
-            for entry in (*group, *self._waiting):  # none is left, unless the event loop is ending
+            late = [some.entries for some in (group, self._ahead) if some is not None]
+            for entry in chain(*late, self._waiting):  # none is left, unless the loop is ending
                 if not entry.answered.is_set():
                     entry.error = StoreError(f"{self._database.name} was closed during a write")
                     entry.answered.set()
 
-    def _take(self) -> list[_Entry]:
-        """Take as many of those who wait as fit, at least one."""
-        group: list[_Entry] = []
-        rows = 0
-        while self._waiting and rows < sizes().rows_per_transaction:
-            group.append(self._waiting.pop(0))
-            rows += group[-1].call.rows
-        return group
+    def _share(self) -> int:
+        """Return how many rows are taken of those that wait: half, if that is worth two turns."""
+        rows = sum(entry.call.rows for entry in self._waiting)
+        return rows if rows < 2 * sizes().rows_prepared_ahead else -(-rows // 2)
 
-    async def _commit(self, entries: list[_Entry]) -> None:
-        group = _Group(entries, self._database.segments)
+    def _group(self, most: int) -> _Group:
+        """Take about so many rows of those who wait, at least one call."""
+        entries: list[_Entry] = []
+        rows, most = 0, min(most, sizes().rows_per_transaction)
+        while self._waiting and rows < most:
+            entries.append(self._waiting.pop(0))
+            rows += entries[-1].call.rows
+        return _Group(entries, self._database.segments)
+
+    def _prepare_ahead(self) -> None:
+        """Begin to prepare what waits, beside the commit that is under way."""
+        rows = sum(entry.call.rows for entry in self._waiting)
+        if self._commits and self._ahead is None and rows >= sizes().rows_prepared_ahead:
+            self._ahead = group = self._group(rows)
+            group.preparing = asyncio.create_task(self._database.compute(group.prepare))
+
+    async def _commit(self, group: _Group) -> None:
         try:
-            if group.rows > sizes().rows_per_trip:
+            if group.preparing is not None:
+                await group.preparing
+            elif group.rows > sizes().rows_per_trip:
                 await self._database.compute(group.prepare)
+            self._commits = True
+            self._prepare_ahead()
             await self._write(group)
         except StoreBusyError as error:  # whoever waits has waited as long as anybody should
-            for entry in (*entries, *self._waiting):
-                entry.error = error
-                entry.answered.set()
-            self._waiting.clear()
+            await self._refuse_all(group, error)
         except Exception:  # noqa: BLE001 - whoever it belongs to is told, below
             # Something is stored already, or cannot be stored: find out what, call by call. A call
             # that was committed after all, over a connection that broke, is found as stored.
-            await self._commit_singly([entry for entry in entries if entry.error is None])
+            await self._commit_singly([entry for entry in group.entries if entry.error is None])
+        finally:
+            self._commits = False
+
+    async def _refuse_all(self, group: _Group, error: StoreBusyError) -> None:
+        ahead, self._ahead = self._ahead, None
+        refused = [*group.entries, *(ahead.entries if ahead is not None else ()), *self._waiting]
+        self._waiting.clear()
+        for entry in refused:
+            entry.error = error
+        if ahead is not None and ahead.preparing is not None:
+            await asyncio.wait([ahead.preparing])  # whatever came of it
+        _answer(refused)
 
     async def _commit_singly(self, entries: list[_Entry]) -> None:
         for entry in entries:

@@ -1,0 +1,121 @@
+"""A call is prepared while the commit of the one before is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+
+import anyio
+import anyio.to_thread
+import pytest
+from typing_extensions import override
+
+from tests.conftest import Resize
+from tests.contract.making import count, group, opened
+from trinity_buffer.errors import StoreBusyError
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.writing.group_commit import GroupCommit, Outcome, PreparedWrite
+from trinity_buffer.pipeline.writing.write_call import WriteCall
+from trinity_buffer.store import sqlite, tables
+from trinity_buffer.store.sqlite import dbapi2
+
+ROWS = 4
+
+
+class Watched(WriteCall):
+    """A call that tells when it is prepared."""
+
+    def __init__(self, experiment: Experiment, task: int) -> None:
+        given = group(task=task, runs=ROWS)
+        super().__init__(given, experiment.key, "e0", "experience", "raise")
+        self.prepared = Event()
+
+    @override
+    def prepare(self) -> PreparedWrite:
+        found = super().prepare()
+        self.prepared.set()
+        return found
+
+    async def is_prepared(self) -> None:
+        assert await anyio.to_thread.run_sync(self.prepared.wait, 10)
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Keep everybody else from writing."""
+    holder = dbapi2.connect(str(file), isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    finally:
+        holder.execute("ROLLBACK")
+        holder.close()
+
+
+async def test_what_waits_is_prepared_beside_the_commit_before_it(
+    tmp_path: Path, resize: Resize
+) -> None:
+    resize(rows_prepared_ahead=ROWS)
+    outcomes: dict[int, Outcome] = {}
+    async with opened(str(tmp_path / "run.db")) as experiment, anyio.create_task_group() as tasks:
+        commits = GroupCommit(experiment.database)
+        calls = [Watched(experiment, task) for task in range(3)]
+
+        async def submit(number: int) -> None:
+            outcomes[number] = await commits.submit(calls[number])
+
+        with locked(tmp_path / "run.db"):
+            tasks.start_soon(submit, 0)
+            await calls[0].is_prepared()
+            tasks.start_soon(submit, 1)
+            await calls[1].is_prepared()
+            tasks.start_soon(submit, 2)
+            await anyio.wait_all_tasks_blocked()
+            assert not outcomes
+    positions = [outcomes[number].place.position for number in range(3)]
+    assert positions == sorted(set(positions))
+
+
+async def test_calls_that_come_together_take_two_turns(store_url: str, resize: Resize) -> None:
+    resize(rows_prepared_ahead=2 * ROWS)
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        positions: list[int] = []
+
+        async def write(task: int) -> None:
+            for turn in range(3):
+                given = group(task=f"{turn}-{task}", runs=ROWS)
+                positions.append((await writer.write(given)).position)
+
+        async with anyio.create_task_group() as tasks:
+            for task in range(4):
+                tasks.start_soon(write, task)
+        assert await count(experiment.database, tables.experience) == 12 * ROWS
+    each = [positions.count(position) for position in sorted(set(positions))]
+    assert each == [2] * 6
+
+
+async def test_who_was_prepared_ahead_hears_that_the_store_is_busy_and_is_not_written(
+    tmp_path: Path, resize: Resize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 500)
+    resize(rows_prepared_ahead=ROWS)
+    async with opened(str(tmp_path / "run.db")) as experiment:
+        commits = GroupCommit(experiment.database)
+        calls = [Watched(experiment, task) for task in range(2)]
+
+        async def refused(number: int) -> None:
+            with pytest.raises(StoreBusyError):
+                await commits.submit(calls[number])
+
+        with locked(tmp_path / "run.db"):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(refused, 0)
+                await calls[0].is_prepared()
+                tasks.start_soon(refused, 1)
+            await calls[1].is_prepared()
+        await commits.drain()
+        assert await count(experiment.database, tables.experience) == 0
+        assert (await experiment.writer("e0").write(group())).written == 4
