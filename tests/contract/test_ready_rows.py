@@ -259,3 +259,35 @@ async def test_an_event_that_is_gone_or_damaged_is_named(sqlite_url: str) -> Non
     ):
         with pytest.raises(CodecError, match=f"the event at position {position}: "):
             await anext(stream)
+
+
+@pytest.mark.parametrize(("asked", "through"), [(1, [0, 0, 1]), (2, [1])])
+async def test_it_is_known_when_no_more_is_to_be_read(
+    store_url: str, asked: int, through: list[int]
+) -> None:
+    async with opened(store_url, rollouts_per_group=1) as experiment:
+        for task in range(3):
+            await experiment.writer("e0").write(group(task=task, runs=1))
+        await run_strategy(experiment, "grpo")
+        cache = EventCache(experiment.key, experiment.name)
+        waiting = ReadyGroups("grpo", reader_of(experiment), cache, 0)
+        found = []
+        for _ in through:
+            await experiment.database.read_session(lambda s: waiting.fill(s, asked))
+            waiting.pop(asked)
+            found.append(int(waiting.is_through))
+        assert found == through
+
+
+async def test_a_full_page_may_be_followed_by_another(store_url: str, resize: Resize) -> None:
+    resize(rows_per_page=2)
+    async with opened(store_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write(group(runs=2))
+        await run_strategy(experiment, "grpo")
+        cache = EventCache(experiment.key, experiment.name)
+        waiting = ReadyGroups("grpo", reader_of(experiment), cache, 0)
+        assert await experiment.database.read_session(lambda s: waiting.fill(s, 1)) == 1
+        assert waiting.pop(1)
+        assert not waiting.is_through
+        assert await experiment.database.read_session(lambda s: waiting.fill(s, 1)) == 0
+        assert waiting.is_through

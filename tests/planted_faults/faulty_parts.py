@@ -56,12 +56,12 @@ def the_cursor_moves_before_its_output(patch: Patch) -> None:
     async def hasty(self: StrategyConsumer, **how: Any) -> Any:
         read = UnitReader.read
 
-        async def and_move(reader: UnitReader) -> bool:
-            found = await read(reader)
-            database, key = self.experiment.database, self.experiment.key
+        def and_move(reader: UnitReader, s: Any) -> bool:
+            found = read(reader, s)
+            key = self.experiment.key
             mine = (tables.consumer.c.experiment == key, tables.consumer.c.name == self.name)
             seen = update(tables.consumer).where(*mine).values({"cursor": reader.seen})
-            await database.write(lambda tx: tx.execute(seen))
+            s.write(lambda tx: tx.execute(seen))
             return found
 
         with patch.context() as meanwhile:

@@ -134,7 +134,7 @@ class Experiment(ExperimentHandle):
     ) -> tuple[int, list[StoredEvent], bool]:
         head = log.head(tx, self.key)
         page = log.read_after(tx, self.key, after, limit=limit, kinds=kinds)
-        return head, page, self._is_finished(tx)
+        return head, page, self.finished(tx)
 
     def _append(self, tx: Transaction, event: NewEvent, actor: str) -> None:
         log.append(tx, self.key, [event], actor=actor, now_us=now_us())

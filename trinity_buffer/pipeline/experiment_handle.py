@@ -26,10 +26,10 @@ class ExperimentHandle:
         self.name = name
         self.config = dict(config)
 
-    def _is_finished(self, tx: Transaction) -> bool:
-        found = queries.config_of(tx, self.key)
-        return found is not None and found[1]
+    def finished(self, tx: Transaction) -> bool:
+        """Return whether it was finished since the last change of configuration."""
+        return queries.is_finished(tx, self.key)
 
     async def is_finished(self) -> bool:
-        """Return whether it was finished since the last change of configuration."""
-        return await self.database.read(self._is_finished)
+        """Return the same, of the store as it is now."""
+        return await self.database.read(self.finished)

@@ -8,13 +8,21 @@ renewed and committed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
 
 from sqlalchemy import bindparam, delete, select, update
 
 from trinity_buffer.errors import LeaseHeldError, LeaseLostError
 from trinity_buffer.store.tables import consumer, lease, presence
-from trinity_buffer.store.transaction import Prepared, Transaction, lock_experiment, upsert
+from trinity_buffer.store.transaction import (
+    Prepared,
+    Transaction,
+    dialect_module,
+    lock_experiment,
+    upsert,
+)
 
 
 def name_of(host: str) -> str:
@@ -152,20 +160,25 @@ class PresenceRow:
 
 def note_presence(tx: Transaction, experiment: int, row: PresenceRow) -> None:
     """Write down that a process is there."""
-    who = {"experiment": experiment, "role": row.role, "name": row.name}
-    of_name = (
-        presence.c.experiment == experiment,
-        presence.c.role == row.role,
-        presence.c.name == row.name,
-    )
-    tx.execute(
-        delete(presence).where(*of_name, presence.c.last_seen < row.last_seen - FORGOTTEN_AFTER_US)
-    )
-    said = {"last_seen": row.last_seen, "waiting_for": row.waiting_for}
-    new = {**who, "host": row.host, "pid": row.pid, "started_at": row.started_at, **said}
-    statement = upsert(tx, presence).values(new)
+    before = row.last_seen - FORGOTTEN_AFTER_US
+    _FORGET.rows(tx, of=experiment, role=row.role, by=row.name, before=before)
+    _noted(tx.dialect.name).change(tx, experiment=experiment, **asdict(row))
+
+
+_NAMED = (
+    presence.c.experiment == bindparam("of"),
+    presence.c.role == bindparam("role"),
+    presence.c.name == bindparam("by"),
+)
+_FORGET = Prepared(delete(presence).where(*_NAMED, presence.c.last_seen < bindparam("before")))
+
+
+@cache
+def _noted(dialect: str) -> Prepared:
+    made: Any = dialect_module(dialect).insert(presence)
+    said = {"last_seen": made.excluded.last_seen, "waiting_for": made.excluded.waiting_for}
     keys = ["experiment", "role", "name", "host", "pid"]
-    tx.execute(statement.on_conflict_do_update(index_elements=keys, set_=said))
+    return Prepared(made.on_conflict_do_update(index_elements=keys, set_=said))
 
 
 def forget_presence(tx: Transaction, experiment: int, row: PresenceRow) -> None:

@@ -48,9 +48,14 @@ def config_of(tx: Transaction, experiment: int) -> tuple[dict[str, Any], bool] |
     return None if row is None else (dict(row.config), bool(row.finished))
 
 
-_CONFIG = select(configuration.c.config, configuration.c.finished).where(
-    configuration.c.experiment == bindparam("of")
-)
+def is_finished(tx: Transaction, experiment: int) -> bool:
+    """Return whether an experiment was finished since the last change of its configuration."""
+    return bool(_FINISHED.value(tx, of=experiment))
+
+
+_OF_CONFIG = configuration.c.experiment == bindparam("of")
+_CONFIG = select(configuration.c.config, configuration.c.finished).where(_OF_CONFIG)
+_FINISHED = Prepared(select(configuration.c.finished).where(_OF_CONFIG))
 
 
 def stored(tx: Transaction, experiment: int, eids: Sequence[EID]) -> dict[EID, tuple[int, bytes]]:

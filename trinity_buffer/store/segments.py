@@ -6,7 +6,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import xxhash
@@ -151,9 +151,20 @@ def _parts_of(keys: int, families: int) -> Prepared:
 
 def archived_at(tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, tuple[int, str | None]]:
     """Return (position of the event, file) of those of ``keys`` that have left the database."""
+    if not keys:
+        return {}
+    number = 1 << (len(keys) - 1).bit_length()  # a statement for each number would be many
+    values = {f"key{place}": keys[min(place, len(keys) - 1)] for place in range(number)}
+    rows = _archived_of(number).rows(tx, **values)
+    return {bytes(key): (int(position), uri) for key, position, uri in rows}
+
+
+@cache
+def _archived_of(keys: int) -> Prepared:
+    """Return the statement for so many keys."""
     query = select(archived.c.segment, archived.c.position, archived.c.uri)
-    rows = tx.execute(query.where(archived.c.segment.in_(keys)))
-    return {bytes(key): (int(position), uri) for key, position, uri in rows.all()}
+    wanted = archived.c.segment.in_([bindparam(f"key{number}") for number in range(keys)])
+    return Prepared(query.where(wanted))
 
 
 def blob_of(key: bytes, family: str, parts: Sequence[tuple[int, int, bytes]]) -> bytes:

@@ -32,6 +32,7 @@ from trinity_buffer.pipeline.loading.experiences import load_experiences, unread
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import reads
 from trinity_buffer.store.rows import SLOT_BITS, ExperienceRow
+from trinity_buffer.store.transaction import ReadSession
 from trinity_buffer.writer import StagedWriter
 
 Events = Mapping[int, ExperiencesRecorded]
@@ -96,26 +97,31 @@ class Decider:
         self._scorer = setup.scorer
         self.calls = 0
 
-    async def split(
-        self, units: Sequence[ReadyUnit]
+    @property
+    def loads(self) -> tuple[str, ...]:
+        """The column families that it reads of experiences; none where rewards are enough."""
+        return () if self._scorer is not None else self._families
+
+    def split(
+        self, s: ReadSession, units: Sequence[ReadyUnit]
     ) -> tuple[list[ReadyUnit], list[ReadyUnit], Events]:
         """Return the units whose experiences have to be loaded, the others, and their events."""
         whole = [unit for unit in units if has_rows(unit)]
         if self._scorer is None or not whole:
             return list(units), [], {}
         positions = [{address >> SLOT_BITS for address in unit.addresses} for unit in whole]
-        events = await self._reader.events(set().union(*positions))
+        events = self._reader.events(s, set().union(*positions))
         known = events.keys()
         scored = [unit for unit, at in zip(whole, positions, strict=True) if at <= known]
         chosen = set(map(id, scored))
         return [unit for unit in units if id(unit) not in chosen], scored, events
 
-    async def by_rewards(self, units: Sequence[ReadyUnit], events: Events) -> Decision:
+    def by_rewards(self, s: ReadSession, units: Sequence[ReadyUnit], events: Events) -> Decision:
         """Return what the strategy says of ``units`` by their rewards, from ``events``."""
         assert self._scorer is not None  # `split` has seen to that
         verdicts = self._no_verdicts()
         groups = [group for unit in units for group in self._whole_of(unit, verdicts)]
-        assigned = await self._assigned([row for group in groups for row in group.members])
+        assigned = self._assigned(s, [row for group in groups for row in group.members])
         self.calls += len(groups)
         score, seen, calls = self._scorer, self._reader.seen, self.calls
 
@@ -124,13 +130,15 @@ class Decider:
             found = verdicts_of(table, len(groups), score)
             return verdicts.decision_by_rewards(groups, found, seen=seen, calls=calls)
 
-        return await anyio.to_thread.run_sync(compute)
+        return s.compute(compute)
 
     async def by_experiences(self, units: Sequence[ReadyUnit], late: Sequence[int]) -> Decision:
         """Return what the strategy says of the experiences of ``units``; ``late`` is rejected."""
         setup, verdicts = self._setup, self._no_verdicts()
         verdicts.reject(late, "late")
-        known = await self._reader.rows([row for unit in units for row in unit.addresses])
+        wanted = [row for unit in units for row in unit.addresses]
+        database = self._experiment.database
+        known = await database.read_session(lambda s: self._reader.rows(s, wanted))
         for some in chunks(units, self._experiences_per_load):
             given = [self._rows_of(unit, known, verdicts) for unit in some]
             readable = await self._load_readable([row for rows in given for row in rows], verdicts)
@@ -215,15 +223,16 @@ class Decider:
         for experience in experiences:
             if experience.archived is not None:
                 raise ArchivedSegmentError(f"{experience.eid}: {experience.archived}")
-        assigned = await self._assigned([row.address for row in rows])
-        if assigned is not None:
+        if self._setup.rewards is not None:
+            addresses = [row.address for row in rows]
+            assigned = await database.read_session(lambda s: self._assigned(s, addresses))
             for experience in experiences:
-                experience.reward = assigned.get(experience.address or 0)
+                experience.reward = (assigned or {}).get(experience.address or 0)
         return experiences
 
-    async def _assigned(self, addresses: Sequence[int]) -> Mapping[int, float] | None:
+    def _assigned(self, s: ReadSession, addresses: Sequence[int]) -> Mapping[int, float] | None:
         """Return the rewards of the scoring that is used, or None if the recorded ones are."""
         name, key = self._setup.rewards, self._experiment.key
         if name is None:
             return None
-        return await self._experiment.database.read(reads.assigned_rewards, key, name, addresses)
+        return s.read(reads.assigned_rewards, key, name, addresses)

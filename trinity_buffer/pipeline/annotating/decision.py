@@ -18,11 +18,13 @@ from trinity_buffer.identity import storable
 from trinity_buffer.pipeline.annotating.grouping import Group
 from trinity_buffer.pipeline.annotating.reward_table import RowVerdicts
 from trinity_buffer.pipeline.annotation_encoding import encode_annotations, encode_scores
-from trinity_buffer.pipeline.events import new_event
+from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.rejections import invalid
+from trinity_buffer.store import log
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
+from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.writer import StagedWriter
 
 _Kept = Mapping[str, Sequence[Experience]]
@@ -38,6 +40,11 @@ class Decision:
     annotated: int
     rejected: int
     reasons: Counter[str]
+
+    def append(self, tx: Transaction, store: SegmentStore, experiment: int, strategy: str) -> None:
+        """Record it, as what ``strategy`` says, with what it has put into ``store``."""
+        store.take_in(tx, self.segment_rows)
+        log.append(tx, experiment, self.events, actor=strategy, now_us=now_us())
 
 
 class _Annotated(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trinity_buffer.algorithm.add_strategy import compose
 from trinity_buffer.algorithm.arguments import refuse_unknown
@@ -41,8 +41,8 @@ from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import log, queries, reads
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store import queries, reads
+from trinity_buffer.store.transaction import Session, Transaction
 from trinity_buffer.writer import StagedWriter
 
 StrategyLike = str | StrategyClass | Sequence[str | StrategyClass]
@@ -63,6 +63,22 @@ class ConsumerReport:
     rejected: int
     waiting: int
     waiting_groups: int
+
+
+class _Look(NamedTuple):
+    """What came of a look at the log.
+
+    Attributes:
+        worked: whether there was anything to do.
+        finished: whether the experiment is, if there was nothing to do.
+        left: units that are ready and not decided yet, each list for a commit.
+        late: what came for groups that were decided before.
+    """
+
+    worked: bool
+    finished: bool
+    left: list[list[ReadyUnit]]
+    late: list[int]
 
 
 class StrategyConsumer:
@@ -152,18 +168,17 @@ class StrategyConsumer:
             await self._presence.seen(at_once=follow)  # a trainer that follows waits for it
             state = await changes.state()
             try:
-                worked = await self._advance(live=follow)
+                look = await self._advance(live=follow)
             except CursorConflictError:
                 await self._start_over()
                 continue
-            if worked:
+            if look.worked:
                 wait.over()
                 continue
             self.has_read_all = True
             if ending:
                 return
-            # What came before the end is read once more.
-            ending = await self.experiment.is_finished()
+            ending = look.finished  # what came before the end is read once more
             if not ending:
                 await wait.changed(state, self._reader.seconds_to_deadline())
 
@@ -188,28 +203,62 @@ class StrategyConsumer:
     def _report(self) -> ConsumerReport:
         return ConsumerReport(self._annotated, self._rejected, *self._reader.num_waiting)
 
-    async def _advance(self, *, live: bool = False) -> bool:
-        """Read one page, decide what is ready; return whether there was anything to do.
+    async def _advance(self, *, live: bool = False) -> _Look:
+        """Read one page, decide what is ready; return what there was to do.
 
         Args:
             live: whether a trainer may be waiting for the first of it.
         """
-        read = await self._reader.read()
+        database = self.experiment.database
+        look = await database.session(lambda s: self._look(s, live=live))
+        for units in look.left:
+            await self._decide(units)
+        if look.late:
+            decision = await self._decider.by_experiences([], look.late)
+            await database.session(lambda s: self._commit(s, decision, []))
+        return look
+
+    def _look(self, s: Session, *, live: bool) -> _Look:
+        """Read one page and decide the first that is ready, if its rewards tell all.
+
+        On one trip: what follows a log seldom finds more than one group.
+        """
+        read = self._reader.read(s)
         # What has no rows first: in the commit that moves the cursor, behind which nothing tells
         # of it.
         units = sorted(self._reader.take_ready(), key=has_rows)
         late = self._reader.take_late()
         in_step = live and not self._reader.behind
         most = sizes().experiences_per_live_commit if in_step else sizes().experiences_per_commit
-        for some in chunks(units, most):
-            loaded, scored, events = await self._decider.split(some)
-            if loaded:
-                await self._commit(await self._decider.by_experiences(loaded, []), loaded)
-            if scored:
-                await self._commit(await self._decider.by_rewards(scored, events), scored)
-        if late:
-            await self._commit(await self._decider.by_experiences([], late), [])
-        return bool(read or units or late)
+        left = chunks(units, most)
+        if left and self._decide_by_rewards(s, left[0]):
+            del left[0]
+        worked = bool(read or units or late)
+        finished = not worked and s.read(self.experiment.finished)
+        return _Look(worked, finished, left, late)
+
+    def _decide_by_rewards(self, s: Session, units: Sequence[ReadyUnit]) -> bool:
+        """Decide ``units`` if that needs none of their experiences; return whether it did not."""
+        loaded, scored, events = self._decider.split(s, units)
+        if not loaded:
+            self._commit(s, self._decider.by_rewards(s, scored, events), scored)
+        return not loaded
+
+    async def _decide(self, units: Sequence[ReadyUnit]) -> None:
+        """Decide ``units``, those first whose experiences have to be loaded."""
+        database = self.experiment.database
+        loaded, scored, events = await database.read_session(
+            lambda s: self._decider.split(s, units)
+        )
+        if loaded:
+            decision = await self._decider.by_experiences(loaded, [])
+            await database.session(lambda s: self._commit(s, decision, loaded))
+
+        def by_rewards(s: Session) -> None:
+            self._commit(s, self._decider.by_rewards(s, scored, events), scored)
+
+        if scored:
+            await database.session(by_rewards)
 
     async def _start_over(self) -> None:
         """Take up where the last commit of this name left off, whoever made it."""
@@ -237,19 +286,18 @@ class StrategyConsumer:
                 "with name="
             )
 
-    async def _commit(self, decision: Decision, units: Sequence[ReadyUnit]) -> None:
+    def _commit(self, s: Session, decision: Decision, units: Sequence[ReadyUnit]) -> None:
         """Commit everything that the strategy said of ``units``, with the cursor."""
         if not decision.events:
             return
-        database, key = self.experiment.database, self.experiment.key
+        store, key = self.experiment.database.segments, self.experiment.key
         reached("before-annotate")
 
         def commit(tx: Transaction) -> None:
-            database.segments.take_in(tx, decision.segment_rows)
-            log.append(tx, key, decision.events, actor=self.name, now_us=now_us())
+            decision.append(tx, store, key, self.name)
             reached("inside-annotate")
 
-        await database.write(commit)
+        s.write(commit)
         self._reader.committed()
         reached("after-annotate")
         self._annotated += decision.annotated
@@ -261,7 +309,7 @@ class StrategyConsumer:
             groups = [group for unit in units for group in unit.groups if group.members]
             if groups:
                 first = groups[0].members[0]
-                row = (await self._reader.rows([first]))[first]
+                row = self._reader.rows(s, [first])[first]
                 self._watch.rejected(len(groups), decision.reasons, lambda: row.eid.uid)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import assert_never
-
-import anyio.to_thread
 
 from trinity_buffer.errors import CodecError, CodecVersionError
 from trinity_buffer.events import BatchPlanned, BatchSealed, ExperiencesRecorded, kinds_of
@@ -92,15 +91,20 @@ class UnitReader:
         self.seen = self.cursor = row.cursor
         after = -1
         while True:
-            page, since = await self._experiment.database.read(self._waiting_after, after)
+            page = await self._experiment.database.read_session(partial(self._load_page, after))
             if not page:
                 break
-            some = list(map(stretch_of_row, page))
-            await self._learn(self._grouping.unknown(some), set())
-            for waiting, stretch in zip(page, some, strict=True):
-                self._grouping.record(stretch, since[position_of(waiting.address)])
             after = page[-1].address
         self._grouping.know_settled(self._grouping.batches)
+
+    def _load_page(self, after: int, s: ReadSession) -> list[ExperienceRow]:
+        """Feed a page of what waits to the grouping; return it."""
+        page, since = s.read(self._waiting_after, after)
+        some = list(map(stretch_of_row, page))
+        self._learn(s, self._grouping.unknown(some), set())
+        for waiting, stretch in zip(page, some, strict=True):
+            self._grouping.record(stretch, since[position_of(waiting.address)])
+        return page
 
     def _waiting_after(
         self, tx: Transaction, after: int
@@ -115,10 +119,9 @@ class UnitReader:
         """Note that what was read is in a commit of ours."""
         self.cursor = max(self.cursor, self.seen)
 
-    async def read(self) -> bool:
+    def read(self, s: ReadSession) -> bool:
         """Feed the next events to the grouping; return whether there were any."""
-        database, key = self._experiment.database, self._experiment.key
-
+        key, name = self._experiment.key, self._experiment.name
         limit = sizes().events_per_page
 
         def look(tx: Transaction) -> tuple[int, list[StoredEvent]]:
@@ -130,24 +133,23 @@ class UnitReader:
             )
             return head, page
 
-        head, page = await database.read(look)
+        head, page = s.read(look)
         self.behind = len(page) == limit
         if head == self.seen:
             return False
         seen = page[-1].position if len(page) == limit else head
-        name = self._experiment.name
-        facts, found = await anyio.to_thread.run_sync(_read_page, name, page)
+        facts, found = s.compute(_read_page, name, page)
         news = [(one, fact) for one, fact in zip(page, facts, strict=True) if fact is not None]
         recorded = {
             stored.position: fact for stored, fact in news if isinstance(fact, ExperiencesRecorded)
         }
         self._cache.keep(recorded)
         unreadable = [one.position for one, fact in zip(page, facts, strict=True) if fact is None]
-        known = await database.read(queries.rows_of_events, key, unreadable) if unreadable else {}
+        known = s.read(queries.rows_of_events, key, unreadable) if unreadable else {}
         found |= {at: list(map(stretch_of_row, rows)) for at, rows in known.items()}
         some = [(one.recorded_at, each) for one in page for each in found.get(one.position, ())]
         sealed = {str(fact.batch) for fact in facts if isinstance(fact, BatchSealed)}
-        new = await self._learn(self._grouping.unknown(each for _, each in some), sealed)
+        new = self._learn(s, self._grouping.unknown(each for _, each in some), sealed)
         self._grouping.know_settled(new)
         for at_us, each in some:
             self._grouping.record(each, at_us)
@@ -156,40 +158,36 @@ class UnitReader:
         self.seen = seen
         return bool(page)
 
-    async def events(self, positions: Collection[int]) -> Mapping[int, ExperiencesRecorded]:
+    def events(
+        self, s: ReadSession, positions: Collection[int]
+    ) -> Mapping[int, ExperiencesRecorded]:
         """Return position -> what was recorded there, of those that tell all that scores a group.
 
         Left out are also events whose segment has left the database; all, if one cannot be read.
         """
-
-        def look(s: ReadSession) -> Mapping[int, ExperiencesRecorded]:
-            found = self._cache.events(s, positions)
-            facts = {
-                at: fact
-                for at, fact in found.items()
-                if isinstance(fact, ExperiencesRecorded) and fact.scorable
-            }
-            gone = s.read(segments.archived_at, [fact.segment for fact in facts.values()])
-            return {at: fact for at, fact in facts.items() if fact.segment not in gone}
-
         try:
-            return await self._experiment.database.read_session(look)
+            found = self._cache.events(s, positions)
         except CodecVersionError:
             raise
         except CodecError:
             return {}
+        facts = {
+            at: fact
+            for at, fact in found.items()
+            if isinstance(fact, ExperiencesRecorded) and fact.scorable
+        }
+        gone = s.read(segments.archived_at, [fact.segment for fact in facts.values()])
+        return {at: fact for at, fact in facts.items() if fact.segment not in gone}
 
-    async def rows(self, addresses: Collection[int]) -> dict[int, ExperienceRow]:
+    def rows(self, s: ReadSession, addresses: Collection[int]) -> dict[int, ExperienceRow]:
         """Return address -> what the log knows of the experience there."""
         held = self._cache.held({position_of(address) for address in addresses})
         recorded = {at: fact for at, fact in held.items() if isinstance(fact, ExperiencesRecorded)}
-        rows = await anyio.to_thread.run_sync(_rows_of, recorded, set(addresses))
+        rows = s.compute(_rows_of, recorded, set(addresses))
         lacking = sorted(address for address in addresses if address not in rows)
         for start in range(0, len(lacking), sizes().rows_per_page):
             some = lacking[start : start + sizes().rows_per_page]
-            page = await self._experiment.database.read(
-                queries.experience_rows, self._experiment.key, some
-            )
+            page = s.read(queries.experience_rows, self._experiment.key, some)
             rows |= {row.address: row for row in page}
         return rows
 
@@ -206,7 +204,7 @@ class UnitReader:
             case _:
                 assert_never(fact)
 
-    async def _learn(self, groups: set[GroupKey], batches: set[str]) -> set[str]:
+    def _learn(self, s: ReadSession, groups: set[GroupKey], batches: set[str]) -> set[str]:
         """Tell the grouping what the database knows of what is not in its memory.
 
         Returns:
@@ -217,7 +215,7 @@ class UnitReader:
         names = sorted({batch for batch, _ in groups} | new)
         if not names:
             return new
-        database, key = self._experiment.database, self._experiment.key
+        key = self._experiment.key
 
         def look(
             tx: Transaction,
@@ -229,7 +227,7 @@ class UnitReader:
             decided = queries.decided_groups(tx, key, self._name, asked, cursor=self.cursor)
             return known, decided, queries.refused_runs(tx, key, asked, cursor=self.seen)
 
-        known, decided, refused = await database.read(look)
+        known, decided, refused = s.read(look)
         for batch in known.values():
             self._grouping.know_batch(
                 batch, sealed=batch.sealed_at is not None and batch.sealed_at <= self.seen

@@ -72,7 +72,7 @@ async def load_experiences(
 
     def load(s: ReadSession, some: Sequence[ExperienceRow]) -> list[Experience]:
         try:
-            return _load(s, cache, some, families)
+            return experiences_in(s, cache, some, families)
         except CodecVersionError:
             raise
         except (CodecError, DamagedSegmentError) as error:
@@ -84,9 +84,14 @@ async def load_experiences(
     return await database.read_session(lambda s: load(s, rows))
 
 
-def _load(
+def experiences_in(
     s: ReadSession, cache: EventCache, rows: Sequence[ExperienceRow], families: Sequence[str]
 ) -> list[Experience]:
+    """Return what `load_experiences` does, all of which can be read.
+
+    Raises:
+        CodecError, DamagedSegmentError: something cannot.
+    """
     found = read_segments(s, (row.segment for row in rows), families)
     events = cache.events(s, {position_of(row.address) for row in rows})
     return s.compute(_decoded, rows, events, found, families)

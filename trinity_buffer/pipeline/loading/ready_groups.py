@@ -80,13 +80,21 @@ class ReadyGroups:
         self._source = source
         self._groups: deque[ReadyGroup] = deque()
         self._start = 0
+        self._at_end = False  # of the store, when it was read last
+        self._asked = 0
 
     def start(self, tx: Transaction) -> None:
         """Find the place behind everything that was handed out before."""
         self._start = trainer_queries.first_undelivered(tx, self._reader)
 
+    @property
+    def is_through(self) -> bool:
+        """Whether fewer are here than were asked for last, and the store had no more then."""
+        return self._at_end and len(self._groups) < self._asked
+
     def fill(self, s: ReadSession, number: int) -> int:
         """Read until ``number`` groups are here, or all; return how many are here."""
+        self._asked = number
         while len(self._groups) < number and self._read(s):
             pass
         return len(self._groups)
@@ -105,6 +113,7 @@ class ReadyGroups:
     def _read(self, s: ReadSession) -> bool:
         """Read the events that hold the next page of rows; return whether there were any."""
         positions, spent = s.read(self._page)
+        self._at_end = not positions
         if not positions:
             return False
         events = self._rows.events(s, positions)
@@ -120,6 +129,7 @@ class ReadyGroups:
         for position, event in zip(positions, annotated, strict=True):
             self._groups.extend(self._groups_of(position, event, facts, num_before, spent))
             num_before += event.rows
+        self._at_end = num_before < sizes().rows_per_page
         self._start = first_address(positions[-1] + 1)
         return True
 

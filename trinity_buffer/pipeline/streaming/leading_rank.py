@@ -197,16 +197,12 @@ class LeadingRank:
             state = await self._database.changes.state()
             recorders = dict(self._recorders)
             ending = not recorders and not self._options.follow
-            made = await self._make(partial_ok=ending)
-            finished = False
-            if not made and not ending:
-                # Asked only now: it would cost each step a transaction. What came before the end
-                # is read once more.
-                finished = await self._experiment.is_finished()
-                through = finished and self._experiment.key not in recorders
+            made, finished = await self._make(partial_ok=ending)
+            if finished and not ending:  # what came before the end is read once more
+                through = self._experiment.key not in recorders
                 ending = through and not await self._more_is_to_come()
                 if ending:
-                    made = await self._make(partial_ok=True)
+                    made, _ = await self._make(partial_ok=True)
             if made or ending:
                 wait.over()
                 return made
@@ -223,16 +219,22 @@ class LeadingRank:
         key, annotation_set = self._experiment.key, self._options.annotation_set
         return await self._database.read(is_being_decided, key, annotation_set)
 
-    async def _make(self, *, partial_ok: bool) -> bool:
-        """Make steps while there is room and there are rows; return whether there was one."""
+    async def _make(self, *, partial_ok: bool) -> tuple[bool, bool]:
+        """Make steps while there is room and there are rows.
 
-        def work(s: Session) -> bool:
+        Returns:
+            Whether there was one; if there was none, whether the experiment is finished.
+        """
+
+        def work(s: Session) -> tuple[bool, bool]:
             until, made = time.monotonic() + IN_ONE_GO_S, False
             while self._make_one(s, partial_ok=partial_ok):
                 made = True
-                if not self.queue.has_room() or time.monotonic() > until:
+                # Who waits for the step gets the interpreter once this thread has no more to do.
+                more = self.queue.has_room() and not self._sampler.is_through
+                if not more or time.monotonic() > until:
                     break
-            return made
+            return made, not made and s.read(self._experiment.finished)
 
         return await self._database.session(work)
 

@@ -75,19 +75,18 @@ class StepSampler:
         self._readers = [Reader(experiment.key, options.consumer, "", options.consumer)]
         self._ready = [ReadyGroups(self._set, self._readers[0], loader.events, 0)]
         if expert is not None:
-            known_as = guest_name(experiment.name, options.consumer)
-            reader = Reader(experiment.key, options.consumer, expert.name, known_as)
+            guest = guest_name(experiment.name, options.consumer)
+            reader = Reader(experiment.key, options.consumer, expert.name, guest)
             self._experiments.append(expert)
             self._readers.append(reader)
-            others = EventCache(expert.key, expert.name)
-            self._ready.append(ReadyGroups(RECORDED, reader, others, 1))
+            self._ready.append(
+                ReadyGroups(RECORDED, reader, EventCache(expert.key, expert.name), 1)
+            )
 
     def start(self, tx: Transaction) -> None:
         """Find the place behind everything that was handed out before."""
         for ready in self._ready:
             ready.start(tx)
-
-    # -- what it lacks
 
     def waiting_for(self, tx: Transaction) -> str:
         """Return what the next step lacks, and who would bring it."""
@@ -136,7 +135,10 @@ class StepSampler:
                 "experiment and name it with expert_experiment="
             )
 
-    # -- taking groups
+    @property
+    def is_through(self) -> bool:
+        """Whether there is no other step before somebody commits more."""
+        return any(ready.is_through for ready in self._ready)
 
     def take(
         self, s: Session, step: int, *, partial_ok: bool
@@ -209,8 +211,6 @@ class StepSampler:
             return row.eid.uid
 
         self._watch.rejected(len(gone), {reason}, uid)
-
-    # -- loading them
 
     def _trainable(
         self, s: Session, step: int, taken: list[ReadyGroup]
@@ -286,8 +286,6 @@ class StepSampler:
         final = _planned(manifest.step, taken, self._options, lengths=exact)
         place_of = {address: place for place, address in enumerate(manifest.annotations)}
         return final, rows.reordered([place_of[address] for address in final.annotations])
-
-    # -- rejecting
 
     def _left_of(self, s: Session, taken: list[ReadyGroup], unfit: Unfit) -> list[ReadyGroup]:
         """Reject the ``unfit`` rows; return the others."""
