@@ -21,7 +21,6 @@ from trinity_buffer.events import (
     kinds_of,
 )
 from trinity_buffer.identity import problem_of_name
-from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.checkpoint import found_again
 from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
@@ -92,9 +91,10 @@ class Experiment(ExperimentHandle):
             on_invalid: ``"raise"``, or ``"quarantine"``: record what is invalid as rejected and go
                 on.
         """
+        from trinity_buffer.pipeline.writing.rehearsal import rehearse_writing  # noqa: PLC0415 - torch, which readers do not need
         from trinity_buffer.pipeline.writing.sql_writer import SQLWriter  # noqa: PLC0415 - torch, which readers do not need
 
-        settle_imports()
+        rehearse_writing()
         return SQLWriter(
             self.database,
             self._group_commit,

@@ -32,6 +32,7 @@ from trinity_buffer.pipeline.annotating.named_strategy import (
     name_of,
     strategy_class,
 )
+from trinity_buffer.pipeline.annotating.rehearsal import rehearse_deciding
 from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
@@ -139,6 +140,7 @@ class StrategyConsumer:
         )
         self._presence = Presence(experiment.database, experiment.key, "strategy", self.name)
         self.has_read_all = False  # of what was stored when it looked last
+        self._is_rehearsed = False
         self._annotated = 0
         self._rejected = 0
         self._reasons = Counter[str]()
@@ -180,7 +182,14 @@ class StrategyConsumer:
                 return
             ending = look.finished  # what came before the end is read once more
             if not ending:
+                await self._rehearse()
                 await wait.changed(state, self._reader.seconds_to_deadline())
+
+    async def _rehearse(self) -> None:
+        """Go through the work once before the first wait, if there was nothing to go through."""
+        if not (self._annotated or self._rejected or self._is_rehearsed):
+            self._is_rehearsed = True
+            await self.experiment.database.compute(rehearse_deciding, self._decider.loads)
 
     async def _waiting_for(self) -> str:
         return f"strategy {self.name!r} waits: {await self._lacking()}"

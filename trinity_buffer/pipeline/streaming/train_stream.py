@@ -11,13 +11,14 @@ import anyio
 
 from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError, UnknownExperimentError
-from trinity_buffer.pipeline.background import running, settle_imports
+from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.streaming.committing import Commit, DeliveredSteps
 from trinity_buffer.pipeline.streaming.following_rank import FollowingRank
 from trinity_buffer.pipeline.streaming.leading_rank import LeadingRank
+from trinity_buffer.pipeline.streaming.rehearsal import rehearse_training
 from trinity_buffer.pipeline.streaming.row_loader import RowLoader
 from trinity_buffer.pipeline.streaming.step_queue import StepQueue
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
@@ -211,7 +212,7 @@ async def open_async_train_stream(
         raise InvalidArgumentError(f"train stream: {error}") from error
     if chosen.follow:
         _require_explorers_get_on(experiment, chosen)
-        settle_imports()
+        await experiment.database.compute(rehearse_training, chosen.layout)
     loader = RowLoader(EventCache(experiment.key, experiment.name))
     if chosen.rank:
         following = FollowingRank(experiment, chosen, loader)

@@ -124,7 +124,11 @@ class _Group:
     ) -> dict[int, Place]:
         """Record what was prepared; return the place of the last event of each, by its identity."""
         self.store.take_in(tx, self.segment_rows)
-        return _append(tx, [write for write, _ in self.writes], presence_of)
+        writes = [write for write, _ in self.writes]
+        places = record(tx, writes)
+        for writer in sorted({(write.experiment, write.actor) for write in writes}):
+            presence_of(*writer).note(tx)
+        return places
 
 
 def _partners(entries: Sequence[_Entry]) -> list[list[_Entry]]:
@@ -302,12 +306,14 @@ class GroupCommit:
                     raise StoreError(f"a key is taken: {error}") from error
 
 
-def _append(
-    tx: Transaction,
-    writes: list[PreparedWrite],
-    presence_of: Callable[[int, str], Presence],
-) -> dict[int, Place]:
-    """Record ``writes``; return the place of the last event of each, by its identity."""
+def record(tx: Transaction, writes: list[PreparedWrite]) -> dict[int, Place]:
+    """Record ``writes``, whose blobs are there; return the place of the last event of each.
+
+    By its identity, which calls with equal content do not share.
+
+    Raises:
+        TakenKeyError: something is stored already, or a batch is sealed.
+    """
     places: dict[int, Place] = {}
     writes.sort(key=lambda one: one.experiment)  # locks, always in one order
     for experiment, same in groupby(writes, key=lambda one: one.experiment):
@@ -319,8 +325,6 @@ def _append(
         said = [(write.actor, event) for write in some for event in write.events]
         new = iter(log.append_of_actors(tx, experiment, said, now_us=now_us()))
         places |= {id(write): max(islice(new, len(write.events))) for write in some}
-    for writer in sorted({(write.experiment, write.actor) for write in writes}):
-        presence_of(*writer).note(tx)
     return places
 
 

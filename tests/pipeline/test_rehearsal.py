@@ -1,0 +1,97 @@
+"""What each role goes through once before its first group, in a store in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from typing_extensions import override
+
+from tests.contract.making import group, kinds, opened
+from trinity_buffer.pipeline.annotating import rehearsal as of_strategies
+from trinity_buffer.pipeline.annotating import strategy_consumer
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.spoken_wait import SpokenWait
+from trinity_buffer.pipeline.streaming.rehearsal import rehearse_training
+from trinity_buffer.pipeline.writing.rehearsal import RUNS, rehearse_writing
+from trinity_buffer.store import log, queries
+from trinity_buffer.store.scratch import scratch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("role", ["explorer", "strategy", "trainer"])
+def test_the_first_group_of_a_process_imports_and_compiles_nothing(
+    role: str, tmp_path: Path
+) -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "tests.pipeline.first_group", role, str(tmp_path)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert json.loads(said) == {"statements": [], "modules": []}
+
+
+@pytest.mark.parametrize("families", [(), ("light", "tokens")])
+def test_a_rehearsed_group_is_decided_as_any_other(families: tuple[str, ...]) -> None:
+    with scratch() as s:
+        experiment = of_strategies.decided(s, families)
+        assert s.read(log.head, experiment.key) == 3  # recorded, registered, annotated
+        row = s.read(queries.consumer_row, experiment.key, "rehearsal")
+        assert row is not None
+        assert (row.calls, row.cursor) == (1, 2)
+
+
+async def test_a_rehearsal_leaves_nothing(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where a file of the name would be made
+    async with opened(store_url, rollouts_per_group=RUNS) as experiment:
+        for rehearse in (rehearse_writing, of_strategies.rehearse_deciding, rehearse_training):
+            rehearse.cache_clear()
+        experiment.writer("e0")
+        of_strategies.rehearse_deciding(("light", "tokens"))
+        rehearse_training("packed")
+        assert await kinds(experiment) == ["ExperimentCreated"]
+    assert not there("memory")
+
+
+def there(word: str) -> list[Path]:
+    return [path for path in Path().iterdir() if word in path.name]
+
+
+class ToldWait(SpokenWait):
+    """A wait that tells a test that it has begun."""
+
+    begun: ClassVar[asyncio.Event]
+
+    @override
+    async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
+        self.begun.set()
+        await super().changed(state, timeout_s)
+
+
+@pytest.mark.parametrize("groups", [0, 1])
+async def test_who_finds_work_at_once_does_not_rehearse(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, groups: int
+) -> None:
+    rehearsed: list[tuple[str, ...]] = []
+    ToldWait.begun = asyncio.Event()
+    monkeypatch.setattr(strategy_consumer, "rehearse_deciding", rehearsed.append)
+    monkeypatch.setattr(strategy_consumer, "SpokenWait", ToldWait)
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        if groups:
+            await experiment.writer("e0").write(group(runs=2))
+        following = asyncio.create_task(run_strategy(experiment, "grpo", follow=True))
+        await ToldWait.begun.wait()
+        await experiment.finish("over")
+        await following
+    assert len(rehearsed) == 1 - groups
