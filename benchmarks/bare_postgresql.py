@@ -1,10 +1,15 @@
-"""The raw limit on PostgreSQL: the same rows by COPY over bare asyncpg, read back by key."""
+"""The raw limit on PostgreSQL: the same transactions over bare asyncpg, the bytes read back by key.
+
+Blobs are few and go by one `executemany`, rows by COPY; between them are the lock of the experiment
+and the end of its log, after them two counters. The notice goes with the commit.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import asyncpg
 
@@ -52,12 +57,37 @@ async def _time_writes(url: str, transactions: Sequence[Transaction]) -> float:
     try:
         began = time.perf_counter()
         for transaction in transactions:
-            async with connection.transaction():
-                for table, rows in transaction.items():
-                    await connection.copy_records_to_table(table, records=rows)
+            await _commit(connection, transaction)
         return time.perf_counter() - began
     finally:
         await connection.close()
+
+
+async def _commit(connection: Any, transaction: Transaction) -> None:
+    segments, events, (projection, rows) = (
+        transaction["segment"],
+        transaction["event"],
+        list(transaction.items())[-1],
+    )
+    await connection.execute("BEGIN")
+    await connection.executemany(_SEGMENT, segments)
+    await connection.execute(f"SELECT pg_advisory_xact_lock({events[0][0]})")
+    await connection.fetchrow(_END, events[0][0])
+    await connection.executemany(_EVENT, events)
+    await connection.copy_records_to_table(projection, records=rows)
+    await connection.execute(_COUNT, events[0][0], ["", ""], ["events", "rows"], [1, len(rows)])
+    await connection.execute("NOTIFY trinity_buffer; COMMIT")
+
+
+_SEGMENT = "INSERT INTO segment VALUES ($1, $2, $3, $4, $5)"
+_EVENT = "INSERT INTO event VALUES ($1, $2, $3, $4, $5, $6, $7)"
+_END = "SELECT position, head FROM event WHERE experiment = $1 ORDER BY position DESC LIMIT 1"
+_COUNT = (
+    "INSERT INTO counter SELECT $1, consumer, state, state, number "
+    "FROM unnest($2::text[], $3::text[], $4::bigint[]) AS given(consumer, state, number) "
+    "ON CONFLICT (experiment, consumer, key) "
+    "DO UPDATE SET number = counter.number + excluded.number"
+)
 
 
 def time_reads(url: str, batches: Sequence[Sequence[bytes]], families: Sequence[str]) -> float:

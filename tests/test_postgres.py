@@ -77,13 +77,15 @@ def test_a_store_url_names_its_backend(store_url: str, request: pytest.FixtureRe
 
 
 @pytest.mark.long
-async def test_what_was_committed_survives_a_kill_of_the_server() -> None:
+async def test_a_durable_server_is_as_postgresql_comes_and_survives_a_kill() -> None:
     with PostgresServer() as server:
         await ask(server.url(), "CREATE TABLE kept AS SELECT 7 AS x")
         server.kill9()
         server.start()
         assert await ask(server.url(), "SELECT x FROM kept") == 7
         assert await ask(server.url(), "SHOW fsync") == "on"
+        assert await ask(server.url(), "SHOW wal_segment_size") == "16MB"
+        assert await ask(server.url(), "SHOW max_wal_size") == "1GB"
 
 
 @pytest.mark.long
