@@ -130,7 +130,7 @@ def a_commit_is_sent_again_blindly(patch: Patch) -> None:
     def insistent(tx: Any, experiment: int, events: Sequence[Any], **others: Any) -> Any:
         done = usual(tx, experiment, events, **others)
         if events[0].kind == "StepsCommitted":
-            return usual(tx, experiment, events, **others)
+            return usual(tx, experiment, events, **{**others, "last": None})
         return done
 
     patch.setattr(log, "append", insistent)
@@ -187,7 +187,12 @@ def positions_come_from_a_sequence(patch: Patch) -> None:
     sequence = count(1)
 
     def sequenced(
-        tx: Any, experiment: int, said: Sequence[tuple[str, Any]], *, now_us: int
+        tx: Any,
+        experiment: int,
+        said: Sequence[tuple[str, Any]],
+        *,
+        now_us: int,
+        last: object = None,
     ) -> list[log.Place]:
         placed = [(next(sequence), actor, new) for actor, new in said]
         rows = [
@@ -207,7 +212,7 @@ def a_lease_does_not_fence(patch: Patch) -> None:
     """8: whoever has trained may commit, whoever took over meanwhile."""
     usual = promises.require
 
-    def trusting(tx: Any, experiment: int, name: str, *, token: int) -> int:
+    def trusting(tx: Any, experiment: int, name: str, *, token: int) -> promises.Standing:
         return usual(tx, experiment, name, token=token + 1_000)
 
     patch.setattr(promises, "require", trusting)
@@ -217,7 +222,7 @@ def a_lease_is_a_timeout(patch: Patch) -> None:
     """8: what expired is lost, though nobody took it."""
     usual = promises.require
 
-    def impatient(tx: Any, experiment: int, name: str, *, token: int) -> int:
+    def impatient(tx: Any, experiment: int, name: str, *, token: int) -> promises.Standing:
         committed = usual(tx, experiment, name, token=token)
         held = promises.holder(tx, experiment, name)
         if held is None or held[2] < now_us():

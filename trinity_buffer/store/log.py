@@ -7,19 +7,19 @@ head can prove all of the past up to it. The bytes are in ``docs/events.md``.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from typing import NamedTuple
 
-from sqlalchemy import bindparam, false, func, or_, select, text, union_all
+from sqlalchemy import bindparam, exists, false, func, or_, select, text, union_all
 
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import Fact, PlacedFact, kind_of
 from trinity_buffer.identity import require_name
 from trinity_buffer.store import projections
-from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, event, experiment
+from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, batch, event, experiment
 from trinity_buffer.store.transaction import (
     Prepared,
     Transaction,
@@ -74,17 +74,31 @@ class Place(NamedTuple):
 
 
 def append(
-    tx: Transaction, experiment_id: int, events: Sequence[NewEvent], *, actor: str, now_us: int
+    tx: Transaction,
+    experiment_id: int,
+    events: Sequence[NewEvent],
+    *,
+    actor: str,
+    now_us: int,
+    last: Place | None = None,
 ) -> list[Place]:
     """Append ``events`` in order, fold them, and return their places. Never commits."""
     said = [(actor, new) for new in events]
-    return append_of_actors(tx, experiment_id, said, now_us=now_us)
+    return append_of_actors(tx, experiment_id, said, now_us=now_us, last=last)
 
 
 def append_of_actors(
-    tx: Transaction, experiment_id: int, said: Sequence[tuple[str, NewEvent]], *, now_us: int
+    tx: Transaction,
+    experiment_id: int,
+    said: Sequence[tuple[str, NewEvent]],
+    *,
+    now_us: int,
+    last: Place | None = None,
 ) -> list[Place]:
     """Append events, each of an actor of its own, as `append` does; return their places.
+
+    Args:
+        last: where the log ends, if that was asked under the lock already.
 
     Raises:
         InvalidArgumentError: an actor whose name is none.
@@ -92,7 +106,7 @@ def append_of_actors(
     for actor in {actor for actor, _ in said}:
         require_name("an actor's name", actor)
     lock_experiment(tx, experiment_id)
-    last = end(tx, experiment_id)
+    last = last or end(tx, experiment_id)
     places, facts, rows = [], [], []
     for actor, new in said:
         event_says = (last.position + 1, new.kind, actor, now_us, new.encoded)
@@ -107,15 +121,31 @@ def append_of_actors(
 
 
 def end(tx: Transaction, experiment_id: int) -> Place:
-    """Return where the log ends; before its first event, what its chain begins with.
+    """Return where the log ends; before its first event, what its chain begins with."""
+    rows = _END.rows(tx, of=experiment_id)
+    return place(*rows[0]) if rows else _beginning(tx, experiment_id)
+
+
+def end_if_open(tx: Transaction, experiment_id: int, batches: Iterable[str]) -> Place | None:
+    """Return `end`, or None if one of ``batches`` is sealed: on one trip to a server."""
+    query = _end_if_open(tx.dialect.name)
+    rows = query.rows(tx, of=experiment_id, batches=given(tx, batches))
+    if not rows:
+        return _beginning(tx, experiment_id)
+    ((position, known, is_sealed),) = rows
+    return None if is_sealed else place(position, known)
+
+
+def _beginning(tx: Transaction, experiment_id: int) -> Place:
+    return Place(0, origin(experiment_name(tx, experiment_id)))
+
+
+def place(position: int, known: bytes | None) -> Place:
+    """Return the place of an event, as its row has it.
 
     Raises:
-        StoreError: the last event has no head.
+        StoreError: it has no head.
     """
-    rows = _END.rows(tx, of=experiment_id)
-    if not rows:
-        return Place(0, origin(experiment_name(tx, experiment_id)))
-    ((position, known),) = rows
     if known is None:
         raise StoreError(
             f"the event at position {position} has no head, so none can follow it: somebody took "
@@ -124,12 +154,25 @@ def end(tx: Transaction, experiment_id: int) -> Place:
     return Place(position, known)
 
 
-_END = Prepared(
+LAST = (
     select(event.c.position, event.c.head)
     .where(event.c.experiment == bindparam("of"))
     .order_by(event.c.position.desc())
     .limit(1)
 )
+"""The last event of the experiment that ``of`` is bound to."""
+
+_END = Prepared(LAST)
+
+
+@cache
+def _end_if_open(dialect: str) -> Prepared:
+    sealed = exists().where(
+        batch.c.experiment == bindparam("of"),
+        among_given(dialect, batch.c.batch, "batches"),
+        batch.c.sealed_at.is_not(None),
+    )
+    return Prepared(LAST.add_columns(sealed))
 
 
 def head(tx: Transaction, experiment_id: int) -> int:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import bindparam, delete, select, update
 
 from trinity_buffer.errors import LeaseHeldError, LeaseLostError
-from trinity_buffer.store.tables import consumer, lease, presence
+from trinity_buffer.store import log
+from trinity_buffer.store.log import Place
+from trinity_buffer.store.tables import consumer, event, lease, presence
 from trinity_buffer.store.transaction import (
     Prepared,
     Transaction,
@@ -58,6 +60,8 @@ _NEWEST = Prepared(
         select(lease.c.token).where(*_HELD).scalar_subquery(),
         _RECORDED.scalar_subquery(),
         _RECORDED.with_only_columns(consumer.c.committed_step).scalar_subquery(),
+        log.LAST.with_only_columns(event.c.position).scalar_subquery(),
+        log.LAST.with_only_columns(event.c.head).scalar_subquery(),
     )
 )
 
@@ -108,16 +112,24 @@ def renew(tx: Transaction, experiment: int, name: str, *, token: int, expires_at
     tx.execute(update(lease).where(*mine).values(expires_at=expires_at_us))
 
 
-def require(tx: Transaction, experiment: int, name: str, *, token: int) -> int:
-    """Return the last committed step if ``token`` is still the newest, of the lease and of the log.
+class Standing(NamedTuple):
+    """Of a trainer with the newest token: its last committed step, and where the log ends."""
 
-    It stays the newest until the transaction ends: nobody can acquire meanwhile.
+    committed: int
+    end: Place | None
+
+
+def require(tx: Transaction, experiment: int, name: str, *, token: int) -> Standing:
+    """Return how a trainer stands if ``token`` is still the newest, of the lease and of the log.
+
+    All is asked on one trip to a server. The token stays the newest until the transaction ends:
+    nobody can acquire meanwhile.
 
     Raises:
         LeaseLostError: it is not.
     """
     lock_experiment(tx, experiment)
-    ((owner, held, recorded, committed),) = _NEWEST.rows(tx, of=experiment, by=name)
+    ((owner, held, recorded, committed, *end),) = _NEWEST.rows(tx, of=experiment, by=name)
     newest = max(recorded or 0, held or 0)
     if newest > token:
         who = place_of(owner) if owner else "another process"
@@ -126,7 +138,7 @@ def require(tx: Transaction, experiment: int, name: str, *, token: int) -> int:
             "since the last commit "
             "is not recorded, restart to resume from that commit"
         )
-    return int(committed or 0)
+    return Standing(int(committed or 0), log.place(*end) if end[0] else None)
 
 
 def release(tx: Transaction, experiment: int, name: str, *, token: int) -> None:

@@ -163,13 +163,14 @@ class TrainerLease:
         of = self._experiment if experiment is None else experiment
         for key in sorted({of, self._experiment}):  # locks, always in one order
             lock_experiment(tx, key)
-        last = promises.require(tx, self._experiment, self.consumer, token=self.token)
+        last, end = promises.require(tx, self._experiment, self.consumer, token=self.token)
         if committed not in (None, last):  # by a call that was cancelled, and went on all the same
             raise StoreError(
                 f"trainer {self.consumer!r}: step {last} is the last committed one, where this "
                 f"commit follows step {committed}: open the stream again, it resumes from there"
             )
-        return log.append(tx, of, events, actor=self.consumer, now_us=now_us())
+        end = end if of == self._experiment else None
+        return log.append(tx, of, events, actor=self.consumer, now_us=now_us(), last=end)
 
     async def is_held(self) -> bool:
         """Return whether nobody has taken over, by the store as it is now."""

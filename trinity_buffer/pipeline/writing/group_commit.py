@@ -319,11 +319,12 @@ def record(tx: Transaction, writes: list[PreparedWrite]) -> dict[int, Place]:
     for experiment, same in groupby(writes, key=lambda one: one.experiment):
         some = list(same)
         lock_experiment(tx, experiment)
-        if _sealed(tx, experiment, some):
+        last = log.end_if_open(tx, experiment, _open_batches(some))
+        if last is None:
             raise _SomebodyIsLateError
         reached("inside-append")
         said = [(write.actor, event) for write in some for event in write.events]
-        new = iter(log.append_of_actors(tx, experiment, said, now_us=now_us()))
+        new = iter(log.append_of_actors(tx, experiment, said, now_us=now_us(), last=last))
         places |= {id(write): max(islice(new, len(write.events))) for write in some}
     return places
 
@@ -331,15 +332,13 @@ def record(tx: Transaction, writes: list[PreparedWrite]) -> dict[int, Place]:
 def _known(tx: Transaction, write: PreparedWrite) -> Outcome | None:
     """Return what is in the way of ``write``, or None."""
     known = queries.stored(tx, write.experiment, write.eids)
-    sealed = _sealed(tx, write.experiment, [write])
+    batches = _open_batches([write])
+    sealed = frozenset(queries.sealed_among(tx, write.experiment, batches) if batches else ())
     return Outcome(log.end(tx, write.experiment), known, sealed) if known or sealed else None
 
 
-def _sealed(tx: Transaction, experiment: int, writes: Sequence[PreparedWrite]) -> frozenset[str]:
-    batches = frozenset[str]().union(*(write.open_batches for write in writes))
-    if not batches:
-        return batches
-    return frozenset(queries.sealed_among(tx, experiment, sorted(batches)))
+def _open_batches(writes: Sequence[PreparedWrite]) -> list[str]:
+    return sorted(frozenset[str]().union(*(write.open_batches for write in writes)))
 
 
 class _SomebodyIsLateError(TakenKeyError):
