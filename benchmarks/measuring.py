@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +123,22 @@ def run_measured(command: Sequence[str]) -> tuple[str, Cost]:
         return said.read(), Cost(seconds, cpu, peak // 1024)
 
 
-def peak_kb(pid: int) -> int:
+def peak_kb(pid: int | Literal["self"]) -> int:
     """Return the most memory that a process held, 0 if it has ended."""
+    return _status_kb(pid, "VmHWM")
+
+
+def memory_kb() -> int:
+    """Return the memory that this process holds."""
+    return _status_kb("self", "VmRSS")
+
+
+def _status_kb(pid: int | Literal["self"], name: str) -> int:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    found = re.search(rf"{name}:\s+(\d+) kB", status)
     return int(found[1]) if found else 0
 
 

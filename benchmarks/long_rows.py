@@ -1,0 +1,140 @@
+"""Writing long rows: how many MiB a second beside the bare database, and in how much memory.
+
+python -m benchmarks.long_rows                  # trajectories of 128k tokens, and pixels; SQLite
+python -m benchmarks.long_rows --rows 32 --calls 3 --repetitions 3
+
+The memory is what the process holds at most beyond what it held before, in payloads of the calls
+that are under way. It includes the payload itself, and up to 64 MiB that SQLite keeps of its pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.bare import merged
+from benchmarks.measuring import memory_kb, peak_kb, run_measured
+from benchmarks.sites import SQLiteSite
+from trinity_buffer.experience import EID, Experience
+from trinity_buffer.pipeline.store import open_store
+
+MIB = 1 << 20
+TOKENS, PROMPT = 128 * 1024, 1024
+
+
+def trajectory(eid: EID) -> Experience:
+    """Return one of 128k tokens."""
+    tokens = torch.randint(0, 151_000, (TOKENS,), dtype=torch.int32)
+    return Experience(
+        eid=eid, tokens=tokens, prompt_length=PROMPT, logprobs=-torch.rand(TOKENS - PROMPT)
+    )
+
+
+def picture(eid: EID) -> Experience:
+    """Return one with 4.6 MiB of pixels."""
+    pixels = {"pixel_values": torch.rand(1024, 1176)}
+    tokens = torch.randint(0, 151_000, (2048,), dtype=torch.int32)
+    return Experience(eid=eid, tokens=tokens, prompt_length=256, multi_modal_inputs=pixels)
+
+
+KINDS: dict[str, Callable[[EID], Experience]] = {"128k tokens": trajectory, "pixels": picture}
+
+
+def payload(some: Sequence[Experience]) -> int:
+    """Return the bytes of the tensors."""
+    return sum(
+        int(field.nbytes)
+        for one in some
+        for field in (one.tokens, one.logprobs, one.action_mask, *_pictures(one))
+        if field is not None
+    )
+
+
+def _pictures(one: Experience) -> Sequence[torch.Tensor]:
+    return list((one.multi_modal_inputs or {}).values())
+
+
+async def _write(url: str, given: Sequence[Sequence[Experience]], calls: int) -> list[float]:
+    """Write with a caller for each of ``given``; return the seconds, and the KiB held beyond."""
+    async with open_store(url) as store:
+        writer = (await store.experiment("bench", config={})).writer(actor="explorer-0")
+        todo = iter(range(calls))
+
+        async def caller(some: Sequence[Experience]) -> None:
+            for number in todo:
+                states = (dict(vars(e), eid=EID("b", number, n)) for n, e in enumerate(some))
+                await writer.write(list(map(Experience.from_state, states)))
+
+        gc.collect()
+        before, began = memory_kb(), time.perf_counter()
+        await asyncio.gather(*map(caller, given))
+        return [time.perf_counter() - began, peak_kb("self") - before]
+
+
+def _child(url: str, kind: str, callers: int, rows: int, calls: int) -> None:
+    """Write in this process, which has done nothing else; say what it took, a JSON list."""
+    torch.set_num_threads(1)
+    given = [[KINDS[kind](EID("b", n, r)) for r in range(rows)] for n in range(callers)]
+    print(json.dumps([payload(given[0]), *asyncio.run(_write(url, given, calls))]))
+
+
+def measured(
+    site: SQLiteSite, kind: str, callers: int, asked: argparse.Namespace
+) -> dict[str, Any]:
+    """Return one line: ours and the limit in turns."""
+    size, rates, limits, peaks = 0, [], [], []
+    for _ in range(asked.repetitions):
+        url = site.new_url()
+        said = [url, kind, *map(str, (callers, asked.rows, asked.calls))]
+        child = [sys.executable, "-m", "benchmarks.long_rows", "--role", *said]
+        size, seconds, beyond = json.loads(run_measured(child)[0])
+        events = site.written(url, "ExperiencesRecorded", "experience")
+        together = max(1, callers * len(events) // asked.calls)
+        limits.append(asked.calls * size / site.time_writes(url, merged(events, together)) / MIB)
+        rates.append(asked.calls * size / seconds / MIB)
+        peaks.append(1 + beyond * 1024 / (callers * size))
+        site.drop(url)
+    ratios = [own / bare for own, bare in zip(rates, limits, strict=True)]
+    return {
+        "case": f"{asked.rows} rows of {kind} a call, callers: {callers}",
+        "payload_mib": round(size / MIB, 1),
+        "mib_per_s": round(statistics.median(rates), 1),
+        "bare_mib_per_s": round(statistics.median(limits), 1),
+        "ratio": round(statistics.median(ratios), 3),
+        "peak_payloads": round(max(peaks), 2),
+    }
+
+
+def main() -> None:
+    """Print a line for each kind of row and number of callers."""
+    if sys.argv[1:2] == ["--role"]:
+        url, kind, *numbers = sys.argv[2:]
+        _child(url, kind, *map(int, numbers))
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=8, help="of a call")
+    parser.add_argument("--calls", type=int, default=12)
+    parser.add_argument("--repetitions", type=int, default=3)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        site = SQLiteSite(Path(folder))
+        for kind in KINDS:
+            for callers in (1, 4):
+                print(json.dumps(measured(site, kind, callers, asked)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
