@@ -183,15 +183,15 @@ FAULTS = [
     Fault(
         "who takes over reads one page of what waits",
         "pipeline/annotating/unit_reader.py",
-        "            after = page[-1].address\n",
-        "            after = page[-1].address\n            break\n",
+        "        return addresses[-1]\n",
+        "        return None\n",
         "tests/pipeline/test_sizes.py::test_who_takes_over_finds_all_that_waits",
     ),
     Fault(
         "who takes over passes over a waiting row at each end of a page",
         "pipeline/annotating/unit_reader.py",
-        "            after = page[-1].address\n",
-        "            after = page[-1].address + 1\n",
+        "        return addresses[-1]\n",
+        "        return addresses[-1] + 1\n",
         "tests/pipeline/test_sizes.py::test_who_takes_over_finds_all_that_waits",
     ),
     Fault(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, and_, bindparam, exists, func, select
+from sqlalchemy import ColumnElement, bindparam, exists, func, select
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import EID, Key
@@ -271,29 +271,26 @@ def registered(
     return row
 
 
-def waiting_rows(
+def waiting_addresses(
     tx: Transaction, experiment: int, name: str, *, after: int, up_to: int, limit: int
-) -> list[ExperienceRow]:
-    """Return what strategy ``name`` has seen and not decided, above ``after``, by address."""
-    query = (
-        select(*EXPERIENCE_COLUMNS)
-        .join(
-            waiting,
-            and_(
-                waiting.c.experiment == experience.c.experiment,
-                waiting.c.address == experience.c.address,
-            ),
-        )
-        .where(
-            waiting.c.experiment == experiment,
-            waiting.c.consumer == name,
-            waiting.c.address > after,
-            waiting.c.address < first_address(up_to + 1),
-        )
-        .order_by(waiting.c.address)
-        .limit(limit)
+) -> list[int]:
+    """Return what strategy ``name`` has seen and not decided, above ``after``, in order."""
+    end = first_address(up_to + 1)
+    rows = _WAITING.rows(tx, of=experiment, by=name, after=after, end=end, most=limit)
+    return [address for (address,) in rows]
+
+
+_WAITING = Prepared(
+    select(waiting.c.address)
+    .where(
+        waiting.c.experiment == bindparam("of"),
+        waiting.c.consumer == bindparam("by"),
+        waiting.c.address > bindparam("after"),
+        waiting.c.address < bindparam("end"),
     )
-    return [experience_row(row) for row in tx.execute(query).all()]
+    .order_by(waiting.c.address)
+    .limit(bindparam("most"))
+)
 
 
 def experience_rows(

@@ -102,6 +102,16 @@ def stretch_of_row(row: ExperienceRow) -> Stretch:
     return Stretch(key, range(row.address, row.address + 1), (row.eid.run,), bool(row.refused))
 
 
+def among(some: Stretch, wanted: set[int]) -> Iterator[Stretch]:
+    """Yield what of a stretch is among ``wanted``: mostly all of it."""
+    if wanted.issuperset(some.addresses):
+        yield some
+        return
+    for address, run in zip(some.addresses, some.runs, strict=True):
+        if address in wanted:
+            yield Stretch(some.key, range(address, address + 1), (run,), some.refused)
+
+
 @dataclass(slots=True)
 class Group:
     """The runs of one task in one batch, as far as they are stored.

@@ -16,6 +16,7 @@ from trinity_buffer.pipeline.annotating.grouping import (
     ReadyUnit,
     Stretch,
     Unit,
+    among,
     stretch_of_row,
     stretches_of,
 )
@@ -89,31 +90,42 @@ class UnitReader:
         """Take up where the last commit, whose state ``row`` holds, left off."""
         self._grouping = Grouping(self._unit, self._rules)
         self.seen = self.cursor = row.cursor
-        after = -1
-        while True:
-            page = await self._experiment.database.read_session(partial(self._load_page, after))
-            if not page:
-                break
-            after = page[-1].address
+        after: int | None = -1
+        while after is not None:
+            after = await self._experiment.database.read_session(partial(self._load_page, after))
         self._grouping.know_settled(self._grouping.batches)
 
-    def _load_page(self, after: int, s: ReadSession) -> list[ExperienceRow]:
-        """Feed a page of what waits to the grouping; return it."""
-        page, since = s.read(self._waiting_after, after)
-        some = list(map(stretch_of_row, page))
-        self._learn(s, self._grouping.unknown(some), set())
-        for waiting, stretch in zip(page, some, strict=True):
-            self._grouping.record(stretch, since[position_of(waiting.address)])
-        return page
+    def _load_page(self, after: int, s: ReadSession) -> int | None:
+        """Feed a page of what waits to the grouping; return its last address, None at the end."""
+        addresses, events = s.read(self._waiting_after, after)
+        if not addresses:
+            return None
+        (_, found), wanted = self._recorded(s, events), set(addresses)
+        parts = [(at, part) for at, each in found for part in among(each, wanted)]
+        self._learn(s, self._grouping.unknown(part for _, part in parts), set())
+        for at_us, part in parts:
+            self._grouping.record(part, at_us)
+        return addresses[-1]
 
-    def _waiting_after(
-        self, tx: Transaction, after: int
-    ) -> tuple[list[ExperienceRow], dict[int, int]]:
-        """Return a page of what waits, and position -> when it was recorded."""
+    def _waiting_after(self, tx: Transaction, after: int) -> tuple[list[int], list[StoredEvent]]:
+        """Return a page of what waits, and the events that recorded it."""
         key, most = self._experiment.key, sizes().waiting_rows_per_page
-        page = queries.waiting_rows(tx, key, self._name, after=after, up_to=self.seen, limit=most)
-        positions = {position_of(waiting.address) for waiting in page}
-        return page, log.recorded_at(tx, key, sorted(positions))
+        page = queries.waiting_addresses(
+            tx, key, self._name, after=after, up_to=self.seen, limit=most
+        )
+        return page, log.read_at(tx, key, sorted({position_of(address) for address in page}))
+
+    def _recorded(
+        self, s: ReadSession, page: Sequence[StoredEvent]
+    ) -> tuple[list[Reads | None], list[tuple[int, Stretch]]]:
+        """Return what events say, None where that cannot be read; and when what was recorded."""
+        facts, found = s.compute(_read_page, self._experiment.name, page)
+        unreadable = [one.position for one, fact in zip(page, facts, strict=True) if fact is None]
+        if unreadable:
+            known = s.read(queries.rows_of_events, self._experiment.key, unreadable)
+            found |= {at: list(map(stretch_of_row, rows)) for at, rows in known.items()}
+        some = [(one.recorded_at, each) for one in page for each in found.get(one.position, ())]
+        return facts, some
 
     def committed(self) -> None:
         """Note that what was read is in a commit of ours."""
@@ -121,7 +133,7 @@ class UnitReader:
 
     def read(self, s: ReadSession) -> bool:
         """Feed the next events to the grouping; return whether there were any."""
-        key, name = self._experiment.key, self._experiment.name
+        key = self._experiment.key
         limit = sizes().events_per_page
 
         def look(tx: Transaction) -> tuple[int, list[StoredEvent]]:
@@ -138,16 +150,12 @@ class UnitReader:
         if head == self.seen:
             return False
         seen = page[-1].position if len(page) == limit else head
-        facts, found = s.compute(_read_page, name, page)
+        facts, some = self._recorded(s, page)
         news = [(one, fact) for one, fact in zip(page, facts, strict=True) if fact is not None]
         recorded = {
             stored.position: fact for stored, fact in news if isinstance(fact, ExperiencesRecorded)
         }
         self._cache.keep(recorded)
-        unreadable = [one.position for one, fact in zip(page, facts, strict=True) if fact is None]
-        known = s.read(queries.rows_of_events, key, unreadable) if unreadable else {}
-        found |= {at: list(map(stretch_of_row, rows)) for at, rows in known.items()}
-        some = [(one.recorded_at, each) for one in page for each in found.get(one.position, ())]
         sealed = {str(fact.batch) for fact in facts if isinstance(fact, BatchSealed)}
         new = self._learn(s, self._grouping.unknown(each for _, each in some), sealed)
         self._grouping.know_settled(new)
