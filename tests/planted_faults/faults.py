@@ -104,6 +104,27 @@ FAULTS = [
         "tests/contract/test_ready_rows.py::test_events_of_a_single_row_are_all_found",
     ),
     Fault(
+        "memory of a write is used again while somebody looks at it",
+        "pipeline/reused_memory.py",
+        "        return True\n",
+        "        return False\n",
+        "tests/pipeline/test_reused_memory.py::test_what_somebody_looks_at_is_not_given_to_another",
+    ),
+    Fault(
+        "of a long blob the last piece is not filled in",
+        "store/sqlite_seats.py",
+        "for piece in blob.pieces:",
+        "for piece in blob.pieces[:1]:",
+        "tests/store/test_long_blobs.py::test_blobs_of_any_size_and_in_any_pieces_come_back",
+    ),
+    Fault(
+        "who was prepared ahead hears of a busy store and is written all the same",
+        "pipeline/writing/group_commit.py",
+        "ahead, self._ahead = self._ahead, None",
+        "ahead = self._ahead",
+        "tests/contract/test_overlapping.py::test_who_was_prepared_ahead_hears_that_the_store_is_busy_and_is_not_written",
+    ),
+    Fault(
         "the last rows, which fill no statement, lose one",
         "store/sqlite_seats.py",
         "rows[whole:])",
