@@ -140,7 +140,8 @@ class WriteCall:
     def receipt(self, place: Place) -> WriteReceipt:
         """Return what the caller is told; the position in ``place`` is 0 if nothing was written."""
         written = self._pending or []
-        rejected = sum(self._refusal(experience.eid) is not None for experience in written)
+        refuses = self._late or self._invalid
+        rejected = sum(self._refusal(e.eid) is not None for e in written) if refuses else 0
         uids = tuple(experience.eid.uid for experience in self.given)
         return WriteReceipt(
             place.position,
