@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -16,10 +17,11 @@ from trinity_buffer.algorithm.layout import Totals
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.loading import segments
+from trinity_buffer.pipeline.loading.blocks import Array
+from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming import row_loader
-from trinity_buffer.pipeline.streaming.collate import MicroBatch
-from trinity_buffer.pipeline.streaming.collate_buffers import StepMemory
+from trinity_buffer.pipeline.streaming.collate_buffers import LateColumn, ScaledColumn, StepMemory
 from trinity_buffer.pipeline.streaming.manifest import LayoutName
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 
@@ -169,6 +171,44 @@ def check_pixels(inputs: dict[str, torch.Tensor], wrote: Experience) -> None:
         assert torch.equal(inputs[name], pixels)
 
 
+@pytest.mark.parametrize(("layout", "budget"), LAYOUTS)
+async def test_what_few_losses_read_is_made_when_somebody_looks_at_it(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, layout: LayoutName, budget: int | None
+) -> None:
+    made: Counter[type[LateColumn]] = Counter()
+
+    def counted(self: ScaledColumn, column: Array) -> None:
+        made[type(self)] += 1
+        fill(self, column)
+
+    fill = ScaledColumn.fill
+    monkeypatch.setattr(ScaledColumn, "fill", counted)
+    await written(sqlite_url)
+    with open_train_stream(
+        sqlite_url,
+        experiment="e",
+        strategy="grpo",
+        groups_per_step=5,
+        layout=layout,
+        tokens_per_microbatch=budget,
+    ) as stream:
+        batches = next(iter(stream)).microbatches
+        names = [name for batch in batches for name in batch if "returns" in batch]
+        assert names.count("returns") == len(batches)
+        assert all(batch["old_logprob"].any() and batch["advantages"].any() for batch in batches)
+        assert not made
+        sent = pickle.loads(pickle.dumps(batches))
+        for batch in batches:
+            batch["action_mask"].fill_(0)  # returns are of the mask as it was
+        for batch, there in zip(batches, sent, strict=True):
+            assert torch.equal(batch["returns"], batch["advantages"])
+            assert torch.equal(there["returns"], batch["returns"])
+            assert batch["returns"] is dict(batch)["returns"]
+            batch["returns"] += 1
+            assert (batch["returns"] == batch["advantages"] + 1).all()
+    assert made[ScaledColumn] == 2  # of the batches, and of those that were sent
+
+
 @pytest.mark.parametrize(("bytes_kept", "times"), [(16 << 20, 1), (0, 3)])
 async def test_a_segment_is_read_once_for_all_the_steps_that_its_rows_go_to(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch, resize: Resize, bytes_kept: int, times: int
@@ -193,15 +233,13 @@ async def test_a_segment_is_read_once_for_all_the_steps_that_its_rows_go_to(
 
 def test_memory_is_used_again_only_when_no_tensor_looks_at_it() -> None:
     memory = StepMemory()
-    held = torch.from_numpy(memory.zeros(1000).view(np.float32))
-    held += 1
-    other = memory.zeros(1000)
+    held = torch.from_numpy(memory.take(1000).view(np.float32))
+    held.fill_(1)
+    other = memory.take(1000)
     assert not np.shares_memory(held.numpy(), other)
     part = held[3:7]
     del held
-    assert not np.shares_memory(part.numpy(), memory.zeros(1000))
+    assert not np.shares_memory(part.numpy(), memory.take(1000))
     where = part.data_ptr() - 3 * 4
     del part
-    again = memory.zeros(900)
-    assert again.ctypes.data == where
-    assert not again.any()
+    assert memory.take(900).ctypes.data == where

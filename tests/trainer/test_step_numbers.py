@@ -22,8 +22,8 @@ from trinity_buffer import inspect
 from trinity_buffer.algorithm import build
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.inspect.source import now
+from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.trainer.step_numbers import Number, StepNumbers, combined
 
 T = TypeVar("T")

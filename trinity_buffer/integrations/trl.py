@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from typing_extensions import override
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
-from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 

@@ -21,7 +21,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.streaming.train_step import Reduce, TrainStep
 from trinity_buffer.trainer.parallel import is_sharded
 from trinity_buffer.trainer.policy import Critic, Policy

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.algorithm import Algorithm
-from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.trainer.measuring import rows_of_tokens
 from trinity_buffer.trainer.parallel import Processes

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from trinity_buffer.errors import TrainingError
-from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.measuring import rows_of_tokens

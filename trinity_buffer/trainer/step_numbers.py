@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.algorithm.functional import mask_of_rows
-from trinity_buffer.pipeline.streaming.collate import MicroBatch
+from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.trainer.parallel import Processes, gather_texts
 
 REWARD = "reward"

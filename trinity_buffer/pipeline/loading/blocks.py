@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from trinity_buffer.codec import Column
 from trinity_buffer.pipeline.tensor_columns import flat_tensor
+from trinity_buffer.store.rows import position_of, slot_of
 
 Array: TypeAlias = npt.NDArray[Any]
 Value: TypeAlias = "Array | float | None"
@@ -34,12 +35,14 @@ class Block:
         data: their elements, one row after another; scaled: one number per row.
         ends: ``[n + 1]``, where the elements of each row begin and end in ``data``.
         scaled: whether each number stands for ``number * action_mask``.
+        size: elements of each row where that is the same number; -1 where it may not be.
     """
 
     rows: Array
     data: Array
     ends: Array
     scaled: bool = False
+    size: int = -1
 
     def values(self) -> list[Value]:
         """Return the value of each of its rows."""
@@ -55,7 +58,8 @@ class Block:
             first, last = int(kept[a]), int(kept[z - 1]) + 1
             ends = self.ends[first : last + 1]
             data = self.data[ends[0] : ends[-1]]
-            parts.append(Block(self.rows[first:last], data, ends - ends[0], self.scaled))
+            rows = self.rows[first:last]
+            parts.append(Block(rows, data, ends - ends[0], self.scaled, self.size))
         return parts
 
 
@@ -82,6 +86,8 @@ class Field:
 
     def missing(self, rows: int) -> list[int]:
         """Return which of the ``rows`` rows have none."""
+        if sum(len(block.rows) for block in self.blocks) == rows:  # none comes twice
+            return []
         found: list[int] = np.flatnonzero(~self.present(rows)).tolist()
         return found
 
@@ -89,14 +95,17 @@ class Field:
         """Return ``[rows]``: the number of elements of each row, 0 where it has none."""
         found = np.zeros(rows, np.int64)
         for block in self.blocks:
-            found[block.rows] = np.diff(block.ends)
+            found[block.rows] = np.diff(block.ends) if block.size < 0 else block.size
         return found
 
     def misfits(self, sizes: Array) -> list[int]:
         """Return which rows have another number of elements than ``sizes`` (``[rows]``) says."""
-        own = (block for block in self.blocks if not block.scaled)
-        wrong = [block.rows[np.diff(block.ends) != sizes[block.rows]] for block in own]
-        return [] if not wrong else np.concatenate(wrong).tolist()
+        wrong: list[int] = []
+        for block in self.blocks:
+            if not block.scaled:
+                own = np.diff(block.ends) if block.size < 0 else block.size
+                wrong += block.rows[own != sizes[block.rows]].tolist()
+        return wrong
 
     def without(self, dropped: Array) -> Field:
         """Return it without the rows that are ``dropped`` (``[rows]`` bool)."""
@@ -110,9 +119,9 @@ class Field:
 
 def field_of_values(values: Sequence[Array]) -> Field:
     """Return the field of one vector for each row."""
-    ends = np.zeros(len(values) + 1, np.int64)
-    np.cumsum([len(value) for value in values], out=ends[1:])
-    return Field([Block(np.arange(len(values)), np.concatenate(values), ends)])
+    sizes = np.array([len(value) for value in values], np.int64)
+    ends, size = _ends(sizes)
+    return Field([Block(np.arange(len(values)), np.concatenate(values), ends, size=size)])
 
 
 def stretches(numbers: Array | Sequence[int]) -> list[tuple[int, int]]:
@@ -121,6 +130,29 @@ def stretches(numbers: Array | Sequence[int]) -> list[tuple[int, int]]:
         return []
     breaks = np.flatnonzero(np.diff(np.asarray(numbers)) != 1) + 1
     return list(pairwise([0, *breaks.tolist(), len(numbers)]))
+
+
+class Stretch(NamedTuple):
+    """Rows of a step that follow each other in one event: which rows, and where they are there."""
+
+    rows: Array
+    position: int
+    slots: range
+
+
+def stretches_of(addresses: Sequence[int]) -> list[Stretch]:
+    """Return the rows at these addresses, in the order of the addresses."""
+    given = np.array(addresses)
+    order = np.argsort(given, kind="stable")
+    ordered = given[order]
+    # Addresses of one event that follow each other are rows of its segment that do, too; those of
+    # the next event are far away.
+    found = []
+    for a, z in stretches(ordered):
+        first = int(ordered[a])
+        slots = range(slot_of(first), slot_of(first) + z - a)
+        found.append(Stretch(order[a:z], position_of(first), slots))
+    return found
 
 
 def blocks_of(column: Column, rows: Array, slots: range) -> list[Block]:
@@ -136,10 +168,22 @@ def blocks_of(column: Column, rows: Array, slots: range) -> list[Block]:
 def _block(column: Column, rows: Array, first: int, last: int) -> Block:
     """Return the entries ``first`` to ``last`` of a column as ``rows``."""
     if column.encoding == "scaled_mask":
-        return Block(rows, column.elements[first:last], np.arange(len(rows) + 1), scaled=True)
-    ends = column.offsets[first : last + 1]
-    data = _numbers(column, int(ends[0]), int(ends[-1]))
-    return Block(rows, data, ends - ends[0] if first else ends)
+        ends = np.arange(len(rows) + 1)
+        return Block(rows, column.elements[first:last], ends, scaled=True, size=1)
+    sizes = column.sizes
+    before = int(sizes[:first].sum()) if first else 0
+    ends, size = _ends(sizes[first:last])
+    return Block(rows, _numbers(column, before, before + int(ends[-1])), ends, size=size)
+
+
+def _ends(sizes: Array) -> tuple[Array, int]:
+    """Return where rows of these sizes begin and end, and their size; -1 if they differ."""
+    size, number = int(sizes[0]), len(sizes)
+    if (sizes == size).all():
+        return np.arange(0, (number + 1) * size, size) if size else np.zeros(number + 1, int), size
+    ends = np.zeros(number + 1, np.int64)
+    np.cumsum(sizes, out=ends[1:])
+    return ends, -1
 
 
 def _numbers(column: Column, first: int, last: int) -> Array:

@@ -7,83 +7,42 @@ position 0 holds 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.loading.blocks import Array, Field, field_of_values
+from trinity_buffer.pipeline.microbatch import Late, MicroBatch, Tensors
 from trinity_buffer.pipeline.streaming.collate_buffers import (
     Arena,
+    LastTokens,
+    LateColumn,
+    PackedMask,
+    Part,
+    Places,
+    ScaledColumn,
     StepMemory,
-    copy_rows,
-    fill_rows,
-    scale_mask,
+    put_positions,
+    put_rows,
+    put_text,
 )
 from trinity_buffer.pipeline.streaming.manifest import Manifest, MicroBatchPlan
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows
 
 T = TypeVar("T")
 
+_REWARDS = "token_level_rewards"
+
 OPTIONAL = {"teacher_logprobs": "teacher_logprob"}
 """Response-aligned columns that a step has only if all of its rows do: stored -> batch."""
-
-
-@dataclass(slots=True)
-class MicroBatch(Mapping[str, Any]):
-    """A mapping of tensors; N rows, padded to ``[N, T]`` or packed to ``[T]``.
-
-    ``input_ids`` and ``position_ids`` int64, ``attention_mask`` and ``action_mask`` bool;
-    ``rollout_logprob``, ``old_logprob`` (the same tensor until the trainer recomputes it; both
-    absent where no row of the step recorded any), ``advantages``, ``returns`` and
-    ``token_level_rewards`` float32; ``logprob_mask`` bool ``[N]`` (which rows recorded theirs)
-    where only some did; ``sample_index`` (slot in the
-    manifest), ``group_index`` and ``step`` int32 ``[N]``; packed also ``cu_seqlens`` int32
-    ``[N + 1]`` and ``max_seqlen``.
-
-    Attributes:
-        tensors: the mapping itself; assign to it what the trainer computes (``values``,
-            ``ref_logprob``, ...).
-        layout: sequence boundaries, and the denominators of the whole step.
-        multi_modal_inputs: one mapping per row, name -> tensor.
-        policy_versions: one per row, None where unknown.
-        unrecorded: ``usual`` or ``expert`` -> uid of a row of the step without log-probabilities,
-            where others have some.
-        read_zeros: called when ``advantages`` are read that nobody computed; None: there are some.
-    """
-
-    tensors: dict[str, Any]
-    layout: BatchLayout
-    multi_modal_inputs: list[dict[str, Tensor]] = field(default_factory=list)
-    policy_versions: list[int | None] = field(default_factory=list)
-    unrecorded: Mapping[str, str] = field(default_factory=dict)
-    read_zeros: Callable[[], None] | None = None
-
-    @override
-    def __getitem__(self, key: str) -> Any:
-        if self.read_zeros is not None and key == "advantages":
-            self.read_zeros()
-        return self.tensors[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.tensors[key] = value
-        if key == "advantages":
-            self.read_zeros = None
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    @override
-    def __len__(self) -> int:
-        return len(self.tensors)
 
 
 def collate_step(
@@ -117,24 +76,20 @@ def collate_step(
     plans = [plan for plan in manifest.microbatches if plan.rank == rank]
     wide = [replace(plan, start=size * plan.start, stop=size * plan.stop) for plan in plans]
     places = _places(columns, wide, padded=manifest.layout == "padded")
-    flat = _filled(columns, places, memory or StepMemory())
+    flat, late = _filled(columns, places, memory or StepMemory())
     batches = []
-    for plan, place, part in zip(plans, wide, places.parts, strict=True):
-        tensors = _tensors(columns, flat, place, *part)
-        tensors |= _per_row(manifest, plan, size)
-        if columns.recorded is not None:
-            tensors["logprob_mask"] = torch.from_numpy(columns.recorded[plan.start : plan.stop])
+    for plan, part in zip(plans, places.parts, strict=True):
+        tensors = _tensors(columns, flat, part)
+        tensors |= _per_row(manifest, plan, size, columns.recorded)
         tensors = {name: _moved(value, device) for name, value in tensors.items()}
+        tensors |= {n: Late(partial(_made, one, part, device)) for n, one in late.items()}
         if "rollout_logprob" in tensors:
             tensors["old_logprob"] = tensors["rollout_logprob"]
         chosen = slice(plan.start, plan.stop)
-        modal = [
-            {name: _moved(value, device) for name, value in inputs.items()} if inputs else {}
-            for inputs in _each(rows.multi_modal[chosen], size)
-        ]
+        modal = [_on(device, inputs) for inputs in _each(rows.multi_modal[chosen], size)]
         versions = list(_each(rows.facts.policy_versions[chosen], size))
         mine = replace(layout, cu_seqlens=tensors.get("cu_seqlens"))
-        batches.append(MicroBatch(tensors, mine, modal, versions, rows.unrecorded))
+        batches.append(MicroBatch(Tensors(tensors), mine, modal, versions, rows.unrecorded))
     return batches
 
 
@@ -156,7 +111,9 @@ def _each(items: Sequence[T], size: int) -> Sequence[T]:
     return items if size == 1 else [item for item in items for _ in range(size)]
 
 
-def _per_row(manifest: Manifest, plan: MicroBatchPlan, size: int) -> dict[str, Tensor]:
+def _per_row(
+    manifest: Manifest, plan: MicroBatchPlan, size: int, recorded: Array | None
+) -> dict[str, Tensor]:
     """Return the tensors ``[N]`` that say of each row what it is."""
     chosen = slice(plan.start, plan.stop)
     slots = np.arange(plan.start, plan.stop, dtype=np.int32).repeat(size)
@@ -168,6 +125,8 @@ def _per_row(manifest: Manifest, plan: MicroBatchPlan, size: int) -> dict[str, T
     }
     if manifest.sources:
         found["expert_mask"] = torch.tensor(_each(manifest.source[chosen], size)) > 0
+    if recorded is not None:
+        found["logprob_mask"] = torch.from_numpy(recorded[chosen])
     return found
 
 
@@ -198,10 +157,21 @@ def _totals(groups: Sequence[int], tokens: Sequence[int]) -> Totals:
     )
 
 
+def _on(device: str, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _moved(value, device) for name, value in inputs.items()}
+
+
 def _moved(value: Any, device: str) -> Any:
     if not isinstance(value, Tensor) or device == "cpu":
         return value
     return value.pin_memory().to(device, non_blocking=True)
+
+
+def _made(column: LateColumn, part: Part, device: str) -> Tensor:
+    """Return the part of a column that is of one micro-batch."""
+    flat = column.part(part.elements)
+    found: Tensor = _moved(torch.from_numpy(flat.reshape(part.shape)), device)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +200,7 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, int]:
         "rollout_logprob": "logprobs",
         "advantages": "advantages",
         "returns": "returns",
-        "token_level_rewards": "token_level_reward",
+        _REWARDS: "token_level_reward",
     }
     responses = {name: rows.field(field) for name, field in stored.items()}
     rewards: Sequence[float | None] = rows.facts.rewards
@@ -269,7 +239,7 @@ def _halves(rows: LoadedRows) -> _Columns:
     """Return the columns of pairs: prompt and chosen answer, prompt and rejected one, in turn."""
     pairs = zip(*(rows.values(name) for name in ("tokens", "chosen", "rejected")), strict=True)
     answers: list[Any] = [(prompt, half) for prompt, *both in pairs for half in both]
-    names = ("advantages", "returns", "token_level_rewards")
+    names = ("advantages", "returns", _REWARDS)
     tokens = [np.concatenate([prompt, half]) for prompt, half in answers]
     return _Columns(
         field_of_values(tokens),
@@ -289,104 +259,100 @@ def row_lengths(manifest: Manifest, rows: LoadedRows, *, longest: bool = False) 
     return [of_pair(pair) for pair in zip(sizes[0::2], sizes[1::2], strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where the rows of one rank lie in the columns of a step.
-
-    A column holds the micro-batches of the rank one after another, each padded or packed.
-
-    Attributes:
-        size: elements of a column.
-        begins: ``[rows]``, where each row of the step begins; below 0: on another rank.
-        parts: of each micro-batch, its elements and its shape.
-        padded: whether the micro-batches are.
-    """
-
-    size: int
-    begins: Array
-    parts: list[tuple[slice, tuple[int, ...]]]
-    padded: bool
-
-
-def _places(columns: _Columns, plans: Sequence[MicroBatchPlan], *, padded: bool) -> _Places:
-    begins = np.full(len(columns.lengths), -1, np.int64)
-    size, parts = 0, list[tuple[slice, tuple[int, ...]]]()
+def _places(columns: _Columns, plans: Sequence[MicroBatchPlan], *, padded: bool) -> Places:
+    lengths = columns.lengths
+    begins, extents = np.full(len(lengths), -1, np.int64), lengths
+    if padded:
+        extents = np.zeros(len(lengths), np.int64)
+    size, parts = 0, list[Part]()
     for plan in plans:
         rows = slice(plan.start, plan.stop)
-        number, lengths = plan.stop - plan.start, columns.lengths[rows]
+        number, some = plan.stop - plan.start, lengths[rows]
         if padded:
             shape: tuple[int, ...] = (number, plan.width)
             begins[rows] = size + np.arange(number) * plan.width
+            extents[rows] = plan.width
         else:
-            shape = (int(lengths.sum()),)
-            begins[rows] = size + np.cumsum(lengths) - lengths
-        part = slice(size, size + math.prod(shape))
-        parts.append((part, shape))
-        size = part.stop
-    return _Places(size, begins, parts, padded)
+            shape = (int(some.sum()),)
+            begins[rows] = size + np.cumsum(some) - some
+        parts.append(Part(rows, slice(size, size + math.prod(shape)), shape))
+        size = parts[-1].elements.stop
+    return Places(begins, columns.prompt_lengths, lengths, extents, parts, padded)
 
 
-def _filled(columns: _Columns, places: _Places, memory: StepMemory) -> dict[str, Array]:
-    """Return the flat columns of all micro-batches."""
+def _filled(
+    columns: _Columns, places: Places, memory: StepMemory
+) -> tuple[dict[str, Array], dict[str, LateColumn]]:
+    """Return the flat columns of all micro-batches, and those that are made later."""
     tokens = ["input_ids"] if places.padded else ["input_ids", "position_ids"]
-    kinds = [np.int64] * len(tokens) + [np.bool_] * 2 + [np.float32] * len(columns.responses)
-    padding = places.size > int(columns.lengths[places.begins >= 0].sum())
+    late, responses = _parted(columns)
+    kinds = [np.int64] * len(tokens) + [np.bool_] * 2 + [np.float32] * len(responses)
     arena = Arena(memory, places.size, kinds)
-    out: dict[str, Array] = {}
-    ids = out["input_ids"] = arena.column(zeros=padding)
-    for block in columns.tokens.blocks:
-        copy_rows(ids, block, places.begins)
-    longest = columns.lengths.max()
+    out = {name: arena.column() for name in (*tokens, "attention_mask", "action_mask", *responses)}
+    put_rows(out["input_ids"], columns.tokens.blocks, places, after_prompt=False)
     if not places.padded:
-        out["position_ids"] = arena.column(zeros=padding)
-        fill_rows(out["position_ids"], places.begins, columns.lengths, np.arange(longest))
-    there = out["attention_mask"] = arena.column(zeros=padding)
-    fill_rows(there, places.begins, columns.lengths, np.ones(longest, np.bool_))
-    mask = out["action_mask"] = arena.column()
-    begins = np.where(places.begins < 0, -1, places.begins + columns.prompt_lengths)
-    for block in columns.masks.blocks:
-        copy_rows(mask, block, begins)
-    weights = _weights(columns, mask, begins)
-    for name, some in columns.responses.items():
-        column = out[name] = arena.column()
-        for block in some.blocks:
-            if block.scaled:
-                scale_mask(column, block, begins, weights, columns.lengths - columns.prompt_lengths)
-            else:
-                copy_rows(column, block, begins)
-    _put_rewards(out["token_level_rewards"], columns, places.begins)
-    return out
+        put_positions(out["position_ids"], places)
+    put_text(out["attention_mask"], places)
+    mask = out["action_mask"]
+    put_rows(mask, columns.masks.blocks, places)
+    weights = _weights(columns, mask, places)
+    for name, some in responses.items():
+        put_rows(out[name], some.blocks, places, weights)
+    rewards = LastTokens(places, _rewards_of_whole(columns))
+    if _REWARDS in out:
+        rewards.put(out[_REWARDS])
+    waits = weights is mask and any(some.blocks for some in late.values())
+    kept = PackedMask.of(mask) if waits else None
+    made = {name: ScaledColumn(places, some.blocks, kept) for name, some in late.items()}
+    return out, {name: rewards if name == _REWARDS else made[name] for name in late}
 
 
-def _weights(columns: _Columns, mask: Array, begins: Array) -> Array:
-    """Return what scaled values are multiples of: the mask, with its weights if it has any."""
-    if all(block.data.dtype == np.bool_ for block in columns.masks.blocks):
-        return mask
-    weights = np.zeros(len(mask), np.float32)
-    for block in columns.masks.blocks:
-        copy_rows(weights, block, begins)
-    return weights
+def _parted(columns: _Columns) -> tuple[dict[str, Field], dict[str, Field]]:
+    """Return the columns of the responses that are made later, and those that are made now.
+
+    Few losses read returns, rewards, or advantages that nobody computed. They wait only if nothing
+    but a number of each row, and the mask, has to be kept for them.
+    """
+    by_mask = all(block.data.dtype == np.bool_ for block in columns.masks.blocks)
+    late = {
+        name: some
+        for name, some in columns.responses.items()
+        if not some.blocks
+        or (name == "returns" and by_mask and all(block.scaled for block in some.blocks))
+    }
+    return late, {n: some for n, some in columns.responses.items() if n not in late}
 
 
-def _put_rewards(column: Array, columns: _Columns, begins: Array) -> None:
-    """Give rows without a reward for each token that of the whole, at the last token."""
-    values = np.array(columns.rewards, np.float64)  # None becomes NaN, which no reward is
-    there = columns.responses["token_level_rewards"].present(len(begins))
-    put = ~(np.isnan(values) | (begins < 0) | there)
-    column[(begins + columns.lengths - 1)[put]] = values[put]
+def _weights(columns: _Columns, mask: Array, places: Places) -> Array | None:
+    """Return what scaled values are multiples of: the mask, with its weights if it has any.
+
+    None: every token of each response is trained.
+    """
+    blocks = columns.masks.blocks
+    if any(block.data.dtype != np.bool_ for block in blocks):
+        weights = np.empty(len(mask), np.float32)
+        put_rows(weights, blocks, places)
+        return weights
+    return None if all(block.data.all() for block in blocks) else mask
 
 
-def _tensors(
-    columns: _Columns, flat: Mapping[str, Array], place: MicroBatchPlan, part: slice, shape: Any
-) -> dict[str, Any]:
+def _rewards_of_whole(columns: _Columns) -> Array:
+    """Return ``[rows]``: the reward of each row that has none for each token; NaN for none."""
+    found = np.array(columns.rewards, np.float64)  # None becomes NaN, which no reward is
+    found[columns.responses[_REWARDS].present(len(found))] = np.nan
+    return found
+
+
+def _tensors(columns: _Columns, flat: Mapping[str, Array], part: Part) -> dict[str, Any]:
     """Return the tensors of one micro-batch: views of the flat columns."""
     found: dict[str, Any] = {
-        name: torch.from_numpy(column[part].reshape(shape)) for name, column in flat.items()
+        name: torch.from_numpy(column[part.elements].reshape(part.shape))
+        for name, column in flat.items()
     }
-    lengths = columns.lengths[place.start : place.stop]
-    if len(shape) == 2:
-        found["position_ids"] = torch.arange(shape[1]).expand(shape)
+    if len(part.shape) == 2:
+        found["position_ids"] = torch.arange(part.shape[1]).expand(part.shape)
         return found
+    lengths = columns.lengths[part.rows]
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
     found["cu_seqlens"] = torch.from_numpy(ends.astype(np.int32))

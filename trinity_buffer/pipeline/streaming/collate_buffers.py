@@ -1,17 +1,280 @@
-"""Blocks into the flat columns of a step: as one rectangle where rows are of one size."""
+"""The flat columns of a step: where its rows lie in them, and how what was stored is put there.
+
+Rows of one shape at equal distances are one rectangle: a few large copies, which write each byte of
+a column once. What is 0 between rows is written with them, while they are in the cache.
+"""
 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from trinity_buffer.pipeline.loading.blocks import Array, Block
 from trinity_buffer.sizes import sizes
+
+
+class Rectangle(NamedTuple):
+    """Rows of one shape at equal distances in a column.
+
+    Attributes:
+        first: where the first one begins.
+        distance: from where one begins to where the next does.
+        rows: how many there are.
+        prompt: where the response begins in each.
+        length: tokens of each.
+        extent: elements of each, its padding included.
+    """
+
+    first: int
+    distance: int
+    rows: int
+    prompt: int
+    length: int
+    extent: int
+
+    def of(self, column: Array) -> Array:
+        """Return them as a view of ``column``, ``[rows, extent]``."""
+        width = column.itemsize
+        shape, strides = (self.rows, self.extent), (self.distance * width, width)
+        return np.ndarray(shape, column.dtype, column, self.first * width, strides)
+
+
+class Part(NamedTuple):
+    """A micro-batch in the columns of its rank: which rows, which elements, and its shape."""
+
+    rows: slice
+    elements: slice
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Places:
+    """Where the rows of one rank lie in the columns of a step.
+
+    A column holds the micro-batches of the rank one after another, each padded or packed.
+
+    Attributes:
+        begins: ``[rows]``, where each row of the step begins; below 0: on another rank.
+        prompts, lengths: ``[rows]``, tokens of the prompt, and of the whole.
+        extents: ``[rows]``, elements of each row, its padding included.
+        parts: of each micro-batch.
+        padded: whether the micro-batches are.
+    """
+
+    begins: Array
+    prompts: Array
+    lengths: Array
+    extents: Array
+    parts: Sequence[Part]
+    padded: bool
+    _known: dict[int, tuple[Array, Rectangle | None]] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Elements of a column."""
+        return self.parts[-1].elements.stop if self.parts else 0
+
+    @property
+    def number(self) -> int:
+        """How many rows are on this rank."""
+        return int((self.begins >= 0).sum())
+
+    def rectangle(self, rows: Array) -> Rectangle | None:
+        """Return ``rows`` as one; None if they differ, or are not all on this rank."""
+        # Blocks of one segment share the array that says which rows they are.
+        known = self._known.get(id(rows))
+        if known is None or known[0] is not rows:
+            known = self._known[id(rows)] = rows, self._rectangle(rows)
+        return known[1]
+
+    def _rectangle(self, rows: Array) -> Rectangle | None:
+        some = np.stack((self.begins, self.prompts, self.lengths, self.extents))[:, rows]
+        first, prompt, length, extent = some[:, 0].tolist()
+        distance = extent
+        if len(rows) > 1:
+            steps = some[:, 1:] - some[:, :-1]
+            distance = int(steps[0, 0])
+            if distance < extent or (steps != [[distance], [0], [0], [0]]).any():
+                return None
+        return None if first < 0 else Rectangle(first, distance, len(rows), prompt, length, extent)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMask:
+    """A mask as it was when the step was made, an eighth of its size."""
+
+    bits: Array
+    size: int
+
+    @classmethod
+    def of(cls, mask: Array) -> PackedMask:
+        """Return ``mask``, whatever becomes of its memory."""
+        return cls(np.packbits(mask), len(mask))
+
+    def unpacked(self) -> Array:
+        """Return the mask."""
+        return np.unpackbits(self.bits, count=self.size).view(np.bool_)
+
+
+def put_rows(
+    column: Array,
+    blocks: Sequence[Block],
+    places: Places,
+    weights: Array | None = None,
+    *,
+    after_prompt: bool = True,
+) -> None:
+    """Write a whole column: the rows of ``blocks``, and zeros wherever they do not reach.
+
+    Args:
+        column: may hold anything.
+        blocks: no two have a row in common.
+        places: of the rows.
+        weights: a column, the mask that scaled values are multiples of; None: all are trained.
+        after_prompt: whether they are of the responses.
+    """
+    found = [_rectangle_of(block, places, after_prompt=after_prompt) for block in blocks]
+    whole = None not in found and sum(len(block.rows) for block in blocks) == places.number
+    if not whole:
+        column.fill(0)
+    for block, where in zip(blocks, found, strict=True):
+        if where is None:
+            _put_each(column, block, places, weights, after_prompt=after_prompt)
+            continue
+        start, area = where.prompt if after_prompt else 0, where.of(column)
+        if whole:
+            area[:, :start] = area[:, where.length :] = 0
+        target = area[:, start : where.length]
+        if not block.scaled:
+            target[...] = block.data.reshape(target.shape)
+        elif weights is None:
+            target[...] = block.data[:, None]
+        else:
+            mask = where.of(weights)[:, start : where.length]
+            np.multiply(mask, block.data[:, None], out=target, casting="unsafe")
+
+
+def _rectangle_of(block: Block, places: Places, *, after_prompt: bool) -> Rectangle | None:
+    """Return where a block is put at once; None if its rows are put one by one."""
+    where = places.rectangle(block.rows)
+    if where is None or block.scaled:
+        return where
+    fits = block.size == where.length - (where.prompt if after_prompt else 0)
+    return where if fits else None
+
+
+def _put_each(
+    column: Array, block: Block, places: Places, weights: Array | None, *, after_prompt: bool
+) -> None:
+    begins, prompts = places.begins[block.rows], places.prompts[block.rows]
+    starts = (begins + prompts if after_prompt else begins).tolist()
+    here = (begins >= 0).tolist()
+    if not block.scaled:
+        for start, mine, (a, z) in zip(starts, here, pairwise(block.ends.tolist()), strict=True):
+            if mine:
+                column[start : start + z - a] = block.data[a:z]
+        return
+    stops = (begins + places.lengths[block.rows]).tolist()
+    for start, stop, mine, scalar in zip(starts, stops, here, block.data, strict=True):
+        if mine and weights is None:
+            column[start:stop] = scalar
+        elif mine and weights is not None:
+            np.multiply(weights[start:stop], scalar, out=column[start:stop], casting="unsafe")
+
+
+def put_text(column: Array, places: Places) -> None:
+    """Write the attention mask: where the tokens of the rows are."""
+    column.fill(1)
+    for rows, elements, shape in places.parts if places.padded else ():
+        lengths = places.lengths[rows]
+        if (lengths < shape[1]).any():
+            np.less(np.arange(shape[1]), lengths[:, None], out=column[elements].reshape(shape))
+
+
+def put_positions(column: Array, places: Places) -> None:
+    """Write the place of each token in its row, of packed rows."""
+    for rows, elements, _ in places.parts:
+        lengths = places.lengths[rows]
+        longest = np.arange(lengths.max(initial=0))
+        if len(lengths) and (lengths == lengths[0]).all():
+            column[elements].reshape(len(lengths), len(longest))[...] = longest
+            continue
+        for begin, size in zip(places.begins[rows].tolist(), lengths.tolist(), strict=True):
+            column[begin : begin + size] = longest[:size]
+
+
+class LateColumn(ABC):
+    """A column of float32 that is made when somebody first looks at a part of it."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._column: Array | None = None
+
+    def part(self, elements: slice) -> Array:
+        """Return some of its elements, as a view that is the caller's."""
+        if self._column is None:
+            column = np.empty(self._places.size, np.float32)
+            self.fill(column)
+            self._column = column
+        return self._column[elements]
+
+    @abstractmethod
+    def fill(self, column: Array) -> None:
+        """Write all of it into ``column``, which may hold anything."""
+
+
+class ScaledColumn(LateColumn):
+    """Multiples of the mask.
+
+    Args:
+        places: of the rows.
+        blocks: scaled ones; none: zeros.
+        mask: as it is when the step is made; None: all of each response is trained.
+    """
+
+    def __init__(self, places: Places, blocks: Sequence[Block], mask: PackedMask | None) -> None:
+        super().__init__(places)
+        # Copied: a view would keep the bytes of a segment in memory.
+        self._blocks = [replace(block, data=block.data.copy()) for block in blocks]
+        self._mask = mask
+
+    @override
+    def fill(self, column: Array) -> None:
+        weights = None if self._mask is None else self._mask.unpacked()
+        put_rows(column, self._blocks, self._places, weights)
+
+
+class LastTokens(LateColumn):
+    """One number at the last token of each row.
+
+    Args:
+        places: of the rows.
+        values: ``[rows]``, NaN for none.
+    """
+
+    def __init__(self, places: Places, values: Array) -> None:
+        super().__init__(places)
+        self._values = values
+
+    @override
+    def fill(self, column: Array) -> None:
+        column.fill(0)
+        self.put(column)
+
+    def put(self, column: Array) -> None:
+        """Write them into a column that has other rows."""
+        there = ~np.isnan(self._values) & (self._places.begins >= 0)
+        ends = self._places.begins + self._places.lengths
+        column[ends[there] - 1] = self._values[there]
 
 
 class Arena:
@@ -29,74 +292,16 @@ class Arena:
         self._memory = memory.take(sum(_aligned(size * np.dtype(one).itemsize) for one in dtypes))
         self._used = 0
 
-    def column(self, *, zeros: bool = True) -> Array:
-        """Return the next column: zeros, or anything where the caller writes all of it.
-
-        Zeros are put into it only now: what is written to it next finds it in the cache.
-        """
+    def column(self) -> Array:
+        """Return the next column, which holds anything."""
         dtype = next(self._dtypes)
         begin, end = self._used, self._used + self._size * np.dtype(dtype).itemsize
         self._used = _aligned(end)
-        found = self._memory[begin:end]
-        if zeros:
-            found.fill(0)
-        return found.view(dtype)
+        return self._memory[begin:end].view(dtype)
 
 
 def _aligned(size: int) -> int:
     return size + -size % 64
-
-
-def rectangle(column: Array, begins: Array, sizes: Array) -> Array | None:
-    """Return rows of one size at equal distances as one view of ``column``; None if they differ."""
-    first, stride = int(begins[0]), int(sizes[0])
-    if len(begins) > 1:
-        stride = int(begins[1]) - first
-        if first < 0 or stride < sizes[0] or (begins[1:] - begins[:-1] != stride).any():
-            return None
-    if first < 0 or (sizes != sizes[0]).any():
-        return None
-    shape, width = (len(begins), int(sizes[0])), column.itemsize
-    return np.ndarray(shape, column.dtype, column, first * width, (stride * width, width))
-
-
-def copy_rows(column: Array, block: Block, begins: Array) -> None:
-    """Copy the rows of a block to where they begin in ``column``."""
-    to = begins[block.rows]
-    target = rectangle(column, to, np.diff(block.ends))
-    if target is not None:
-        target[...] = block.data.reshape(target.shape)
-        return
-    for begin, (a, z) in zip(to.tolist(), pairwise(block.ends.tolist()), strict=True):
-        if begin >= 0:
-            column[begin : begin + z - a] = block.data[a:z]
-
-
-def scale_mask(column: Array, block: Block, begins: Array, weights: Array, sizes: Array) -> None:
-    """Put the multiples of the mask that a block stands for to where its rows begin."""
-    to, lengths = begins[block.rows], sizes[block.rows]
-    target, mask = rectangle(column, to, lengths), rectangle(weights, to, lengths)
-    if target is not None and mask is not None:
-        if mask.dtype == np.bool_ and mask.all():
-            target[...] = block.data[:, None]
-        else:
-            np.multiply(mask, block.data[:, None], out=target, casting="unsafe")
-        return
-    ends = (to + lengths).tolist()
-    for begin, end, scalar in zip(to.tolist(), ends, block.data, strict=True):
-        if begin >= 0:
-            np.multiply(weights[begin:end], scalar, out=column[begin:end], casting="unsafe")
-
-
-def fill_rows(column: Array, begins: Array, sizes: Array, values: Array) -> None:
-    """Put the first of ``values``, as many as it has elements, into every row."""
-    target = rectangle(column, begins, sizes)
-    if target is not None:
-        target[...] = values[: sizes[0]]
-        return
-    for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True):
-        if begin >= 0:
-            column[begin : begin + size] = values[:size]
 
 
 _OUR_REFERENCES = 3
@@ -113,12 +318,6 @@ class StepMemory:
 
     def __init__(self) -> None:
         self._pieces: deque[npt.NDArray[np.uint8]] = deque(maxlen=sizes().pieces_kept)
-
-    def zeros(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return ``size`` bytes of zeros."""
-        found = self.take(size)
-        found.fill(0)
-        return found
 
     def take(self, size: int) -> npt.NDArray[np.uint8]:
         """Return ``size`` bytes that hold anything."""

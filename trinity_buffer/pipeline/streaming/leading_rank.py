@@ -16,8 +16,8 @@ from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.diagnosis import counted, is_being_decided
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
+from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.spoken_wait import SpokenWait, one_line
-from trinity_buffer.pipeline.streaming.collate import MicroBatch
 from trinity_buffer.pipeline.streaming.committing import (
     Commit,
     CommitRecords,

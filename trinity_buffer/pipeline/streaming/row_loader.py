@@ -17,7 +17,15 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.annotation_encoding import decode_annotations
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
-from trinity_buffer.pipeline.loading.blocks import Array, Block, Field, Value, blocks_of, stretches
+from trinity_buffer.pipeline.loading.blocks import (
+    Array,
+    Block,
+    Field,
+    Stretch,
+    Value,
+    blocks_of,
+    stretches_of,
+)
 from trinity_buffer.pipeline.loading.event_cache import EventCache, Facts, facts_of, no_facts
 from trinity_buffer.pipeline.loading.experiences import load_experiences, unreadable_among
 from trinity_buffer.pipeline.loading.segments import blobs_of, read_segments
@@ -156,6 +164,8 @@ class RowLoader:
         self, s: ReadSession, manifest: Manifest, rows: LoadedRows
     ) -> Mapping[str, str]:
         """Return which kinds of rows lack log-probabilities that others of the step have."""
+        if not (manifest.source or rows.field("logprobs").missing(len(manifest.groups))):
+            return {}
         there = rows.field("logprobs").present(len(manifest.groups))
         expert = np.array(manifest.source or [0] * len(there)) > 0
         if there.all() and not expert.any():
@@ -244,17 +254,19 @@ class RowLoader:
         self, s: ReadSession, experiences: Sequence[int], annotated: Sequence[int]
     ) -> LoadedRows:
         """Return the columns of rows of this experiment, by their two addresses; see `load`."""
-        events = self.events.events(s, {position_of(at) for at in (*experiences, *annotated)})
+        own, computed = stretches_of(experiences), stretches_of(annotated)
+        events = self.events.events(s, {some.position for some in (*own, *computed)})
+        facts = facts_of(experiences, events)
         keys = {event.segment for event in events.values() if event.segment}
         missing = [key for key in keys if key not in self._segments]
-        stored = read_segments(s, missing, (*FAMILIES, *ANNOTATION))
-        parts = stored.all_parts()
-        return s.compute(self._gather, experiences, annotated, events, missing, parts)
+        parts = read_segments(s, missing, (*FAMILIES, *ANNOTATION)).all_parts()
+        return s.compute(self._gather, facts, own, computed, events, missing, parts)
 
     def _gather(
         self,
-        experiences: Sequence[int],
-        annotated: Sequence[int],
+        facts: Facts,
+        own: Sequence[Stretch],
+        computed: Sequence[Stretch],
         events: Mapping[int, WithSegment],
         missing: Sequence[bytes],
         parts: SegmentParts,
@@ -265,42 +277,33 @@ class RowLoader:
             if key not in blobs or not wanted[key] <= blobs[key].keys():
                 raise DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")
             self._segments.add(key, blobs[key])
-        fields: dict[str, Field] = {}
-        facts = facts_of(experiences, events)
-        modal: list[dict[str, Tensor]] = [{} for _ in experiences]
-        self._add(fields, modal, experiences, events)
-        computed: dict[str, Field] = {}
-        self._add(computed, modal, annotated, events)
-        for name, field in computed.items():
+        modal: list[dict[str, Tensor]] = [{} for _ in range(len(facts))]
+        fields = self._fields(own, modal, events)
+        for name, field in self._fields(computed, modal, events).items():
             fields[name] = Field(_left(fields, name, field, len(facts)) + field.blocks)
         self._segments.shrink()
-        if not experiences or fields.get("tokens", Field()).missing(len(facts)):
+        if not len(facts) or fields.get("tokens", Field()).missing(len(facts)):
             raise DamagedSegmentError("an experience of the step has no tokens: run `verify`")
         return LoadedRows(facts, fields, modal, {})
 
-    def _add(
+    def _fields(
         self,
-        fields: dict[str, Field],
+        some: Sequence[Stretch],
         modal: Sequence[dict[str, Tensor]],
-        addresses: Sequence[int],
         events: Mapping[int, WithSegment],
-    ) -> None:
-        """Put in the columns of the rows at ``addresses``, which are rows of ``events``."""
-        order = np.argsort(np.array(addresses), kind="stable")
-        ordered = np.array(addresses)[order]
-        # Addresses of one event that follow each other are rows of its segment that do, too; those
-        # of the next event are far away.
-        for a, z in stretches(ordered):
-            first = int(ordered[a])
-            key = events[position_of(first)].segment
-            slots = range(slot_of(first), slot_of(first) + z - a)
-            segment = self._segments.use(key, z - a) if key else {}
+    ) -> dict[str, Field]:
+        """Return the columns of some rows; what is no vector is put into ``modal``."""
+        found: dict[str, Field] = {}
+        for rows, position, slots in some:
+            key = events[position].segment
+            segment = self._segments.use(key, len(rows)) if key else {}
             for name, column in ((n, c) for n, columns in segment.items() for c in columns):
                 if name.startswith(_MODAL):
-                    _add_modal(modal, name.removeprefix(_MODAL), column, order[a:z], slots)
+                    _add_modal(modal, name.removeprefix(_MODAL), column, rows, slots)
                 elif column.shapes.shape[1] == 1 or column.encoding == "scaled_mask":
-                    field = fields.setdefault(name, Field())
-                    field.blocks += blocks_of(column, order[a:z], slots)
+                    field = found.setdefault(name, Field())
+                    field.blocks += blocks_of(column, rows, slots)
+        return found
 
 
 def _families_of(events: Iterable[WithSegment], families: Collection[str]) -> dict[bytes, set[str]]:

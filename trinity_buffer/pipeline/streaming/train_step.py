@@ -19,7 +19,8 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.annotating.recorded_strategy import RECORDED
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.gone_through import FIRST_LINK, chain
-from trinity_buffer.pipeline.streaming.collate import MicroBatch, collate_step, rows_in
+from trinity_buffer.pipeline.microbatch import MicroBatch
+from trinity_buffer.pipeline.streaming.collate import collate_step, rows_in
 from trinity_buffer.pipeline.streaming.collate_buffers import StepMemory
 from trinity_buffer.pipeline.streaming.dealing import leased_step, load_leased
 from trinity_buffer.pipeline.streaming.manifest import Manifest

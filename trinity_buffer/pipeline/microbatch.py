@@ -1,0 +1,113 @@
+"""What a trainer gets for one forward and backward pass: tensors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from trinity_buffer.algorithm.layout import BatchLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A value that is made when somebody first looks at it."""
+
+    make: Callable[[], Any]
+
+
+class Tensors(MutableMapping[str, Any]):
+    """Tensors by name, some of which are made when they are first looked at.
+
+    Args:
+        held: tensors and other values, and what makes some of them.
+    """
+
+    __slots__ = ("_held",)
+
+    def __init__(self, held: Mapping[str, Any]) -> None:
+        self._held = dict(held)
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        value = self._held[name]
+        if isinstance(value, Late):
+            value = self._held[name] = value.make()
+        return value
+
+    @override
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._held[name] = value
+
+    @override
+    def __delitem__(self, name: str) -> None:
+        del self._held[name]
+
+    @override
+    def __contains__(self, name: object) -> bool:
+        return name in self._held  # without making it
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+@dataclass(slots=True)
+class MicroBatch(Mapping[str, Any]):
+    """A mapping of tensors; N rows, padded to ``[N, T]`` or packed to ``[T]``.
+
+    ``input_ids`` and ``position_ids`` int64, ``attention_mask`` and ``action_mask`` bool;
+    ``rollout_logprob``, ``old_logprob`` (the same tensor until the trainer recomputes it; both
+    absent where no row of the step recorded any), ``advantages``, ``returns`` and
+    ``token_level_rewards`` float32; ``logprob_mask`` bool ``[N]`` (which rows recorded theirs)
+    where only some did; ``sample_index`` (slot in the
+    manifest), ``group_index`` and ``step`` int32 ``[N]``; packed also ``cu_seqlens`` int32
+    ``[N + 1]`` and ``max_seqlen``.
+
+    Attributes:
+        tensors: the mapping itself; assign to it what the trainer computes (``values``,
+            ``ref_logprob``, ...). What few losses read is made when it is first looked at.
+        layout: sequence boundaries, and the denominators of the whole step.
+        multi_modal_inputs: one mapping per row, name -> tensor.
+        policy_versions: one per row, None where unknown.
+        unrecorded: ``usual`` or ``expert`` -> uid of a row of the step without log-probabilities,
+            where others have some.
+        read_zeros: called when ``advantages`` are read that nobody computed; None: there are some.
+    """
+
+    tensors: MutableMapping[str, Any]
+    layout: BatchLayout
+    multi_modal_inputs: list[dict[str, Tensor]] = field(default_factory=list)
+    policy_versions: list[int | None] = field(default_factory=list)
+    unrecorded: Mapping[str, str] = field(default_factory=dict)
+    read_zeros: Callable[[], None] | None = None
+
+    @override
+    def __getitem__(self, key: str) -> Any:
+        if self.read_zeros is not None and key == "advantages":
+            self.read_zeros()
+        return self.tensors[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.tensors[key] = value
+        if key == "advantages":
+            self.read_zeros = None
+
+    @override
+    def __contains__(self, key: object) -> bool:
+        return key in self.tensors
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    @override
+    def __len__(self) -> int:
+        return len(self.tensors)
