@@ -24,8 +24,14 @@ from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.streaming.resuming import register
 from trinity_buffer.pipeline.streaming.trainer_lease import hold_lease
 from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.store import log
 from trinity_buffer.store.tables import consumer, policy
-from trinity_buffer.store.transaction import Prepared, TakenKeyError, Transaction
+from trinity_buffer.store.transaction import (
+    Prepared,
+    TakenKeyError,
+    Transaction,
+    one_statement,
+)
 
 SOCKET = ".s.PGSQL.5432"
 READY, GIVE_ROWS, REFUSAL = b"Z", b"G", b"E"
@@ -122,6 +128,28 @@ async def test_a_write_a_lease_and_a_commit_wait_for_the_server_as_seldom_as_the
         assert (await verify(experiment)).problems == ()
     most = {"write 2": 8, "BatchLeased": 6, "StepsCommitted": 4}
     assert {what: counted.trips[what] for what in most} == most
+
+
+async def test_a_function_of_one_statement_needs_no_transaction_around_it(
+    wire: tuple[Wire, str],
+) -> None:
+    counted, url = wire
+    async with opened(url) as experiment:
+        database = experiment.database
+        await experiment.writer("e0").write(group(task=0))
+        for number in range(6):  # statements are prepared at first, on each connection
+            with counted.count(f"read {number}"):
+                assert len(await database.read(log.read_at, experiment.key, [1, 2])) == 2
+
+        @one_statement
+        def two(tx: Transaction) -> None:
+            tx.rows("SELECT 1", ())
+            tx.rows("SELECT 2", ())
+
+        with pytest.raises(RuntimeError, match="of one statement has executed another"):
+            await database.read(two)
+        assert await database.read(log.head, experiment.key) == 2
+    assert counted.trips["read 5"] == 1
 
 
 async def test_changes_of_one_row_are_made_in_order(store_url: str) -> None:

@@ -18,7 +18,7 @@ from trinity_buffer.errors import (
     ReadOnlyStoreError,
     UnknownStoreError,
 )
-from trinity_buffer.store import schema, sqlite
+from trinity_buffer.store import schema, sqlite, transaction
 from trinity_buffer.store.access import Owner, StoreFiles, foreign_errors
 from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
 from trinity_buffer.store.postgres import Server
@@ -128,7 +128,8 @@ class Database:
         It is shielded: a cancellation takes effect after it. So ``f`` must be short, well below a
         second, and wait for nothing but ``tx``.
         """
-        return await self._run(lambda tx: f(tx, *args, **kwargs), writes=False)
+        alone = transaction.is_of_one_statement(f)
+        return await self._run(lambda tx: f(tx, *args, **kwargs), writes=False, alone=alone)
 
     async def write(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
@@ -145,9 +146,11 @@ class Database:
         self._noticed()
         return done
 
-    async def _run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
+    async def _run(self, f: Callable[[Transaction], T], *, writes: bool, alone: bool = False) -> T:
         self._owner.require()
         with foreign_errors(self.name):
+            if alone and isinstance(self._connections, Server):
+                return await self._connections.run_alone(f)
             return await self._connections.run(f, writes=writes)
 
     async def session(self, work: Callable[[Session], T]) -> T:

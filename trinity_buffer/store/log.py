@@ -27,6 +27,7 @@ from trinity_buffer.store.transaction import (
     among_given,
     given,
     lock_experiment,
+    one_statement,
     upsert,
 )
 
@@ -225,6 +226,7 @@ FEW_KINDS = 6
 """Up to so many kinds of rare events are looked up each by itself."""
 
 
+@one_statement
 def read_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> list[StoredEvent]:
     """Return the events at ``positions``, in order of position."""
     query = _at(tx.dialect.name)

@@ -45,13 +45,15 @@ class PostgresTransaction(Transaction):
 
     Args:
         connection: in autocommit; no transaction may be open.
-        begin: the statement that begins it, sent together with the first one.
+        begin: the statement that begins it, sent together with the first one; "" for a single
+            statement that needs none.
     """
 
     def __init__(self, connection: Connection, begin: str) -> None:
         super().__init__(connection)
         self._adapted: Any = connection.connection.dbapi_connection
         self._begin = begin
+        self._statements_left = 1 if not begin else None
         self._locked: set[int] = set()
         self._changes: dict[str, tuple[str, Sequence[Any]]] = {}
         self._news = ""
@@ -117,19 +119,28 @@ class PostgresTransaction(Transaction):
         """
         if self._changes:
             self._catch_up()
-        if (self._news or not self._begin) and self._tell(f"{self._news}COMMIT") != "COMMIT":
+        if self._is_open and self._tell(f"{self._news}COMMIT") != "COMMIT":
             raise StoreError("the transaction had failed before its commit; nothing was written")
 
     def roll_back(self) -> None:
         """End the transaction, if it began; a connection on which that fails is not used again."""
-        if not self._begin and not self._adapted.driver_connection.is_closed():
+        if self._is_open and not self._adapted.driver_connection.is_closed():
             try:
                 self._tell("ROLLBACK")
             except (DBAPIError, OSError):
                 self._connection.invalidate()
 
+    @property
+    def _is_open(self) -> bool:
+        """Whether there is a transaction to be ended, or one to be made for its news."""
+        return self._statements_left is None and bool(self._news or not self._begin)
+
     def _catch_up(self) -> None:
         """Begin, if that is still to be done, and send the changes that are kept."""
+        if self._statements_left is not None:
+            if not self._statements_left:
+                raise RuntimeError("a function of one statement has executed another one")
+            self._statements_left -= 1
         self._started()
         if self._changes:
             some, self._changes = list(self._changes.values()), {}
@@ -169,6 +180,8 @@ _SPACE = 7
 _NEWER = (
     f"SELECT 1 FROM alembic_version HAVING max(version_num) IS DISTINCT FROM '{SCHEMA_REVISION}'"  # noqa: S608 - ours
 )
+# The lock of an experiment needs READ COMMITTED: a transaction that waited for the lock must see
+# what its holder committed, whatever the database's default is.
 _WRITING = "BEGIN ISOLATION LEVEL READ COMMITTED; "
 _READING = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY; "
 
@@ -207,10 +220,16 @@ class Server:
 
     async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
         """Return ``f(tx)``, in a transaction of its own. A cancellation waits for its end."""
+        return await self._transacted(f, _WRITING if writes else _READING)
 
+    async def run_alone(self, f: Callable[[Transaction], T]) -> T:
+        """Return ``f(tx)``, which executes a single statement that reads."""
+        return await self._transacted(f, "")
+
+    async def _transacted(self, f: Callable[[Transaction], T], begin: str) -> T:
         def transact() -> T:
             with self._engine.connect() as connection:
-                return _transact(connection, f, writes=writes)
+                return _transact(connection, f, begin)
 
         with anyio.CancelScope(shield=True):
             done: T = await greenlet_spawn(transact)
@@ -302,7 +321,7 @@ class _Connected:
                 self._connection = self._engine.connect()
             if self._connection.invalidated:  # it would connect anew, and have nothing temporary
                 raise ConnectionError("the connection was lost: ask again")
-            return _transact(self._connection, f, writes=writes)
+            return _transact(self._connection, f, _WRITING if writes else _READING)
 
         with anyio.CancelScope(shield=True):
             async with self._lock:
@@ -321,10 +340,8 @@ class _Connected:
             await greenlet_spawn(close)
 
 
-def _transact(connection: Connection, f: Callable[[Transaction], T], *, writes: bool) -> T:
-    # The lock of an experiment needs READ COMMITTED: a transaction that waited for the lock
-    # must see what its holder committed, whatever the database's default is.
-    tx = PostgresTransaction(connection, _WRITING if writes else _READING)
+def _transact(connection: Connection, f: Callable[[Transaction], T], begin: str) -> T:
+    tx = PostgresTransaction(connection, begin)
     try:
         done = f(tx)
         tx.commit()

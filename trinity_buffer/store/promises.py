@@ -23,6 +23,7 @@ from trinity_buffer.store.transaction import (
     Transaction,
     dialect_module,
     lock_experiment,
+    one_statement,
     upsert,
 )
 
@@ -38,6 +39,7 @@ def place_of(owner: str) -> str:
     return f"pid {rest[0]} on host {name_of(host)}" if len(rest) == 3 else owner
 
 
+@one_statement
 def holder(tx: Transaction, experiment: int, name: str) -> tuple[str, int, int] | None:
     """Return (owner, token, expires_at in µs) of the lease, or None."""
     rows = _HOLDER.rows(tx, of=experiment, by=name)

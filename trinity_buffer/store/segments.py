@@ -19,7 +19,13 @@ from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.counters import all_numbers
 from trinity_buffer.store.tables import archived, segment
-from trinity_buffer.store.transaction import Prepared, ReadSession, SegmentParts, Transaction
+from trinity_buffer.store.transaction import (
+    Prepared,
+    ReadSession,
+    SegmentParts,
+    Transaction,
+    one_statement,
+)
 
 
 class SegmentRow(NamedTuple):
@@ -127,6 +133,7 @@ def _holds(key: bytes, family: str, part: int, recorded: int, data: bytes) -> bo
     return int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True) == recorded
 
 
+@one_statement
 def _read(tx: Transaction, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
     if not keys or not families:
         return {}
@@ -149,6 +156,7 @@ def _parts_of(keys: int, families: int) -> Prepared:
     return Prepared(query.order_by(segment.c.key, segment.c.family, segment.c.part))
 
 
+@one_statement
 def archived_at(tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, tuple[int, str | None]]:
     """Return (position of the event, file) of those of ``keys`` that have left the database."""
     if not keys:

@@ -104,6 +104,23 @@ class Transaction(ABC):
         """Tell the other processes, at the commit, that there is news."""
 
 
+_OF_ONE_STATEMENT: set[Callable[..., Any]] = set()
+
+
+def one_statement(f: Callable[P, T]) -> Callable[P, T]:
+    """Say that a function executes one statement at most, which reads: it sees one state anyway.
+
+    A server that is to begin and end a transaction around it would be waited for three times.
+    """
+    _OF_ONE_STATEMENT.add(f)
+    return f
+
+
+def is_of_one_statement(f: Callable[..., Any]) -> bool:
+    """Return whether a function was marked with `one_statement`."""
+    return f in _OF_ONE_STATEMENT
+
+
 class ReadSession(Protocol):
     """Several short transactions and the computing between them, on one trip."""
 
