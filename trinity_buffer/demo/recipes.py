@@ -22,7 +22,7 @@ SMALL_DIGITS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class DemoRecipe:
     """The numbers of an algorithm; `config` gives them as the configuration of a run.
 
     Attributes:
@@ -108,7 +108,7 @@ _NO_REFERENCE = {"kl_loss_fn": "none"}
 # From random weights there is nothing that the policy should stay close to, and a frozen reference
 # would cost a forward pass of every step.
 
-_GROUPS = Recipe(family="group-relative", entropy_coef=0.02, algorithm_args=_NO_REFERENCE)
+_GROUPS = DemoRecipe(family="group-relative", entropy_coef=0.02, algorithm_args=_NO_REFERENCE)
 _REINFORCE = replace(_GROUPS, family="REINFORCE and mirror descent")
 _CLIPS = replace(_GROUPS, family="other ratios and clips")
 _TURNS = replace(
@@ -121,7 +121,7 @@ _TURNS = replace(
     entropy_coef=0.05,
     max_steps=300,
 )
-_RECORDED = Recipe(
+_RECORDED = DemoRecipe(
     family="recorded data",
     groups_per_step=128,
     groups_per_batch=64,
@@ -136,9 +136,9 @@ _EXPERT = replace(
     groups_per_step=48,
     algorithm_args={**_NO_REFERENCE, "sample_strategy_args": {"expert_data_ratio": 1 / 3}},
 )
-_TEACHER = Recipe(family="distillation")
+_TEACHER = DemoRecipe(family="distillation")
 
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, DemoRecipe] = {
     "sft": _RECORDED,
     "cpt": _RECORDED,
     "dpo": replace(_RECORDED, max_steps=150, loss_args={"beta": 0.5}),
@@ -175,15 +175,15 @@ RECIPES: dict[str, Recipe] = {
     "on_policy_distill": _TEACHER,
     "jsd": _TEACHER,
 }
-"""By the algorithm's registered name; one that is not here is tried with a plain `Recipe`."""
+"""By the algorithm's registered name; one that is not here is tried with a plain `DemoRecipe`."""
 
 ALGORITHM_OF_TASK = {"sort": "grpo", "guess": "multi_step_grpo"}
 """What a task is learnt with where nobody names an algorithm."""
 
 
-def recipe_for(algorithm: str, task: Task) -> Recipe:
+def recipe_for(algorithm: str, task: Task) -> DemoRecipe:
     """Return the recipe of ``algorithm`` for ``task``: the nearest one that was tried."""
-    recipe = RECIPES.get(algorithm, Recipe())
+    recipe = RECIPES.get(algorithm, DemoRecipe())
     if task.name == "guess" and recipe.task != "guess":
         entropy = None if recipe.entropy_coef is None else _TURNS.entropy_coef
         return replace(
@@ -206,7 +206,7 @@ def teacher_config(task: Task) -> dict[str, Any]:
     return {"algorithm": "sft", **_lengthened(recipe, task).config()}
 
 
-def _lengthened(recipe: Recipe, task: Task) -> Recipe:
+def _lengthened(recipe: DemoRecipe, task: Task) -> DemoRecipe:
     """Return ``recipe`` with more steps where ``task`` is larger than it was found with."""
     if task.name != "sort" or task.response_length <= SMALL_DIGITS:
         return recipe

@@ -179,11 +179,11 @@ def decode_annotations(
     found: list[dict[str, Tensor | None]] = [{"advantages": None, "returns": None} for _ in wanted]
     for field in ANNOTATED:
         for column in segment.columns.get(field, []):
-            _fill(found, field, column, wanted, masks, shared=field in segment.aliases)
+            _fill_tensors(found, field, column, wanted, masks, shared=field in segment.aliases)
     return found
 
 
-def _fill(
+def _fill_tensors(
     found: Sequence[dict[str, Tensor | None]],
     field: str,
     column: Column,

@@ -48,7 +48,7 @@ def decode_experiences(
         segment = decode_segment(blob if isinstance(blob, bytearray) else bytearray(blob))
         if segment.rows != rows:
             raise CodecError(f"segment {family} has {segment.rows} rows, its event has {rows}")
-        _fill(states, family, segment, None if slots is None else slots)
+        _fill_fields(states, family, segment, None if slots is None else slots)
     return [Experience.from_state(state) for state in states]
 
 
@@ -101,7 +101,7 @@ def _states(
     return states
 
 
-def _fill(
+def _fill_fields(
     states: list[dict[str, Any]], family: str, segment: Segment, slots: Sequence[int] | None
 ) -> None:
     fields = FAMILIES[family]

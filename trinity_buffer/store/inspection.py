@@ -27,7 +27,7 @@ from trinity_buffer.store.transaction import Prepared, Transaction, among
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RowFate:
     """What one consumer has made of one experience.
 
     Attributes:
@@ -163,14 +163,14 @@ def find(tx: Transaction, experiment: int, eid: EID) -> ExperienceRow | None:
     return None if row is None else experience_row(row)
 
 
-def annotation_rows(tx: Transaction, experiment: int, addresses: Sequence[int]) -> list[Decision]:
+def annotation_rows(tx: Transaction, experiment: int, addresses: Sequence[int]) -> list[RowFate]:
     """Return the annotation rows of experiences, of all sets."""
     # Only what its index holds, and sorted here: else SQLite walks through every annotation.
     query = select(annotation.c.consumer, annotation.c.experience, annotation.c.address).where(
         annotation.c.experiment == experiment, among(tx, annotation.c.experience, addresses)
     )
     found = [
-        Decision(row.consumer, int(row.experience), annotation=int(row.address))
+        RowFate(row.consumer, int(row.experience), annotation=int(row.address))
         for row in tx.execute(query).all()
     ]
     return sorted(found, key=lambda one: (one.consumer, one.annotation or 0))
@@ -182,7 +182,7 @@ def deliveries(
     trainers: Sequence[str],
     addresses: Sequence[int],
     source: str = "",
-) -> list[Decision]:
+) -> list[RowFate]:
     """Return the gradient steps of ``trainers`` that hold annotation rows.
 
     Args:
@@ -197,7 +197,7 @@ def deliveries(
     )
     query = query.order_by(delivery.c.consumer, delivery.c.step)
     return [
-        Decision(row.consumer, int(row.address), step=int(row.step))
+        RowFate(row.consumer, int(row.address), step=int(row.step))
         for row in tx.execute(query).all()
     ]
 
@@ -247,7 +247,7 @@ def guests(tx: Transaction, experiment: int) -> list[Guest]:
 
 def rejections(
     tx: Transaction, experiment: int, consumers: Sequence[str], addresses: Sequence[int]
-) -> list[Decision]:
+) -> list[RowFate]:
     """Return why ``consumers`` rejected experiences (of a trainer: annotation rows)."""
     query = select(rejection).where(
         rejection.c.experiment == experiment,
@@ -256,14 +256,14 @@ def rejections(
     )
     query = query.order_by(rejection.c.consumer, rejection.c.address)
     return [
-        Decision(row.consumer, int(row.address), reason=row.reason)
+        RowFate(row.consumer, int(row.address), reason=row.reason)
         for row in tx.execute(query).all()
     ]
 
 
 def still_waiting(
     tx: Transaction, experiment: int, strategies: Sequence[str], addresses: Sequence[int]
-) -> list[Decision]:
+) -> list[RowFate]:
     """Return which experiences ``strategies`` have seen and not decided."""
     query = select(waiting.c.consumer, waiting.c.address).where(
         waiting.c.experiment == experiment,
@@ -271,7 +271,7 @@ def still_waiting(
         among(tx, waiting.c.address, addresses),
     )
     query = query.order_by(waiting.c.consumer, waiting.c.address)
-    return [Decision(name, int(address)) for name, address in tx.execute(query).all()]
+    return [RowFate(name, int(address)) for name, address in tx.execute(query).all()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ class _Compaction:
             while held := await read(
                 retention.held_segments, key, after=after, limit=sizes().segments_per_page
             ):
-                for some in _together(held):
+                for some in _unbroken(held):
                     done = await self._done_with(some, needs)
                     if not done:
                         self._progress("compact", position_of(some[-1].last), head)
@@ -207,7 +207,7 @@ class _Compaction:
         reached("inside-compact")
 
 
-def _together(held: Sequence[Held]) -> Iterator[list[Held]]:
+def _unbroken(held: Sequence[Held]) -> Iterator[list[Held]]:
     """Yield stretches of segments between which none is archived, of so many rows at most."""
     some: list[Held] = []
     rows = 0

@@ -103,13 +103,13 @@ class RankSession:
             if lease.lost is not None:
                 raise lease.lost
         self.wait.over()
-        together = RanksAssembled(
+        assembled = RanksAssembled(
             consumer=self._name,
             token=lease.token,
             committed_step=committed,
             joins=[self._joins[rank] for rank in sorted(others)],
         )
-        self._position = await self._append(together, token=lease.token)
+        self._position = await self._append(assembled, token=lease.token)
         self.committed = committed
 
     async def all_parts(
@@ -302,9 +302,9 @@ class RankSession:
             case _:
                 assert_never(fact)
 
-    def _take_in_assembly(self, position: int, together: RanksAssembled) -> None:
-        if self._rank and self._joined in together.joins:
-            self._position, self.committed = position, together.committed_step
+    def _take_in_assembly(self, position: int, assembled: RanksAssembled) -> None:
+        if self._rank and self._joined in assembled.joins:
+            self._position, self.committed = position, assembled.committed_step
         elif self._position and position > self._position:
             self._superseded = "the ranks assembled anew without this process"
 
