@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from trinity_buffer.experience import FAMILIES, Experience
-from trinity_buffer.pipeline.tensor_columns import Tensors, tensors_given
+from trinity_buffer.pipeline.tensor_columns import GivenTensors, tensors_given
 
 _NAMES = (
     *("eid", "experience_type", "prompt_length", "reward"),
@@ -29,7 +29,7 @@ class Fields:
         columns = zip(*map(_every, experiences), strict=True) if experiences else [()] * len(_NAMES)
         self._of: dict[str, tuple[Any, ...]] = dict(zip(_NAMES, columns, strict=True))
         self._kinds: dict[str, frozenset[type]] = {}
-        self._tensors: dict[str, Tensors] = {}
+        self._tensors: dict[str, GivenTensors] = {}
         self._addresses: tuple[tuple[Any, ...], ...] | None = None
         self._said: dict[str, list[Any]] = {}
 
@@ -45,7 +45,7 @@ class Fields:
             self._kinds[name] = frozenset(map(type, self._of[name]))
         return self._kinds[name]
 
-    def tensors(self, name: str) -> Tensors:
+    def tensors(self, name: str) -> GivenTensors:
         """Return the tensors of a field that holds nothing else but None."""
         if name not in self._tensors:
             self._tensors[name] = tensors_given(self._of[name])

@@ -19,7 +19,7 @@ class Late:
     make: Callable[[], Any]
 
 
-class Tensors(MutableMapping[str, Any]):
+class LateTensors(MutableMapping[str, Any]):
     """Tensors by name, some of which are made when they are first looked at.
 
     Args:

@@ -35,7 +35,7 @@ _size_of: Callable[[Tensor], int] = methodcaller("numel")
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
+class GivenTensors:
     """The tensors of one field, those that are there, and what is asked of each.
 
     Attributes:
@@ -57,11 +57,11 @@ class Tensors:
         width = max((dtype.itemsize for dtype, *_ in kinds), default=0)
         return width * sum(self.sizes) + ALIGNMENT * len(kinds)
 
-    def only(self, kind: _Kind) -> Tensors:
+    def only(self, kind: _Kind) -> GivenTensors:
         """Return those of one kind."""
         mine = [index for index, other in enumerate(self.kinds) if other == kind]
         rows = range(len(self.given)) if self.rows is None else self.rows
-        return Tensors(
+        return GivenTensors(
             [self.given[index] for index in mine],
             [rows[index] for index in mine],
             [kind] * len(mine),
@@ -69,14 +69,14 @@ class Tensors:
         )
 
 
-def tensors_given(tensors: Sequence[Tensor | None]) -> Tensors:
+def tensors_given(tensors: Sequence[Tensor | None]) -> GivenTensors:
     """Return ``tensors``, by row, without those that are None."""
     if any(tensor is None for tensor in tensors):
         rows = [row for row, tensor in enumerate(tensors) if tensor is not None]
         given: list[Any] = [tensors[row] for row in rows]
-        return Tensors(given, rows, list(map(_kind_of, given)), list(map(_size_of, given)))
+        return GivenTensors(given, rows, list(map(_kind_of, given)), list(map(_size_of, given)))
     every: Any = tensors
-    return Tensors(every, None, list(map(_kind_of, every)), list(map(_size_of, every)))
+    return GivenTensors(every, None, list(map(_kind_of, every)), list(map(_size_of, every)))
 
 
 def columns_of(field: str, tensors: Sequence[Tensor | None]) -> list[Column]:
@@ -84,7 +84,7 @@ def columns_of(field: str, tensors: Sequence[Tensor | None]) -> list[Column]:
     return columns_of_given(field, tensors_given(tensors))
 
 
-def columns_of_given(field: str, tensors: Tensors, take: Take | None = None) -> list[Column]:
+def columns_of_given(field: str, tensors: GivenTensors, take: Take | None = None) -> list[Column]:
     """Return the columns of one field; none where there are no tensors.
 
     Rows of one dtype and number of dimensions share a column, made with a single ``torch.cat``.
@@ -104,7 +104,7 @@ def columns_of_given(field: str, tensors: Tensors, take: Take | None = None) -> 
     return [_column(field, tensors.only(kind), take) for kind in kinds]
 
 
-def _column(field: str, tensors: Tensors, take: Take | None) -> Column:
+def _column(field: str, tensors: GivenTensors, take: Take | None) -> Column:
     dtype, ndim, device, layout = tensors.kinds[0]
     if dtype not in DTYPE_NAMES or layout != torch.strided or device.type == "meta":
         raise InvalidArgumentError(

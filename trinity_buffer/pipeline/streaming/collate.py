@@ -20,7 +20,7 @@ from torch import Tensor
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.loading.blocks import Array, Field, field_of_values
-from trinity_buffer.pipeline.microbatch import Late, MicroBatch, Tensors
+from trinity_buffer.pipeline.microbatch import Late, LateTensors, MicroBatch
 from trinity_buffer.pipeline.streaming.collate_buffers import (
     Arena,
     LastTokens,
@@ -89,7 +89,7 @@ def collate_step(
         modal = [_on(device, inputs) for inputs in _each(rows.multi_modal[chosen], size)]
         versions = list(_each(rows.facts.policy_versions[chosen], size))
         mine = replace(layout, cu_seqlens=tensors.get("cu_seqlens"))
-        batches.append(MicroBatch(Tensors(tensors), mine, modal, versions, rows.unrecorded))
+        batches.append(MicroBatch(LateTensors(tensors), mine, modal, versions, rows.unrecorded))
     return batches
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from trinity_buffer.codec import DTYPES, Column
 from trinity_buffer.identity import EID, problem_of_key, problem_of_name, problem_of_text
 from trinity_buffer.pipeline.fields import Fields
-from trinity_buffer.pipeline.tensor_columns import Tensors
+from trinity_buffer.pipeline.tensor_columns import GivenTensors
 from trinity_buffer.pipeline.writing.validation import (
     FLOATS,
     INTEGERS,
@@ -109,7 +109,7 @@ def _sizes(fields: Fields, name: str, dtypes: Collection[torch.dtype]) -> Sequen
     return _sizes_of(fields.tensors(name), dtypes)
 
 
-def _sizes_of(tensors: Tensors, dtypes: Collection[torch.dtype]) -> Sequence[int] | None:
+def _sizes_of(tensors: GivenTensors, dtypes: Collection[torch.dtype]) -> Sequence[int] | None:
     for dtype, ndim, device, layout in set(tensors.kinds):
         if dtype not in dtypes or ndim != 1 or layout != torch.strided or device.type == "meta":
             return None
