@@ -13,6 +13,7 @@ from pysqlite3 import dbapi2
 
 from tests.stories import Story
 from trinity_buffer.errors import TrinityBufferError
+from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 
@@ -120,3 +121,15 @@ def places_of_index(story: Story) -> list[int]:
     found = [at for at in range(len(page) - 2) if page[at : at + 2] == b"b0"]
     assert found
     return [(root - 1) * size + at for at in found]
+
+
+async def test_what_is_no_json_any_more_is_named_and_mended(sqlite_story: Story) -> None:
+    path = file_of(sqlite_story)
+    sound = everything(path)
+    with closing(dbapi2.connect(str(path))) as connection, connection:
+        connection.execute("UPDATE consumer SET config = replace(config, ':', '2')")
+    assert await is_named(sqlite_story)
+    async with open_store(sqlite_story.url) as store:
+        experiment = await store.experiment(sqlite_story.name)
+        await rebuild(experiment.database, experiment.key)
+    assert everything(path) == sound

@@ -30,6 +30,8 @@ from sqlalchemy import (
 )
 from typing_extensions import override
 
+from trinity_buffer.errors import StoreError
+
 SCHEMA_REVISION = "0004"
 """The alembic revision that equals these tables; a test holds them together."""
 
@@ -61,8 +63,19 @@ class CanonicalJSON(TypeDecorator[Any]):
 
     @override
     def process_result_value(self, value: str | None, dialect: Any) -> Any:
-        """Return the value of the text."""
-        return None if value is None else json.loads(value)
+        """Return the value of the text.
+
+        Raises:
+            StoreError: it is no JSON: somebody, or the disk, has changed it.
+        """
+        try:
+            return None if value is None else json.loads(value)
+        except ValueError as error:
+            raise StoreError(
+                f"a value that the store keeps as JSON is damaged ({error}): run `trinity-buffer "
+                "rebuild`, which makes it from the log again; if that cannot open the experiment, "
+                "restore the store from a backup"
+            ) from error
 
 
 def _key(name: str, kind: type[Any] = BigInteger) -> Column[Any]:
