@@ -1,9 +1,10 @@
 """Measure this version beside an earlier one, in turns: one JSON line a figure.
 
-git archive COMMIT | tar x -C /tmp/earlier
-python -m benchmarks.earlier /tmp/earlier --backend postgresql
+python -m benchmarks.earlier . --backend postgresql   # beside itself: how much chance does
 
-Each measurement is of a new store, in a process of its own; the limit is the earlier version.
+In place of the dot stands a folder with the code of an earlier version, for example what
+``git archive COMMIT | tar x -C FOLDER`` has made. Each measurement is of a new store, in a process
+of its own; the limit is the earlier version.
 """
 
 from __future__ import annotations
