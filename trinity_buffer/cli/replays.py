@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from trinity_buffer.cli.roles import (
 )
 from trinity_buffer.cli.run_algorithm import algorithm_of, parts_of
 from trinity_buffer.cli.run_config import RunConfig, overridden, resolved
+from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.own_code import own_code
 from trinity_buffer.pipeline.checkpoint import digest_of
@@ -27,7 +30,7 @@ from trinity_buffer.pipeline.history.replay import RecordedEnd, open_replay_stre
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.committing import environment_of_run
 from trinity_buffer.trainer.checkpoint_folder import read_step, save_checkpoint
-from trinity_buffer.trainer.trainer import StepReport
+from trinity_buffer.trainer.trainer import StepReport, Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,8 @@ def replay(
     _require_same(environment)
     span = {"consumer": config.trainer, "first": first, "last": last}
     span["repeat_skips"] = not overrides
-    digest, losses = _trained_again(url, experiment, config, from_checkpoint, span, say)
+    then = partial(_score_as_then, without_heads=end.without_heads)
+    digest, losses = _trained_again(url, experiment, config, from_checkpoint, span, then, say)
     recorded = end.digest
     unchanged = not overrides and recorded is not None
     return ReplayReport(
@@ -98,6 +102,7 @@ def _trained_again(
     config: RunConfig,
     from_checkpoint: Path | None,
     span: dict[str, Any],
+    score_as_then: Callable[[Trainer, int], None],
     say: Say,
 ) -> tuple[str, list[float]]:
     """Return the digest of the weights after the replayed steps, and the losses on the way."""
@@ -106,6 +111,7 @@ def _trained_again(
     def tell(report: StepReport) -> None:
         losses.append(report.loss)
         say(line_of(report))
+        score_as_then(trainer, report.step + 1)
 
     # The trainer must not commit on the way: what it writes is thrown away.
     config = config.model_copy(update={"commit_every_steps": 1 << 30, "max_steps": None})
@@ -118,6 +124,7 @@ def _trained_again(
         settings = replace(settings_of(config, Path(scratch)), max_skipped_steps=None)
         algorithm = algorithm_of(config)
         trainer = trainer_on(stream, config, algorithm, settings)
+        score_as_then(trainer, span["first"])
         with own_code(parts_of(algorithm)):
             trainer.run(tell)
         folder = save_checkpoint(Path(scratch), trainer.state)
@@ -161,6 +168,13 @@ def _require_same(environment: dict[str, Any]) -> None:
         torch.set_num_threads(environment["threads"])
     if environment.get("deterministic"):
         torch.use_deterministic_algorithms(mode=True)
+
+
+def _score_as_then(trainer: Trainer, step: int, *, without_heads: int) -> None:
+    """Let a step be scored as it was: before the log had heads, from all logits at once."""
+    for model in trainer.scoring:
+        if isinstance(model, TransformerPolicy):
+            model.whole_logits = step <= without_heads
 
 
 def _differences(environment: dict[str, Any]) -> dict[str, list[Any]]:

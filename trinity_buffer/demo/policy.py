@@ -19,6 +19,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from trinity_buffer.demo.policy_file import read_policy, write_policy
+from trinity_buffer.demo.whole_logits import entropy_changes_of_logits, scores_of_logits
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE
 from trinity_buffer.trainer.last_hidden import OutputHead
@@ -171,9 +172,13 @@ class TransformerPolicy(nn.Module):
     Args:
         config: the shape.
         seed: of the initial weights.
+
+    Attributes:
+        whole_logits: make all logits at once to score tokens, as old runs did; see `whole_logits`.
     """
 
     file_name = POLICY_FILE
+    whole_logits = False
 
     def __init__(self, config: PolicyConfig, *, seed: int = 0) -> None:
         super().__init__()
@@ -222,13 +227,14 @@ class TransformerPolicy(nn.Module):
 
     def last_hidden(self, microbatch: Mapping[str, Any]) -> tuple[Tensor, OutputHead]:
         """Return the last hidden states, and the head that makes logits of them; see `forward`."""
-        hidden = self._hidden_of(
-            microbatch["input_ids"],
-            microbatch.get("position_ids"),
-            microbatch.get("cu_seqlens"),
-            microbatch.get("max_seqlen"),
-        )
+        names = ("position_ids", "cu_seqlens", "max_seqlen")
+        hidden = self._hidden_of(microbatch["input_ids"], *map(microbatch.get, names))
         return hidden, OutputHead(self.head.weight)
+
+    def _logits_of(self, microbatch: Mapping[str, Any]) -> Tensor:
+        # The runs that were scored so counted the positions themselves.
+        limits = {name: microbatch.get(name) for name in ("cu_seqlens", "max_seqlen")}
+        return self.forward(microbatch["input_ids"], **limits)
 
     def scores(self, microbatch: Mapping[str, Any]) -> TokenScores:
         """Return log-probability and entropy of every token; see `token_scores`.
@@ -236,10 +242,14 @@ class TransformerPolicy(nn.Module):
         Raises:
             InvalidArgumentError: see `forward`.
         """
+        if self.whole_logits:
+            return scores_of_logits(self._logits_of(microbatch), microbatch)
         return token_scores(self, microbatch)
 
     def entropy_changes(self, microbatch: Mapping[str, Any]) -> Tensor:
         """Return the expected change of entropy at every token; see `entropy_changes`."""
+        if self.whole_logits:
+            return entropy_changes_of_logits(self._logits_of(microbatch), microbatch)
         return entropy_changes(self, microbatch)
 
     def read(self, input_ids: Tensor, cache: KeyValueCache) -> Tensor:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, bindparam, func, or_, select
+from sqlalchemy import ColumnElement, bindparam, func, or_, select, text
 
 from trinity_buffer.store.queries import consumer_row, newest_policy
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, StepRow
 from trinity_buffer.store.tables import (
+    NOT_FREQUENT,
     annotation,
     delivery,
+    event,
     plan,
     policy,
     rejection,
@@ -126,6 +128,19 @@ def step_at(tx: Transaction, experiment: int, name: str, number: int) -> StepRow
     """Return one step of a trainer, or None."""
     found = steps(tx, experiment, name, after=number - 1, limit=1)
     return found[0] if found and found[0].step == number else None
+
+
+def steps_without_heads(tx: Transaction, experiment: int, name: str) -> int:
+    """Return the last step that a trainer committed before the events had heads; 0: none."""
+    first = select(func.min(event.c.position)).where(
+        event.c.experiment == experiment, event.c.kind == "ChainStarted", text(NOT_FREQUENT)
+    )
+    query = select(func.max(step.c.step)).where(
+        step.c.experiment == experiment,
+        step.c.consumer == name,
+        step.c.committed_at < first.scalar_subquery(),
+    )
+    return tx.execute(query).scalar() or 0
 
 
 def step_with_rows(tx: Transaction, experiment: int, name: str, number: int) -> int:

@@ -71,7 +71,7 @@ def entropy_changes(
 def _predictions(model: Any, microbatch: Mapping[str, Any]) -> tuple[Tensor, OutputHead, Tensor]:
     """Return the hidden state ``[T, D]`` before each predicted token, the head, their places."""
     hidden, head = last_hidden(model, microbatch)
-    places = _predicted(microbatch).flatten().nonzero().squeeze(-1)
+    places = predicted(microbatch).flatten().nonzero().squeeze(-1)
     return hidden.flatten(0, -2)[places - 1], head, places
 
 
@@ -295,7 +295,7 @@ def _within(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return targets.clamp(0, columns - 1), (targets >= 0) & (targets < columns)
 
 
-def _predicted(microbatch: Mapping[str, Any]) -> Tensor:
+def predicted(microbatch: Mapping[str, Any]) -> Tensor:
     """Return which tokens the model predicted: all but the first of a sequence and padding."""
     ids, limits = microbatch["input_ids"], microbatch.get("cu_seqlens")
     there = microbatch.get("attention_mask")

@@ -133,6 +133,12 @@ class Trainer:
         """The policy as it is now."""
         return self.state.policy
 
+    @property
+    def scoring(self) -> list[Any]:
+        """The policy, and those that it is compared with."""
+        every = (self.policy, self._models.reference, self._models.teacher)
+        return [model for model in every if model is not None]
+
     def run(
         self,
         report: Callable[[StepReport], bool | None] = lambda _: None,

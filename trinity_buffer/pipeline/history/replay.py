@@ -130,11 +130,13 @@ class RecordedEnd:
         step: the last one that is run again.
         digest: of the weights that were published after it; None: none were.
         environment: in which the trainer made its last commit.
+        without_heads: the last step that was committed before the log had heads; 0: none.
     """
 
     step: int
     digest: str | None
     environment: dict[str, Any]
+    without_heads: int
 
 
 async def recorded_end(experiment: Experiment, consumer: str, last: int | None) -> RecordedEnd:
@@ -157,7 +159,8 @@ async def recorded_end(experiment: Experiment, consumer: str, last: int | None) 
     digest = None
     if found is not None:
         digest = await database.read(trainer_queries.weights_after, key, found)
-    return RecordedEnd(end, digest, environment)
+    without_heads = await database.read(trainer_queries.steps_without_heads, key, consumer)
+    return RecordedEnd(end, digest, environment, without_heads)
 
 
 @dataclass(frozen=True, slots=True)
