@@ -53,7 +53,8 @@ class ExpectedCounts:
         for reason in refused.values():
             self._numbers["", counters.rejected_for(reason)] += 1
         self._versions.update(version for version in columns.policy_version if version is not None)
-        self._unplanned.update({str(key) for key in columns.batch} - batches.keys())
+        # Not by a difference of sets: Python walks through all that is taken away.
+        self._unplanned.update(key for key in set(map(str, columns.batch)) if key not in batches)
         for key, task, run in zip(map(str, columns.batch), columns.task, columns.run, strict=True):
             of, row = self._runs.get(key, {}), batches.get(key)
             if row is not None and str(task) in of and run < row["rollouts_per_group"]:
