@@ -24,6 +24,7 @@ from trinity_buffer.pipeline.fields import Fields
 from trinity_buffer.pipeline.reused_memory import ReusedMemory
 from trinity_buffer.pipeline.tensor_columns import (
     DTYPE_NAMES,
+    Take,
     columns_of,
     columns_of_given,
     raw_tensor,
@@ -114,7 +115,7 @@ def encode_experiences(
             if fields.kinds(field) <= _NONE:
                 continue
             if field == "multi_modal_inputs":
-                columns += _modal_columns(fields[field])
+                columns += _modal_columns(fields[field], block.take)
             if field in OBJECTS:
                 packed |= _packed(contents, packer, field, fields[field])
             else:
@@ -166,7 +167,7 @@ def _as_texts(custom: CustomField) -> list[str]:
     return [custom.source_field, custom.destination_field, DTYPE_NAMES[custom.data_type]]
 
 
-def _modal_columns(values: Sequence[dict[str, Tensor] | None]) -> list[Column]:
+def _modal_columns(values: Sequence[dict[str, Tensor] | None], take: Take) -> list[Column]:
     names = sorted({name for value in values if value for name in value}, key=str)
     if not all(type(name) is str for name in names):
         raise InvalidArgumentError(f"multi_modal_inputs has the keys {names}: they must be texts")
@@ -174,7 +175,7 @@ def _modal_columns(values: Sequence[dict[str, Tensor] | None]) -> list[Column]:
         column
         for name in names
         for column in columns_of(
-            MODAL + name, [None if value is None else value.get(name) for value in values]
+            MODAL + name, [None if value is None else value.get(name) for value in values], take
         )
     ]
 

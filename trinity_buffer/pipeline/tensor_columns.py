@@ -79,9 +79,11 @@ def tensors_given(tensors: Sequence[Tensor | None]) -> GivenTensors:
     return GivenTensors(every, None, list(map(_kind_of, every)), list(map(_size_of, every)))
 
 
-def columns_of(field: str, tensors: Sequence[Tensor | None]) -> list[Column]:
+def columns_of(
+    field: str, tensors: Sequence[Tensor | None], take: Take | None = None
+) -> list[Column]:
     """Return the columns of one field, ``tensors`` by row, as `columns_of_given` does."""
-    return columns_of_given(field, tensors_given(tensors))
+    return columns_of_given(field, tensors_given(tensors), take)
 
 
 def columns_of_given(field: str, tensors: GivenTensors, take: Take | None = None) -> list[Column]:
@@ -92,7 +94,8 @@ def columns_of_given(field: str, tensors: GivenTensors, take: Take | None = None
     Args:
         field: its name.
         tensors: of its rows.
-        take: returns memory of a size for the columns; by default it is allocated.
+        take: returns memory of a size for the columns, into which tensors of the CPU are copied;
+            by default a column of a single tensor is a view of it.
 
     Raises:
         InvalidArgumentError: a tensor that has no bytes of its own (sparse, meta), or of a dtype
@@ -117,8 +120,8 @@ def _column(field: str, tensors: GivenTensors, take: Take | None) -> Column:
     else:
         shapes = np.array([tuple(tensor.shape) for tensor in given], np.int64)
         given = [tensor.reshape(-1) for tensor in given]
-    joins = take is not None and len(given) > 1 and device.type == "cpu"
-    out = take(dtype.itemsize * sum(tensors.sizes)) if take is not None and joins else None
+    copies = take is not None and device.type == "cpu"
+    out = take(dtype.itemsize * sum(tensors.sizes)) if take is not None and copies else None
     return Column(
         field,
         DTYPE_NAMES[dtype],
@@ -130,15 +133,20 @@ def _column(field: str, tensors: GivenTensors, take: Take | None) -> Column:
 
 def bytes_of(tensors: Sequence[Tensor], out: Bytes | None = None) -> Bytes:
     """Return the bytes of 1-D ``tensors`` of one dtype, one after another; in ``out`` if given."""
-    if tensors[0].dtype not in _JOINED:
+    dtype = tensors[0].dtype
+    if dtype not in _JOINED:
         tensors = [_raw(tensor) for tensor in tensors]
     if out is None:
         flat = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
         found: Bytes = _raw(flat).cpu().numpy()
-        return found
-    with torch.no_grad():  # what has a gradient is copied to no other tensor
-        torch.cat(list(tensors), out=torch.from_numpy(out).view(tensors[0].dtype))
-    return out
+    else:
+        with torch.no_grad():  # what has a gradient is copied to no other tensor
+            torch.cat(list(tensors), out=torch.from_numpy(out).view(tensors[0].dtype))
+        found = out
+    # Bytes that are viewed as booleans may hold anything, and torch takes all but 0 for true.
+    if dtype == torch.bool and found.max(initial=0) > 1:
+        return np.minimum(found, np.uint8(1))
+    return found
 
 
 def _raw(tensor: Tensor) -> Tensor:
@@ -158,7 +166,9 @@ def flat_tensor(column: Column) -> Tensor:
             f"column {column.field} holds {column.dtype}, which torch {torch.__version__} does not "
             "have: upgrade torch"
         )
-    return torch.from_numpy(column.data).view(dtype)
+    # NumPy gives no stride to some arrays without elements, and torch cannot view those.
+    bare = torch.from_numpy(column.data) if len(column.data) else torch.empty(0, dtype=torch.uint8)
+    return bare.view(dtype)
 
 
 def tensors_of(column: Column, wanted: Sequence[int] | None = None) -> list[Tensor]:
