@@ -198,6 +198,27 @@ def _of_one_width(pieces: Sequence[Tensor]) -> list[Tensor]:
     return [pad(piece, (0, width - piece.shape[1])) for piece in pieces]
 
 
+@dataclass(slots=True)
+class _Zeros:
+    """Zeros that were taken for advantages. Goes with a micro-batch that is copied or pickled."""
+
+    consumer: str
+    annotation_set: str
+    has_told: bool = False
+
+    def told(self) -> None:
+        """Warn of them, once."""
+        if not self.has_told:
+            self.has_told = True
+            _logger.warning(
+                "trainer %r: the annotation set %r has no advantages, so that `advantages` is 0 "
+                "everywhere: train on another set, or say with needs= what the loss reads "
+                "(needs=('advantages',) refuses a set without them)",
+                self.consumer,
+                self.annotation_set,
+            )
+
+
 class StepMaker:
     """Makes the steps of one rank, in order: each is a link of the chain of manifests.
 
@@ -215,7 +236,7 @@ class StepMaker:
         self._loader = loader
         self._memory = StepMemory()
         self._chain = FIRST_LINK
-        self._has_told = False
+        self._zeros = _Zeros(options.consumer, options.annotation_set)
 
     def go_on_after(self, committed: Iterable[StepRow]) -> bytes:
         """Begin behind the ``committed`` steps; return the link of the chain after them.
@@ -240,20 +261,8 @@ class StepMaker:
         asked = self._options.needs or self._options.annotation_set == RECORDED
         if not asked and len(rows.lacking("advantages")) == len(manifest.annotations):
             for microbatch in found:
-                microbatch.read_zeros = self._tell_of_zeros
+                microbatch.read_zeros = self._zeros.told
         return found
-
-    def _tell_of_zeros(self) -> None:
-        """Warn, once, of zeros that were taken for advantages."""
-        if not self._has_told:
-            self._has_told = True
-            _logger.warning(
-                "trainer %r: the annotation set %r has no advantages, so that `advantages` is 0 "
-                "everywhere: train on another set, or say with needs= what the loss reads "
-                "(needs=('advantages',) refuses a set without them)",
-                self._options.consumer,
-                self._options.annotation_set,
-            )
 
     async def leased(self, row: StepRow) -> TrainStep:
         """Return a step that was leased before, as the log has it.
