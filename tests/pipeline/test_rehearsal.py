@@ -40,6 +40,16 @@ def test_the_first_group_of_a_process_imports_and_compiles_nothing(
     assert json.loads(said) == {"statements": [], "modules": []}
 
 
+@pytest.mark.long
+def test_a_group_is_decided_and_trained_without_masked_arrays() -> None:
+    """Some functions of NumPy import them at their first call, for 8 ms of the first group."""
+    code = """import sys
+from trinity_buffer.pipeline.streaming.rehearsal import rehearse_training
+rehearse_training("padded")
+sys.exit("numpy.ma" in sys.modules)"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 @pytest.mark.parametrize("families", [(), ("light", "tokens")])
 def test_a_rehearsed_group_is_decided_as_any_other(families: tuple[str, ...]) -> None:
     with scratch() as s:

@@ -290,8 +290,8 @@ def _disjoint(columns: Sequence[Column]) -> bool:
     given = [column.rows for column in columns if column.rows is not None]
     if len(given) < len(columns):
         return False
-    rows = np.concatenate(given)
-    return len(np.unique(rows)) == len(rows)
+    rows = np.sort(np.concatenate(given))
+    return bool((rows[1:] != rows[:-1]).all())
 
 
 def _read_objects(segment: Segment, entry: object, body: memoryview, used: int) -> int:

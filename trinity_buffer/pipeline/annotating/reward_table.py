@@ -114,7 +114,8 @@ def verdicts_of(table: RewardTable, num_groups: int, score: RewardScorer) -> Row
     kept = usable.copy()
     why = np.full(len(usable), "filtered", object)
     metrics: list[dict[str, float]] = [{} for _ in range(num_groups)]
-    for size in np.unique(sizes[sizes > 0]).tolist():
+    # Not np.unique, whose first call imports numpy.ma: 8 ms of the first group.
+    for size in np.flatnonzero(np.bincount(sizes[sizes > 0])).tolist():
         which = np.flatnonzero(sizes == size)
         rows = at[starts[which, np.newaxis] + np.arange(size)]
         found = score(table.rewards[rows])
