@@ -166,12 +166,17 @@ class PostgresTransaction(Transaction):
         except asyncpg.exceptions.IntegrityConstraintViolationError as error:
             raise IntegrityError(str(error), None, error) from error
         except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-            if isinstance(error, asyncpg.exceptions.PostgresConnectionError):
+            if isinstance(error, asyncpg.PostgresError) and _ends_the_session(error):
                 self._connection.invalidate()  # the pool would lend it once more
             raise DBAPIError(str(error), None, error) from error
         except asyncpg.InternalClientError as error:  # ended by the server, and not yet closed
             self._connection.invalidate()
             raise ConnectionError(f"the connection is broken: {error}") from error
+
+
+def _ends_the_session(error: Any) -> bool:
+    """Return whether the server closes the connection after this error, or it is closed."""
+    return str(error.sqlstate).startswith("08") or error.severity_en in {"FATAL", "PANIC"}
 
 
 _SPACE = 7
@@ -294,6 +299,7 @@ def _engine(url: URL) -> Engine:
         url.set(query=query),
         pool_size=KEPT_CONNECTIONS,
         max_overflow=MORE_CONNECTIONS,
+        pool_use_lifo=True,  # a statement is prepared on each connection that executes it
         isolation_level="AUTOCOMMIT",
         connect_args={
             "server_settings": {"application_name": APPLICATION},
