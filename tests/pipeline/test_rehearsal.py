@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 from typing_extensions import override
 
 from tests.contract.making import group, kinds, opened
@@ -18,6 +19,7 @@ from trinity_buffer.pipeline.annotating import strategy_consumer
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.pipeline.streaming.rehearsal import rehearse_training
+from trinity_buffer.pipeline.writing import group_commit
 from trinity_buffer.pipeline.writing.rehearsal import RUNS, rehearse_writing
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.scratch import scratch
@@ -72,6 +74,30 @@ async def test_a_rehearsal_leaves_nothing(
         rehearse_training("packed")
         assert await kinds(experiment) == ["ExperimentCreated"]
     assert not there("memory")
+
+
+def test_a_rehearsal_needs_no_folder_and_no_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    rehearse_writing.cache_clear()
+    with torch.device("meta"):
+        rehearse_writing()
+
+
+def test_a_rehearsal_passes_no_crash_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that kills a process inside its first append means one of the real store."""
+    passed: list[str] = []
+    monkeypatch.setattr(group_commit, "reached", passed.append)
+    for rehearse in (rehearse_writing, of_strategies.rehearse_deciding, rehearse_training):
+        rehearse.cache_clear()
+    rehearse_writing()
+    of_strategies.rehearse_deciding(("light", "tokens"))
+    rehearse_training("padded")
+    assert passed == []
 
 
 def there(word: str) -> list[Path]:

@@ -22,7 +22,7 @@ from trinity_buffer.store.transaction import SegmentParts, Transaction
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_URL = URL.create("sqlite", database=":memory:")
+_URL = URL.create("sqlite", database="/:memory:")  # absolute: the folder of the process may be gone
 
 
 class Scratch:

@@ -126,6 +126,7 @@ class _Group:
         self.store.take_in(tx, self.segment_rows)
         writes = [write for write, _ in self.writes]
         places = record(tx, writes)
+        reached("inside-append")
         for writer in sorted({(write.experiment, write.actor) for write in writes}):
             presence_of(*writer).note(tx)
         return places
@@ -322,7 +323,6 @@ def record(tx: Transaction, writes: list[PreparedWrite]) -> dict[int, Place]:
         last = log.end_if_open(tx, experiment, _open_batches(some))
         if last is None:
             raise _SomebodyIsLateError
-        reached("inside-append")
         said = [(write.actor, event) for write in some for event in write.events]
         new = iter(log.append_of_actors(tx, experiment, said, now_us=now_us(), last=last))
         places |= {id(write): max(islice(new, len(write.events))) for write in some}

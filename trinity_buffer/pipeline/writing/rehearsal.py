@@ -37,7 +37,8 @@ def rehearse_writing() -> None:
 def written(s: Scratch) -> int:
     """Write a group to an empty store in memory; return the key of its experiment."""
     key, store = s.write(log.create_experiment, NAME), s.database.segments
-    rollouts = [_rollout(run) for run in range(RUNS)]
+    with torch.device("cpu"):  # the process may have another default: a GPU takes seconds to begin
+        rollouts = [_rollout(run) for run in range(RUNS)]
     write = WriteCall(rollouts, key, NAME, "experience", "raise").prepare()
     rows = [row for one, families in write.segments.items() for row in store.put(one, families)]
 
