@@ -35,7 +35,7 @@ COMMANDS = {
     ),
     "init": Command(
         "trinity_buffer.cli.init_command:init",
-        "Write a run of your own to begin with: configuration, rollouts, a small random model.",
+        "Write a run to start from: configuration, rollouts, a small random model.",
     ),
     "explore": Command(
         f"{_RUN}:explore",
@@ -43,11 +43,11 @@ COMMANDS = {
     ),
     "record": Command(
         "trinity_buffer.cli.server_commands:record",
-        "Answer as an inference server does, and store every conversation that passes.",
+        "Run an OpenAI-compatible proxy that stores every conversation passing through it.",
     ),
     "annotate": Command(
         f"{_RUN}:annotate",
-        "Run a strategy over what is stored: advantages in, annotations out.",
+        "Run a strategy over stored rollouts, and store its advantages as annotations.",
     ),
     "train": Command(
         f"{_RUN}:train",
@@ -55,11 +55,11 @@ COMMANDS = {
     ),
     "stats": Command(
         "trinity_buffer.cli.stats_command:stats",
-        "Say what is in a store and how far everybody is.",
+        "Show what is in a store and how far each process is.",
     ),
     "events": Command(
         f"{_ASK}:events",
-        "Print the events of the log, one a line: the last ones, or those after a position.",
+        "Print the events of the log, one per line: the last ones, or those after a position.",
     ),
     "groups": Command(
         f"{_ASK}:groups",
@@ -71,7 +71,7 @@ COMMANDS = {
     ),
     "doctor": Command(
         "trinity_buffer.cli.doctor_command:doctor",
-        "Say what is stuck, since when, and what would move it; exit code 1 if anything is.",
+        "Say what is stuck, since when, and what would help; exit code 1 if anything is.",
     ),
     "steps": Command(
         f"{_STEP}:steps",
@@ -88,11 +88,12 @@ COMMANDS = {
     ),
     "rejected": Command(f"{_STEP}:rejected", "Show what was left out, by whom and why."),
     "leases": Command(
-        f"{_STEP}:leases", "Show who holds each trainer's work, until when, and how far it is."
+        f"{_STEP}:leases",
+        "Show who holds each trainer's lease, until when, and how far the trainer is.",
     ),
     "staleness": Command(
         f"{_STEP}:staleness",
-        "Show how old what was trained on was, in policy versions: by step and actor, and growth.",
+        "Show staleness, in policy versions: by gradient step and by actor, and whether it grew.",
     ),
     "diff": Command(
         f"{_COMPARE}:diff",
@@ -103,15 +104,16 @@ COMMANDS = {
         "Find rollouts by their text; each is printed as soon as it is found.",
     ),
     "top": Command(
-        f"{_COMPARE}:top", "Watch a run: who is how far, the last steps, and the last events."
+        f"{_COMPARE}:top",
+        "Watch a run: how far each process is, the last steps, and the last events.",
     ),
     "export": Command(
         f"{_EXPORT}:export",
-        "Write what is stored to a file: a row for each rollout, with its advantage and its fate.",
+        "Write a file with a row for each rollout, its advantage and what became of it.",
     ),
     "import": Command(
         "trinity_buffer.cli.import_command:import_",
-        "Take what another package left in files into a store, ready to be annotated and trained.",
+        "Import files of another package into a store, ready to be annotated and trained.",
     ),
     "report": Command(
         "trinity_buffer.cli.report_command:report",
@@ -119,8 +121,7 @@ COMMANDS = {
     ),
     "track": Command(
         "trinity_buffer.cli.track_command:track",
-        "Give the numbers of each committed step to TensorBoard or trackio, beside a run or after "
-        "it.",
+        "Send each committed step's numbers to TensorBoard or trackio, during a run or after it.",
     ),
     "serve": Command(
         "trinity_buffer.cli.serve_command:serve",
@@ -130,17 +131,15 @@ COMMANDS = {
         f"{_MEND}:verify",
         "Check every promise: the log, its segments and projections, and the proof from outside.",
     ),
-    "rebuild": Command(
-        f"{_MEND}:rebuild", "Fold the log again, and make every projection row what it says."
-    ),
-    "migrate": Command(f"{_MEND}:migrate", "Bring a store that an older version wrote up to date."),
+    "rebuild": Command(f"{_MEND}:rebuild", "Rebuild every projection from the log."),
+    "migrate": Command(f"{_MEND}:migrate", "Upgrade a store that an older version wrote."),
     "algorithms": Command(
         f"{_MEND}:algorithms",
-        "List the algorithms, and the parts of which one's own are made, with their arguments.",
+        "List the algorithms and the parts that they are built from, with their arguments.",
     ),
     "sync-weights": Command(
         "trinity_buffer.cli.server_commands:sync_weights",
-        "Bring the newest published weights to inference servers: pause, load, resume.",
+        "Load the newest published weights into inference servers: pause, load, resume.",
     ),
     "replay": Command(
         f"{_HISTORY}:replay",
@@ -155,7 +154,7 @@ COMMANDS = {
         "Archive, or delete, the tensors of what was committed long ago; events and lineage stay.",
     ),
     "restore": Command(
-        f"{_HISTORY}:restore", "Bring back what was archived; the files stay where they are."
+        f"{_HISTORY}:restore", "Restore archived tensors; the archive files stay where they are."
     ),
 }
 """Name -> command, in the order of the help."""

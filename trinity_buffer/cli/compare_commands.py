@@ -60,9 +60,9 @@ def diff(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     other_store: Annotated[
-        str | None, typer.Option("--other-store", help="Where SECOND is, if it is an experiment.")
+        str | None, typer.Option("--other-store", help="Store of SECOND, if it is an experiment.")
     ] = None,
-    limit: Annotated[int, typer.Option(help="Show so many rows that differ.", min=1)] = 20,
+    limit: Annotated[int, typer.Option(help="Show at most this many differing rows.", min=1)] = 20,
     as_of: AsOfOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -164,9 +164,9 @@ def search(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Upper and lower case are different.")
+        bool, typer.Option("--exact", help="Match upper and lower case exactly.")
     ] = False,
-    limit: Annotated[int, typer.Option(help="End after so many.", min=1)] = 20,
+    limit: Annotated[int, typer.Option(help="Stop after this many results.", min=1)] = 20,
     as_of: AsOfOption = None,
     as_json: JsonLinesOption = False,
 ) -> None:
@@ -203,7 +203,7 @@ def top(
     experiment: ExperimentOption = None,
     once: Annotated[bool, typer.Option("--once", help="Print one screen, and end.")] = False,
 ) -> None:
-    """Watch a run: who is how far, the last steps, and the last events.
+    """Watch a run: how far each process is, the last steps, and the last events.
 
     Example: trinity-buffer top --once
     """

@@ -15,7 +15,7 @@ from trinity_buffer.pipeline.store import open_store
 def doctor(
     store: StoreOption = None, experiment: ExperimentOption = None, as_json: JsonOption = False
 ) -> None:
-    """Say what is stuck, since when, and what would move it; exit code 1 if anything is.
+    """Say what is stuck, since when, and what would help; exit code 1 if anything is.
 
     Example: trinity-buffer doctor --store runs/demo.db
     """

@@ -35,7 +35,10 @@ def export(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     annotation_set: Annotated[
-        str | None, typer.Option("--set", help="Whose advantages. Default: the first set there is.")
+        str | None,
+        typer.Option(
+            "--set", help="Annotation set whose advantages are shown. Default: the first one."
+        ),
     ] = None,
     step: Annotated[
         int | None, typer.Option(help="Only what this gradient step was trained on.", min=1)
@@ -44,7 +47,7 @@ def export(
     as_of: AsOfOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write what is stored to a file: a row for each rollout, with its advantage and its fate.
+    """Write a file with a row for each rollout, its advantage and what became of it.
 
     What cannot be read is null, and the column `damaged` says why; the exit code is 1 then.
 

@@ -38,7 +38,7 @@ def replay(
     config: PlaceOption = None,
     steps: Annotated[str | None, typer.Option(help="A:B; by default all committed ones.")] = None,
     from_checkpoint: Annotated[
-        Path | None, typer.Option(help="Begin with these weights, after their step.")
+        Path | None, typer.Option(help="Start from the weights of this checkpoint, after its step.")
     ] = None,
     loss: Annotated[str | None, typer.Option(help="Another policy loss.")] = None,
     algorithm: Annotated[str | None, typer.Option(help="Another algorithm.")] = None,
@@ -88,7 +88,9 @@ def reannotate(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     arguments: ArgumentsOption = None,
-    rewards: Annotated[str | None, typer.Option(help="Scoring whose rewards are used.")] = None,
+    rewards: Annotated[
+        str | None, typer.Option(help="Name of a scoring whose rewards replace the recorded ones.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Add a second set of annotations beside the first, without touching it.
@@ -123,11 +125,15 @@ def reannotate(
 
 
 def compact(
-    keep_steps: Annotated[int, typer.Option(help="Steps of each trainer whose data stay.")],
+    keep_steps: Annotated[
+        int, typer.Option(help="How many of each trainer's last steps keep their tensors.")
+    ],
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     archive: Annotated[Path | None, typer.Option(help="Folder for Parquet files.")] = None,
-    delete: Annotated[bool, typer.Option("--delete", help="For good, without an archive.")] = False,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete the tensors for good, without an archive.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Archive, or delete, the tensors of what was committed long ago; events and lineage stay.
@@ -169,7 +175,7 @@ def restore(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring back what was archived; the files stay where they are.
+    """Restore archived tensors; the archive files stay where they are.
 
     Example: trinity-buffer restore --from /mnt/archive
     """

@@ -28,17 +28,17 @@ def import_(
     name: Annotated[str, typer.Argument(metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")],
     path: Annotated[Path, typer.Argument(help="The file or the folder.")],
     store: Annotated[
-        str, typer.Option(envvar="TRINITY_BUFFER_STORE", help="Where to: a path or URL.")
+        str, typer.Option(envvar="TRINITY_BUFFER_STORE", help="Path or URL of the store to fill.")
     ] = "runs/imported.db",
     experiment: Annotated[
-        str | None, typer.Option(help="Its name; by default that of the file or folder.")
+        str | None, typer.Option(help="Experiment name; by default that of the file or folder.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder of a tokenizer of transformers, for texts.")
+        Path | None, typer.Option(help="Folder of a transformers tokenizer, for files with texts.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take what another package left in files into a store, ready to be annotated and trained.
+    """Import files of another package into a store, ready to be annotated and trained.
 
     Example: trinity-buffer import trinity-rft buffer.db --store runs/run.db
     """

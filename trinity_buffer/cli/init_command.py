@@ -16,10 +16,10 @@ MODEL = "model"
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(help="Where; it is made if it is not there.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write to; created if missing.")],
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
 ) -> None:
-    """Write a run of your own to begin with: configuration, rollouts, a small random model.
+    """Write a run to start from: configuration, rollouts, a small random model.
 
     It runs as it is; its README says how.
 

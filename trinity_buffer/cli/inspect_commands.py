@@ -51,7 +51,8 @@ AfterOption = Annotated[
     typer.Option("--after", help="Only events after this position. Default: the last ones."),
 ]
 KindOption = Annotated[
-    list[str] | None, typer.Option("--kind", help="Only this kind, as StepsCommitted; repeatable.")
+    list[str] | None,
+    typer.Option("--kind", help="Only this kind, such as StepsCommitted; repeatable."),
 ]
 
 
@@ -59,21 +60,21 @@ def events(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Wait for more, until the experiment ends.")
+        bool, typer.Option("--follow", "-f", help="Wait for more until the experiment is finished.")
     ] = False,
     after: AfterOption = None,
     kind: KindOption = None,
     limit: Annotated[
         int,
         typer.Option(
-            help="How many; with --follow, how many of the last ones come first, without --after.",
+            help="How many; with --follow and without --after, how many earlier ones come first.",
             min=1,
         ),
     ] = 20,
     as_of: AsOfOption = None,
     as_json: JsonLinesOption = False,
 ) -> None:
-    """Print the events of the log, one a line: the last ones, or those after a position.
+    """Print the events of the log, one per line: the last ones, or those after a position.
 
     Example: trinity-buffer events --follow --kind StepsCommitted
     """
@@ -108,7 +109,10 @@ def groups(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     annotation_set: Annotated[
-        str | None, typer.Option("--set", help="Whose advantages. Default: the first set there is.")
+        str | None,
+        typer.Option(
+            "--set", help="Annotation set whose advantages are shown. Default: the first one."
+        ),
     ] = None,
     batch: Annotated[str | None, typer.Option(help="Only groups of this batch.")] = None,
     step: Annotated[
@@ -116,9 +120,10 @@ def groups(
     ] = None,
     trainer: TrainerOption = None,
     sort: Annotated[
-        GroupOrder, typer.Option(help="Which come first; all are read, unless it is the newest.")
+        GroupOrder,
+        typer.Option(help="Which groups come first; any order but newest reads all groups."),
     ] = "newest",
-    limit: Annotated[int, typer.Option(help="At most so many, the first ones.", min=1)] = 20,
+    limit: Annotated[int, typer.Option(help="Show at most this many, the first ones.", min=1)] = 20,
     as_of: AsOfOption = None,
     as_json: JsonLinesOption = False,
 ) -> None:
@@ -173,11 +178,11 @@ def _numbers(values: list[float | None], most: int = 8) -> str:
 
 
 def show(
-    uid: Annotated[str, typer.Argument(help="batch/task/run/step/suffix, as e0-7/3/1/0/.")],
+    uid: Annotated[str, typer.Argument(help="batch/task/run/step/suffix, such as e0-7/3/1/0/.")],
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     annotation_set: Annotated[
-        str | None, typer.Option("--set", help="Whose advantages --tokens shows.")
+        str | None, typer.Option("--set", help="Annotation set whose advantages --tokens shows.")
     ] = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="A line for each token: id, mask, log-prob, advantage.")

@@ -43,13 +43,14 @@ def verify(
     experiment: ExperimentOption = None,
     acknowledged: AcknowledgedOption = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Checkpoint whose manifests.json is compared.")
+        Path | None, typer.Option(help="Checkpoint whose manifests.json is compared with the log.")
     ] = None,
     consumer: Annotated[
-        str | None, typer.Option(help="Which trainer wrote the checkpoint, if several could have.")
+        str | None,
+        typer.Option(help="The trainer that wrote the checkpoint, if several could have."),
     ] = None,
     head: Annotated[
-        str | None, typer.Option(help="A head that was kept: the log must still have it.")
+        str | None, typer.Option(help="A head that you kept: the log must still contain it.")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Open no segment; count projections, compare no rows.")
@@ -156,9 +157,9 @@ def _outside(found: VerifyReport) -> str:
 def rebuild(
     store: StoreOption = None, experiment: ExperimentOption = None, as_json: JsonOption = False
 ) -> None:
-    """Fold the log again, and make every projection row what it says.
+    """Rebuild every projection from the log.
 
-    Others may go on meanwhile; they see all of the change or none.
+    Other processes may keep running; they see all of the change or none of it.
 
     Example: trinity-buffer rebuild --store runs/demo.db
     """
@@ -186,7 +187,7 @@ def migrate(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring a store that an older version wrote up to date.
+    """Upgrade a store that an older version wrote.
 
     Example: trinity-buffer migrate --store runs/demo.db
     """
@@ -204,9 +205,9 @@ def migrate(
 
 
 def algorithms(as_json: JsonLinesOption = False) -> None:
-    """List the algorithms, and the parts of which one's own are made, with their arguments.
+    """List the algorithms and the parts that they are built from, with their arguments.
 
-    Of an algorithm these are the effective ones: the parts' own, as its recipe changes them.
+    Those of an algorithm are the effective ones: the parts' defaults, changed by its recipe.
 
     Example: trinity-buffer algorithms --json
     """

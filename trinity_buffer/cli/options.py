@@ -30,33 +30,35 @@ StoreOption = Annotated[
     str | None,
     typer.Option(
         "--store",
-        help=f"Where: a path or URL. Default: ${STORE_VARIABLE}, else the newest runs/*.db.",
+        help=f"Path or URL of the store. Default: ${STORE_VARIABLE}, else the newest runs/*.db.",
     ),
 ]
 ExperimentOption = Annotated[
     str | None,
-    typer.Option("--experiment", help="Which experiment, where the store has more than one."),
+    typer.Option("--experiment", help="Which experiment, if the store has more than one."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print JSON, an object per line.")]
+JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 AsOfOption = Annotated[
     int | None,
-    typer.Option("--as-of", help="As it was when this position was the log's last one.", min=1),
+    typer.Option("--as-of", help="Answer as of this position of the log.", min=1),
 ]
 TrainerOption = Annotated[
-    str | None, typer.Option("--trainer", help="Which trainer. Default: the one furthest ahead.")
+    str | None,
+    typer.Option("--trainer", help="Which trainer. Default: the one that is furthest ahead."),
 ]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="Override a key of the configuration, as optimizer.learning_rate=3e-4."
+        "--set",
+        help="Override a configuration key, such as optimizer.learning_rate=3e-4; repeatable.",
     ),
 ]
 ArgumentsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="An argument of the strategy, as epsilon=1e-5; of one of several, as grpo.epsilon=1e-5"
+        help="An argument of the strategy: epsilon=1e-5, or grpo.epsilon=1e-5 if there are several"
         " (`trinity-buffer algorithms` lists them).",
     ),
 ]
@@ -64,7 +66,7 @@ ConfigOption = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="TOML or YAML file: the configuration, and where the run is, which goes before"
+        help="TOML or YAML file with the configuration and the run's store, which overrides"
         f" ${STORE_VARIABLE}.",
     ),
 ]
@@ -72,7 +74,7 @@ PlaceOption = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="File of the run; read for its store and experiment alone; the store goes before"
+        help="Configuration file; only its store and experiment are read; the store overrides"
         f" ${STORE_VARIABLE}.",
     ),
 ]

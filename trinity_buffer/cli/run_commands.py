@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="hf: a small model of transformers, which learns a game in a conversation; by"
+        help="hf: a small transformers model, which learns a game in a conversation; by"
         " default our own transformer."
     ),
 ]
@@ -44,20 +44,18 @@ AlgorithmOption = Annotated[
     str | None,
     typer.Option(help="Registered name, see `trinity-buffer algorithms`; by default the task's."),
 ]
-TaskOption = Annotated[
-    str | None, typer.Option(help="sort, or guess; by default the one of the algorithm.")
-]
+TaskOption = Annotated[str | None, typer.Option(help="sort or guess; by default the algorithm's.")]
 NameOption = Annotated[
     str | None,
     typer.Option(
-        help="Name of the run and of its files under runs/; by default demo (hf: demo-hf)."
+        help="Name of the run and of its files under runs/; by default demo (with hf: demo-hf)."
     ),
 ]
 
 
 def demo(
     store: Annotated[
-        str | None, typer.Option("--store", help="Where; by default runs/NAME.db.")
+        str | None, typer.Option("--store", help="Path or URL; by default runs/NAME.db.")
     ] = None,
     name: NameOption = None,
     model: ModelOption = None,
@@ -71,7 +69,7 @@ def demo(
     chaos_every: Annotated[
         float | None, typer.Option(min=0.1, help="Seconds between kills, on average; by default 4.")
     ] = None,
-    limit: Annotated[float | None, typer.Option(min=0, help="Stop after so many seconds.")] = None,
+    limit: Annotated[float | None, typer.Option(min=0, help="Stop after N seconds.")] = None,
     seed: Annotated[
         int | None, typer.Option(help="Of weights, problems and rollouts; by default 0.")
     ] = None,
@@ -186,7 +184,8 @@ def explore(
     config: ConfigOption = None,
     overrides: SetOption = None,
     acknowledge: Annotated[
-        Path | None, typer.Option(help="Folder for the proof of what was acknowledged: ACTOR.ack.")
+        Path | None,
+        typer.Option(help="Folder for the file ACTOR.ack, which proves what was acknowledged."),
     ] = None,
     batches: Annotated[
         int | None,
@@ -236,11 +235,11 @@ def annotate(
     ] = None,
     arguments: ArgumentsOption = None,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Go on until the experiment is finished.")
+        bool, typer.Option("--follow", help="Keep running until the experiment is finished.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a strategy over what is stored: advantages in, annotations out.
+    """Run a strategy over stored rollouts, and store its advantages as annotations.
 
     Example: trinity-buffer annotate --strategy grpo --set epsilon=1e-5 --name grpo-5
     """
@@ -278,17 +277,17 @@ def train(
     overrides: SetOption = None,
     checkpoints: Annotated[
         Path | None,
-        typer.Option(help="Folder of this trainer alone; by default one beside the store."),
+        typer.Option(help="Folder for this trainer only; by default one beside the store."),
     ] = None,
     resume_from: Annotated[
         int | None,
-        typer.Option(help="Rewind to this committed step first, one whose checkpoint is kept."),
+        typer.Option(help="Rewind to this committed step; its checkpoint must still exist."),
     ] = None,
     drop_damaged_rows: Annotated[
-        bool, typer.Option("--drop-damaged-rows", help="Go on without what can never be read.")
+        bool, typer.Option("--drop-damaged-rows", help="Continue without unreadable rows.")
     ] = False,
     keep_checkpoints: Annotated[
-        str, typer.Option(help="How many stay on the disk, the newest: a number, or all.")
+        str, typer.Option(help="How many of the newest checkpoints stay on disk: a number, or all.")
     ] = "2",
     follow: Annotated[
         bool, typer.Option("--follow", help="Wait for more; otherwise end with what is stored.")

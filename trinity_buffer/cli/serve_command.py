@@ -21,12 +21,12 @@ GOODBYE_S = 2
 
 def serve(
     store: StoreOption = None,
-    host: Annotated[str, typer.Option(help="Where it listens.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Where it listens; 0: any.", min=0, max=65535)] = 8500,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0: any free one.", min=0, max=65535)] = 8500,
     token: Annotated[
         str | None,
         typer.Option(
-            envvar="TRINITY_BUFFER_TOKEN", help="Required of every visitor: /?token=TOKEN."
+            envvar="TRINITY_BUFFER_TOKEN", help="Token that every visitor must give: /?token=TOKEN."
         ),
     ] = None,
 ) -> None:

@@ -29,44 +29,50 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 TokenOption = Annotated[
     str | None,
-    typer.Option(envvar="TRINITY_BUFFER_TOKEN", help="Required of every client, as its API key."),
+    typer.Option(
+        envvar="TRINITY_BUFFER_TOKEN", help="Token that every client must send as its API key."
+    ),
 ]
 UpstreamKeyOption = Annotated[
     str | None,
-    typer.Option(envvar="TRINITY_BUFFER_UPSTREAM_KEY", help="API key of the server behind."),
+    typer.Option(envvar="TRINITY_BUFFER_UPSTREAM_KEY", help="API key of the inference server."),
 ]
 InFlightOption = Annotated[
-    int, typer.Option(min=1, help="Requests at the same time; more are told 429.")
+    int, typer.Option(min=1, help="Concurrent requests; more are answered with 429.")
 ]
 LogprobsOption = Annotated[
-    str, typer.Option(help="As that server was started: raw_logprobs, or processed_logprobs.")
+    str, typer.Option(help="As the server was started: raw_logprobs or processed_logprobs.")
 ]
-RunsOption = Annotated[int, typer.Option(min=1, help="Rollouts of one task, in a new experiment.")]
+RunsOption = Annotated[
+    int, typer.Option(min=1, help="Rollouts per task, if the experiment is new.")
+]
 
 
 def sync_weights(
     server: Annotated[
         list[str] | None,
-        typer.Option("--server", help="URL of a server; again for each. By default the run's."),
+        typer.Option(
+            "--server", help="URL of an inference server; repeatable. By default the run's."
+        ),
     ] = None,
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     config: PlaceOption = None,
     dialect: Annotated[
-        str | None, typer.Option(help="vllm, or sglang. By default the run's.")
+        str | None, typer.Option(help="vllm or sglang. By default the run's.")
     ] = None,
     mode: Annotated[
         str,
         typer.Option(
-            help="Requests under way: wait for them, abort them, or keep them, whose answers then"
+            help="Requests in flight: wait for them, abort them, or keep them, whose answers then"
             " mix old and new weights."
         ),
     ] = "wait",
     follow: Annotated[
-        bool, typer.Option("--follow", help="Go on until the experiment is finished.")
+        bool, typer.Option("--follow", help="Keep running until the experiment is finished.")
     ] = False,
 ) -> None:
-    """Bring the newest published weights to inference servers: pause, load, resume.
+    """Load the newest published weights into inference servers: pause, load, resume.
 
     A server must see the checkpoints at the same path, and offer its control endpoints (vLLM:
     VLLM_SERVER_DEV_MODE=1).
@@ -121,30 +127,29 @@ async def _sync(
 
 
 def record(
-    upstream: Annotated[str, typer.Option(help="URL of the inference server behind.")],
+    upstream: Annotated[str, typer.Option(help="URL of the inference server.")],
     store: Annotated[
-        str, typer.Option(envvar=STORE_VARIABLE, help="Where: a path or URL.")
+        str, typer.Option(envvar=STORE_VARIABLE, help="Path or URL of the store.")
     ] = "runs/recorded.db",
     experiment: Annotated[
-        str, typer.Option(help="Which experiment; it is made if it is new.")
+        str, typer.Option(help="Which experiment; created if it does not exist.")
     ] = "recorded",
     rollouts_per_group: RunsOption = 8,
     actor: Annotated[str, typer.Option(help="Name of this recorder.")] = "recorder",
-    host: Annotated[str, typer.Option(help="Where it listens.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Where it listens; 0: any.", min=0, max=65535)] = 8400,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0: any free one.", min=0, max=65535)] = 8400,
     token: TokenOption = None,
     upstream_key: UpstreamKeyOption = None,
     ack: Annotated[
         str,
         typer.Option(
-            help="after: an answer, of a stream its end, leaves when it is durable. before: at"
-            " once."
+            help="after: send an answer (the end of a stream) once it is durable. before: at once."
         ),
     ] = "after",
     logprobs_mode: LogprobsOption = "raw_logprobs",
     max_in_flight: InFlightOption = 1024,
 ) -> None:
-    """Answer as an inference server does, and store every conversation that passes.
+    """Run an OpenAI-compatible proxy that stores every conversation passing through it.
 
     A client's base URL is http://HOST:PORT/rollouts/TASK/RUN/v1, or http://HOST:PORT/v1 with the
     header X-Trinity-Rollout: TASK/RUN. POST /v1/rollouts/TASK/RUN/reward {"reward": 1.0} closes it.

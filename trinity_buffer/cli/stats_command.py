@@ -49,7 +49,7 @@ def stats(
     as_of: AsOfOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what is in a store and how far everybody is.
+    """Show what is in a store and how far each process is.
 
     Example: trinity-buffer stats --store runs/demo.db
     """

@@ -31,7 +31,9 @@ AfterStepOption = Annotated[
     int | None,
     typer.Option("--after", help="Only steps above this one. Default: the last ones.", min=0),
 ]
-StepLimitOption = Annotated[int, typer.Option("--limit", help="At most so many steps.", min=1)]
+StepLimitOption = Annotated[
+    int, typer.Option("--limit", help="Show at most this many steps.", min=1)
+]
 MEASURED = ("loss_share", "ratio_mean", "ratio_max", "clipped", "kl", "entropy", "gap_mean")
 """What `blame` shows of what the trainer measured of each row."""
 
@@ -87,7 +89,7 @@ def blame(
     experiment: ExperimentOption = None,
     trainer: TrainerOption = None,
     sort: Annotated[RowOrder, typer.Option(help="Order of the rows.")] = "slot",
-    limit: Annotated[int | None, typer.Option(help="Show so many rows.", min=1)] = None,
+    limit: Annotated[int | None, typer.Option(help="Show at most this many rows.", min=1)] = None,
     as_of: AsOfOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -142,7 +144,7 @@ _ORDERS: dict[str, Any] = {
 
 
 def why(
-    uid: Annotated[str, typer.Argument(help="batch/task/run/step/suffix, as e0-7/3/1/0/.")],
+    uid: Annotated[str, typer.Argument(help="batch/task/run/step/suffix, such as e0-7/3/1/0/.")],
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     as_of: AsOfOption = None,
@@ -150,7 +152,7 @@ def why(
 ) -> None:
     """Say why a rollout was trained or never was: each event that decided it, in order.
 
-    What a trainer undid when it was rewound is not told.
+    Steps that a rewind superseded are left out.
 
     Example: trinity-buffer why e0-7/3/1/0/
     """
@@ -178,12 +180,15 @@ def rejected(
     experiment: ExperimentOption = None,
     by: Annotated[
         str | None,
-        typer.Option(help="Only by this strategy or trainer; door: refused as it was written."),
+        typer.Option(help="Only what this strategy or trainer rejected; door: refused by write()."),
     ] = None,
     reason: Annotated[
-        str | None, typer.Option(help="Only for this reason, or of this kind, as stale or invalid.")
+        str | None,
+        typer.Option(help="Only this reason, or this kind of reason, such as stale or invalid."),
     ] = None,
-    limit: Annotated[int, typer.Option(help="At most so many, the newest.", min=1)] = 20,
+    limit: Annotated[
+        int, typer.Option(help="Show at most this many, the newest ones.", min=1)
+    ] = 20,
     as_of: AsOfOption = None,
     as_json: JsonLinesOption = False,
 ) -> None:
@@ -218,7 +223,7 @@ def leases(
     as_of: AsOfOption = None,
     as_json: JsonLinesOption = False,
 ) -> None:
-    """Show who holds each trainer's work, until when, and how far it is.
+    """Show who holds each trainer's lease, until when, and how far the trainer is.
 
     Example: trinity-buffer leases --json
     """
@@ -242,13 +247,11 @@ def staleness(
     experiment: ExperimentOption = None,
     trainer: TrainerOption = None,
     after: AfterStepOption = None,
-    limit: Annotated[
-        int, typer.Option(help="At most so many steps: more of them widen the range.", min=1)
-    ] = 100,
+    limit: Annotated[int, typer.Option(help="Show at most this many steps.", min=1)] = 100,
     as_of: AsOfOption = None,
     as_json: JsonLinesOption = False,
 ) -> None:
-    """Show how old what was trained on was, in policy versions: by step and actor, and growth.
+    """Show staleness, in policy versions: by gradient step and by actor, and whether it grew.
 
     Example: trinity-buffer staleness --limit 50
     """

@@ -21,15 +21,17 @@ def track(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     trainer: TrainerOption = None,
-    after: Annotated[int, typer.Option(help="Go on after this gradient step.", min=0)] = 0,
+    after: Annotated[int, typer.Option(help="Begin after this gradient step.", min=0)] = 0,
     follow: Annotated[
         bool,
         typer.Option(
-            "--follow", "-f", help="Wait for the trainer, and for more until the experiment ends."
+            "--follow",
+            "-f",
+            help="Wait for the trainer, and for more until the experiment is finished.",
         ),
     ] = False,
 ) -> None:
-    """Give the numbers of each committed step to TensorBoard or trackio, beside a run or after it.
+    """Send each committed step's numbers to TensorBoard or trackio, during a run or after it.
 
     Example: trinity-buffer track --to tensorboard:runs/tensorboard/demo
     """
