@@ -30,26 +30,32 @@ UNITS = {
 
 HEAD = """# Configuration
 
-What a file for `--config` (YAML if it ends with `.yaml` or `.yml`, else TOML) may hold, and
-`--set KEY=VALUE` changes in `trinity-buffer demo`, `explore`, `train` and `replay`; a file may also
-say where the run is, with `store` (a URL, or a path from the folder of the file) and `experiment`,
-which is all that `replay`, `annotate` and `sync-weights` read of it. A dot stands for a section:
-`optimizer.learning_rate` is `learning_rate` in `[optimizer]`. The resolved configuration is the
-first event of the experiment (`trinity-buffer stats --config`); a later change is an event too.
+What a file for `--config` may hold (YAML if its name ends with `.yaml` or `.yml`, else TOML), and
+what `--set KEY=VALUE` changes in `trinity-buffer demo`, `explore`, `train` and `replay`. A file may
+also name the store of the run, with `store` (a URL, or a path relative to the folder of the file), and
+its `experiment`; `replay`, `annotate` and `sync-weights` read nothing else of it. A dot stands for
+a section: `optimizer.learning_rate` is `learning_rate` in `[optimizer]`. The resolved configuration
+is the first event of the experiment (`trinity-buffer stats --config`); a later change is an event
+too.
 
-An experiment that you make in Python has the same keys, and `schema`; another one is refused, with
-the one that was probably meant if one is like it. What is your own goes under `extra`. Of the keys
-that Python reads the values are checked when the experiment is made or whoever reads them begins
-(leave a key out rather than give None, and give `trainer` a name without a slash); all others by
-the commands alone. `run_strategy` reads `rollouts_per_group`, `deadline_s` and `incomplete` there,
-a train stream `groups_per_step`, `tokens_per_microbatch`, `layout` and `lease_ttl_s`; a keyword
-that you give wins. Keys that are in neither place have the default of that function. `writer.plan`
-reads `trainer`, `groups_per_step`, `max_waiting_groups` (below `groups_per_step` it counts as that)
-and `max_staleness`; without the last two there is no bound. All three read `max_rejected_steps`,
-with `groups_per_step`, and `tb.explore` reads `groups_per_batch` and `rollouts_per_group`. The
-defaults below are those of the commands; the demo's recipes change some of them.
+An experiment that you create in Python takes the same keys, and `schema`. An unknown key is
+refused, with a suggestion if a known one is similar; put keys of your own under `extra`. Values of
+keys that the Python functions read are checked when the experiment is created, or when the function
+that reads them starts (leave a key out rather than give None; `trainer` must not contain a slash).
+All other values are checked by the commands only.
 
-`exploring` and `max_tokens` are read in a run of your own alone, `task` in one of the demo's tasks.
+These functions read the configuration. A keyword argument takes precedence; a key that is given
+nowhere has the default of the function.
+
+- `run_strategy`: `rollouts_per_group`, `deadline_s`, `incomplete`
+- a train stream: `groups_per_step`, `tokens_per_microbatch`, `layout`, `lease_ttl_s`
+- `writer.plan`: `trainer`, `groups_per_step`, `max_waiting_groups` (at least `groups_per_step`) and
+  `max_staleness`; without the last two there is no bound
+- all three: `max_rejected_steps`, with `groups_per_step`
+- `tb.explore`: `groups_per_batch`, `rollouts_per_group`
+
+The defaults below are those of the commands; the demo's recipes change some of them. `exploring`
+and `max_tokens` only apply to a run with your own model, `task` only to the demo's tasks.
 
 | key | type | unit | default | meaning |
 |---|---|---|---|---|

@@ -28,18 +28,18 @@ from trinity_buffer.errors import InvalidArgumentError
 class TaskConfig(Section):
     """What the policy practises on."""
 
-    name: Literal["sort", "guess"] = Field("sort", description="what is practised")
-    digits: int = Field(3, ge=1, le=1000, description="sort: how many digits")
+    name: Literal["sort", "guess"] = Field("sort", description="the task of the demo")
+    digits: int = Field(3, ge=1, le=1000, description="sort: number of digits")
     numbers: int = Field(8, ge=2, le=10000, description="guess: the hidden number is below this")
-    turns: int = Field(4, ge=1, le=1000, description="guess: how many guesses a run may take")
+    turns: int = Field(4, ge=1, le=1000, description="guess: maximum number of guesses in a run")
 
 
 class ModelConfig(Section):
     """The policy: a small transformer, random at first."""
 
-    width: int = Field(64, ge=8, le=4096, description="of a token's vector")
-    layers: int = Field(2, ge=1, le=128, description="blocks of attention")
-    heads: int = Field(4, ge=1, le=4096, description="of attention, in each layer")
+    width: int = Field(64, ge=8, le=4096, description="embedding size")
+    layers: int = Field(2, ge=1, le=128, description="transformer blocks")
+    heads: int = Field(4, ge=1, le=4096, description="attention heads per layer")
 
     @override
     def model_post_init(self, context: Any) -> None:
@@ -53,22 +53,26 @@ class ModelConfig(Section):
 class OptimizerConfig(Section):
     """AdamW."""
 
-    learning_rate: float = Field(1e-3, gt=0, le=1e20, description="the highest")
-    warmup_steps: int = Field(0, ge=0, description="it rises from 0 over so many steps")
+    learning_rate: float = Field(1e-3, gt=0, le=1e20, description="the highest learning rate")
+    warmup_steps: int = Field(0, ge=0, description="linear warm-up from 0 over this many steps")
     decay_steps: int | None = Field(
-        None, ge=1, description="it falls over so many, counted from the first of the run"
+        None, ge=1, description="linear decay over this many steps, counted from step 1; null: none"
     )
-    lowest_rate: float = Field(0.1, ge=0, le=1, description="to this fraction of itself")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the two averages")
-    weight_decay: float = Field(0.0, ge=0, le=1e6, description="per step, times the learning rate")
-    max_gradient_norm: float = Field(1.0, gt=0, description="gradients are scaled down to it")
+    lowest_rate: float = Field(
+        0.1, ge=0, le=1, description="the rate never decays below this fraction of the highest"
+    )
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's betas")
+    weight_decay: float = Field(0.0, ge=0, le=1e6, description="AdamW's decoupled weight decay")
+    max_gradient_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
     entropy_coef: float | None = Field(
-        None, ge=0, description="of the entropy bonus; by default what the algorithm says"
+        None, ge=0, description="coefficient of the entropy bonus; null: the algorithm's"
     )
     critic_learning_rate: float = Field(
-        1e-3, gt=0, le=1e20, description="where the algorithm has a critic"
+        1e-3, gt=0, le=1e20, description="of the critic, if the algorithm has one"
     )
-    value_clip_range: float | None = Field(None, gt=0, description="of the critic's loss")
+    value_clip_range: float | None = Field(
+        None, gt=0, description="clip range of the critic's loss; null: no clipping"
+    )
 
     @override
     def model_post_init(self, context: Any) -> None:
@@ -80,35 +84,38 @@ class OptimizerConfig(Section):
 class LossConfig(Section):
     """The policy loss, by its registered name, with constructor arguments."""
 
-    name: str | None = Field(None, description="by default the algorithm's")
-    args: dict[str, Any] = Field(default_factory=dict, description="of its constructor")
+    name: str | None = Field(None, description="policy loss; null: the algorithm's")
+    args: dict[str, Any] = Field(default_factory=dict, description="arguments of its constructor")
 
 
 class EvaluationConfig(Section):
     """Greedy answers to fresh problems, by the trainer, between steps."""
 
-    every_steps: int = Field(10, ge=1, description="between two evaluations")
+    every_steps: int = Field(10, ge=1, description="interval between evaluations")
     problems: int = Field(
-        256, ge=1, description="that are answered each time; `evaluate` of one's own has its own"
+        256, ge=1, description="problems per evaluation; your own `evaluate` chooses its own"
     )
     target_accuracy: float | None = Field(
-        None, description="at which the trainer ends; with --follow, the experiment too"
+        None, description="accuracy at which the trainer ends (with --follow, the run)"
     )
 
 
 class ExploringConfig(Section):
     """How explorers go through the tasks of one's own rollouts."""
 
-    epochs: int = Field(1, ge=1, description="how often the whole list is gone through")
-    concurrency: int = Field(32, ge=1, description="rollouts at the same time, of one explorer")
-    timeout_s: float | None = Field(None, gt=0, description="that one rollout may take")
+    epochs: int = Field(1, ge=1, description="passes over the whole list of tasks")
+    concurrency: int = Field(32, ge=1, description="concurrent rollouts of one explorer")
+    timeout_s: float | None = Field(None, gt=0, description="time limit of one rollout; null: none")
     attempts: int = Field(
-        3, ge=1, description="at a rollout that loses a connection or takes longer than `timeout_s`"
+        3, ge=1, description="tries of a rollout that loses its connection or exceeds `timeout_s`"
     )
     on_failure: Literal["raise", "leave_out"] = Field(
-        "raise", description="what becomes of a rollout whose last attempt failed"
+        "raise",
+        description="when the last attempt fails: end, or seal the batch without the rollout",
     )
-    max_tokens: int = Field(256, ge=1, description="of a completion, where the rollout says none")
+    max_tokens: int = Field(
+        256, ge=1, description="limit of a completion, where the rollout gives none"
+    )
 
 
 OF_RECORDED_DATA = ("sft", "cpt", "dpo")
@@ -123,25 +130,25 @@ class RunConfig(Section):
         ModelConfig(), description="folder of a causal language model of transformers"
     )
     tokenizer: str | None = Field(
-        None, description="folder of a tokenizer, by which tokens are shown; null: the model's"
+        None, description="folder of a tokenizer, to show tokens as text; null: the model's"
     )
     rollout: str | None = Field(
-        None, description="async `module:function` that attempts a task, for a model of one's own"
+        None, description="async `module:function` that attempts one task, for your own model"
     )
     tasks: str | None = Field(
         None, description="`module:name` of a list, or of a function that returns one"
     )
     evaluate: str | None = Field(
-        None, description="async `module:function` from a model of one's own to its accuracy"
+        None, description="async `module:function` that returns the accuracy of your own model"
     )
     server: str | None = Field(
         None,
         description="URL of the inference server for rollouts; null: each explorer samples itself",
     )
-    dialect: Literal["vllm", "sglang"] = Field("vllm", description="of the server")
+    dialect: Literal["vllm", "sglang"] = Field("vllm", description="API of the server")
     folder: str | None = Field(
         None,
-        description="of model, tokenizer, rollout, tasks and evaluate; by default that of the file",
+        description="of model, tokenizer, rollout, tasks and evaluate; null: that of the file",
     )
     exploring: ExploringConfig = ExploringConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -151,84 +158,98 @@ class RunConfig(Section):
         0,
         gt=-(1 << 62),
         lt=1 << 62,
-        description="of weights, problems and rollouts; rollouts of one's own draw at random",
+        description="seed of weights, problems and rollouts; your own rollouts are not seeded",
     )
     algorithm: str = Field("grpo", description="registered name, see `trinity-buffer algorithms`")
     algorithm_args: dict[str, Any] = Field(
-        default_factory=dict, description="parts and arguments, as of algorithm.build"
+        default_factory=dict, description="parts and arguments, as for `algorithm.build`"
     )
     strategy: str | None = Field(
         None,
-        description="by default the algorithm's; several, filters first: `reward_variance+grpo`",
+        description="null: the algorithm's; several, filters first: `reward_variance+grpo`",
     )
     strategy_args: dict[str, Any] = Field(
-        default_factory=dict, description="of its constructor; of several: name -> arguments"
+        default_factory=dict,
+        description="arguments of its constructor; for several: name -> arguments",
     )
     reference: str | None = Field(
         None,
-        description="that divergences are measured from: a policy file of the demo, a folder of "
-        "one's own model; by default version 0",
+        description="reference policy: a policy file of the demo, or a folder of your own model; "
+        "null: version 0",
     )
     teacher: str | None = Field(
-        None, description="to distil: a policy file of the demo, a folder of one's own model"
+        None, description="to distil from: a policy file of the demo, or a folder of your own model"
     )
     expert_experiment: str | None = Field(
-        None, description="experiment of this store with an expert's rows"
+        None, description="experiment of this store that holds an expert's rows"
     )
     recompute_old_logprob: bool = Field(
-        False, description="by the trainer before the step, in place of what explorers recorded"
+        False,
+        description="recompute it in the trainer before each step, instead of the recorded one",
     )
     trainer: Name = Field("trainer", min_length=1, description="name of the trainer consumer")
-    groups_per_batch: int = Field(8, ge=1, description="that an explorer plans at once")
+    groups_per_batch: int = Field(8, ge=1, description="groups that an explorer plans at once")
     rollouts_per_group: int = Field(
-        8, ge=1, le=1 << 20, description="runs of one task; of `sft`, `cpt` and `dpo` by default 1"
+        8, ge=1, le=1 << 20, description="runs of each task; `sft`, `cpt` and `dpo` default to 1"
     )
     deadline_s: float | None = Field(
         None,
         gt=0,
         le=1e9,
-        description="after its first rollout a group is closed as it is; null: never",
+        description="a group is closed this long after its first rollout; null: never",
     )
     incomplete: Literal["keep", "reject"] = Field(
-        "keep", description="a group that was closed before its planned rollouts were stored"
+        "keep", description="what to do with a group closed before its planned rollouts are stored"
     )
-    groups_per_step: int = Field(16, ge=1, description="of one gradient step")
+    groups_per_step: int = Field(16, ge=1, description="groups per gradient step")
     max_waiting_groups: int | None = Field(
-        None, ge=1, description="for the trainer, before explorers wait; null: no bound"
+        None,
+        ge=1,
+        description="explorers wait while this many wait for the trainer; null: no bound",
     )
     max_staleness: int | None = Field(
-        2, ge=0, description="before explorers wait for new weights; null: no bound"
+        2, ge=0, description="explorers wait for new weights beyond this; null: no bound"
     )
-    commit_every_steps: int = Field(1, ge=1, description="with a checkpoint and new weights")
+    commit_every_steps: int = Field(
+        1, ge=1, description="interval between commits, each with a checkpoint and new weights"
+    )
     async_checkpoints: bool = Field(
-        default=False, description="written while the training goes on; the commit follows"
+        default=False, description="write checkpoints in the background; the commit follows"
     )
     record_facts: bool = Field(
-        default=True, description="with each commit, what its steps measured of each row"
+        default=True, description="record with each commit what its steps measured of each row"
     )
-    record_tokens: bool = Field(default=False, description="and of each token: 16 bytes")
+    record_tokens: bool = Field(
+        default=False, description="record it of each token too: 16 bytes per token"
+    )
     max_steps: int | None = Field(
         None,
         ge=1,
-        description="after which the trainer ends; with --follow, the experiment too; "
-        "null: no bound",
+        description="the trainer ends after this step (with --follow, the run); null: no bound",
     )
     max_skipped_steps: int = Field(
-        3, ge=1, description="in a row, of a loss or gradient that is not finite; then it ends"
+        3,
+        ge=1,
+        description="skipped in a row (loss or gradient not finite) before the trainer ends",
     )
     max_rejected_steps: int = Field(
-        6, ge=1, description="in a row, rejected as invalid or damaged; then the role ends"
+        6, ge=1, description="rejected in a row as invalid or damaged before the process ends"
     )
     lease_ttl_s: float = Field(
-        30.0, gt=0, le=1e9, description="a trainer that is silent for so long may be replaced"
+        30.0,
+        gt=0,
+        le=1e9,
+        description="a trainer without a heartbeat for this long may be replaced",
     )
     tokens_per_microbatch: int | None = Field(
-        None, ge=1, description="that are computed at once; null: a step is one micro-batch"
+        None, ge=1, description="token budget of a micro-batch; null: a step is one micro-batch"
     )
     max_tokens: int | None = Field(
-        None, ge=1, description="of an experience, else it is rejected; null: no bound"
+        None, ge=1, description="longer experiences are rejected; null: no bound"
     )
-    layout: Literal["padded", "packed"] = Field("padded", description="of a micro-batch's rows")
+    layout: Literal["padded", "packed"] = Field(
+        "padded", description="layout of a micro-batch's rows"
+    )
 
     @override
     def model_post_init(self, context: Any) -> None:
