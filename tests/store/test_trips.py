@@ -24,7 +24,7 @@ from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.streaming.resuming import register
 from trinity_buffer.pipeline.streaming.trainer_lease import hold_lease
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.store import log
+from trinity_buffer.store import log, queries
 from trinity_buffer.store.tables import consumer, policy
 from trinity_buffer.store.transaction import (
     Prepared,
@@ -138,10 +138,13 @@ async def test_a_function_of_one_statement_needs_no_transaction_around_it(
     counted, url = wire
     async with opened(url) as experiment:
         database = experiment.database
+        key = experiment.key
         await experiment.writer("e0").write(group(task=0))
         for number in range(2):  # statements are prepared at first
             with counted.count(f"read {number}"):
-                assert len(await database.read(log.read_at, experiment.key, [1, 2])) == 2
+                assert len(await database.read(log.read_at, key, [1, 2])) == 2
+                assert await experiment.is_finished() is False
+                assert await database.read(queries.consumer_row, key, "t") is None
 
         @one_statement
         def two(tx: Transaction) -> None:
@@ -150,8 +153,8 @@ async def test_a_function_of_one_statement_needs_no_transaction_around_it(
 
         with pytest.raises(RuntimeError, match="of one statement has executed another"):
             await database.read(two)
-        assert await database.read(log.head, experiment.key) == 2
-    assert counted.trips["read 1"] == 1
+        assert await database.read(log.head, key) == 2
+    assert counted.trips["read 1"] == 3
 
 
 async def test_no_type_of_an_argument_is_looked_up_in_the_catalogue(

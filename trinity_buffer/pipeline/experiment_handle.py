@@ -32,4 +32,4 @@ class ExperimentHandle:
 
     async def is_finished(self) -> bool:
         """Return the same, of the store as it is now."""
-        return await self.database.read(self.finished)
+        return await self.database.read(queries.is_finished, self.key)

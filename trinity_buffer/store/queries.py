@@ -36,6 +36,7 @@ from trinity_buffer.store.transaction import (
     among_given,
     given,
     lock_experiment,
+    one_statement,
 )
 
 DOOR = "door"
@@ -48,6 +49,7 @@ def config_of(tx: Transaction, experiment: int) -> tuple[dict[str, Any], bool] |
     return None if row is None else (dict(row.config), bool(row.finished))
 
 
+@one_statement
 def is_finished(tx: Transaction, experiment: int) -> bool:
     """Return whether an experiment was finished since the last change of its configuration."""
     return bool(_FINISHED.value(tx, of=experiment))
@@ -237,6 +239,7 @@ _CONSUMERS = (
 )
 
 
+@one_statement
 def consumer_row(tx: Transaction, experiment: int, name: str) -> ConsumerRow | None:
     """Return one consumer, or None."""
     query = select(consumer).where(consumer.c.experiment == experiment, consumer.c.name == name)

@@ -243,7 +243,7 @@ class StrategyConsumer:
         if left and self._decide_by_rewards(s, left[0]):
             del left[0]
         worked = bool(read or units or late)
-        finished = not worked and s.read(self.experiment.finished)
+        finished = not worked and s.read(queries.is_finished, self.experiment.key)
         return _Look(worked, finished, left, late)
 
     def _decide_by_rewards(self, s: Session, units: Sequence[ReadyUnit]) -> bool:

@@ -234,7 +234,7 @@ class LeadingRank:
                 more = self.queue.has_room() and not self._sampler.is_through
                 if not more or time.monotonic() > until:
                     break
-            return made, not made and s.read(self._experiment.finished)
+            return made, not made and s.read(queries.is_finished, self._experiment.key)
 
         return await self._database.session(work)
 
