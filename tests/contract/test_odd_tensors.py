@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from torch.testing import assert_close
 
 from tests.contract.making import opened
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.encoding import encode_experiences
+from trinity_buffer.pipeline.tensor_columns import TORCH_DTYPES
 from trinity_buffer.pipeline.verifying.verify import verify
 
 MANY = 40_000
 """Elements of a tensor whose bytes are not joined with those of others."""
+
+CLOSE = {"rtol": 0.004, "atol": 1e-6}
+"""Of bfloat16."""
 
 BYTES = torch.tensor([0, 255, 2, 1, 0], dtype=torch.uint8)
 
@@ -76,3 +82,17 @@ def test_what_was_encoded_does_not_change_with_the_tensors() -> None:
     for tensor in (tokens, pixels, logprobs, one.action_mask):
         tensor.fill_(7)
     assert {family: bytes(blob) for family, blob in families.items()} == before
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "uint8"])
+async def test_a_mask_of_any_dtype_scales_advantages(dtype: str, sqlite_store_url: str) -> None:
+    """They are stored as one number of the mask's dtype; NumPy has no bfloat16."""
+    mask = torch.tensor([1, 0, 1, 1, 2]).to(TORCH_DTYPES[dtype])
+    async with opened(sqlite_store_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write([odd(run, action_mask=mask) for run in range(2)])
+        await run_strategy(experiment, "grpo")
+        async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
+            (microbatch,) = (await anext(stream)).microbatches
+    expected = mask.float() * 0.5**0.5
+    for name in ("advantages", "returns"):
+        assert_close(microbatch[name][:, 2:], torch.stack([-expected, expected]), **CLOSE)

@@ -169,7 +169,7 @@ def _block(column: Column, rows: Array, first: int, last: int) -> Block:
     """Return the entries ``first`` to ``last`` of a column as ``rows``."""
     if column.encoding == "scaled_mask":
         ends = np.arange(len(rows) + 1)
-        return Block(rows, column.elements[first:last], ends, scaled=True, size=1)
+        return Block(rows, _numbers(column, first, last), ends, scaled=True, size=1)
     sizes = column.sizes
     before = int(sizes[:first].sum()) if first else 0
     ends, size = _ends(sizes[first:last])
