@@ -71,7 +71,7 @@ class OptimizerConfig(Section):
         1e-3, gt=0, le=1e20, description="of the critic, if the algorithm has one"
     )
     value_clip_range: float | None = Field(
-        None, gt=0, description="clip range of the critic's loss; null: no clipping"
+        None, gt=0, description="clip range of the critic's loss; null: none"
     )
 
     @override
@@ -92,9 +92,7 @@ class EvaluationConfig(Section):
     """Greedy answers to fresh problems, by the trainer, between steps."""
 
     every_steps: int = Field(10, ge=1, description="interval between evaluations")
-    problems: int = Field(
-        256, ge=1, description="problems per evaluation; your own `evaluate` chooses its own"
-    )
+    problems: int = Field(256, ge=1, description="per evaluation, unless you give `evaluate`")
     target_accuracy: float | None = Field(
         None, description="accuracy at which the trainer ends (with --follow, the run)"
     )
@@ -113,9 +111,7 @@ class ExploringConfig(Section):
         "raise",
         description="when the last attempt fails: end, or seal the batch without the rollout",
     )
-    max_tokens: int = Field(
-        256, ge=1, description="limit of a completion, where the rollout gives none"
-    )
+    max_tokens: int = Field(256, ge=1, description="default limit of a completion")
 
 
 OF_RECORDED_DATA = ("sft", "cpt", "dpo")
@@ -184,8 +180,7 @@ class RunConfig(Section):
         None, description="experiment of this store that holds an expert's rows"
     )
     recompute_old_logprob: bool = Field(
-        False,
-        description="recompute it in the trainer before each step, instead of the recorded one",
+        False, description="compute it in the trainer before each step; false: as recorded"
     )
     trainer: Name = Field("trainer", min_length=1, description="name of the trainer consumer")
     groups_per_batch: int = Field(8, ge=1, description="groups that an explorer plans at once")
@@ -196,56 +191,45 @@ class RunConfig(Section):
         None,
         gt=0,
         le=1e9,
-        description="a group is closed this long after its first rollout; null: never",
+        description="closes a group this long after its first rollout; null: never",
     )
     incomplete: Literal["keep", "reject"] = Field(
         "keep", description="what to do with a group closed before its planned rollouts are stored"
     )
     groups_per_step: int = Field(16, ge=1, description="groups per gradient step")
     max_waiting_groups: int | None = Field(
-        None,
-        ge=1,
-        description="explorers wait while this many wait for the trainer; null: no bound",
+        None, ge=1, description="explorers wait while so many await the trainer; null: none"
     )
     max_staleness: int | None = Field(
         2, ge=0, description="explorers wait for new weights beyond this; null: no bound"
     )
-    commit_every_steps: int = Field(
-        1, ge=1, description="interval between commits, each with a checkpoint and new weights"
-    )
+    commit_every_steps: int = Field(1, ge=1, description="interval of commits (checkpoints)")
     async_checkpoints: bool = Field(
         default=False, description="write checkpoints in the background; the commit follows"
     )
     record_facts: bool = Field(
         default=True, description="record with each commit what its steps measured of each row"
     )
-    record_tokens: bool = Field(
-        default=False, description="record it of each token too: 16 bytes per token"
-    )
+    record_tokens: bool = Field(default=False, description="and of each token: 16 bytes")
     max_steps: int | None = Field(
         None,
         ge=1,
         description="the trainer ends after this step (with --follow, the run); null: no bound",
     )
     max_skipped_steps: int = Field(
-        3,
-        ge=1,
-        description="skipped in a row (loss or gradient not finite) before the trainer ends",
+        3, ge=1, description="skipped in a row, as not finite, before the trainer ends"
     )
     max_rejected_steps: int = Field(
         6, ge=1, description="rejected in a row as invalid or damaged before the process ends"
     )
     lease_ttl_s: float = Field(
-        30.0,
-        gt=0,
-        le=1e9,
-        description="a trainer without a heartbeat for this long may be replaced",
+        30.0, gt=0, le=1e9, description="a trainer silent for this long may be replaced"
     )
     tokens_per_microbatch: int | None = Field(
         None, ge=1, description="token budget of a micro-batch; null: a step is one micro-batch"
     )
     max_tokens: int | None = Field(
-        None, ge=1, description="longer experiences are rejected; null: no bound"
+        None, ge=1, description="longer experiences are rejected; null: none"
     )
     layout: Literal["padded", "packed"] = Field(
         "padded", description="layout of a micro-batch's rows"
