@@ -18,7 +18,7 @@ from trinity_buffer.pipeline.verifying.verify import verify
 MANY = 40_000
 """Elements of a tensor whose bytes are not joined with those of others."""
 
-CLOSE = {"rtol": 0.004, "atol": 1e-6}
+CLOSE: dict[str, Any] = {"rtol": 0.004, "atol": 1e-6}
 """Of bfloat16."""
 
 BYTES = torch.tensor([0, 255, 2, 1, 0], dtype=torch.uint8)
