@@ -1,6 +1,6 @@
 """Trinity Buffer: an event-sourced experience store between explorers, strategies and trainers.
 
-These names are found on first use: ``import trinity_buffer`` loads neither torch nor SQL, so that a
+These names are imported on first use: ``import trinity_buffer`` loads neither torch nor SQL, so a
 command that only asks questions starts at once. Algorithms are in `trinity_buffer.algorithm`, the
 errors in `trinity_buffer.errors`.
 """

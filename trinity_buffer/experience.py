@@ -63,14 +63,14 @@ class Experience:
     Lists become tensors; a tensor is kept as it is, dtype included. Mutable: strategies assign
     ``advantages`` and ``returns``.
 
-    What kind of experience it is follows from what is given: an ``action_mask`` makes it
-    ``multi_turn``, ``chosen`` and ``rejected`` make it ``dpo``, else it is ``single_turn`` and
-    every response token is trained.
+    Its kind follows from what is given: ``action_mask`` makes it ``multi_turn``, ``chosen`` and
+    ``rejected`` make it ``dpo``; otherwise it is ``single_turn`` and every response token is
+    trained.
 
-    One that was read from a store may hold only some `FAMILIES` of fields; another one raises
-    AttributeError, ArchivedSegmentError if ``compact`` took it away for good (``archived`` says
-    why), or DamagedSegmentError if its bytes are broken (``damaged`` says why). ``prompt_length``,
-    `length` and `response_length` are always known.
+    One that was read from a store may hold only some `FAMILIES` of fields. Reading another field
+    raises AttributeError, ArchivedSegmentError if ``compact`` took it away for good (``archived``
+    says why), or DamagedSegmentError if its bytes are broken (``damaged`` says why).
+    ``prompt_length``, `length` and `response_length` are always known.
 
     Args:
         eid: address; a mapping of its five fields is accepted.
@@ -93,14 +93,14 @@ class Experience:
         rejected_messages: the other one.
         chosen: ``[Rc]`` int32, the preferred response.
         rejected: ``[Rr]`` int32, the other one.
-        multi_modal_inputs: name -> tensor, for the model's other senses.
+        multi_modal_inputs: name -> tensor, such as pixel values.
         teacher_logprobs: ``[R]`` float32, for distillation.
-        routed_experts: ``[L - 1, layers, topk]`` uint8, to replay a mixture's routing.
+        routed_experts: ``[L - 1, layers, topk]`` uint8, to replay the routing of an MoE model.
         custom_fields: entries of ``info`` that become columns of the batch.
 
     Raises:
         InvalidExperienceError: a single-turn experience without a prompt or without a response, or
-            a field that cannot be made a tensor, or of the wrong kind.
+            a field that cannot become a tensor or has the wrong type.
     """
 
     eid: EID

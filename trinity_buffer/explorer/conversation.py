@@ -27,7 +27,7 @@ class Completion:
         tool_calls: tools that it called, in the form of the OpenAI dialect.
         finish_reason: why it stopped: ``"stop"``, ``"length"``, ``"tool_calls"``, ...
         weight_version: name of the weights, as the server tells; None: it does not.
-        later_weight_version: of those that it held at the end, if they changed meanwhile.
+        later_weight_version: name of the weights at the end, if they changed meanwhile.
         weight_checksum: of the weights ``weight_version``.
         logprobs_mode: whether the log-probs are those before temperature, top-p and
             their like (``"raw_logprobs"``) or after.
@@ -82,10 +82,10 @@ class _Stretch:
 class Conversation:
     """Messages for the model, and beside them the exact tokens of every turn.
 
-    Call `heard` with what others say and `said` with each `Completion`; hand `messages` to the
-    model. `experiences` gives what can be trained: one experience for turns of which each prompt
-    continues the tokens before it, and a new one wherever it does not (a chat template that drops
-    an earlier turn's thoughts, for example).
+    Call `heard` with what others say and `said` with each `Completion`; pass `messages` to the
+    model. `experiences` returns what can be trained on: one experience as long as the prompt of
+    each turn continues the tokens before it, and a new one whenever it does not (for example when a
+    chat template drops the thoughts of an earlier turn).
 
     Attributes:
         messages: the whole conversation, in the form of the OpenAI dialect.

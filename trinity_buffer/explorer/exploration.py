@@ -61,11 +61,11 @@ class ExploreOptions:
     """How `explore` goes through its tasks.
 
     Attributes:
-        epochs: how often the whole list is gone through.
+        epochs: passes over the whole list.
         groups_per_batch: tasks that are planned, and later sealed, at once.
         rollouts_per_group: attempts at each task; these two default to what the experiment's
             configuration says, else to 8.
-        concurrency: rollouts at the same time; also the most that a kill of the process may cost.
+        concurrency: rollouts at the same time; a kill of the process loses at most this many.
         timeout_s: seconds that one attempt at a rollout may take; then it is a TimeoutError.
         attempts: how often a rollout is tried while it fails with an error of ``retry_on``.
         retry_on: errors that another attempt may mend, TimeoutError among them. Any other error
@@ -74,9 +74,9 @@ class ExploreOptions:
         on_failure: what becomes of a rollout whose last attempt failed too: ``"raise"`` ends
             `explore`, and the next one makes what is missing; ``"leave_out"`` seals the batch
             without it.
-        max_batches: end after so many that this call begins; None: when the list is through.
-        acknowledgements: file that notes what the store has acknowledged; None: none is kept.
-        report: is told of each batch once it is sealed.
+        max_batches: end after this call has begun so many batches; None: at the end of the list.
+        acknowledgements: file that records what the store has acknowledged; None: no file.
+        report: called with each batch once it is sealed.
     """
 
     epochs: int = 1
@@ -135,15 +135,15 @@ async def explore(
     model: M,
     **options: Any,
 ) -> None:
-    """Have every task rolled out and write what comes of it, until the list is through.
+    """Roll out every task and write the experiences, until all tasks are done.
 
-    After a crash, the same call again finishes what this actor had begun: only runs that are not
-    stored are made. It ends early when the experiment is finished.
+    After a crash, the same call finishes what this actor had begun: only runs that are not stored
+    are made. It ends early when the experiment is finished.
 
     Args:
         actor: name of this process; no two that live at the same time may share it.
-        tasks: what is to be done. The keys of a mapping are the task ids of the `EID`; those of a
-            sequence are its positions. All actors must give the same list. Of a mapping the keys
+        tasks: the tasks. The keys of a mapping are the task ids of the `EID`; those of a sequence
+            are its positions. All actors must give the same list. Of a mapping the keys
             are compared; of a sequence the tasks, where JSON can say what they are.
         rollout: makes one run. Its experiences get their `EID` here; ``eid.step`` counts them.
         model: what ``rollout`` is given. One that can ``load(uri)`` (see `Loadable`) is replaced
@@ -152,9 +152,9 @@ async def explore(
         options: see `ExploreOptions`.
 
     Raises:
-        ConflictingPlanError: these batches were planned with other tasks, or cut otherwise.
+        ConflictingPlanError: these batches were planned with other tasks or other sizes.
         InvalidArgumentError: a rollout is not async, or returned something else than experiences.
-        InvalidExperienceError: a rollout returned what cannot be right.
+        InvalidExperienceError: a rollout returned an invalid experience.
         TrainingError: a rollout was cancelled from within.
     """
     sizes = ("groups_per_batch", "rollouts_per_group")

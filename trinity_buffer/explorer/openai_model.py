@@ -26,10 +26,10 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 class OpenAIModel:
     """Asks vLLM by the OpenAI dialect, or SGLang by ``/generate``; close it, or enter it.
 
-    Each `Completion` says which weights made it, and how its log-probs are meant: vLLM's are by
-    default those before temperature, top-p, penalties and their like, which are no log-probs of
-    what was sampled unless all are neutral: so they are where ``sampling`` does not say, whatever
-    the model's generation_config says.
+    Each `Completion` says which weights made it, and what its log-probs mean. By default vLLM's are
+    those before temperature, top-p, penalties and the like, which are the log-probs of what was
+    sampled only if all of these are neutral. So they are set to neutral values unless ``sampling``
+    says otherwise, whatever the model's generation_config says.
 
     Args:
         url: of the server, such as ``http://127.0.0.1:8000/v1``.

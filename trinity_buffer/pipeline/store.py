@@ -64,8 +64,7 @@ class Store:
         Raises:
             UnknownExperimentError: there is none, and no ``config`` to create it with (or the store
                 is read-only).
-            InvalidArgumentError: a key of identity (the schema) would change, a key that nothing
-                reads, or a name that cannot be one.
+            InvalidArgumentError: the schema would change, an unknown key, or an invalid name.
         """
         if problem_of_text(name):
             require_name("an experiment's name", name)
@@ -160,7 +159,7 @@ async def open_store(
         durability: of SQLite. ``"normal"`` survives kill -9 of any process, but a power loss may
             take the last commits (never a part of one); ``"full"`` waits for the disk at each
             commit.
-        create: False where a store that is not there is an error, as for trainers.
+        create: False: a missing store is an error, as for trainers.
 
     Raises:
         UnknownStoreError: nothing there to read, a missing folder, or a database that is not ours.

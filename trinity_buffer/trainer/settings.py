@@ -20,27 +20,28 @@ class TrainerSettings:
 
     Attributes:
         checkpoints: folder under which checkpoints are written.
-        learning_rate: the highest.
-        warmup_steps: steps over which it rises from 0, linearly.
-        decay_steps: steps over which it then falls, linearly, counted from the start of the run;
-            None: never.
-        lowest_rate: fraction of ``learning_rate`` at which it stays.
-        max_gradient_norm: gradients are scaled down to it.
+        learning_rate: the highest rate.
+        warmup_steps: steps of the linear warm-up from 0.
+        decay_steps: length of the linear decay in steps, counted from the start of the run; None:
+            no decay.
+        lowest_rate: fraction of ``learning_rate`` below which the rate never decays.
+        max_gradient_norm: gradients are clipped to this norm.
         commit_every_steps: how often a checkpoint is written and committed.
-        async_checkpoints: write them in a thread, from a copy in the processor's memory; the commit
-            follows when all is on the disk. One at a time: the next one waits.
-        keep_checkpoints: how many committed ones stay on the disk, the newest; None: all of them.
-        critic_learning_rate: of the critic, where there is one; it follows the same schedule.
+        async_checkpoints: write them in a thread, from a copy in CPU memory; the commit follows
+            when all is on the disk. One at a time: the next one waits.
+        keep_checkpoints: how many of the newest committed ones stay on the disk; None: all.
+        critic_learning_rate: of the critic, if there is one; it follows the same schedule.
         value_clip_range: see `ValueLossFn`.
-        recompute_old_logprob: compute ``old_logprob`` before each step, whatever the stream brings;
-            a replay's brings what explorers recorded.
+        recompute_old_logprob: compute ``old_logprob`` before each step, even if the stream has it
+            (the stream of a replay has what explorers recorded).
         max_steps: end after this gradient step; None: when the stream ends.
         max_skipped_steps: end when so many steps in a row were skipped because their loss or
             gradient norm was not finite; None: never (a replay repeats what was recorded).
         record_facts: record with each commit what its steps measured, row by row (`StepMeter`).
-        record_tokens: and token by token: 16 bytes of each.
-        seed: torch's random numbers, as of dropout, begin a run with this number, plus the rank;
-            later ones go on from a checkpoint. None: from what they are, which no replay knows.
+        record_tokens: record it token by token too: 16 bytes per token.
+        seed: seeds torch at the start of a run, as for dropout, with this number plus the rank; a
+            resumed run restores the random state of its checkpoint. None: torch is not seeded, and
+            a replay may differ.
     """
 
     checkpoints: Path

@@ -85,8 +85,8 @@ class _Look(NamedTuple):
 class StrategyConsumer:
     """Runs one strategy over one experiment; its annotations form the set ``name``.
 
-    Any number of processes may run the same name: each unit is decided once, whoever comes second
-    reads on.
+    Any number of processes may run the same name: each unit is decided once, by the first process
+    that commits it.
 
     Args:
         experiment: whose log is read.
@@ -96,7 +96,7 @@ class StrategyConsumer:
         name: of the annotation set; by default the strategy's registered name.
         rules: how experiences become groups; by default as the experiment is configured.
         rewards: name of a scoring whose rewards take the place of the recorded ones.
-        speaks: False where a trainer says what is waited for.
+        speaks: False if a trainer reports what is waited for.
     """
 
     def __init__(

@@ -27,13 +27,13 @@ DamagedRows = Literal["refuse", "drop"]
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """How a train stream forms its steps; recorded ones are served as recorded all the same.
+    """How a train stream forms its steps; steps that are already recorded are served as recorded.
 
-    ``groups_per_step``, ``tokens_per_microbatch``, ``layout`` and ``lease_ttl_s`` that are not
-    given are those of the experiment's configuration, if it has them.
+    ``groups_per_step``, ``tokens_per_microbatch``, ``layout`` and ``lease_ttl_s`` default to the
+    experiment's configuration, if it has them.
 
     Attributes:
-        strategy: the annotation set to train on; None: what was recorded.
+        strategy: the annotation set to train on; None: the experiences as they were recorded.
         consumer: name of this trainer; its steps, manifests and commits belong to it.
         groups_per_step: groups of one gradient step.
         tokens_per_microbatch: budget of computed tokens (rows × width padded, tokens packed); None:
@@ -45,19 +45,19 @@ class StreamOptions:
         follow: wait for more; otherwise end, with a smaller last step, when what is stored has been
             served.
         prefetch: how many steps are leased and decoded ahead.
-        lease_ttl_s: after so long without a heartbeat another process may take over.
+        lease_ttl_s: after this many seconds without a heartbeat another process may take over.
         wait_for_lease: wait for the holder of the lease, or raise `LeaseHeldError`.
-        wait_for_set: with ``follow``, wait aloud for a set that nobody has annotated yet; otherwise
-            it is refused at once, and nothing is registered.
-        damaged_rows: what becomes of rows that were damaged or deleted since their step was leased,
+        wait_for_set: with ``follow``, wait, with a warning, for a set that nobody has annotated
+            yet; if False it is refused at once, and nothing is registered.
+        damaged_rows: what to do with rows that were damaged or deleted since their step was leased,
             and can never be read again: ``"refuse"`` ends the trainer with an error that names
             them; ``"drop"`` takes them out of the step, which a `StepDealt` records, and rejects
             them (``damaged``, ``deleted``). What is left of the step is trained.
         resume_from: rewind to this committed step first; later commits are superseded.
         rank, world_size: this process of a data-parallel trainer. Rank 0 leases, the others read
-            the manifests from the log; all must open the stream, and all must commit. Any number
-            may follow any other: steps that are not committed are dealt anew. A rank without a
-            group of a step gets micro-batches without rows, and takes part as ever.
+            the manifests from the log; all must open the stream, and all must commit. The number
+            of ranks may change on restart: uncommitted steps are dealt anew. A rank without a group
+            in a step gets micro-batches without rows, and takes part as usual.
         sample_strategy: which groups a step takes, by its registered name: ``"default"``,
             ``"staleness_control"`` or ``"mix"``.
         max_staleness: ``staleness_control``: groups that are older, in policy versions, are
@@ -167,7 +167,7 @@ class Resume:
         checkpoint: its checkpoint, None if it was committed without one.
         digest: sha256 of the checkpoint, already compared with what lies on the disk.
         chain: link of the manifest chain after that step.
-        skipped: so many steps in a row, that one the last of them, changed no weight.
+        skipped: how many steps in a row, up to and including ``step``, changed no weight.
     """
 
     step: int
