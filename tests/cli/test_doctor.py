@@ -188,6 +188,7 @@ def process(*, paused: bool) -> Iterator[int]:
         ("trainer", 10, -1, False, False),  # heard of since
         ("strategy", 126, None, False, True),
         ("strategy", 110, None, False, False),
+        ("strategy", 40, -5, False, True),  # it decides, or would: its lease tells sooner
         ("rank 1", 126, None, False, True),
         ("explorer", 126, None, False, False),  # a writer, which says it as it writes
         ("explorer", 126, None, True, True),

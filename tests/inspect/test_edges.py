@@ -21,8 +21,8 @@ from trinity_buffer.inspect.source import now
 from trinity_buffer.inspect.step_lines import trainer_of
 from trinity_buffer.inspect.tensors import row_of
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.lease_holders import owner_name
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.trainer_lease import owner_name
 from trinity_buffer.store.tables import experience
 
 

@@ -12,10 +12,9 @@ import pytest
 
 from tests.postgres import PostgresServer
 from trinity_buffer.errors import LeaseHeldError
-from trinity_buffer.pipeline import events
+from trinity_buffer.pipeline import events, lease_holders
 from trinity_buffer.pipeline.presence import has_ended
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming import trainer_lease
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease, hold_lease
 from trinity_buffer.store.promises import PresenceRow, place_of
 
@@ -85,7 +84,7 @@ async def test_the_lease_of_a_dead_process_is_free_at_once(
         host, pid, _, rest = dead.owner.rsplit(":", 3)
         dead.owner = f"{host}:{pid}:1:{rest}"  # a process of this id that started long ago
         await dead.acquire(wait=False)
-        assert trainer_lease.is_dead(dead.owner)
+        assert lease_holders.is_dead(dead.owner)
         async with hold_lease(store.database, experiment.key, "trainer", wait=False) as lease:
             assert lease.token == dead.token + 1
 

@@ -24,8 +24,8 @@ from trinity_buffer.pipeline import presence, processes
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.lease_holders import is_dead, owner_name
 from trinity_buffer.pipeline.presence import has_ended, is_here, place_of
-from trinity_buffer.pipeline.streaming.trainer_lease import is_dead, owner_name
 from trinity_buffer.store import promises, tables
 from trinity_buffer.store.promises import PresenceRow
 

@@ -138,7 +138,7 @@ async def test_an_unplanned_task_of_a_planned_batch_closes_no_other_group(store_
     async with opened(store_url) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1], 2)
-        consumer = StrategyConsumer(experiment, Watcher, name="all")
+        consumer = StrategyConsumer(experiment, Watcher, name="all", speaks=False)  # no lease
         await writer.write([rollout(task=0)])
         await consumer.run()
         await writer.write([rollout(task=1)])

@@ -28,7 +28,9 @@ async def test_a_group_is_read_and_decided_on_one_trip(
         monkeypatch.undo()
         assert report.annotated == 2
         assert trips == [
-            *(False, False, False),  # to find where it left off
+            *(False, False, True),  # it is registered; nobody else decides, so it does
+            *(False, False),  # to find where it left off
             *(True, True),  # a group, then nothing
+            True,  # it gives the lease back
         ]
         await assert_conserved(experiment)

@@ -33,7 +33,7 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.store import log
+from trinity_buffer.store import log, promises
 from trinity_buffer.store.tables import segment
 from trinity_buffer.store.transaction import Transaction
 
@@ -120,6 +120,37 @@ async def two_of_a_name_decide_once(url: str, folder: Path) -> None:
         report = await run_strategy(experiment, Overtaken, name="grpo")
         nothing_is_wrong(await verify(experiment))
     assert report.annotated == 0
+
+
+class Superseded(GRPOAddStrategy):
+    """Loses its lease to another process, which lets it go again, while it computes once."""
+
+    experiments: ClassVar[list[Experiment]] = []
+    num_computed: ClassVar[int] = 0
+
+    @override
+    async def add(self, exps: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        Superseded.num_computed += 1
+        if self.experiments:
+            experiment = self.experiments.pop()
+            await experiment.database.write(_taken_and_let_go, experiment.key)
+        return await super().add(exps, step)
+
+
+def _taken_and_let_go(tx: Transaction, key: int) -> None:
+    held = promises.holder(tx, key, "grpo")
+    assert held is not None
+    promises.acquire(tx, key, "grpo", owner="another", now_us=now_us(), ttl_us=1, dead=held[0])
+    promises.let_go(tx, key, "grpo", owner="another")
+
+
+async def who_lost_its_lease_commits_nothing(url: str, folder: Path) -> None:
+    async with opened(url) as experiment:
+        await write_groups(experiment, 1)
+        Superseded.experiments[:], Superseded.num_computed = [experiment], 0
+        report = await run_strategy(experiment, Superseded, name="grpo")
+        nothing_is_wrong(await verify(experiment))
+    assert (report.annotated, Superseded.num_computed) == (RUNS, 2)
 
 
 # 5 -----------------------------------------------------------------------------------------------

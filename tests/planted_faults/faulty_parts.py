@@ -82,6 +82,11 @@ def a_decision_does_not_ask_who_was_first(patch: Patch) -> None:
     patch.setattr(projections, "decide", careless)
 
 
+def whoever_decided_commits(patch: Patch) -> None:
+    """3: a process whose lease another took commits what it computed."""
+    patch.setattr(promises, "require_holder", lambda *_, **__: None)
+
+
 def a_step_is_served_twice(patch: Patch) -> None:
     """4: the stream hands out each step two times, and the trainer trains what it is handed."""
     usual, kept = TrainStream.__anext__, list[TrainStep]()

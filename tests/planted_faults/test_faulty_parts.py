@@ -21,6 +21,7 @@ CHECKS: list[Check] = [
     checks.writing_twice_is_writing_once,
     checks.a_crash_before_the_commit_decides_nothing,
     checks.two_of_a_name_decide_once,
+    checks.who_lost_its_lease_commits_nothing,
     trainer_checks.a_crashed_trainer_goes_on_where_its_weights_are,
     trainer_checks.a_checkpoint_is_on_the_disk_before_its_commit,
     trainer_checks.a_commit_is_one_event,
@@ -53,6 +54,11 @@ PLANTED: list[tuple[FaultyPart, Check, str]] = [
         faulty_parts.a_decision_does_not_ask_who_was_first,
         checks.two_of_a_name_decide_once,
         r"was decided twice",
+    ),
+    (
+        faulty_parts.whoever_decided_commits,
+        checks.who_lost_its_lease_commits_nothing,
+        r"\(4, 1\) == \(4, 2\)",
     ),
     (
         faulty_parts.a_step_is_served_twice,

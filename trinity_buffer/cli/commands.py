@@ -89,7 +89,7 @@ COMMANDS = {
     "rejected": Command(f"{_STEP}:rejected", "Show what was left out, by whom and why."),
     "leases": Command(
         f"{_STEP}:leases",
-        "Show who holds each trainer's lease, until when, and how far the trainer is.",
+        "Show who holds each lease of a trainer or strategy, until when, and how far a trainer is.",
     ),
     "staleness": Command(
         f"{_STEP}:staleness",

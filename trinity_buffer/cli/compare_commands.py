@@ -238,7 +238,7 @@ async def _screen(experiment: Experiment) -> Group:
     source = now(experiment)
     consumers = await source.read(queries.consumers, source.key)
     parts: list[Any] = []
-    leases = await questions.leases(source)
+    leases = [one for one in await questions.leases(source) if one.kind == "trainer"]
     parts.append(
         table(
             one_line(experiment.name),

@@ -223,7 +223,7 @@ class RunConfig(Section):
         6, ge=1, description="rejected in a row as invalid or damaged before the process ends"
     )
     lease_ttl_s: float = Field(
-        30.0, gt=0, le=1e9, description="a trainer silent for this long may be replaced"
+        30.0, gt=0, le=1e9, description="a trainer or strategy silent for this long may be replaced"
     )
     tokens_per_microbatch: int | None = Field(
         None, ge=1, description="token budget of a micro-batch; null: a step is one micro-batch"

@@ -223,7 +223,7 @@ def leases(
     as_of: AsOfOption = None,
     as_json: JsonLinesOption = False,
 ) -> None:
-    """Show who holds each trainer's lease, until when, and how far the trainer is.
+    """Show who holds each lease of a trainer or strategy, until when, and how far a trainer is.
 
     Example: trinity-buffer leases --json
     """
@@ -231,10 +231,10 @@ def leases(
     if as_json:
         print_json(*found)
         return
-    columns = ["trainer", "state", "owner", "token", "expires in s", "leased", "committed"]
+    columns = ["kind", "name", "state", "owner", "token", "expires in s", "leased", "committed"]
     rows = [
         (
-            *(one.trainer, one.state, one.owner, one.token, one.expires_in_s),
+            *(one.kind, one.trainer, one.state, one.owner, one.token, one.expires_in_s),
             *(one.leased_step, one.committed_step),
         )
         for one in found

@@ -12,6 +12,7 @@ from trinity_buffer.pipeline.presence import is_unheard, place_of
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store import counters, log, promises, queries, trainer_queries
 from trinity_buffer.store.asking import conservation, tallies
+from trinity_buffer.store.promises import PresenceRow
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
@@ -226,8 +227,9 @@ class _Look:
         """Yield the processes that are there, and are paused or hang."""
         now = now_us()
         for row in around.here:
-            held = promises.holder(tx, self._key, row.name) if row.role == "trainer" else None
-            if is_unheard(row, lease_expired=held is not None and held[2] < now):
+            held = promises.holder(tx, self._key, row.name)
+            expired = held is not None and held[2] < now and _is_its_lease(row, held[0])
+            if is_unheard(row, lease_expired=expired):
                 place = f"pid {row.pid} on host {promises.name_of(row.host)}"
                 yield Stuck(
                     self._name,
@@ -237,6 +239,12 @@ class _Look:
                     f"it is paused, or hangs: look at it (`kill -CONT {row.pid}` lets a paused one "
                     "go on), or end it and start it again",
                 )
+
+
+def _is_its_lease(row: PresenceRow, owner: str) -> bool:
+    """Return whether a process may hold a lease of its name: of a strategy others stand by."""
+    holds = owner.startswith(f"{row.host}:{row.pid}:")
+    return row.role == "trainer" or (row.role == "strategy" and holds)
 
 
 def _remedy_of(lack: Lack) -> str:

@@ -38,13 +38,16 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Who holds a trainer's work.
+    """Who holds a trainer's work, or decides for a strategy.
 
     Attributes:
+        trainer: its name; of a strategy that of its set.
         state: ``held``, ``expired`` (nobody took it since), or ``free``; ``forgotten`` where it is
             asked how it was: leases are in no log.
         expires_in_s: seconds from now; negative: so long ago.
-        leased_step, committed_step: the last handed out, and the last committed.
+        leased_step, committed_step: the last handed out, and the last committed; None of a
+            strategy.
+        kind: ``trainer`` or ``strategy``.
     """
 
     trainer: str
@@ -52,8 +55,9 @@ class Lease:
     owner: str | None
     token: int
     expires_in_s: float | None
-    leased_step: int
-    committed_step: int
+    leased_step: int | None
+    committed_step: int | None
+    kind: str
 
 
 class _Page(NamedTuple):
@@ -154,26 +158,33 @@ async def rejection_counts(source: Source) -> Mapping[str, Mapping[str, int]]:
 
 
 async def leases(source: Source) -> list[Lease]:
-    """Return every trainer and who holds its work; as it was, how far each had come."""
+    """Return every trainer and who holds its work, and the strategies that a process decides for.
+
+    As it was: how far each trainer had come.
+    """
 
     def look(tx: Transaction) -> dict[str, LeaseRow]:
         return {row.consumer: row for row in inspection.leases(tx, source.key)}
 
     rows = (await source.read(queries.consumers, source.key)).values()
     held = await source.database.read(look) if source.position is None else None
-    return [_lease_of(row, held) for row in rows if row.kind == "trainer"]
+    trainers = [row for row in rows if row.kind == "trainer"]
+    strategies = [row for row in rows if row.kind == "strategy" and row.name in (held or {})]
+    return [_lease_of(row, held) for row in (*trainers, *strategies)]
 
 
 def _lease_of(row: ConsumerRow, held: Mapping[str, LeaseRow] | None) -> Lease:
     lease = None if held is None else held.get(row.name)
     left = None if lease is None else (lease.expires_at - now_us()) / 1e6
     state = "free" if left is None else "held" if left > 0 else "expired"
+    trains = row.kind == "trainer"
     return Lease(
         row.name,
         "forgotten" if held is None else state,
         None if lease is None else lease.owner,
         row.token if lease is None else lease.token,
         left,
-        row.leased_step,
-        row.committed_step,
+        row.leased_step if trains else None,
+        row.committed_step if trains else None,
+        row.kind,
     )

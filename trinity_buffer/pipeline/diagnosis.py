@@ -71,9 +71,9 @@ class Surroundings:
         return cls([row for row in rows if is_here(row)], queries.consumers(tx, experiment))
 
     def who(self, role: str, name: str | None = None) -> PresenceRow | None:
-        """Return a process in this role, of this name or of any."""
-        fitting = (r for r in self.here if r.role == role and name in (None, r.name))
-        return next(fitting, None)
+        """Return a process in this role, of this name or of any; one that works before others."""
+        fitting = [r for r in self.here if r.role == role and name in (None, r.name)]
+        return min(fitting, key=lambda row: row.waiting_for is not None, default=None)
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,9 +1,10 @@
 """Promises of processes, which may all be forgotten at any time: leases, and who is there.
 
-A lease is a trainer's renewable claim on a consumer name. It can be acquired when one of three
-holds: nobody has it, it has expired, or its owner is asking. Acquiring always yields a token above
-every token seen before. Only a newer token fences: an expired lease that nobody took can still be
-renewed and committed.
+A lease is a renewable claim on a consumer name, of a trainer or of a process that runs a strategy.
+It can be acquired when one of three holds: nobody has it, it has expired, or its owner is asking.
+Acquiring always yields a token above every token that the log or the lease knows. Only a newer
+owner fences, a trainer by its token: an expired lease that nobody took can still be renewed and
+committed.
 """
 
 from __future__ import annotations
@@ -146,6 +147,37 @@ def require(tx: Transaction, experiment: int, name: str, *, token: int) -> Stand
 def release(tx: Transaction, experiment: int, name: str, *, token: int) -> None:
     """Give the lease back, if it is still ours."""
     mine = (lease.c.experiment == experiment, lease.c.consumer == name, lease.c.token == token)
+    tx.execute(delete(lease).where(*mine))
+
+
+def require_holder(tx: Transaction, experiment: int, name: str, *, owner: str) -> Place | None:
+    """Return where the log ends, if ``owner`` holds the lease of a strategy.
+
+    Nobody can acquire it until the transaction ends. A lease that is gone is not held: the token of
+    a strategy is in no event, so that nothing else tells who had it since.
+
+    Raises:
+        LeaseLostError: it does not.
+    """
+    lock_experiment(tx, experiment)
+    ((held, _, _, _, *end),) = _NEWEST.rows(tx, of=experiment, by=name)
+    if held != owner:
+        who = place_of(held) if held else "another process"
+        raise LeaseLostError(
+            f"strategy {name!r}: {who} took over; what was not committed is left to it"
+        )
+    return log.place(*end) if end[0] else None
+
+
+def prolong(tx: Transaction, experiment: int, name: str, *, owner: str, expires_at_us: int) -> bool:
+    """Extend the lease if ``owner`` holds it; return whether that is so."""
+    mine = (lease.c.experiment == experiment, lease.c.consumer == name, lease.c.owner == owner)
+    return tx.execute(update(lease).where(*mine).values(expires_at=expires_at_us)).rowcount > 0
+
+
+def let_go(tx: Transaction, experiment: int, name: str, *, owner: str) -> None:
+    """Give the lease back if ``owner`` holds it."""
+    mine = (lease.c.experiment == experiment, lease.c.consumer == name, lease.c.owner == owner)
     tx.execute(delete(lease).where(*mine))
 
 

@@ -18,6 +18,7 @@ from trinity_buffer.store.rows import (
     ExperienceRow,
     experience_row,
     first_address,
+    position_of,
     typed,
 )
 from trinity_buffer.store.tables import (
@@ -294,6 +295,12 @@ _WAITING = Prepared(
     .order_by(waiting.c.address)
     .limit(bindparam("most"))
 )
+
+
+def last_recorded(tx: Transaction, experiment: int) -> int:
+    """Return the position of the last event that recorded experiences, 0 if there is none."""
+    query = select(func.max(experience.c.address)).where(experience.c.experiment == experiment)
+    return position_of(int(tx.execute(query).scalar() or 0))
 
 
 def experience_rows(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
@@ -21,7 +21,7 @@ from trinity_buffer.pipeline.annotation_encoding import encode_annotations, enco
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.rejections import invalid
 from trinity_buffer.store import log
-from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.log import NewEvent, Place
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
 from trinity_buffer.store.transaction import Transaction
@@ -41,10 +41,23 @@ class Decision:
     rejected: int
     reasons: Counter[str]
 
-    def append(self, tx: Transaction, store: SegmentStore, experiment: int, strategy: str) -> None:
-        """Record it, as what ``strategy`` says, with what it has put into ``store``."""
+    def append(
+        self,
+        tx: Transaction,
+        store: SegmentStore,
+        experiment: int,
+        strategy: str,
+        *,
+        require: Callable[[Transaction], Place | None] | None = None,
+    ) -> None:
+        """Record it, as what ``strategy`` says, with what it has put into ``store``.
+
+        Args:
+            require: raises if another may decide; else tells where the log ends, if it has asked.
+        """
         store.take_in(tx, self.segment_rows)
-        log.append(tx, experiment, self.events, actor=strategy, now_us=now_us())
+        last = None if require is None else require(tx)
+        log.append(tx, experiment, self.events, actor=strategy, now_us=now_us(), last=last)
 
 
 class _Annotated(NamedTuple):

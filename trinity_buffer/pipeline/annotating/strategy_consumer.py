@@ -13,6 +13,7 @@ from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import (
     ConflictingStrategyError,
     CursorConflictError,
+    LeaseLostError,
     UnknownNameError,
 )
 from trinity_buffer.events import ConsumerRegistered
@@ -33,6 +34,8 @@ from trinity_buffer.pipeline.annotating.named_strategy import (
     strategy_class,
 )
 from trinity_buffer.pipeline.annotating.rehearsal import rehearse_deciding
+from trinity_buffer.pipeline.annotating.standing_by import StandBy
+from trinity_buffer.pipeline.annotating.strategy_lease import StrategyLease
 from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
@@ -85,8 +88,8 @@ class _Look(NamedTuple):
 class StrategyConsumer:
     """Runs one strategy over one experiment; its annotations form the set ``name``.
 
-    Any number of processes may run the same name: each unit is decided once, by the first process
-    that commits it.
+    Any number of processes may run the same name: one of them holds a lease and decides, and the
+    others stand by until it ends or falls silent.
 
     Args:
         experiment: whose log is read.
@@ -96,7 +99,8 @@ class StrategyConsumer:
         name: of the annotation set; by default the strategy's registered name.
         rules: how experiences become groups; by default as the experiment is configured.
         rewards: name of a scoring whose rewards take the place of the recorded ones.
-        speaks: False if a trainer reports what is waited for.
+        speaks: False if a trainer reports what is waited for, and runs this beside its own work: it
+            decides without a lease.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class StrategyConsumer:
             experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
         )
         self._presence = Presence(experiment.database, experiment.key, "strategy", self.name)
+        self._lease = StrategyLease(experiment, self.name, alone=not speaks)
         self.has_read_all = False  # of what was stored when it looked last
         self._is_rehearsed = False
         self._annotated = 0
@@ -151,39 +156,55 @@ class StrategyConsumer:
         Raises:
             ConflictingStrategyError: the set ``name`` has another configuration.
         """
-        if follow:
-            settle_imports()
         await self._register()
-        async with self._presence.kept():
+        async with self._presence.kept(), self._lease.kept():
             await self._decide_all(follow=follow)
         if self._speaks:
             await self._say_what_is_left()
         return self._report()
 
     async def _decide_all(self, *, follow: bool) -> None:
-        """Decide units until there are no more, and with ``follow`` will be no more."""
+        """Decide units, or let another decide, until there are no more and will be no more."""
         changes = self.experiment.database.changes
         wait = SpokenWait(changes, self._waiting_for, self._presence, aloud=self._speaks)
-        await self._start_over()
-        ending = not follow
+        other = StandBy(self.experiment, self.name, self._reader)
         while True:
             await self._presence.seen(at_once=follow)  # a trainer that follows waits for it
             state = await changes.state()
+            if await self._lease.ask():
+                wait.over()
+                if await self._decide_on(wait, follow=follow):
+                    return
+            elif not follow and await other.is_over():
+                return
+            else:
+                self._presence.waiting_for = self._lease.told()
+                await other.rest(wait, state)
+
+    async def _decide_on(self, wait: SpokenWait, *, follow: bool) -> bool:
+        """Go on from the last commit; return whether that came to an end, or another took over."""
+        await self._start_over()
+        ending = not follow
+        while self._lease.is_held:
+            await self._presence.seen()
+            state = await self.experiment.database.changes.state()
             try:
                 look = await self._advance(live=follow)
-            except CursorConflictError:
-                await self._start_over()
-                continue
+            except (CursorConflictError, LeaseLostError):
+                self._lease.doubt()
+                break
             if look.worked:
                 wait.over()
                 continue
             self.has_read_all = True
             if ending:
-                return
+                return True
             ending = look.finished  # what came before the end is read once more
             if not ending:
+                settle_imports()
                 await self._rehearse()
                 await wait.changed(state, self._reader.seconds_to_deadline())
+        return False
 
     async def _rehearse(self) -> None:
         """Go through the work once before the first wait, if there was nothing to go through."""
@@ -192,6 +213,8 @@ class StrategyConsumer:
             await self.experiment.database.compute(rehearse_deciding, self._decider.loads)
 
     async def _waiting_for(self) -> str:
+        if self._lease.holder is not None:
+            return self._lease.told()
         return f"strategy {self.name!r} waits: {await self._lacking()}"
 
     async def _lacking(self) -> str:
@@ -303,7 +326,7 @@ class StrategyConsumer:
         reached("before-annotate")
 
         def commit(tx: Transaction) -> None:
-            decision.append(tx, store, key, self.name)
+            decision.append(tx, store, key, self.name, require=self._lease.require)
             reached("inside-annotate")
 
         s.write(commit)

@@ -31,6 +31,7 @@ from trinity_buffer.store.rows import (
     BatchRow,
     ConsumerRow,
     ExperienceRow,
+    first_address,
     position_of,
     rows_recorded_by,
 )
@@ -94,6 +95,21 @@ class UnitReader:
         while after is not None:
             after = await self._experiment.database.read_session(partial(self._load_page, after))
         self._grouping.know_settled(self._grouping.batches)
+
+    async def is_left(self, row: ConsumerRow, up_to: int) -> bool:
+        """Return whether something is ready and undecided that was recorded up to ``up_to``.
+
+        Args:
+            row: the state of the last commit.
+            up_to: a position.
+        """
+        await self.load(row)
+        while self.seen < up_to and await self._experiment.database.read_session(self.read):
+            pass
+        end = first_address(up_to + 1)
+        units = [unit.addresses for unit in self.take_ready()]
+        late = [[address] for address in self.take_late()]
+        return any(all(address < end for address in some) for some in (*units, *late))
 
     def _load_page(self, after: int, s: ReadSession) -> int | None:
         """Feed a page of what waits to the grouping; return its last address, None at the end."""

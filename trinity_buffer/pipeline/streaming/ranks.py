@@ -24,15 +24,12 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
+from trinity_buffer.pipeline.lease_holders import LeaseWatch, is_dead
 from trinity_buffer.pipeline.presence import Presence, has_ended
 from trinity_buffer.pipeline.presence import place_of as seen_at
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
-from trinity_buffer.pipeline.streaming.trainer_lease import (
-    LeaseWatch,
-    TrainerLease,
-    is_dead,
-)
+from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, promises
 from trinity_buffer.store.log import StoredEvent

@@ -9,6 +9,7 @@ from trinity_buffer.pipeline.annotating.rehearsal import decided
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
+from trinity_buffer.pipeline.lease_holders import TTL_S
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.streaming.committing import environment_of_run
 from trinity_buffer.pipeline.streaming.manifest import LayoutName
@@ -16,7 +17,7 @@ from trinity_buffer.pipeline.streaming.row_loader import RowLoader
 from trinity_buffer.pipeline.streaming.step_sampler import StepSampler
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.train_step import StepMaker
-from trinity_buffer.pipeline.streaming.trainer_lease import TTL_S, TrainerLease
+from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
 from trinity_buffer.pipeline.writing.rehearsal import NAME
 from trinity_buffer.store.scratch import Scratch, scratch
 
