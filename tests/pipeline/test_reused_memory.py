@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -71,3 +73,21 @@ def test_columns_are_made_in_the_memory_that_is_given() -> None:
     (column,) = columns_of_given("x", tensors_given(rows), block.take)
     assert column.elements.tolist() == [1.5, 2.5, 3.5]
     assert address_of(block.take(1)) - address_of(column.data) == ALIGNMENT
+
+
+FORKED = """
+import os, signal, torch
+from trinity_buffer.experience import EID, Experience
+from trinity_buffer.pipeline import encoding
+one = Experience(eid=EID("b", 0, 0), tokens=torch.arange(4), prompt_length=2)
+encoding._memory._lock.acquire()  # as a thread does that is not there in the child
+if os.fork() == 0:
+    signal.alarm(30)
+    encoding.encode_experiences([one])
+    os._exit(0)
+raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_a_child_that_is_forked_while_memory_is_taken_may_write() -> None:
+    assert subprocess.run([sys.executable, "-c", FORKED], check=False).returncode == 0

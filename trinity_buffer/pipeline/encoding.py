@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -67,6 +68,7 @@ MODAL = "multi_modal_inputs."
 """What the names of their columns begin with."""
 
 _memory = ReusedMemory()
+os.register_at_fork(after_in_child=_memory.forget)
 
 
 @dataclass(frozen=True, slots=True)

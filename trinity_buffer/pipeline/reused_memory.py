@@ -41,6 +41,10 @@ class ReusedMemory:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, in a forked child: there, nobody gives back a lock that a thread had."""
         self._lock = Lock()
         self._kept: list[bytearray] = []
 
