@@ -139,6 +139,9 @@ def bytes_of(tensors: Sequence[Tensor], out: Bytes | None = None) -> Bytes:
     if out is None:
         flat = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
         found: Bytes = _raw(flat).cpu().numpy()
+    elif len(tensors) == 1:  # torch would wake its threads for a single one
+        np.copyto(out, _raw(tensors[0]).numpy())
+        found = out
     else:
         with torch.no_grad():  # what has a gradient is copied to no other tensor
             torch.cat(list(tensors), out=torch.from_numpy(out).view(tensors[0].dtype))
