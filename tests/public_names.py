@@ -19,7 +19,7 @@ import anyio
 import click
 import typer
 
-from tests.stories import tell
+from tests.sample_run import record_sample_run
 from trinity_buffer import algorithm
 from trinity_buffer.cli.main import app, run_command
 
@@ -55,7 +55,7 @@ def public_names() -> dict[str, list[str]]:
     found |= {f"options of {name}": _options(command) for name, command in commands.items()}
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/store.db"
-        anyio.run(tell, url, Path(folder) / "run")
+        anyio.run(record_sample_run, url, Path(folder) / "run")
         for question in QUESTIONS:
             found[f"keys of {question[0]} --json"] = _json_keys(*question, url=url)
     return found

@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from tests.postgres import PostgresServer
-from tests.stories import rollout
+from tests.sample_run import rollout
 from trinity_buffer.pipeline.store import open_store
 
 ROOT = Path(__file__).parents[1]

@@ -17,31 +17,31 @@ from sqlalchemy import update
 
 from tests.cli.calling import Cli
 from tests.pipeline.planting import delete_event, unguarded
-from tests.stories import Story, tell
+from tests.sample_run import SampleRun, record_sample_run
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store.tables import experience
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+def sample_run(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
     """A store that no test changes."""
-    folder = tmp_path_factory.mktemp("story")
-    return anyio.run(tell, f"sqlite:///{folder / 'store.db'}", folder / "run")
+    folder = tmp_path_factory.mktemp("sample_run")
+    return anyio.run(record_sample_run, f"sqlite:///{folder / 'store.db'}", folder / "run")
 
 
 @pytest.fixture
-def own_story(sqlite_url: str, tmp_path: Path) -> Story:
+def own_sample_run(sqlite_url: str, tmp_path: Path) -> SampleRun:
     """A store for one test alone."""
-    return anyio.run(tell, sqlite_url, tmp_path / "run")
+    return anyio.run(record_sample_run, sqlite_url, tmp_path / "run")
 
 
-def test_stats_say_what_is_there(cli: Cli, story: Story) -> None:
-    told = cli("stats", "--store", story.url)
+def test_stats_say_what_is_there(cli: Cli, sample_run: SampleRun) -> None:
+    told = cli("stats", "--store", sample_run.url)
     assert told.code == 0
     assert "SQLite 3." in told.out
     assert "20 planned = 17 stored + 3 missing" in told.out
     assert re.search(r"grpo +18 +0 +1 +16 +16 +late 1", told.out)
-    (found,) = cli("stats", "--store", story.url, "--json").json
+    (found,) = cli("stats", "--store", sample_run.url, "--json").json
     (one,) = found["experiments"]
     assert one["experiences"] == 18
     assert one["head"] == sum(one["events"].values()) == 25
@@ -50,64 +50,70 @@ def test_stats_say_what_is_there(cli: Cli, story: Story) -> None:
 
 
 def test_stats_of_a_server_are_the_same(cli: Cli, postgres_url: str, tmp_path: Path) -> None:
-    story = anyio.run(tell, postgres_url, tmp_path / "run")
-    (found,) = cli("stats", "--store", story.url, "--json").json
+    sample_run = anyio.run(record_sample_run, postgres_url, tmp_path / "run")
+    (found,) = cli("stats", "--store", sample_run.url, "--json").json
     assert found["version"].startswith("PostgreSQL ")
     assert found["size_bytes"] > 0
     assert found["experiments"][0]["plans"] == {"planned": 20, "stored": 17}
-    assert cli("verify", "--store", story.url, "--quick").code == 0
+    assert cli("verify", "--store", sample_run.url, "--quick").code == 0
 
 
-def test_events_are_the_last_ones_or_those_after_a_position(cli: Cli, story: Story) -> None:
-    last = cli("events", "--store", story.url, "--limit", 3, "--json").json
+def test_events_are_the_last_ones_or_those_after_a_position(
+    cli: Cli, sample_run: SampleRun
+) -> None:
+    last = cli("events", "--store", sample_run.url, "--limit", 3, "--json").json
     assert [event["position"] for event in last] == [23, 24, 25]
-    first = cli("events", "--store", story.url, "--after", 0, "--limit", 2, "--json").json
+    first = cli("events", "--store", sample_run.url, "--after", 0, "--limit", 2, "--json").json
     assert [event["kind"] for event in first] == ["ExperimentCreated", "BatchPlanned"]
-    kinds = cli("events", "--store", story.url, "--kind", "StepsCommitted", "--json").json
+    kinds = cli("events", "--store", sample_run.url, "--kind", "StepsCommitted", "--json").json
     assert [event["summary"][:6] for event in kinds] == ["step 1", "step 2"]
-    assert "4 tasks × 4 rollouts" in cli("events", "--store", story.url, "--after", 1).out
+    assert "4 tasks × 4 rollouts" in cli("events", "--store", sample_run.url, "--after", 1).out
 
 
-def test_following_events_ends_with_the_experiment(cli: Cli, own_story: Story) -> None:
+def test_following_events_ends_with_the_experiment(cli: Cli, own_sample_run: SampleRun) -> None:
     async def finish() -> None:
-        async with open_store(own_story.url) as store:
+        async with open_store(own_sample_run.url) as store:
             await (await store.experiment("sort")).finish("done")
 
     anyio.run(finish)
-    found = cli("events", "--store", own_story.url, "--follow", "--after", 20, "--json")
+    found = cli("events", "--store", own_sample_run.url, "--follow", "--after", 20, "--json")
     assert found.code == 0
     assert found.json[-1]["kind"] == "ExperimentFinished"
 
 
-def test_groups_show_rewards_advantages_and_fates(cli: Cli, story: Story) -> None:
-    found = cli("groups", "--store", story.url, "--json").json
+def test_groups_show_rewards_advantages_and_fates(cli: Cli, sample_run: SampleRun) -> None:
+    found = cli("groups", "--store", sample_run.url, "--json").json
     by_name = {(group["batch"], group["task"]): group for group in found}
     assert by_name["b1", 0]["state"] == "waiting; 3 missing"
     trained = by_name["b0", 1]
     assert [run["reward"] for run in trained["runs"]] == [0.0, 1.0, 0.0, 1.0]
     assert trained["runs"][1]["advantage"] == pytest.approx(0.866, abs=1e-3)
     assert trained["state"] == "trained in step 2 of trainer"
-    varied = cli("groups", "--store", story.url, "--set", "varied", "--batch", "b0", "--json").json
+    varied = cli(
+        "groups", "--store", sample_run.url, "--set", "varied", "--batch", "b0", "--json"
+    ).json
     assert {group["batch"] for group in varied} == {"b0"}
     assert [group["task"] for group in varied] == [0, 3, 2, 1]  # of task 0 one came late
     assert varied[1]["state"] == "rejected: zero_variance"
-    assert len(cli("groups", "--store", story.url, "--limit", 2, "--json").json) == 2
-    assert "b0" in cli("groups", "--store", story.url).out
+    assert len(cli("groups", "--store", sample_run.url, "--limit", 2, "--json").json) == 2
+    assert "b0" in cli("groups", "--store", sample_run.url).out
 
 
-def test_what_no_trainer_reads_is_not_ready(cli: Cli, story: Story) -> None:
+def test_what_no_trainer_reads_is_not_ready(cli: Cli, sample_run: SampleRun) -> None:
     known = {
         name: {run["state"] for one in found for run in one["runs"]}
         for name in ("grpo", "varied")
-        for found in [cli("groups", "--set", name, "--store", story.url, "--json").json]
+        for found in [cli("groups", "--set", name, "--store", sample_run.url, "--json").json]
     }
     assert "ready" in known["grpo"]
     assert "annotated" in known["varied"]
     assert "ready" not in known["varied"]
 
 
-def test_show_tells_where_an_experience_was_trained_or_why_not(cli: Cli, story: Story) -> None:
-    (found,) = cli("show", "b0/1/2/0/", "--store", story.url, "--json").json
+def test_show_tells_where_an_experience_was_trained_or_why_not(
+    cli: Cli, sample_run: SampleRun
+) -> None:
+    (found,) = cli("show", "b0/1/2/0/", "--store", sample_run.url, "--json").json
     assert found["tensors"]["tokens"]["shape"] == [9]
     assert found["objects"]["response_text"] == "1 and 2"
     assert found["sets"][0]["steps"] == [
@@ -120,66 +126,77 @@ def test_show_tells_where_an_experience_was_trained_or_why_not(cli: Cli, story: 
             "experiment": "",
         }
     ]
-    (late,) = cli("show", "b0/0/0/0/a1", "--store", story.url, "--json").json
+    (late,) = cli("show", "b0/0/0/0/a1", "--store", sample_run.url, "--json").json
     assert late["refused"] == "late"
-    text = cli("show", "b0/3/1/0", "--store", story.url).out
+    text = cli("show", "b0/3/1/0", "--store", sample_run.url).out
     assert "set varied: rejected: zero_variance" in text
     assert "× mask" in text
 
 
-def test_verify_ends_with_the_two_numbers(cli: Cli, own_story: Story) -> None:
-    proof = ("--acknowledged", own_story.acknowledged, "--checkpoint", own_story.checkpoint)
-    told = cli("verify", "--store", own_story.url, *proof)
+def test_verify_ends_with_the_two_numbers(cli: Cli, own_sample_run: SampleRun) -> None:
+    proof = (
+        "--acknowledged",
+        own_sample_run.acknowledged,
+        "--checkpoint",
+        own_sample_run.checkpoint,
+    )
+    told = cli("verify", "--store", own_sample_run.url, *proof)
     assert told.code == 0
     assert told.out.splitlines()[-2:] == ["everything holds", "lost 0, duplicated 0"]
     last = 10  # the event that recorded b1/0/1/0/
-    anyio.run(delete_event, own_story.url, last)
-    told = cli("verify", "--store", own_story.url, *proof, "--quick")
+    anyio.run(delete_event, own_sample_run.url, last)
+    told = cli("verify", "--store", own_sample_run.url, *proof, "--quick")
     assert told.code == 1
     assert "lost: experience b1/0/1/0/" in told.out
     assert told.out.splitlines()[-2:] == ["FAILED", "lost 1, duplicated 0"]
-    (found,) = cli("verify", "--store", own_story.url, *proof, "--json").json
+    (found,) = cli("verify", "--store", own_sample_run.url, *proof, "--json").json
     assert (found["ok"], found["lost"], found["duplicated"]) == (False, 1, 0)
 
 
-def test_verify_claims_only_what_it_measured(cli: Cli, story: Story, tmp_path: Path) -> None:
-    told = cli("verify", "--store", story.url, "--quick")
+def test_verify_claims_only_what_it_measured(
+    cli: Cli, sample_run: SampleRun, tmp_path: Path
+) -> None:
+    told = cli("verify", "--store", sample_run.url, "--quick")
     said = "lost, duplicated: not measured: give --acknowledged and --checkpoint"
     assert (told.code, told.out.splitlines()[-1]) == (0, said)
-    told = cli("verify", "--store", story.url, "--quick", "--acknowledged", story.acknowledged)
+    told = cli(
+        "verify", "--store", sample_run.url, "--quick", "--acknowledged", sample_run.acknowledged
+    )
     assert told.out.splitlines()[-1] == "lost, duplicated: not measured: give --checkpoint"
-    told = cli("verify", "--store", story.url, "--quick", "--acknowledged", tmp_path)
+    told = cli("verify", "--store", sample_run.url, "--quick", "--acknowledged", tmp_path)
     assert "compared with no acknowledged uids\n" in told.out
     assert told.out.endswith(": --acknowledged holds no uids; give --checkpoint\n")
-    (found,) = cli("verify", "--store", story.url, "--quick", "--json").json
+    (found,) = cli("verify", "--store", sample_run.url, "--quick", "--json").json
     assert (found["measured"], found["head"] in told.out) == (False, True)
-    assert cli("verify", "--store", story.url, "--head", found["head"]).code == 0
-    told = cli("verify", "--store", story.url, "--head", "0" * 64)
+    assert cli("verify", "--store", sample_run.url, "--head", found["head"]).code == 0
+    told = cli("verify", "--store", sample_run.url, "--head", "0" * 64)
     assert (told.code, "no event has it" in told.out) == (1, True)
 
 
 def test_a_folder_of_checkpoints_is_told_with_the_newest_of_them(
-    cli: Cli, story: Story, tmp_path: Path
+    cli: Cli, sample_run: SampleRun, tmp_path: Path
 ) -> None:
     for step in (9, 10):
-        shutil.copytree(story.checkpoint, tmp_path / f"step-{step:08}")
-    told = cli("verify", "--store", story.url, "--checkpoint", tmp_path)
+        shutil.copytree(sample_run.checkpoint, tmp_path / f"step-{step:08}")
+    told = cli("verify", "--store", sample_run.url, "--checkpoint", tmp_path)
     assert told.code == 2
     assert told.err.endswith(f" (did you mean {tmp_path}/step-00000010?)\n")
 
 
-def test_rebuild_says_what_it_mended(cli: Cli, own_story: Story) -> None:
+def test_rebuild_says_what_it_mended(cli: Cli, own_sample_run: SampleRun) -> None:
     wrong = update(experience).where(experience.c.task == "2").values(reward=9.0)
-    anyio.run(unguarded, own_story.url, lambda tx: tx.execute(wrong))
-    assert cli("verify", "--store", own_story.url).code == 1
-    assert "mended: experience 4" in cli("rebuild", "--store", own_story.url).out
-    assert cli("rebuild", "--store", own_story.url, "--json").json == [{"events": 25, "mended": {}}]
-    assert cli("verify", "--store", own_story.url).code == 0
+    anyio.run(unguarded, own_sample_run.url, lambda tx: tx.execute(wrong))
+    assert cli("verify", "--store", own_sample_run.url).code == 1
+    assert "mended: experience 4" in cli("rebuild", "--store", own_sample_run.url).out
+    assert cli("rebuild", "--store", own_sample_run.url, "--json").json == [
+        {"events": 25, "mended": {}}
+    ]
+    assert cli("verify", "--store", own_sample_run.url).code == 0
 
 
-def test_migrate_says_when_there_is_nothing_to_do(cli: Cli, story: Story) -> None:
-    assert "is up to date" in cli("migrate", "--store", story.url).out
-    (found,) = cli("migrate", "--store", story.url, "--json").json
+def test_migrate_says_when_there_is_nothing_to_do(cli: Cli, sample_run: SampleRun) -> None:
+    assert "is up to date" in cli("migrate", "--store", sample_run.url).out
+    (found,) = cli("migrate", "--store", sample_run.url, "--json").json
     assert found["before"] == found["after"]
 
 
@@ -219,9 +236,13 @@ def test_algorithms_are_listed(cli: Cli) -> None:
     ],
 )
 def test_what_cannot_be_is_said_in_one_sentence(
-    cli: Cli, story: Story, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], said: str
+    cli: Cli,
+    sample_run: SampleRun,
+    monkeypatch: pytest.MonkeyPatch,
+    args: tuple[str, ...],
+    said: str,
 ) -> None:
-    monkeypatch.setenv("TRINITY_BUFFER_STORE", story.url)
+    monkeypatch.setenv("TRINITY_BUFFER_STORE", sample_run.url)
     ended = cli(*args)
     assert ended.code == 2
     assert said in ended.err
@@ -239,7 +260,7 @@ def test_the_newest_store_under_runs_is_meant(
     assert "say --store" in missing.err
     (tmp_path / "runs").mkdir()
     for age, name in enumerate(("new", "old")):
-        anyio.run(tell, f"sqlite:///runs/{name}.db", tmp_path / name)
+        anyio.run(record_sample_run, f"sqlite:///runs/{name}.db", tmp_path / name)
         os.utime(tmp_path / "runs" / f"{name}.db", (1_000_000 - age, 1_000_000 - age))
     ended = cli("stats", "--json")
     assert ended.json[0]["url"] == "sqlite:///runs/new.db"
@@ -251,15 +272,15 @@ def test_the_newest_store_under_runs_is_meant(
 
 
 def test_one_of_several_experiments_has_to_be_named(
-    cli: Cli, own_story: Story, tmp_path: Path
+    cli: Cli, own_sample_run: SampleRun, tmp_path: Path
 ) -> None:
-    anyio.run(tell, own_story.url, tmp_path / "other", "other")
-    ended = cli("groups", "--store", own_story.url)
+    anyio.run(record_sample_run, own_sample_run.url, tmp_path / "other", "other")
+    ended = cli("groups", "--store", own_sample_run.url)
     assert ended.code == 2
     assert "say which with --experiment: sort, other" in ended.err
-    named = cli("groups", "--store", own_story.url, "--experiment", "other", "--json")
+    named = cli("groups", "--store", own_sample_run.url, "--experiment", "other", "--json")
     assert len(named.json) == 5
-    (found,) = cli("stats", "--store", own_story.url, "--json").json
+    (found,) = cli("stats", "--store", own_sample_run.url, "--json").json
     assert [one["name"] for one in found["experiments"]] == ["sort", "other"]
 
 
@@ -307,9 +328,9 @@ for command in json.loads(sys.argv[1]):
 """
 
 
-def test_who_only_asks_does_not_wait_for_torch(own_story: Story) -> None:
+def test_who_only_asks_does_not_wait_for_torch(own_sample_run: SampleRun) -> None:
     """One process for all: what a command imports stays until the next is asked."""
-    commands = json.dumps([[*args, "--store", own_story.url] for args in ASKING])
+    commands = json.dumps([[*args, "--store", own_sample_run.url] for args in ASKING])
     done = subprocess.run(
         [sys.executable, "-c", ASK_AND_LIST_MODULES, commands],
         capture_output=True,
@@ -337,10 +358,10 @@ def test_a_process_ends_with_the_code_of_its_command_and_with_all_that_it_said(
     assert len([json.loads(line) for line in told.stdout.splitlines()]) > 50
 
 
-def test_ctrl_c_ends_following_without_a_word(story: Story) -> None:
+def test_ctrl_c_ends_following_without_a_word(sample_run: SampleRun) -> None:
     command = [sys.executable, "-m", "trinity_buffer", "events", "--follow", "--after", "24"]
     with subprocess.Popen(
-        [*command, "--store", story.url],
+        [*command, "--store", sample_run.url],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -21,7 +21,7 @@ from sqlalchemy import update
 from tests.cli.calling import Cli
 from tests.conftest import Resize
 from tests.contract.making import group, living, opened, rollout
-from tests.stories import tell
+from tests.sample_run import record_sample_run
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.processes import this_host
@@ -55,8 +55,8 @@ def stuck(cli: Cli, url: str) -> list[dict[str, Any]]:
 def test_a_run_whose_processes_are_gone_says_who_would_move_it(
     cli: Cli, store_url: str, tmp_path: Path
 ) -> None:
-    story = anyio.run(tell, store_url, tmp_path / "run")
-    assert "no process trains as 'trainer'" in cli("doctor", "--store", story.url).out
+    sample_run = anyio.run(record_sample_run, store_url, tmp_path / "run")
+    assert "no process trains as 'trainer'" in cli("doctor", "--store", sample_run.url).out
     bury(store_url)
     found = {one["what"]: one for one in stuck(cli, store_url)}
     lack = found["1 group of batch b1 lacks 3 runs, no seal"]

@@ -12,7 +12,7 @@ import pytest
 from pysqlite3 import dbapi2
 
 from tests.cli.calling import Cli
-from tests.stories import Story, tell
+from tests.sample_run import SampleRun, record_sample_run
 from trinity_buffer.pipeline.store import open_store
 
 DUMP = str(Path(__file__).parents[1] / "integrations" / "dumps" / "trinity.db")
@@ -211,14 +211,14 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    folder = tmp_path_factory.mktemp("story")
-    return anyio.run(tell, f"sqlite:///{folder / 'store.db'}", folder / "run")
+def sample_run(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
+    folder = tmp_path_factory.mktemp("sample_run")
+    return anyio.run(record_sample_run, f"sqlite:///{folder / 'store.db'}", folder / "run")
 
 
-def content(story: Story) -> dict[str, list[Any]]:
+def content(sample_run: SampleRun) -> dict[str, list[Any]]:
     """Return every row of the store but leases, which are promises."""
-    with closing(dbapi2.connect(story.url.removeprefix("sqlite:///"))) as connection:
+    with closing(dbapi2.connect(sample_run.url.removeprefix("sqlite:///"))) as connection:
         tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
         names = [name for (name,) in tables if name != "lease"]
         return {name: connection.execute(f'SELECT * FROM "{name}"').fetchall() for name in names}
@@ -226,7 +226,7 @@ def content(story: Story) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_word_changes_nothing(
-    cli: Cli, story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+    cli: Cli, sample_run: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words, said = WRONG[case]
@@ -235,14 +235,14 @@ def test_a_wrong_word_changes_nothing(
         *words_left, text = words
         Path(file).write_text(text)
         words = tuple(words_left)
-    words += () if words[0] == "demo" else ("--store", story.url)
+    words += () if words[0] == "demo" else ("--store", sample_run.url)
     words += ("--actor", "e0") if words[0] == "explore" and "--actor" not in words else ()
-    before = content(story)
+    before = content(sample_run)
     ended = cli(*words)
     assert ended.code == 2
     assert said in ended.err
     assert len(ended.err.splitlines()) == 1 or "Usage:" in ended.err
-    assert content(story) == before
+    assert content(sample_run) == before
     assert not list(tmp_path.glob("runs/*"))
 
 

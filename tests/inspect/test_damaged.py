@@ -15,7 +15,7 @@ from tests.cli.calling import Cli, Ended
 from tests.cli.conftest import cli  # noqa: F401 - a fixture
 from tests.pipeline.edits import rows_of
 from tests.pipeline.planting import unguarded
-from tests.stories import RUNS, tell
+from tests.sample_run import RUNS, record_sample_run
 from trinity_buffer import codec
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.inspect import search
@@ -29,7 +29,7 @@ DAMAGED = [f"b0/0/{run}/0/" for run in range(RUNS)]
 
 
 def damaged_store(url: str, folder: Path, kind: str, how: str) -> int:
-    """Tell a story and damage an event of a kind, or its segment; return its position.
+    """Record a sample run and damage an event of a kind, or its segment; return its position.
 
     It is the first one of what was recorded, and the last one, of ``varied``, of annotations.
     """
@@ -45,7 +45,7 @@ def damaged_store(url: str, folder: Path, kind: str, how: str) -> int:
             tx.execute(update(segment).where(own).values(data=b"nonsense"))
         return int(row.position)
 
-    anyio.run(tell, url, folder / "run")
+    anyio.run(record_sample_run, url, folder / "run")
     return anyio.run(unguarded, url, damage)
 
 

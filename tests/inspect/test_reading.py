@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.stories import rollout, tell
+from tests.sample_run import record_sample_run, rollout
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.inspect import now, tokens
 from trinity_buffer.pipeline.experiment import Experiment
@@ -21,9 +21,9 @@ async def uids(experiment: Experiment, **wanted: Any) -> list[str]:
 
 
 async def test_what_is_read_is_in_the_state_or_the_step(store_url: str, tmp_path: Path) -> None:
-    story = await tell(store_url, tmp_path / "run")
-    async with open_store(story.url) as store:
-        experiment = await store.experiment(story.name)
+    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    async with open_store(sample_run.url) as store:
+        experiment = await store.experiment(sample_run.name)
         everything = await uids(experiment)
         annotated = await uids(experiment, annotation_set="varied")
         rejected = await uids(experiment, annotation_set="varied", state="rejected")

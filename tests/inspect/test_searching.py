@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Resize
-from tests.stories import rollout
+from tests.sample_run import rollout
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspect import search
 from trinity_buffer.inspect.searching import AROUND

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pysqlite3 import dbapi2
 
-from tests.stories import tell
+from tests.sample_run import record_sample_run
 from trinity_buffer.store.tables import SCHEMA_REVISION
 
 STORES = Path(__file__).parent / "stores"
@@ -25,13 +25,13 @@ def kept(revision: str) -> Path:
 
 
 def main() -> None:
-    """Tell the story of the tests into a store, and keep it."""
+    """Record the sample run of the tests into a store, and keep it."""
     path = kept(SCHEMA_REVISION)
     if path.exists():
         raise SystemExit(f"{path} is there: a store that was kept is never made anew")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "store.db"
-        asyncio.run(tell(f"sqlite:///{file}", Path(folder) / "run"))
+        asyncio.run(record_sample_run(f"sqlite:///{file}", Path(folder) / "run"))
         with closing(dbapi2.connect(str(file))) as connection:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             connection.execute("VACUUM")

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, MetaData, insert, update
 
 from tests.migration.kept import kept
 from tests.pipeline.planting import unguarded
-from tests.stories import rollout, tell
+from tests.sample_run import record_sample_run, rollout
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.pipeline.history.rebuild import diff_projections
@@ -119,7 +119,7 @@ async def test_what_was_recorded_before_there_were_heads_is_proven_too(tmp_path:
 async def test_a_store_that_was_taken_back_and_migrated_again_holds(
     store_url: str, tmp_path: Path
 ) -> None:
-    await tell(store_url, tmp_path / "run")
+    await record_sample_run(store_url, tmp_path / "run")
     async with open_for_migration(store_url) as database:
         await database.write(migrations.downgrade, "0001")
     for _ in range(2):

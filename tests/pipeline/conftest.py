@@ -1,4 +1,4 @@
-"""A story for each test, told once: a copy is a tenth of the work."""
+"""A sample run for each test, recorded once: a copy is a tenth of the work."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import anyio
 import pytest
 
 from tests.postgres import PostgresServer
-from tests.stories import Story, tell
+from tests.sample_run import SampleRun, record_sample_run
 
 _copy_number = count(1)
 
 
 @pytest.fixture(scope="session")
-def sqlite_original(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """The story in a file that nobody opens again."""
+def sqlite_original(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
+    """The sample run in a file that nobody opens again."""
     folder = tmp_path_factory.mktemp("original")
-    return anyio.run(tell, f"sqlite:///{folder / 'store.db'}", folder / "run")
+    return anyio.run(record_sample_run, f"sqlite:///{folder / 'store.db'}", folder / "run")
 
 
 @pytest.fixture(scope="session")
 def postgres_original(
     postgres_server: PostgresServer, tmp_path_factory: pytest.TempPathFactory
-) -> Story:
-    """The story in a database that nobody connects to again: others are made after it."""
+) -> SampleRun:
+    """The sample run in a database that nobody connects to again: others are made after it."""
     url = postgres_server.create_database("original")
-    return anyio.run(tell, url, tmp_path_factory.mktemp("original") / "run")
+    return anyio.run(record_sample_run, url, tmp_path_factory.mktemp("original") / "run")
 
 
 @pytest.fixture
-def sqlite_story(sqlite_original: Story, sqlite_url: str, tmp_path: Path) -> Story:
-    """A story of the test's own, in a file."""
+def sqlite_sample_run(sqlite_original: SampleRun, sqlite_url: str, tmp_path: Path) -> SampleRun:
+    """A sample run of the test's own, in a file."""
     original, copy = (url.removeprefix("sqlite:///") for url in (sqlite_original.url, sqlite_url))
     assert not Path(f"{original}-wal").exists()
     shutil.copy(original, copy)
@@ -43,10 +43,10 @@ def sqlite_story(sqlite_original: Story, sqlite_url: str, tmp_path: Path) -> Sto
 
 
 @pytest.fixture
-def postgres_story(
-    postgres_original: Story, postgres_server: PostgresServer, tmp_path: Path
-) -> Iterator[Story]:
-    """A story of the test's own, on the server."""
+def postgres_sample_run(
+    postgres_original: SampleRun, postgres_server: PostgresServer, tmp_path: Path
+) -> Iterator[SampleRun]:
+    """A sample run of the test's own, on the server."""
     name = f"story_{next(_copy_number)}"
     url = postgres_server.create_database(name, template="original")
     yield _moved(postgres_original, url, tmp_path)
@@ -54,14 +54,14 @@ def postgres_story(
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
-def story(request: pytest.FixtureRequest) -> Story:
-    """A story of the test's own, on each backend in turn: a look at a whole store takes long."""
-    fixture = {"sqlite": "sqlite_story", "postgresql": "postgres_story"}[request.param]
-    found: Story = request.getfixturevalue(fixture)
+def sample_run(request: pytest.FixtureRequest) -> SampleRun:
+    """A sample run of the test's own, on each backend in turn: a look at a store takes long."""
+    fixture = {"sqlite": "sqlite_sample_run", "postgresql": "postgres_sample_run"}[request.param]
+    found: SampleRun = request.getfixturevalue(fixture)
     return found
 
 
-def _moved(original: Story, url: str, folder: Path) -> Story:
+def _moved(original: SampleRun, url: str, folder: Path) -> SampleRun:
     run = folder / "run"
     shutil.copytree(original.acknowledged.parent, run)
     return replace(

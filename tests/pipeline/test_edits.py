@@ -11,7 +11,7 @@ from sqlalchemy import text
 
 from tests.pipeline.edits import EDITS
 from tests.pipeline.planting import chain_anew
-from tests.stories import Story
+from tests.sample_run import SampleRun
 from trinity_buffer.errors import TrinityBufferError
 from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.store import open_store
@@ -41,37 +41,39 @@ def test_the_page_lists_the_edits_that_are_tried() -> None:
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.long) for n in EDITS]
 )
 async def test_an_edit_is_named_by_the_looks_that_the_page_says(
-    sqlite_story: Story, name: str
+    sqlite_sample_run: SampleRun, name: str
 ) -> None:
-    assert await looked_at(sqlite_story, name) == told()[name]
+    assert await looked_at(sqlite_sample_run, name) == told()[name]
 
 
-async def looked_at(story: Story, name: str) -> dict[str, bool]:
+async def looked_at(sample_run: SampleRun, name: str) -> dict[str, bool]:
     """Return look -> whether it names the edit."""
-    head = (await report_of(story, {})).head
-    await edited(story.url, name)
+    head = (await report_of(sample_run, {})).head
+    await edited(sample_run.url, name)
     evidence: dict[str, dict[str, Any]] = {
-        "`--acknowledged`": {"acknowledged": story.acknowledged},
-        "`--checkpoint`": {"checkpoint": story.checkpoint},
+        "`--acknowledged`": {"acknowledged": sample_run.acknowledged},
+        "`--checkpoint`": {"checkpoint": sample_run.checkpoint},
         "`--head`": {"head": head},
     }
-    found = {"`verify`": bool(await findings(story, {}, quick=False))}
-    without = await findings(story, {}, quick=True)
+    found = {"`verify`": bool(await findings(sample_run, {}, quick=False))}
+    without = await findings(sample_run, {}, quick=True)
     for look, given in evidence.items():
-        found[look] = bool(await findings(story, given, quick=True) - without)
+        found[look] = bool(await findings(sample_run, given, quick=True) - without)
     return found
 
 
-async def findings(story: Story, evidence: dict[str, Any], *, quick: bool) -> set[str]:
+async def findings(sample_run: SampleRun, evidence: dict[str, Any], *, quick: bool) -> set[str]:
     try:
-        found = await report_of(story, evidence, quick=quick)
+        found = await report_of(sample_run, evidence, quick=quick)
     except TrinityBufferError as error:
         return {str(error)}
     return {*found.lost_items, *found.duplicated_items, *map(str, found.problems)}
 
 
-async def report_of(story: Story, evidence: dict[str, Any], **options: Any) -> VerifyReport:
-    async with open_store(story.url, read_only=True) as store:
+async def report_of(
+    sample_run: SampleRun, evidence: dict[str, Any], **options: Any
+) -> VerifyReport:
+    async with open_store(sample_run.url, read_only=True) as store:
         (name,) = await store.experiments()
         return await verify(await store.experiment(name), **evidence, **options)
 

@@ -7,7 +7,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from tests.stories import Story, tell
+from tests.sample_run import SampleRun, record_sample_run
 from trinity_buffer.pipeline.checkpoint import read_gone_through, write_gone_through
 from trinity_buffer.pipeline.gone_through import (
     FIRST_LINK,
@@ -19,39 +19,39 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 
 
-async def verified(story: Story, **options: Any) -> VerifyReport:
-    async with open_store(story.url, read_only=True) as store:
-        experiment = await store.experiment(story.name)
-        return await verify(experiment, story.acknowledged, story.checkpoint, **options)
+async def verified(sample_run: SampleRun, **options: Any) -> VerifyReport:
+    async with open_store(sample_run.url, read_only=True) as store:
+        experiment = await store.experiment(sample_run.name)
+        return await verify(experiment, sample_run.acknowledged, sample_run.checkpoint, **options)
 
 
 async def test_the_chain_proves_what_a_checkpoint_does_not_name(
     store_url: str, tmp_path: Path
 ) -> None:
-    story = await tell(store_url, tmp_path / "run")
-    first, *last = story.manifests
-    said = GoneThrough(len(story.manifests), GoneThrough().after(first).link, tuple(last))
-    write_gone_through(story.checkpoint, said, "")
-    report = await verified(story)
+    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    first, *last = sample_run.manifests
+    said = GoneThrough(len(sample_run.manifests), GoneThrough().after(first).link, tuple(last))
+    write_gone_through(sample_run.checkpoint, said, "")
+    report = await verified(sample_run)
     assert (report.lost, report.duplicated, report.chain) == (0, 0, 2), report
-    write_gone_through(story.checkpoint, replace(said, before=FIRST_LINK), "")
-    report = await verified(story, quick=True)
+    write_gone_through(sample_run.checkpoint, replace(said, before=FIRST_LINK), "")
+    report = await verified(sample_run, quick=True)
     assert [first.hex() in item for item in report.lost_items] == [True]
-    write_gone_through(story.checkpoint, replace(said, before=chain(FIRST_LINK, last[0])), "")
-    report = await verified(story, quick=True)
+    write_gone_through(sample_run.checkpoint, replace(said, before=chain(FIRST_LINK, last[0])), "")
+    report = await verified(sample_run, quick=True)
     assert report.lost_items == ("one of the manifests of the steps 1 to 1",)
 
 
 async def test_a_step_that_was_trained_again_after_many_is_found(
     store_url: str, tmp_path: Path
 ) -> None:
-    story = await tell(store_url, tmp_path / "run")
-    before = GoneThrough().after(*story.manifests).link
-    again = GoneThrough(len(story.manifests) + 1, before, (story.manifests[0],))
-    write_gone_through(story.checkpoint, again, "")
-    report = await verified(story, quick=True)
+    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    before = GoneThrough().after(*sample_run.manifests).link
+    again = GoneThrough(len(sample_run.manifests) + 1, before, (sample_run.manifests[0],))
+    write_gone_through(sample_run.checkpoint, again, "")
+    report = await verified(sample_run, quick=True)
     assert (report.lost, report.duplicated) == (0, 1), report
-    assert story.manifests[0].hex() in report.duplicated_items[0]
+    assert sample_run.manifests[0].hex() in report.duplicated_items[0]
 
 
 def test_what_weights_went_through_does_not_grow_and_does_not_depend_on_pauses(

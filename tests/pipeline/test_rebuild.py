@@ -13,7 +13,7 @@ from sqlalchemy import delete, insert, update
 from tests.conftest import Resize
 from tests.contract.making import count
 from tests.pipeline.planting import append_unfolded, events_of, everything, first_row, unguarded
-from tests.stories import Story, rollout, tell
+from tests.sample_run import SampleRun, record_sample_run, rollout
 from trinity_buffer.errors import StoreError
 from trinity_buffer.pipeline.history.rebuild import RebuildReport, diff_projections, rebuild
 from trinity_buffer.pipeline.history.refold import catch_up, suspects
@@ -38,28 +38,28 @@ async def rebuilt(url: str, **options: Any) -> RebuildReport:
         return await rebuild(store.database, 1, **options)
 
 
-async def test_what_was_dropped_comes_out_equal(story: Story) -> None:
-    before = await everything(story.url)
-    assert all(before.values()), "the story leaves a projection empty"
+async def test_what_was_dropped_comes_out_equal(sample_run: SampleRun) -> None:
+    before = await everything(sample_run.url)
+    assert all(before.values()), "the sample run leaves a projection empty"
 
     def change(tx: Transaction) -> None:
         for table in PROJECTIONS:
             tx.execute(delete(table))
 
-    await unguarded(story.url, change)
-    report = await rebuilt(story.url)
-    assert await everything(story.url) == before
+    await unguarded(sample_run.url, change)
+    report = await rebuilt(sample_run.url)
+    assert await everything(sample_run.url) == before
     assert report.mended == {name: len(rows) for name, rows in sorted(before.items())}
 
 
-async def test_what_was_right_is_not_touched(story: Story) -> None:
-    before = await everything(story.url)
-    assert (await rebuilt(story.url)).mended == {}
-    assert await everything(story.url) == before
+async def test_what_was_right_is_not_touched(sample_run: SampleRun) -> None:
+    before = await everything(sample_run.url)
+    assert (await rebuilt(sample_run.url)).mended == {}
+    assert await everything(sample_run.url) == before
 
 
-async def test_changed_missing_and_invented_rows_are_mended(story: Story) -> None:
-    before = await everything(story.url)
+async def test_changed_missing_and_invented_rows_are_mended(sample_run: SampleRun) -> None:
+    before = await everything(sample_run.url)
 
     def change(tx: Transaction) -> None:
         tx.execute(update(experience).values(reward=0.25))
@@ -70,8 +70,8 @@ async def test_changed_missing_and_invented_rows_are_mended(story: Story) -> Non
         tx.execute(insert(rejection), {**row, "address": 77})
         tx.execute(insert(waiting), {"experiment": 1, "consumer": "ghost", "address": 77})
 
-    await unguarded(story.url, change)
-    assert set((await rebuilt(story.url)).mended) == {
+    await unguarded(sample_run.url, change)
+    assert set((await rebuilt(sample_run.url)).mended) == {
         "annotation",
         "consumer",
         "experience",
@@ -79,10 +79,10 @@ async def test_changed_missing_and_invented_rows_are_mended(story: Story) -> Non
         "rejection",
         "waiting",
     }
-    assert await everything(story.url) == before
+    assert await everything(sample_run.url) == before
 
 
-async def test_differences_name_table_row_and_column(story: Story) -> None:
+async def test_differences_name_table_row_and_column(sample_run: SampleRun) -> None:
 
     def change(tx: Transaction) -> int:
         address: int = first_row(tx, experience)["address"]
@@ -90,18 +90,18 @@ async def test_differences_name_table_row_and_column(story: Story) -> None:
         tx.execute(update(experience).where(mine).values(finish_reason="bored"))
         return address
 
-    address = await unguarded(story.url, change)
-    async with open_store(story.url, read_only=True) as store:
+    address = await unguarded(sample_run.url, change)
+    async with open_store(sample_run.url, read_only=True) as store:
         (found,) = await diff_projections(store.database, 1)
     wanted = f"experience(address={address}): finish_reason is 'bored', the log says None"
     assert str(found) == wanted
-    async with open_store(story.url) as store:
+    async with open_store(sample_run.url) as store:
         assert await store.database.write(comparison.mend, [found]) == 1
         assert await diff_projections(store.database, 1) == []
 
 
 async def test_a_scratch_that_does_not_see_the_live_side_finds_the_same_spans(
-    sqlite_story: Story, resize: Resize
+    sqlite_sample_run: SampleRun, resize: Resize
 ) -> None:
     """As beside a server."""
     resize(rows_per_span=5)
@@ -110,8 +110,8 @@ async def test_a_scratch_that_does_not_see_the_live_side_finds_the_same_spans(
         mine = experience.c.address == first_row(tx, experience)["address"]
         tx.execute(update(experience).where(mine).values(finish_reason="bored"))
 
-    await unguarded(sqlite_story.url, change)
-    async with open_store(sqlite_story.url, read_only=True) as store:
+    await unguarded(sqlite_sample_run.url, change)
+    async with open_store(sqlite_sample_run.url, read_only=True) as store:
         found = []
         for live in (store.database.path, None):
             with open_scratch(1, live) as scratch:
@@ -137,10 +137,10 @@ def test_a_library_is_told_that_the_name_of_a_scratch_is_a_uri(
 
 
 async def test_deliveries_are_looked_at_by_source_so_that_their_key_finds_them(
-    story: Story, resize: Resize
+    sample_run: SampleRun, resize: Resize
 ) -> None:
     resize(rows_per_span=2)
-    async with open_store(story.url) as store:
+    async with open_store(sample_run.url) as store:
         spans = await store.database.read(comparison.spans, 1)
         with open_scratch(1) as scratch:
             assert await catch_up(store.database, scratch) is None
@@ -151,32 +151,32 @@ async def test_deliveries_are_looked_at_by_source_so_that_their_key_finds_them(
     assert found.closed == ()
 
 
-async def test_spans_of_any_size_find_the_same(story: Story, resize: Resize) -> None:
+async def test_spans_of_any_size_find_the_same(sample_run: SampleRun, resize: Resize) -> None:
     resize(rows_per_span=2)
-    before = await everything(story.url)
+    before = await everything(sample_run.url)
 
     def change(tx: Transaction) -> None:
         tx.execute(update(experience).where(experience.c.run == 2).values(length=1))
         tx.execute(delete(annotation).where(annotation.c.group_slot == 1))
         tx.execute(update(plan).values(ordinal=7))
 
-    await unguarded(story.url, change)
-    assert set((await rebuilt(story.url)).mended) == {"annotation", "experience", "plan"}
-    assert await everything(story.url) == before
+    await unguarded(sample_run.url, change)
+    assert set((await rebuilt(sample_run.url)).mended) == {"annotation", "experience", "plan"}
+    assert await everything(sample_run.url) == before
 
 
-async def test_a_log_that_contradicts_itself_changes_nothing(story: Story) -> None:
-    body = dict((await events_of(story.url, "ExperiencesRecorded"))[0].body)
-    position = await append_unfolded(story.url, "ExperiencesRecorded", body)
-    before = await everything(story.url)
+async def test_a_log_that_contradicts_itself_changes_nothing(sample_run: SampleRun) -> None:
+    body = dict((await events_of(sample_run.url, "ExperiencesRecorded"))[0].body)
+    position = await append_unfolded(sample_run.url, "ExperiencesRecorded", body)
+    before = await everything(sample_run.url)
     with pytest.raises(StoreError, match=rf"event {position} \(ExperiencesRecorded\) cannot"):
-        await rebuilt(story.url)
-    assert await everything(story.url) == before
+        await rebuilt(sample_run.url)
+    assert await everything(sample_run.url) == before
 
 
 async def test_other_experiments_stay_as_they_are(store_url: str, tmp_path: Path) -> None:
-    await tell(store_url, tmp_path / "one")
-    await tell(store_url, tmp_path / "two", name="another")
+    await record_sample_run(store_url, tmp_path / "one")
+    await record_sample_run(store_url, tmp_path / "two", name="another")
     await unguarded(store_url, lambda tx: tx.execute(update(experience).values(reward=0.25)))
     assert (await rebuilt(store_url)).mended == {"experience": 18}
     async with open_store(store_url, read_only=True) as store:
@@ -184,18 +184,18 @@ async def test_other_experiments_stay_as_they_are(store_url: str, tmp_path: Path
         assert await diff_projections(store.database, 1) == []
 
 
-async def test_others_see_all_of_the_change_or_none(sqlite_story: Story) -> None:
+async def test_others_see_all_of_the_change_or_none(sqlite_sample_run: SampleRun) -> None:
     """The projections are empty until they are whole, and writers go on meanwhile."""
-    whole = {name: len(rows) for name, rows in (await everything(sqlite_story.url)).items()}
+    whole = {name: len(rows) for name, rows in (await everything(sqlite_sample_run.url)).items()}
 
     def change(tx: Transaction) -> None:
         for table in PROJECTIONS:
             if table.name != "configuration":
                 tx.execute(delete(table))
 
-    await unguarded(sqlite_story.url, change)
+    await unguarded(sqlite_sample_run.url, change)
     seen: list[dict[str, int]] = []
-    async with open_store(sqlite_story.url) as store, anyio.create_task_group() as tasks:
+    async with open_store(sqlite_sample_run.url) as store, anyio.create_task_group() as tasks:
 
         async def watch() -> None:
             with anyio.move_on_after(30):
@@ -203,19 +203,19 @@ async def test_others_see_all_of_the_change_or_none(sqlite_story: Story) -> None
                     seen.append(await store.database.read(comparison.counts, 1))
 
         tasks.start_soon(watch)
-        async with open_store(sqlite_story.url) as other:
+        async with open_store(sqlite_sample_run.url) as other:
             await rebuild(other.database, 1)
     assert {counts["experience"] for counts in seen} == {0, whole["experience"]}
     assert seen[-1] == whole
-    assert sqlite_story.name == "sort"
+    assert sqlite_sample_run.name == "sort"
 
 
 @pytest.mark.long
-async def test_writers_go_on_while_projections_are_rebuilt(story: Story) -> None:
-    await unguarded(story.url, lambda tx: tx.execute(update(experience).values(reward=0.25)))
+async def test_writers_go_on_while_projections_are_rebuilt(sample_run: SampleRun) -> None:
+    await unguarded(sample_run.url, lambda tx: tx.execute(update(experience).values(reward=0.25)))
     stages: Counter[str] = Counter()
-    async with open_store(story.url) as store, open_store(story.url) as other:
-        await _write_and_rebuild(store, other, story, stages)
+    async with open_store(sample_run.url) as store, open_store(sample_run.url) as other:
+        await _write_and_rebuild(store, other, sample_run, stages)
         assert await diff_projections(store.database, 1) == []
         num_stored = await count(store.database, experience)
     assert num_stored == 18 + 50
@@ -223,9 +223,9 @@ async def test_writers_go_on_while_projections_are_rebuilt(story: Story) -> None
 
 
 async def _write_and_rebuild(
-    store: Store, other: Store, story: Story, stages: Counter[str]
+    store: Store, other: Store, sample_run: SampleRun, stages: Counter[str]
 ) -> None:
-    writer = (await store.experiment(story.name)).writer("e1")
+    writer = (await store.experiment(sample_run.name)).writer("e1")
 
     async def write() -> None:
         for number in range(50):

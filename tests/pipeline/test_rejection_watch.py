@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.stories import rollout
+from tests.sample_run import rollout
 from trinity_buffer.errors import TrainingError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy

@@ -20,7 +20,7 @@ from tests.crash.forking import CONTEXT
 from tests.pipeline.planting import unguarded
 from tests.planted_faults.dying import write_and_die
 from tests.planted_faults.scenes import BLOCKED_S, RUNS, nothing_is_wrong, opened, write_groups
-from tests.stories import rollout
+from tests.sample_run import rollout
 from trinity_buffer.algorithm import GRPOAddStrategy
 from trinity_buffer.errors import (
     ConflictingExperienceError,

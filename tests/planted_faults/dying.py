@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 
-from tests.stories import rollout
+from tests.sample_run import rollout
 from trinity_buffer.explorer.acknowledgements import Acknowledgements
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit, Outcome

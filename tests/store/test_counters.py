@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from tests.contract.making import group, opened
 from tests.pipeline.planting import unguarded
+from tests.sample_run import RUNS, record_sample_run, rollout
 from tests.store.test_earlier import append, taken_back
-from tests.stories import RUNS, rollout, tell
 from tests.trainer.test_mixing import filled, taken
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.events import PlacedFact
@@ -99,9 +99,9 @@ async def require_plain(experiment: Experiment) -> None:
 
 
 async def test_counters_are_what_plain_sql_counts(store_url: str, tmp_path: Path) -> None:
-    story = await tell(store_url, tmp_path / "run")
+    sample_run = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
-        await require_plain(await store.experiment(story.name))
+        await require_plain(await store.experiment(sample_run.name))
 
 
 async def test_versions_go_both_ways_and_none_is_no_version(store_url: str) -> None:
@@ -141,9 +141,9 @@ async def test_rollouts_that_come_after_the_seal_are_stored_all_the_same(store_u
 async def test_rows_that_a_step_loses_are_handed_out_no_more(
     store_url: str, tmp_path: Path
 ) -> None:
-    story = await tell(store_url, tmp_path / "run")
+    sample_run = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
-        experiment = await store.experiment(story.name)
+        experiment = await store.experiment(sample_run.name)
         before = await experiment.database.read(handed_out)
         await append(experiment, *await taken_back(experiment))
         assert before == [("trainer", 1, 4), ("trainer", 2, 8), ("trainer", 3, 12)]
@@ -155,7 +155,7 @@ async def test_what_older_versions_did_not_count_is_counted_when_they_are_migrat
     store_url: str, tmp_path: Path
 ) -> None:
     """A run, and one that mixes in an expert's rows."""
-    await tell(store_url, tmp_path / "run")
+    await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
         mixing = (await taken(await filled(store), 2))[-1].step
         names = await store.experiments()
@@ -214,9 +214,9 @@ async def test_a_fold_that_the_second_opinion_contradicts_is_told_of(
         }
 
     monkeypatch.setattr(counters, "of_events", thrice)
-    story = await tell(sqlite_store_url, tmp_path / "run")
+    sample_run = await record_sample_run(sqlite_store_url, tmp_path / "run")
     async with open_store(sqlite_store_url) as store:
-        (problem,) = (await verify(await store.experiment(story.name))).problems
+        (problem,) = (await verify(await store.experiment(sample_run.name))).problems
     assert (problem.check, problem.where) == ("projections", "all")
     assert "please report it" in problem.what
 
@@ -238,9 +238,9 @@ LIES = (
 
 @pytest.mark.long
 async def test_a_counter_that_lies_is_found_and_mended(store_url: str, tmp_path: Path) -> None:
-    story = await tell(store_url, tmp_path / "run")
+    sample_run = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
-        experiment = await store.experiment(story.name)
+        experiment = await store.experiment(sample_run.name)
         for lie in LIES:
             await unguarded(store_url, lambda tx, lie=lie: tx.execute(text(lie)))  # type: ignore[misc]
             problems = (await verify(experiment)).problems
@@ -254,10 +254,10 @@ async def test_a_counter_that_lies_is_found_and_mended(store_url: str, tmp_path:
 async def test_an_overview_as_of_each_position_grows_to_the_one_of_now(
     store_url: str, tmp_path: Path
 ) -> None:
-    story = await tell(store_url, tmp_path / "run")
+    sample_run = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url, read_only=True) as store:
         (now,) = (await overview(store)).experiments
-        experiment = await store.experiment(story.name)
+        experiment = await store.experiment(sample_run.name)
         then = [await _as_of(experiment, position) for position in range(1, now.head + 1)]
     assert then[-1] == now
     for position, one in enumerate(then, 1):
@@ -276,7 +276,7 @@ async def _as_of(experiment: Experiment, position: int) -> ExperimentOverview:
 
 async def test_all_experiments_are_told_as_each_alone(store_url: str, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        await tell(store_url, tmp_path / name, name)
+        await record_sample_run(store_url, tmp_path / name, name)
     async with open_store(store_url) as store:
         empty = await store.experiment("empty", config={})
         every = (await overview(store)).experiments

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import pytest
 from typing_extensions import override
 
-from tests.stories import rollout
+from tests.sample_run import rollout
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.rollout_events import ExperienceColumns

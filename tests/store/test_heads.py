@@ -11,7 +11,7 @@ from typing import Any
 
 import asyncpg
 
-from tests.stories import tell
+from tests.sample_run import record_sample_run
 
 COLUMNS = "position, recorded_at, kind, actor, body, head"
 EVENTS = f"SELECT {COLUMNS} FROM event WHERE experiment = 1 ORDER BY position"
@@ -46,14 +46,14 @@ async def rows_of(url: str) -> list[tuple[Any, ...]]:
 
 
 def test_anybody_can_compute_the_heads_of_a_log(store_url: str, tmp_path: Path) -> None:
-    asyncio.run(tell(store_url, tmp_path / "run"))
+    asyncio.run(record_sample_run(store_url, tmp_path / "run"))
     rows = asyncio.run(rows_of(store_url))
     assert len({row[2] for row in rows}) > 10
     assert heads_of("sort", rows) == [row[-1] for row in rows]
 
 
 def test_one_changed_byte_changes_every_head_after_it(sqlite_url: str, tmp_path: Path) -> None:
-    asyncio.run(tell(sqlite_url, tmp_path / "run"))
+    asyncio.run(record_sample_run(sqlite_url, tmp_path / "run"))
     rows = asyncio.run(rows_of(sqlite_url))
     before = heads_of("sort", rows)
     changed = list(rows)

@@ -13,16 +13,16 @@ import anyio
 import pytest
 
 import trinity_buffer as tb
-from tests.stories import Story, rollout, tell
+from tests.sample_run import SampleRun, record_sample_run, rollout
 from tests.trainer.test_mixing import MIXED, filled
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    folder = tmp_path_factory.mktemp("story")
-    return anyio.run(tell, f"sqlite:///{folder / 'store.db'}", folder / "run")
+def sample_run(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
+    folder = tmp_path_factory.mktemp("sample_run")
+    return anyio.run(record_sample_run, f"sqlite:///{folder / 'store.db'}", folder / "run")
 
 
 class Ended(NamedTuple):
@@ -53,35 +53,37 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return as_file
 
 
-def digest_of(story: Story) -> str:
-    return hashlib.sha256(Path(story.url.removeprefix("sqlite:///")).read_bytes()).hexdigest()
+def digest_of(sample_run: SampleRun) -> str:
+    return hashlib.sha256(Path(sample_run.url.removeprefix("sqlite:///")).read_bytes()).hexdigest()
 
 
-def test_inspect_store_says_what_is_in_here(run: Run, story: Story) -> None:
-    before = digest_of(story)
-    done = run("inspect_store.py", story.url, "--rollouts", 2)
+def test_inspect_store_says_what_is_in_here(run: Run, sample_run: SampleRun) -> None:
+    before = digest_of(sample_run)
+    done = run("inspect_store.py", sample_run.url, "--rollouts", 2)
     assert done.returncode == 0, done.stderr
     assert "experiment sort" in done.stdout
     assert "6 ExperiencesRecorded" in done.stdout
     rollouts = [line for line in done.stdout.splitlines() if "reward" in line and "b0/" in line]
     assert len(rollouts) == 2
-    assert digest_of(story) == before
+    assert digest_of(sample_run) == before
 
 
-def test_plot_run_draws_the_three_curves(run: Run, story: Story, tmp_path: Path) -> None:
+def test_plot_run_draws_the_three_curves(run: Run, sample_run: SampleRun, tmp_path: Path) -> None:
     picture = tmp_path / "run.png"
-    done = run("plot_run.py", story.url, picture)
+    done = run("plot_run.py", sample_run.url, picture)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("3 steps, last reward 0.500")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    nobody = run("plot_run.py", story.url, picture, "--trainer", "nobody")
+    nobody = run("plot_run.py", sample_run.url, picture, "--trainer", "nobody")
     assert nobody.returncode == 1
     assert "no gradient step of 'nobody'" in nobody.stderr
 
 
-def test_replay_run_gives_the_recorded_batches_to_another_loss(run: Run, story: Story) -> None:
-    before = digest_of(story)
-    done = run("replay_run.py", story.url, "--experiment", "sort")
+def test_replay_run_gives_the_recorded_batches_to_another_loss(
+    run: Run, sample_run: SampleRun
+) -> None:
+    before = digest_of(sample_run)
+    done = run("replay_run.py", sample_run.url, "--experiment", "sort")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[:4] for line in lines] == [
@@ -89,18 +91,18 @@ def test_replay_run_gives_the_recorded_batches_to_another_loss(run: Run, story: 
         ["step", "2", "4", "rows"],
     ]
     digests = [line.split()[-1] for line in lines]
-    assert digests == [digest.hex()[:12] for digest in story.manifests]
-    assert digest_of(story) == before
+    assert digests == [digest.hex()[:12] for digest in sample_run.manifests]
+    assert digest_of(sample_run) == before
 
 
-def test_what_is_stuck_names_the_group_that_lacks_runs(run: Run, story: Story) -> None:
-    done = run("what_is_stuck.py", story.url)
+def test_what_is_stuck_names_the_group_that_lacks_runs(run: Run, sample_run: SampleRun) -> None:
+    done = run("what_is_stuck.py", sample_run.url)
     assert "b1/0: waiting; 3 missing" in done.stdout
     assert "step 3: 4 rows handed out, not committed" in done.stdout
 
 
-def test_worst_rollouts_begin_with_the_lowest_advantage(run: Run, story: Story) -> None:
-    lines = run("worst_rollouts.py", story.url, 2, "--rollouts", 2).stdout.splitlines()
+def test_worst_rollouts_begin_with_the_lowest_advantage(run: Run, sample_run: SampleRun) -> None:
+    lines = run("worst_rollouts.py", sample_run.url, 2, "--rollouts", 2).stdout.splitlines()
     assert lines[0].startswith("b0/1/0/0/  advantage -0.866")
     assert lines[1] == "  '1 and 0'"
 
@@ -108,16 +110,18 @@ def test_worst_rollouts_begin_with_the_lowest_advantage(run: Run, story: Story) 
 def test_another_reward_and_another_strategy_stand_beside_the_first(
     run: Run, tmp_path: Path
 ) -> None:
-    own = anyio.run(tell, f"sqlite:///{tmp_path / 'store.db'}", tmp_path / "run")
+    own = anyio.run(record_sample_run, f"sqlite:///{tmp_path / 'store.db'}", tmp_path / "run")
     done = run("rescore.py", own.url)
     assert "17 rollouts scored\n16 annotated" in done.stdout
     done = run("compare_strategies.py", own.url, "grpo", "opmd")
     assert "16 with an advantage in both sets" in done.stdout
 
 
-def test_a_group_becomes_a_test_that_passes(run: Run, story: Story, tmp_path: Path) -> None:
+def test_a_group_becomes_a_test_that_passes(
+    run: Run, sample_run: SampleRun, tmp_path: Path
+) -> None:
     case = tmp_path / "test_group.py"
-    assert "as it was recorded" in run("group_as_test.py", story.url, "--output", case).stdout
+    assert "as it was recorded" in run("group_as_test.py", sample_run.url, "--output", case).stdout
     runpy.run_path(str(case))["test_this_group_gets_the_advantages_that_were_recorded"](tmp_path)
 
 

@@ -17,7 +17,7 @@ from tests.pipeline.planting import beside_heads, events_of, unguarded
 from tests.planted_faults.dying import open_and_die
 from tests.planted_faults.scenes import RUNS, nothing_is_wrong, opened
 from tests.planted_faults.trainer_checks import Weights
-from tests.stories import rollout
+from tests.sample_run import rollout
 from tests.trainer.data import RUNS as RUNS_OF_DATA
 from tests.trainer.data import policy, recorded, rollouts, solutions
 from tests.trainer.test_elastic_ranks import life

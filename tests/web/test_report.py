@@ -10,7 +10,7 @@ import pytest
 import torch
 from typing_extensions import override
 
-from tests.stories import tell
+from tests.sample_run import record_sample_run
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
@@ -47,8 +47,8 @@ async def page_of(url: str, name: str) -> str:
 
 
 async def test_a_page_says_what_is_stored(store_url: str, tmp_path: Path) -> None:
-    story = await tell(store_url, tmp_path / "run")
-    page = Page(await page_of(story.url, story.name))
+    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    page = Page(await page_of(sample_run.url, sample_run.name))
     told = " ".join(page.text.split())
     assert "planned rollouts 20 3 of them missing" in told
     assert "committed by trainer 8 4 ready, 4 leased; step 2" in told

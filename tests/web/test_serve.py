@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from tests.stories import rollout, tell
+from tests.sample_run import record_sample_run, rollout
 from tests.web.conftest import BASE
 from tests.web.test_report import NAME, Page, hostile_run
 from trinity_buffer.pipeline.store import open_store
@@ -84,7 +84,7 @@ async def test_groups_are_paged_once_each(
     store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trinity_buffer.web.views.PAGE", 2)
-    await tell(store_url, tmp_path / "run")
+    await record_sample_run(store_url, tmp_path / "run")
     found: list[str] = []
     async with serving(store_url) as base, httpx2.AsyncClient(base_url=base) as client:
         path = "/sort/groups"
@@ -193,7 +193,7 @@ def test_sets_are_compared_for_longer_on_request(
 
 def test_runs_are_compared(store_url: str, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        anyio.run(tell, store_url, tmp_path / name, name)
+        anyio.run(record_sample_run, store_url, tmp_path / name, name)
     with TestClient(inspector(store_url), base_url=BASE) as client:
         page = " ".join(Page(client.get("/one/diff?run=two").text).text.split())
     assert "one and two" in page
@@ -354,7 +354,7 @@ async def serving(url: str) -> AsyncIterator[str]:
 
 
 async def test_an_event_is_told_when_it_is_written(store_url: str, tmp_path: Path) -> None:
-    await tell(store_url, tmp_path / "run")
+    await record_sample_run(store_url, tmp_path / "run")
     async with (
         open_store(store_url) as store,
         serving(store_url) as base,

@@ -10,7 +10,7 @@ import numpy as np
 from starlette.testclient import TestClient
 
 from tests.inspect.test_experts import mixed
-from tests.stories import rollout
+from tests.sample_run import rollout
 from tests.web.conftest import BASE
 from trinity_buffer.inspect import blame
 from trinity_buffer.inspect.source import now

@@ -23,7 +23,7 @@ RUNS = 4
 
 
 @dataclass(slots=True)
-class Story:
+class SampleRun:
     """Where everything is.
 
     Attributes:
@@ -58,30 +58,30 @@ def rollout(batch: str, task: int, run: int, reward: float, suffix: str = "") ->
     )
 
 
-async def tell(url: str, folder: Path, name: str = "sort") -> Story:
-    """Run the story into the store at ``url``.
+async def record_sample_run(url: str, folder: Path, name: str = "sort") -> SampleRun:
+    """Record the sample run in the store at ``url``.
 
     Batch ``b0`` is whole and sealed; task 3 of it has equal rewards, which one set rejects. ``b1``
     lacks a run, which leaves a group waiting. One experience came after the seal. The trainer has
     committed steps 1 and 2, and holds step 3.
     """
-    story = Story(url, name, folder / "acknowledged", folder / "checkpoint")
-    story.acknowledged.mkdir(parents=True)
-    story.checkpoint.mkdir()
+    sample_run = SampleRun(url, name, folder / "acknowledged", folder / "checkpoint")
+    sample_run.acknowledged.mkdir(parents=True)
+    sample_run.checkpoint.mkdir()
     async with open_store(url) as store:
         experiment = await store.experiment(
             name, config={"groups_per_step": 1, "rollouts_per_group": RUNS, "model": {}}
         )
-        await _explore(experiment, story)
+        await _explore(experiment, sample_run)
         await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
         await run_strategy(experiment, ["reward_variance", "grpo"], name="varied")
         await assign_rewards(experiment, "length", lambda e: float(len(e.tokens)))
-        await _train(experiment, story)
+        await _train(experiment, sample_run)
         await _archive_nothing(store, experiment)
-    return story
+    return sample_run
 
 
-async def _explore(experiment: Experiment, story: Story) -> None:
+async def _explore(experiment: Experiment, sample_run: SampleRun) -> None:
     writer = experiment.writer("e0")
     tasks = list(range(TASKS))
     lines: list[str] = []
@@ -94,19 +94,19 @@ async def _explore(experiment: Experiment, story: Story) -> None:
     lines += (await writer.write([rollout("b0", 0, 0, 0.5, "a1")])).lines
     await writer.plan("b1", [0], RUNS)
     lines += (await writer.write([rollout("b1", 0, 1, 0.5)])).lines
-    (story.acknowledged / "e0.ack").write_text("".join(f"{line}\n" for line in lines))
+    (sample_run.acknowledged / "e0.ack").write_text("".join(f"{line}\n" for line in lines))
 
 
-async def _train(experiment: Experiment, story: Story) -> None:
+async def _train(experiment: Experiment, sample_run: SampleRun) -> None:
     async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
         async for step in stream:
-            story.manifests.append(step.manifest.digest)
+            sample_run.manifests.append(step.manifest.digest)
             if step.step == 3:
-                story.manifests.pop()
+                sample_run.manifests.pop()
                 return
-            story.say_chain(story.manifests, step.log_head)
-            await stream.commit(step, checkpoint=story.checkpoint)
-            weights = story.checkpoint.parent / f"policy-{step.step}"
+            sample_run.say_chain(sample_run.manifests, step.log_head)
+            await stream.commit(step, checkpoint=sample_run.checkpoint)
+            weights = sample_run.checkpoint.parent / f"policy-{step.step}"
             weights.write_text("weights")
             await experiment.publish_policy(step.step, str(weights))
 
