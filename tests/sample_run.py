@@ -65,23 +65,23 @@ async def record_sample_run(url: str, folder: Path, name: str = "sort") -> Sampl
     lacks a run, which leaves a group waiting. One experience came after the seal. The trainer has
     committed steps 1 and 2, and holds step 3.
     """
-    sample_run = SampleRun(url, name, folder / "acknowledged", folder / "checkpoint")
-    sample_run.acknowledged.mkdir(parents=True)
-    sample_run.checkpoint.mkdir()
+    sample = SampleRun(url, name, folder / "acknowledged", folder / "checkpoint")
+    sample.acknowledged.mkdir(parents=True)
+    sample.checkpoint.mkdir()
     async with open_store(url) as store:
         experiment = await store.experiment(
             name, config={"groups_per_step": 1, "rollouts_per_group": RUNS, "model": {}}
         )
-        await _explore(experiment, sample_run)
+        await _explore(experiment, sample)
         await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
         await run_strategy(experiment, ["reward_variance", "grpo"], name="varied")
         await assign_rewards(experiment, "length", lambda e: float(len(e.tokens)))
-        await _train(experiment, sample_run)
+        await _train(experiment, sample)
         await _archive_nothing(store, experiment)
-    return sample_run
+    return sample
 
 
-async def _explore(experiment: Experiment, sample_run: SampleRun) -> None:
+async def _explore(experiment: Experiment, sample: SampleRun) -> None:
     writer = experiment.writer("e0")
     tasks = list(range(TASKS))
     lines: list[str] = []
@@ -94,19 +94,19 @@ async def _explore(experiment: Experiment, sample_run: SampleRun) -> None:
     lines += (await writer.write([rollout("b0", 0, 0, 0.5, "a1")])).lines
     await writer.plan("b1", [0], RUNS)
     lines += (await writer.write([rollout("b1", 0, 1, 0.5)])).lines
-    (sample_run.acknowledged / "e0.ack").write_text("".join(f"{line}\n" for line in lines))
+    (sample.acknowledged / "e0.ack").write_text("".join(f"{line}\n" for line in lines))
 
 
-async def _train(experiment: Experiment, sample_run: SampleRun) -> None:
+async def _train(experiment: Experiment, sample: SampleRun) -> None:
     async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
         async for step in stream:
-            sample_run.manifests.append(step.manifest.digest)
+            sample.manifests.append(step.manifest.digest)
             if step.step == 3:
-                sample_run.manifests.pop()
+                sample.manifests.pop()
                 return
-            sample_run.say_chain(sample_run.manifests, step.log_head)
-            await stream.commit(step, checkpoint=sample_run.checkpoint)
-            weights = sample_run.checkpoint.parent / f"policy-{step.step}"
+            sample.say_chain(sample.manifests, step.log_head)
+            await stream.commit(step, checkpoint=sample.checkpoint)
+            weights = sample.checkpoint.parent / f"policy-{step.step}"
             weights.write_text("weights")
             await experiment.publish_policy(step.step, str(weights))
 

@@ -23,9 +23,9 @@ from trinity_buffer.store.tables import experience
 
 
 @pytest.fixture(scope="module")
-def sample_run(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
+def sample(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
     """A store that no test changes."""
-    folder = tmp_path_factory.mktemp("sample_run")
+    folder = tmp_path_factory.mktemp("sample")
     return anyio.run(record_sample_run, f"sqlite:///{folder / 'store.db'}", folder / "run")
 
 
@@ -35,13 +35,13 @@ def own_sample_run(sqlite_url: str, tmp_path: Path) -> SampleRun:
     return anyio.run(record_sample_run, sqlite_url, tmp_path / "run")
 
 
-def test_stats_say_what_is_there(cli: Cli, sample_run: SampleRun) -> None:
-    told = cli("stats", "--store", sample_run.url)
+def test_stats_say_what_is_there(cli: Cli, sample: SampleRun) -> None:
+    told = cli("stats", "--store", sample.url)
     assert told.code == 0
     assert "SQLite 3." in told.out
     assert "20 planned = 17 stored + 3 missing" in told.out
     assert re.search(r"grpo +18 +0 +1 +16 +16 +late 1", told.out)
-    (found,) = cli("stats", "--store", sample_run.url, "--json").json
+    (found,) = cli("stats", "--store", sample.url, "--json").json
     (one,) = found["experiments"]
     assert one["experiences"] == 18
     assert one["head"] == sum(one["events"].values()) == 25
@@ -50,24 +50,22 @@ def test_stats_say_what_is_there(cli: Cli, sample_run: SampleRun) -> None:
 
 
 def test_stats_of_a_server_are_the_same(cli: Cli, postgres_url: str, tmp_path: Path) -> None:
-    sample_run = anyio.run(record_sample_run, postgres_url, tmp_path / "run")
-    (found,) = cli("stats", "--store", sample_run.url, "--json").json
+    sample = anyio.run(record_sample_run, postgres_url, tmp_path / "run")
+    (found,) = cli("stats", "--store", sample.url, "--json").json
     assert found["version"].startswith("PostgreSQL ")
     assert found["size_bytes"] > 0
     assert found["experiments"][0]["plans"] == {"planned": 20, "stored": 17}
-    assert cli("verify", "--store", sample_run.url, "--quick").code == 0
+    assert cli("verify", "--store", sample.url, "--quick").code == 0
 
 
-def test_events_are_the_last_ones_or_those_after_a_position(
-    cli: Cli, sample_run: SampleRun
-) -> None:
-    last = cli("events", "--store", sample_run.url, "--limit", 3, "--json").json
+def test_events_are_the_last_ones_or_those_after_a_position(cli: Cli, sample: SampleRun) -> None:
+    last = cli("events", "--store", sample.url, "--limit", 3, "--json").json
     assert [event["position"] for event in last] == [23, 24, 25]
-    first = cli("events", "--store", sample_run.url, "--after", 0, "--limit", 2, "--json").json
+    first = cli("events", "--store", sample.url, "--after", 0, "--limit", 2, "--json").json
     assert [event["kind"] for event in first] == ["ExperimentCreated", "BatchPlanned"]
-    kinds = cli("events", "--store", sample_run.url, "--kind", "StepsCommitted", "--json").json
+    kinds = cli("events", "--store", sample.url, "--kind", "StepsCommitted", "--json").json
     assert [event["summary"][:6] for event in kinds] == ["step 1", "step 2"]
-    assert "4 tasks × 4 rollouts" in cli("events", "--store", sample_run.url, "--after", 1).out
+    assert "4 tasks × 4 rollouts" in cli("events", "--store", sample.url, "--after", 1).out
 
 
 def test_following_events_ends_with_the_experiment(cli: Cli, own_sample_run: SampleRun) -> None:
@@ -81,39 +79,35 @@ def test_following_events_ends_with_the_experiment(cli: Cli, own_sample_run: Sam
     assert found.json[-1]["kind"] == "ExperimentFinished"
 
 
-def test_groups_show_rewards_advantages_and_fates(cli: Cli, sample_run: SampleRun) -> None:
-    found = cli("groups", "--store", sample_run.url, "--json").json
+def test_groups_show_rewards_advantages_and_fates(cli: Cli, sample: SampleRun) -> None:
+    found = cli("groups", "--store", sample.url, "--json").json
     by_name = {(group["batch"], group["task"]): group for group in found}
     assert by_name["b1", 0]["state"] == "waiting; 3 missing"
     trained = by_name["b0", 1]
     assert [run["reward"] for run in trained["runs"]] == [0.0, 1.0, 0.0, 1.0]
     assert trained["runs"][1]["advantage"] == pytest.approx(0.866, abs=1e-3)
     assert trained["state"] == "trained in step 2 of trainer"
-    varied = cli(
-        "groups", "--store", sample_run.url, "--set", "varied", "--batch", "b0", "--json"
-    ).json
+    varied = cli("groups", "--store", sample.url, "--set", "varied", "--batch", "b0", "--json").json
     assert {group["batch"] for group in varied} == {"b0"}
     assert [group["task"] for group in varied] == [0, 3, 2, 1]  # of task 0 one came late
     assert varied[1]["state"] == "rejected: zero_variance"
-    assert len(cli("groups", "--store", sample_run.url, "--limit", 2, "--json").json) == 2
-    assert "b0" in cli("groups", "--store", sample_run.url).out
+    assert len(cli("groups", "--store", sample.url, "--limit", 2, "--json").json) == 2
+    assert "b0" in cli("groups", "--store", sample.url).out
 
 
-def test_what_no_trainer_reads_is_not_ready(cli: Cli, sample_run: SampleRun) -> None:
+def test_what_no_trainer_reads_is_not_ready(cli: Cli, sample: SampleRun) -> None:
     known = {
         name: {run["state"] for one in found for run in one["runs"]}
         for name in ("grpo", "varied")
-        for found in [cli("groups", "--set", name, "--store", sample_run.url, "--json").json]
+        for found in [cli("groups", "--set", name, "--store", sample.url, "--json").json]
     }
     assert "ready" in known["grpo"]
     assert "annotated" in known["varied"]
     assert "ready" not in known["varied"]
 
 
-def test_show_tells_where_an_experience_was_trained_or_why_not(
-    cli: Cli, sample_run: SampleRun
-) -> None:
-    (found,) = cli("show", "b0/1/2/0/", "--store", sample_run.url, "--json").json
+def test_show_tells_where_an_experience_was_trained_or_why_not(cli: Cli, sample: SampleRun) -> None:
+    (found,) = cli("show", "b0/1/2/0/", "--store", sample.url, "--json").json
     assert found["tensors"]["tokens"]["shape"] == [9]
     assert found["objects"]["response_text"] == "1 and 2"
     assert found["sets"][0]["steps"] == [
@@ -126,9 +120,9 @@ def test_show_tells_where_an_experience_was_trained_or_why_not(
             "experiment": "",
         }
     ]
-    (late,) = cli("show", "b0/0/0/0/a1", "--store", sample_run.url, "--json").json
+    (late,) = cli("show", "b0/0/0/0/a1", "--store", sample.url, "--json").json
     assert late["refused"] == "late"
-    text = cli("show", "b0/3/1/0", "--store", sample_run.url).out
+    text = cli("show", "b0/3/1/0", "--store", sample.url).out
     assert "set varied: rejected: zero_variance" in text
     assert "× mask" in text
 
@@ -153,32 +147,28 @@ def test_verify_ends_with_the_two_numbers(cli: Cli, own_sample_run: SampleRun) -
     assert (found["ok"], found["lost"], found["duplicated"]) == (False, 1, 0)
 
 
-def test_verify_claims_only_what_it_measured(
-    cli: Cli, sample_run: SampleRun, tmp_path: Path
-) -> None:
-    told = cli("verify", "--store", sample_run.url, "--quick")
+def test_verify_claims_only_what_it_measured(cli: Cli, sample: SampleRun, tmp_path: Path) -> None:
+    told = cli("verify", "--store", sample.url, "--quick")
     said = "lost, duplicated: not measured: give --acknowledged and --checkpoint"
     assert (told.code, told.out.splitlines()[-1]) == (0, said)
-    told = cli(
-        "verify", "--store", sample_run.url, "--quick", "--acknowledged", sample_run.acknowledged
-    )
+    told = cli("verify", "--store", sample.url, "--quick", "--acknowledged", sample.acknowledged)
     assert told.out.splitlines()[-1] == "lost, duplicated: not measured: give --checkpoint"
-    told = cli("verify", "--store", sample_run.url, "--quick", "--acknowledged", tmp_path)
+    told = cli("verify", "--store", sample.url, "--quick", "--acknowledged", tmp_path)
     assert "compared with no acknowledged uids\n" in told.out
     assert told.out.endswith(": --acknowledged holds no uids; give --checkpoint\n")
-    (found,) = cli("verify", "--store", sample_run.url, "--quick", "--json").json
+    (found,) = cli("verify", "--store", sample.url, "--quick", "--json").json
     assert (found["measured"], found["head"] in told.out) == (False, True)
-    assert cli("verify", "--store", sample_run.url, "--head", found["head"]).code == 0
-    told = cli("verify", "--store", sample_run.url, "--head", "0" * 64)
+    assert cli("verify", "--store", sample.url, "--head", found["head"]).code == 0
+    told = cli("verify", "--store", sample.url, "--head", "0" * 64)
     assert (told.code, "no event has it" in told.out) == (1, True)
 
 
 def test_a_folder_of_checkpoints_is_told_with_the_newest_of_them(
-    cli: Cli, sample_run: SampleRun, tmp_path: Path
+    cli: Cli, sample: SampleRun, tmp_path: Path
 ) -> None:
     for step in (9, 10):
-        shutil.copytree(sample_run.checkpoint, tmp_path / f"step-{step:08}")
-    told = cli("verify", "--store", sample_run.url, "--checkpoint", tmp_path)
+        shutil.copytree(sample.checkpoint, tmp_path / f"step-{step:08}")
+    told = cli("verify", "--store", sample.url, "--checkpoint", tmp_path)
     assert told.code == 2
     assert told.err.endswith(f" (did you mean {tmp_path}/step-00000010?)\n")
 
@@ -194,9 +184,9 @@ def test_rebuild_says_what_it_mended(cli: Cli, own_sample_run: SampleRun) -> Non
     assert cli("verify", "--store", own_sample_run.url).code == 0
 
 
-def test_migrate_says_when_there_is_nothing_to_do(cli: Cli, sample_run: SampleRun) -> None:
-    assert "is up to date" in cli("migrate", "--store", sample_run.url).out
-    (found,) = cli("migrate", "--store", sample_run.url, "--json").json
+def test_migrate_says_when_there_is_nothing_to_do(cli: Cli, sample: SampleRun) -> None:
+    assert "is up to date" in cli("migrate", "--store", sample.url).out
+    (found,) = cli("migrate", "--store", sample.url, "--json").json
     assert found["before"] == found["after"]
 
 
@@ -237,12 +227,12 @@ def test_algorithms_are_listed(cli: Cli) -> None:
 )
 def test_what_cannot_be_is_said_in_one_sentence(
     cli: Cli,
-    sample_run: SampleRun,
+    sample: SampleRun,
     monkeypatch: pytest.MonkeyPatch,
     args: tuple[str, ...],
     said: str,
 ) -> None:
-    monkeypatch.setenv("TRINITY_BUFFER_STORE", sample_run.url)
+    monkeypatch.setenv("TRINITY_BUFFER_STORE", sample.url)
     ended = cli(*args)
     assert ended.code == 2
     assert said in ended.err
@@ -296,7 +286,7 @@ def test_help_shows_an_example(cli: Cli, command: str) -> None:
 
 def test_help_says_which_commands_print_an_object_per_line(cli: Cli) -> None:
     said = {one: " ".join(cli(one, "--help").out.split()) for one in ("groups", "search", "stats")}
-    told = {one: "an object per line." in text for one, text in said.items()}
+    told = {one: "one object per line." in text for one, text in said.items()}
     assert told == {"groups": True, "search": True, "stats": False}
 
 
@@ -358,10 +348,10 @@ def test_a_process_ends_with_the_code_of_its_command_and_with_all_that_it_said(
     assert len([json.loads(line) for line in told.stdout.splitlines()]) > 50
 
 
-def test_ctrl_c_ends_following_without_a_word(sample_run: SampleRun) -> None:
+def test_ctrl_c_ends_following_without_a_word(sample: SampleRun) -> None:
     command = [sys.executable, "-m", "trinity_buffer", "events", "--follow", "--after", "24"]
     with subprocess.Popen(
-        [*command, "--store", sample_run.url],
+        [*command, "--store", sample.url],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

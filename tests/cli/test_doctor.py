@@ -55,8 +55,8 @@ def stuck(cli: Cli, url: str) -> list[dict[str, Any]]:
 def test_a_run_whose_processes_are_gone_says_who_would_move_it(
     cli: Cli, store_url: str, tmp_path: Path
 ) -> None:
-    sample_run = anyio.run(record_sample_run, store_url, tmp_path / "run")
-    assert "no process trains as 'trainer'" in cli("doctor", "--store", sample_run.url).out
+    sample = anyio.run(record_sample_run, store_url, tmp_path / "run")
+    assert "no process trains as 'trainer'" in cli("doctor", "--store", sample.url).out
     bury(store_url)
     found = {one["what"]: one for one in stuck(cli, store_url)}
     lack = found["1 group of batch b1 lacks 3 runs, no seal"]

@@ -21,9 +21,9 @@ from trinity_buffer.pipeline.store import open_store
 
 
 @pytest.fixture(scope="module")
-def sample_run(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
+def sample(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
     """A store that no test changes."""
-    folder = tmp_path_factory.mktemp("sample_run")
+    folder = tmp_path_factory.mktemp("sample")
     return anyio.run(record_sample_run, f"sqlite:///{folder / 'store.db'}", folder / "run")
 
 
@@ -43,55 +43,55 @@ def sample_run(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
     ids=lambda words: words[0] if isinstance(words, list) else "",
 )
 def test_a_question_is_answered_to_people_and_to_programs(
-    cli: Cli, sample_run: SampleRun, words: list[object], told: str, lines: int
+    cli: Cli, sample: SampleRun, words: list[object], told: str, lines: int
 ) -> None:
-    ended = cli(*words, "--store", sample_run.url)
+    ended = cli(*words, "--store", sample.url)
     assert (ended.code, ended.err.partition(":")[0]) in {(0, ""), (0, words[0])}  # progress
     assert told in ended.out
-    assert len(cli(*words, "--store", sample_run.url, "--json").json) == lines
+    assert len(cli(*words, "--store", sample.url, "--json").json) == lines
 
 
 def test_staleness_says_whether_it_grew_and_which_step_is_not_committed(
-    cli: Cli, sample_run: SampleRun
+    cli: Cli, sample: SampleRun
 ) -> None:
-    *_, last = cli("staleness", "--store", sample_run.url).out.splitlines()
+    *_, last = cli("staleness", "--store", sample.url).out.splitlines()
     told = "steps 1 to 3: e0 mean 1 (step 1: 0; step 3: 2), greatest 2, over 12 rows"
     assert last == told
-    assert [one["state"] for one in cli("staleness", "--store", sample_run.url, "--json").json] == [
+    assert [one["state"] for one in cli("staleness", "--store", sample.url, "--json").json] == [
         *("committed", "committed", "leased")
     ]
-    one = cli("staleness", "--after", 2, "--store", sample_run.url).out.splitlines()
+    one = cli("staleness", "--after", 2, "--store", sample.url).out.splitlines()
     assert one[-1] == "step 3: e0 mean 2, greatest 2, over 4 rows"
 
 
-def test_rows_of_a_step_that_are_not_shown_are_counted(cli: Cli, sample_run: SampleRun) -> None:
-    assert "\n3 of 4 rows\n" in cli("blame", 2, "--limit", 3, "--store", sample_run.url).out
-    assert "\n4 rows\n" in cli("blame", 2, "--limit", 4, "--store", sample_run.url).out
+def test_rows_of_a_step_that_are_not_shown_are_counted(cli: Cli, sample: SampleRun) -> None:
+    assert "\n3 of 4 rows\n" in cli("blame", 2, "--limit", 3, "--store", sample.url).out
+    assert "\n4 rows\n" in cli("blame", 2, "--limit", 4, "--store", sample.url).out
 
 
 def test_the_numbers_of_a_step_and_of_its_rows_are_numbers_in_json(
-    cli: Cli, sample_run: SampleRun
+    cli: Cli, sample: SampleRun
 ) -> None:
-    (found,) = cli("blame", 2, "--store", sample_run.url, "--json").json
+    (found,) = cli("blame", 2, "--store", sample.url, "--json").json
     (line,) = [
-        one for one in cli("steps", "--store", sample_run.url, "--json").json if one["step"] == 2
+        one for one in cli("steps", "--store", sample.url, "--json").json if one["step"] == 2
     ]
     assert found["line"] == line
     assert [row["slot"] for row in found["rows"]] == list(range(line["rows"]))
     assert found["rows"][0]["measured"] == {}  # this trainer measured nothing
 
 
-def test_what_was_rejected_can_be_asked_as_it_was(cli: Cli, sample_run: SampleRun) -> None:
-    then = cli("rejected", "--as-of", 10, "--store", sample_run.url, "--json").json
+def test_what_was_rejected_can_be_asked_as_it_was(cli: Cli, sample: SampleRun) -> None:
+    then = cli("rejected", "--as-of", 10, "--store", sample.url, "--json").json
     assert [one["reason"] for one in then] == ["late"]
-    beyond = cli("rejected", "--as-of", 999, "--store", sample_run.url)
+    beyond = cli("rejected", "--as-of", 999, "--store", sample.url)
     assert beyond.code == 2
     assert "goes from 1 to" in beyond.err
 
 
-def test_numbers_and_events_can_be_asked_as_they_were(cli: Cli, sample_run: SampleRun) -> None:
+def test_numbers_and_events_can_be_asked_as_they_were(cli: Cli, sample: SampleRun) -> None:
     def of(*words: object) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = cli(*words, "--store", sample_run.url, "--json").json
+        found: list[dict[str, Any]] = cli(*words, "--store", sample.url, "--json").json
         return found
 
     (now,), (then,) = of("stats"), of("stats", "--as-of", 10)
@@ -137,32 +137,32 @@ def test_a_configuration_can_be_asked_as_it_was(cli: Cli, tmp_path: Path) -> Non
     ],
 )
 def test_a_position_that_says_nothing_is_refused(
-    cli: Cli, sample_run: SampleRun, words: list[object], told: str
+    cli: Cli, sample: SampleRun, words: list[object], told: str
 ) -> None:
-    ended = cli(*words, "--store", sample_run.url)
+    ended = cli(*words, "--store", sample.url)
     assert (ended.code, ended.out) == (2, "")
     assert told in ended.err
 
 
-def test_two_sets_are_compared_as_they_were(cli: Cli, sample_run: SampleRun) -> None:
-    (now,) = cli("diff", "grpo", "varied", "--store", sample_run.url, "--json").json
-    (one,) = cli("stats", "--store", sample_run.url, "--json").json[0]["experiments"]
-    asked = ("diff", "grpo", "varied", "--store", sample_run.url, "--json", "--as-of")
+def test_two_sets_are_compared_as_they_were(cli: Cli, sample: SampleRun) -> None:
+    (now,) = cli("diff", "grpo", "varied", "--store", sample.url, "--json").json
+    (one,) = cli("stats", "--store", sample.url, "--json").json[0]["experiments"]
+    asked = ("diff", "grpo", "varied", "--store", sample.url, "--json", "--as-of")
     assert cli(*asked, one["head"]).json == [now]
 
 
-def test_where_nothing_differs_that_is_said(cli: Cli, sample_run: SampleRun) -> None:
-    *_, last = cli("diff", "grpo", "grpo", "--store", sample_run.url).out.splitlines()
+def test_where_nothing_differs_that_is_said(cli: Cli, sample: SampleRun) -> None:
+    *_, last = cli("diff", "grpo", "grpo", "--store", sample.url).out.splitlines()
     assert last == "no difference in any advantage"
-    first, *_ = cli("diff", "sort", "sort", "--store", sample_run.url).out.splitlines()
+    first, *_ = cli("diff", "sort", "sort", "--store", sample.url).out.splitlines()
     assert first == "no difference in the configuration"
 
 
 def test_lines_of_steps_that_are_left_out_are_told_of(
-    cli: Cli, sample_run: SampleRun, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, sample: SampleRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trinity_buffer.cli.compare_commands.MOST_LINES", 5)
-    out = cli("diff", "sort", "sort", "--store", sample_run.url).out
+    out = cli("diff", "sort", "sort", "--store", sample.url).out
     assert out.endswith("these are the last 5 of 12 lines: --json has them all\n")
 
 
@@ -234,8 +234,8 @@ def test_of_many_experiments_each_is_a_line(cli: Cli, tmp_path: Path) -> None:
     assert len(whole["experiments"]) == MOST_IN_FULL + 1
 
 
-def test_groups_are_ordered_before_they_are_cut(cli: Cli, sample_run: SampleRun) -> None:
-    asked = ("groups", "--limit", 1, "--store", sample_run.url, "--json")
+def test_groups_are_ordered_before_they_are_cut(cli: Cli, sample: SampleRun) -> None:
+    asked = ("groups", "--limit", 1, "--store", sample.url, "--json")
     tasks = {
         order: [(one["batch"], one["task"]) for one in cli(*asked, "--sort", order).json]
         for order in ("newest", "reward")
@@ -243,11 +243,11 @@ def test_groups_are_ordered_before_they_are_cut(cli: Cli, sample_run: SampleRun)
     assert tasks == {"newest": [("b1", 0)], "reward": [("b0", 3)]}
 
 
-def test_tokens_stand_one_a_line(cli: Cli, sample_run: SampleRun) -> None:
-    ended = cli("show", "b0/1/2/0/", "--tokens", "--store", sample_run.url)
+def test_tokens_stand_one_a_line(cli: Cli, sample: SampleRun) -> None:
+    ended = cli("show", "b0/1/2/0/", "--tokens", "--store", sample.url)
     lines = [line for line in ended.out.splitlines() if "  trained  " in line]
     assert len(lines) == 5
-    (found,) = cli("show", "b0/1/2/0/", "--tokens", "--store", sample_run.url, "--json").json
+    (found,) = cli("show", "b0/1/2/0/", "--tokens", "--store", sample.url, "--json").json
     assert found["tokens"]["advantage"][:4] == [None] * 4
     assert len(found["tokens"]["id"]) == 9
 
@@ -280,18 +280,16 @@ def test_tokens_have_texts_where_the_experiment_names_a_tokenizer(
 
 
 def test_a_reason_that_no_rejection_has_is_told_with_those_there_are(
-    cli: Cli, sample_run: SampleRun
+    cli: Cli, sample: SampleRun
 ) -> None:
-    found = cli("rejected", "--reason", "zero", "--store", sample_run.url)
+    found = cli("rejected", "--reason", "zero", "--store", sample.url)
     assert (found.code, found.err) == (
         0,
         "no rejection has the reason 'zero' (there: 'late', 'zero_variance')\n",
     )
-    found = cli(
-        "rejected", "--reason", "zero", "--by", "varied", "--store", sample_run.url, "--json"
-    )
+    found = cli("rejected", "--reason", "zero", "--by", "varied", "--store", sample.url, "--json")
     assert (found.json, "(there: 'zero_variance')" in found.err) == ([], True)
-    assert not cli("rejected", "--reason", "late", "--store", sample_run.url).err
+    assert not cli("rejected", "--reason", "late", "--store", sample.url).err
 
 
 @pytest.mark.long
@@ -352,24 +350,22 @@ def test_a_follower_begins_with_the_last_events(cli: Cli, sqlite_url: str) -> No
     assert [one["position"] for one in cli(*told, "--limit", 1, "--after", 1).json] == [2, 3]
 
 
-def test_events_come_with_their_bodies_whole(cli: Cli, sample_run: SampleRun) -> None:
-    (leased, *_) = cli("events", "--kind", "BatchLeased", "--store", sample_run.url, "--json").json
+def test_events_come_with_their_bodies_whole(cli: Cli, sample: SampleRun) -> None:
+    (leased, *_) = cli("events", "--kind", "BatchLeased", "--store", sample.url, "--json").json
     assert len(leased["body"]["experiences"]) == 4
 
 
-def test_a_screen_shows_who_is_how_far(cli: Cli, sample_run: SampleRun) -> None:
-    told = cli("top", "--once", "--store", sample_run.url).out
+def test_a_screen_shows_who_is_how_far(cli: Cli, sample: SampleRun) -> None:
+    told = cli("top", "--once", "--store", sample.url).out
     assert "last steps" in told
     assert "SegmentsArchived" in told
 
 
-def test_two_runs_are_compared_step_by_step(
-    cli: Cli, sample_run: SampleRun, tmp_path: Path
-) -> None:
+def test_two_runs_are_compared_step_by_step(cli: Cli, sample: SampleRun, tmp_path: Path) -> None:
     other = anyio.run(
         record_sample_run, f"sqlite:///{tmp_path / 'o.db'}", tmp_path / "run", "other"
     )
-    words = ("diff", "sort", "other", "--store", sample_run.url, "--other-store", other.url)
+    words = ("diff", "sort", "other", "--store", sample.url, "--other-store", other.url)
     (found,) = cli(*words, "--json").json
     assert found["numbers"]["rows"] == [12, 12]
     assert found["config"] == {}

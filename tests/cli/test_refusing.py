@@ -211,14 +211,14 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @pytest.fixture(scope="module")
-def sample_run(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
-    folder = tmp_path_factory.mktemp("sample_run")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
+    folder = tmp_path_factory.mktemp("sample")
     return anyio.run(record_sample_run, f"sqlite:///{folder / 'store.db'}", folder / "run")
 
 
-def content(sample_run: SampleRun) -> dict[str, list[Any]]:
+def content(sample: SampleRun) -> dict[str, list[Any]]:
     """Return every row of the store but leases, which are promises."""
-    with closing(dbapi2.connect(sample_run.url.removeprefix("sqlite:///"))) as connection:
+    with closing(dbapi2.connect(sample.url.removeprefix("sqlite:///"))) as connection:
         tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
         names = [name for (name,) in tables if name != "lease"]
         return {name: connection.execute(f'SELECT * FROM "{name}"').fetchall() for name in names}
@@ -226,7 +226,7 @@ def content(sample_run: SampleRun) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_word_changes_nothing(
-    cli: Cli, sample_run: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+    cli: Cli, sample: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words, said = WRONG[case]
@@ -235,14 +235,14 @@ def test_a_wrong_word_changes_nothing(
         *words_left, text = words
         Path(file).write_text(text)
         words = tuple(words_left)
-    words += () if words[0] == "demo" else ("--store", sample_run.url)
+    words += () if words[0] == "demo" else ("--store", sample.url)
     words += ("--actor", "e0") if words[0] == "explore" and "--actor" not in words else ()
-    before = content(sample_run)
+    before = content(sample)
     ended = cli(*words)
     assert ended.code == 2
     assert said in ended.err
     assert len(ended.err.splitlines()) == 1 or "Usage:" in ended.err
-    assert content(sample_run) == before
+    assert content(sample) == before
     assert not list(tmp_path.glob("runs/*"))
 
 

@@ -54,9 +54,9 @@ async def test_sets_differ_as_they_do_row_by_row(
     store_url: str, tmp_path: Path, resize: Resize, size: int
 ) -> None:
     resize(rows_per_page=size, segments_per_load=size)
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
-    async with open_store(sample_run.url, read_only=True) as store:
-        experiment = await store.experiment(sample_run.name)
+    sample = await record_sample_run(store_url, tmp_path / "run")
+    async with open_store(sample.url, read_only=True) as store:
+        experiment = await store.experiment(sample.name)
         head, compared = await now(experiment).head(), 0
         for position in (*range(1, head + 1), None):
             async with as_of(experiment, position) as source:

@@ -21,9 +21,9 @@ async def uids(experiment: Experiment, **wanted: Any) -> list[str]:
 
 
 async def test_what_is_read_is_in_the_state_or_the_step(store_url: str, tmp_path: Path) -> None:
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
-    async with open_store(sample_run.url) as store:
-        experiment = await store.experiment(sample_run.name)
+    sample = await record_sample_run(store_url, tmp_path / "run")
+    async with open_store(sample.url) as store:
+        experiment = await store.experiment(sample.name)
         everything = await uids(experiment)
         annotated = await uids(experiment, annotation_set="varied")
         rejected = await uids(experiment, annotation_set="varied", state="rejected")

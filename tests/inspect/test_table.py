@@ -23,30 +23,30 @@ from trinity_buffer.experience import Experience
 
 
 @pytest.fixture(scope="module")
-def sample_run(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
+def sample(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
     """A store that no test changes."""
-    folder = tmp_path_factory.mktemp("sample_run")
+    folder = tmp_path_factory.mktemp("sample")
     return anyio.run(record_sample_run, f"sqlite:///{folder / 'store.db'}", folder / "run")
 
 
-def read(sample_run: SampleRun) -> list[Experience]:
+def read(sample: SampleRun) -> list[Experience]:
     async def main() -> list[Experience]:
-        async with tb.open_store(sample_run.url, read_only=True) as store:
-            found = (await store.experiment(sample_run.name)).read(include_refused=True)
+        async with tb.open_store(sample.url, read_only=True) as store:
+            found = (await store.experiment(sample.name)).read(include_refused=True)
             return [one async for one in found]
 
     return anyio.run(main)
 
 
-def sql(sample_run: SampleRun, query: str) -> list[tuple[Any, ...]]:
-    with closing(dbapi2.connect(sample_run.url.removeprefix("sqlite:///"))) as connection:
+def sql(sample: SampleRun, query: str) -> list[tuple[Any, ...]]:
+    with closing(dbapi2.connect(sample.url.removeprefix("sqlite:///"))) as connection:
         return list(connection.execute(query).fetchall())
 
 
-def test_a_table_holds_what_a_reader_reads(sample_run: SampleRun, resize: Resize) -> None:
+def test_a_table_holds_what_a_reader_reads(sample: SampleRun, resize: Resize) -> None:
     resize(experiences_per_page=5)
-    rows = tb.to_arrow(sample_run.url, "sort", set="grpo").to_pylist()
-    plain = read(sample_run)
+    rows = tb.to_arrow(sample.url, "sort", set="grpo").to_pylist()
+    plain = read(sample)
     assert [row["uid"] for row in rows] == [one.eid.uid for one in plain]
     for row, one in zip(rows, plain, strict=True):
         assert one.logprobs is not None
@@ -56,15 +56,15 @@ def test_a_table_holds_what_a_reader_reads(sample_run: SampleRun, resize: Resize
         assert (row["info.model_version"], json.loads(row["info"])) == (0, one.info)
 
 
-def test_a_row_says_what_became_of_it(sample_run: SampleRun) -> None:
-    rows = tb.to_arrow(sample_run.url, set="varied").to_pylist()
-    states = sql(sample_run, "SELECT count(*) FROM annotation WHERE consumer = 'varied'")
+def test_a_row_says_what_became_of_it(sample: SampleRun) -> None:
+    rows = tb.to_arrow(sample.url, set="varied").to_pylist()
+    states = sql(sample, "SELECT count(*) FROM annotation WHERE consumer = 'varied'")
     assert [(sum(row["state"] == "annotated" for row in rows),)] == states
     assert {row["reason"] for row in rows if row["state"] == "rejected"} == {"zero_variance"}
     (late,) = (row for row in rows if row["state"] == "refused")
     assert (late["reason"], late["advantage"], late["advantages"]) == ("late", None, None)
-    trained = tb.to_arrow(sample_run.url, set="grpo").to_pylist()
-    steps = sql(sample_run, "SELECT step, count(*) FROM delivery GROUP BY step")
+    trained = tb.to_arrow(sample.url, set="grpo").to_pylist()
+    steps = sql(sample, "SELECT step, count(*) FROM delivery GROUP BY step")
     counted = {step: sum(row["trained_step"] == step for row in trained) for step, _ in steps}
     assert sorted(counted.items()) == steps
     scored = [row for row in trained if row["advantages"] is not None]
@@ -89,28 +89,28 @@ def test_a_table_of_what_nobody_annotated_has_no_set(sqlite_url: str) -> None:
     assert str(unknown.value) == "no annotation set 'grpo' (there: none)"
 
 
-def test_a_step_alone_has_the_rows_that_it_was_trained_on(sample_run: SampleRun) -> None:
-    rows = tb.to_arrow(sample_run.url, step=2).to_pylist()
+def test_a_step_alone_has_the_rows_that_it_was_trained_on(sample: SampleRun) -> None:
+    rows = tb.to_arrow(sample.url, step=2).to_pylist()
     assert [row["uid"] for row in rows] == [f"b0/1/{run}/0/" for run in range(4)]
     assert {row["state"] for row in rows} == {"committed"}
     with pytest.raises(UnknownNameError, match="never handed step 9"):
-        tb.to_arrow(sample_run.url, step=9)
+        tb.to_arrow(sample.url, step=9)
 
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl"])
 def test_a_file_holds_the_table(
     cli: Cli,  # noqa: F811
-    sample_run: SampleRun,
+    sample: SampleRun,
     tmp_path: Path,
     ending: str,
 ) -> None:
     file = tmp_path / "new" / f"run.{ending}"
-    (told,) = cli("export", "-o", file, "--store", sample_run.url, "--json").json
+    (told,) = cli("export", "-o", file, "--store", sample.url, "--json").json
     assert told["rows"] == 18
-    rows = tb.to_arrow(sample_run.url).to_pylist()
+    rows = tb.to_arrow(sample.url).to_pylist()
     if ending == "parquet":
         assert parquet.read_table(file).to_pylist() == rows
     else:
         assert [json.loads(line) for line in file.read_text().splitlines()] == rows
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    assert cli("export", "-o", tmp_path / "run.xls", "--store", sample_run.url).code == 2
+    assert cli("export", "-o", tmp_path / "run.xls", "--store", sample.url).code == 2

@@ -54,20 +54,20 @@ class Kept(Tracker):
 
 
 @pytest.fixture(scope="module")
-def sample_run(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
+def sample(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
     """A store that no test changes."""
-    folder = tmp_path_factory.mktemp("sample_run")
+    folder = tmp_path_factory.mktemp("sample")
     return anyio.run(record_sample_run, f"sqlite:///{folder / 'store.db'}", folder / "run")
 
 
 @pytest.mark.parametrize("page", [1, 256])
 async def test_every_committed_step_is_given_once(
-    sample_run: SampleRun, page: int, monkeypatch: pytest.MonkeyPatch
+    sample: SampleRun, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracking, "PAGE_STEPS", page)
     kept = Kept()
-    async with open_store(sample_run.url, read_only=True) as store:
-        experiment = await store.experiment(sample_run.name)
+    async with open_store(sample.url, read_only=True) as store:
+        experiment = await store.experiment(sample.name)
         assert await track(experiment, kept) == 2  # the third was handed out, not committed
         lines = await inspect.steps(now(experiment), after=0)
         assert kept.numbers == [1, 2]
@@ -96,9 +96,9 @@ async def test_of_two_trainers_the_one_that_is_named_is_tracked(tmp_path: Path) 
             assert kept.numbers == steps
 
 
-async def test_what_is_no_finite_number_is_left_out(sample_run: SampleRun) -> None:
-    async with open_store(sample_run.url, read_only=True) as store:
-        (line, *_) = await inspect.steps(now(await store.experiment(sample_run.name)))
+async def test_what_is_no_finite_number_is_left_out(sample: SampleRun) -> None:
+    async with open_store(sample.url, read_only=True) as store:
+        (line, *_) = await inspect.steps(now(await store.experiment(sample.name)))
     measured = {"loss": 0.5, "broken": float("nan"), "skipped": "non_finite", "batch/rows": -1}
     numbers = numbers_of(replace(line, metrics=measured))
     assert numbers == {

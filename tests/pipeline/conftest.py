@@ -34,7 +34,7 @@ def postgres_original(
 
 
 @pytest.fixture
-def sqlite_sample_run(sqlite_original: SampleRun, sqlite_url: str, tmp_path: Path) -> SampleRun:
+def sqlite_sample(sqlite_original: SampleRun, sqlite_url: str, tmp_path: Path) -> SampleRun:
     """A sample run of the test's own, in a file."""
     original, copy = (url.removeprefix("sqlite:///") for url in (sqlite_original.url, sqlite_url))
     assert not Path(f"{original}-wal").exists()
@@ -43,7 +43,7 @@ def sqlite_sample_run(sqlite_original: SampleRun, sqlite_url: str, tmp_path: Pat
 
 
 @pytest.fixture
-def postgres_sample_run(
+def postgres_sample(
     postgres_original: SampleRun, postgres_server: PostgresServer, tmp_path: Path
 ) -> Iterator[SampleRun]:
     """A sample run of the test's own, on the server."""
@@ -54,9 +54,9 @@ def postgres_sample_run(
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
-def sample_run(request: pytest.FixtureRequest) -> SampleRun:
+def sample(request: pytest.FixtureRequest) -> SampleRun:
     """A sample run of the test's own, on each backend in turn: a look at a store takes long."""
-    fixture = {"sqlite": "sqlite_sample_run", "postgresql": "postgres_sample_run"}[request.param]
+    fixture = {"sqlite": "sqlite_sample", "postgresql": "postgres_sample"}[request.param]
     found: SampleRun = request.getfixturevalue(fixture)
     return found
 

@@ -38,18 +38,18 @@ TABLES = "SELECT name FROM sqlite_master WHERE type = 'table' AND name <> 'prese
 """Who is there is in no event: each process says it anew while it lives."""
 
 
-async def is_named(sample_run: SampleRun) -> bool:
+async def is_named(sample: SampleRun) -> bool:
     """Return whether a full look says that something is wrong. No foreign error may escape."""
     try:
-        async with open_store(sample_run.url, read_only=True) as store:
-            report = await verify(await store.experiment(sample_run.name))
+        async with open_store(sample.url, read_only=True) as store:
+            report = await verify(await store.experiment(sample.name))
     except TrinityBufferError:
         return True
     return not report.ok
 
 
-def file_of(sample_run: SampleRun) -> Path:
-    return Path(sample_run.url.removeprefix("sqlite:///"))
+def file_of(sample: SampleRun) -> Path:
+    return Path(sample.url.removeprefix("sqlite:///"))
 
 
 def size_of(path: Path) -> int:
@@ -62,15 +62,15 @@ def copy_flipped(original: Path, path: Path, place: int, bit: int) -> None:
     path.write_bytes(flipped)
 
 
-async def flip(sample_run: SampleRun, folder: Path, numbers: range) -> None:
-    original, path = file_of(sample_run), folder / "flipped.db"
+async def flip(sample: SampleRun, folder: Path, numbers: range) -> None:
+    original, path = file_of(sample), folder / "flipped.db"
     sound, size = everything(original), size_of(original)
     unseen: list[str] = []
     for number in numbers:
         draw = random.Random(number)
         place, bit = draw.randrange(size), draw.randrange(8)
         copy_flipped(original, path, place, bit)
-        named = await is_named(replace(sample_run, url=f"sqlite:///{path}"))
+        named = await is_named(replace(sample, url=f"sqlite:///{path}"))
         if not named and everything(path) != sound:
             unseen.append(f"flip {number}: byte {place}, bit {bit}")
     assert not unseen
@@ -78,42 +78,40 @@ async def flip(sample_run: SampleRun, folder: Path, numbers: range) -> None:
 
 @pytest.mark.parametrize("first", range(0, 40, PER_TEST))
 async def test_a_flipped_bit_is_named_or_changes_nothing(
-    sqlite_sample_run: SampleRun, tmp_path: Path, first: int
+    sqlite_sample: SampleRun, tmp_path: Path, first: int
 ) -> None:
-    await flip(sqlite_sample_run, tmp_path, range(first, first + PER_TEST))
+    await flip(sqlite_sample, tmp_path, range(first, first + PER_TEST))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(40, 2040, 500))
 async def test_two_thousand_flipped_bits_are_named_or_change_nothing(
-    sqlite_sample_run: SampleRun, tmp_path: Path, first: int
+    sqlite_sample: SampleRun, tmp_path: Path, first: int
 ) -> None:
-    await flip(sqlite_sample_run, tmp_path, range(first, first + 500))
+    await flip(sqlite_sample, tmp_path, range(first, first + 500))
 
 
-async def test_a_schema_that_is_no_text_is_named(
-    sqlite_sample_run: SampleRun, tmp_path: Path
-) -> None:
+async def test_a_schema_that_is_no_text_is_named(sqlite_sample: SampleRun, tmp_path: Path) -> None:
     """SQLite quotes it in its message, which Python then cannot read."""
     path = tmp_path / "flipped.db"
-    place = file_of(sqlite_sample_run).read_bytes().index(b"EATE TABLE annotation")
-    copy_flipped(file_of(sqlite_sample_run), path, place, 7)
-    assert await is_named(replace(sqlite_sample_run, url=f"sqlite:///{path}"))
+    place = file_of(sqlite_sample).read_bytes().index(b"EATE TABLE annotation")
+    copy_flipped(file_of(sqlite_sample), path, place, 7)
+    assert await is_named(replace(sqlite_sample, url=f"sqlite:///{path}"))
 
 
 async def test_a_flipped_bit_in_a_unique_index_is_named(
-    sqlite_sample_run: SampleRun, tmp_path: Path
+    sqlite_sample: SampleRun, tmp_path: Path
 ) -> None:
     """Else writing twice would be writing twice: the index would not find what is stored."""
-    for number, place in enumerate(places_of_index(sqlite_sample_run)[:3]):
+    for number, place in enumerate(places_of_index(sqlite_sample)[:3]):
         path = tmp_path / f"{number}.db"
-        copy_flipped(file_of(sqlite_sample_run), path, place, 0)
-        assert await is_named(replace(sqlite_sample_run, url=f"sqlite:///{path}"))
+        copy_flipped(file_of(sqlite_sample), path, place, 0)
+        assert await is_named(replace(sqlite_sample, url=f"sqlite:///{path}"))
 
 
-def places_of_index(sample_run: SampleRun) -> list[int]:
+def places_of_index(sample: SampleRun) -> list[int]:
     """Return where the entries of the unique index of experiences lie in the file."""
-    path = sample_run.url.removeprefix("sqlite:///")
+    path = sample.url.removeprefix("sqlite:///")
     with closing(dbapi2.connect(path)) as connection:
         (root,) = connection.execute(
             "SELECT rootpage FROM sqlite_master WHERE name = 'uq_experience_eid'"
@@ -125,13 +123,13 @@ def places_of_index(sample_run: SampleRun) -> list[int]:
     return [(root - 1) * size + at for at in found]
 
 
-async def test_what_is_no_json_any_more_is_named_and_mended(sqlite_sample_run: SampleRun) -> None:
-    path = file_of(sqlite_sample_run)
+async def test_what_is_no_json_any_more_is_named_and_mended(sqlite_sample: SampleRun) -> None:
+    path = file_of(sqlite_sample)
     sound = everything(path)
     with closing(dbapi2.connect(str(path))) as connection, connection:
         connection.execute("UPDATE consumer SET config = replace(config, ':', '2')")
-    assert await is_named(sqlite_sample_run)
-    async with open_store(sqlite_sample_run.url) as store:
-        experiment = await store.experiment(sqlite_sample_run.name)
+    assert await is_named(sqlite_sample)
+    async with open_store(sqlite_sample.url) as store:
+        experiment = await store.experiment(sqlite_sample.name)
         await rebuild(experiment.database, experiment.key)
     assert everything(path) == sound

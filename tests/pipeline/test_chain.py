@@ -27,8 +27,8 @@ from trinity_buffer.store.transaction import Transaction
 Change = Callable[[Transaction], object]
 
 
-async def verified(sample_run: SampleRun, **evidence: Any) -> VerifyReport:
-    async with open_store(sample_run.url, read_only=True) as store:
+async def verified(sample: SampleRun, **evidence: Any) -> VerifyReport:
+    async with open_store(sample.url, read_only=True) as store:
         return await verify(await store.experiment((await store.experiments())[0]), **evidence)
 
 
@@ -48,101 +48,101 @@ def body_edited(position: int, kind: str, field: str, value: object) -> Change:
     return change
 
 
-async def rewarded(sample_run: SampleRun) -> Change:
-    scored = (await events_of(sample_run.url, "RewardsAssigned"))[0]
+async def rewarded(sample: SampleRun) -> Change:
+    scored = (await events_of(sample.url, "RewardsAssigned"))[0]
     rewards = [9.0, *scored.body["rewards"][1:]]
     return body_edited(scored.position, scored.kind, "rewards", rewards)
 
 
 @pytest.mark.parametrize("what", ["actor", "recorded_at", "kind", "body", "head"])
-async def test_an_edited_column_of_an_event_is_named(sample_run: SampleRun, what: str) -> None:
-    scored = (await events_of(sample_run.url, "RewardsAssigned"))[0]
+async def test_an_edited_column_of_an_event_is_named(sample: SampleRun, what: str) -> None:
+    scored = (await events_of(sample.url, "RewardsAssigned"))[0]
     mine = update(event).where(event.c.position == scored.position)
     values = {"actor": "me", "recorded_at": 1, "kind": "Other", "head": bytes(32)}
-    change = await rewarded(sample_run)
+    change = await rewarded(sample)
     if what != "body":
         change = lambda tx: tx.execute(mine.values({what: values[what]}))  # noqa: E731
-    await unguarded(sample_run.url, change, chained=False)
-    found = of_chain(await verified(sample_run, quick=True))
+    await unguarded(sample.url, change, chained=False)
+    found = of_chain(await verified(sample, quick=True))
     assert f"chain: position {scored.position}: its head is" in found[0]
     assert len(found) == (2 if what == "head" else 1)
 
 
 async def test_a_head_that_was_taken_away_is_named_and_nothing_follows_it(
-    sample_run: SampleRun,
+    sample: SampleRun,
 ) -> None:
-    async with open_store(sample_run.url) as store:
-        end = [e async for e in (await store.experiment(sample_run.name)).events()][-1].position
+    async with open_store(sample.url) as store:
+        end = [e async for e in (await store.experiment(sample.name)).events()][-1].position
     gone = update(event).where(event.c.position == end).values(head=None)
-    await unguarded(sample_run.url, lambda tx: tx.execute(gone), chained=False)
-    (found,) = of_chain(await verified(sample_run))
+    await unguarded(sample.url, lambda tx: tx.execute(gone), chained=False)
+    (found,) = of_chain(await verified(sample))
     assert f"position {end}: it has no head" in found
-    async with open_store(sample_run.url) as store:
+    async with open_store(sample.url) as store:
         with pytest.raises(StoreError, match=f"event at position {end} has no head"):
-            await (await store.experiment(sample_run.name)).publish_policy(9, "elsewhere")
+            await (await store.experiment(sample.name)).publish_policy(9, "elsewhere")
 
 
-async def test_a_log_without_any_head_is_named(sample_run: SampleRun) -> None:
+async def test_a_log_without_any_head_is_named(sample: SampleRun) -> None:
     all_gone = update(event).values(head=None)
-    await unguarded(sample_run.url, lambda tx: tx.execute(all_gone), chained=False)
-    assert "no event up to here has a head" in of_chain(await verified(sample_run))[0]
+    await unguarded(sample.url, lambda tx: tx.execute(all_gone), chained=False)
+    assert "no event up to here has a head" in of_chain(await verified(sample))[0]
 
 
 async def test_an_editor_who_chains_anew_is_found_by_any_head_that_was_kept(
-    sample_run: SampleRun,
+    sample: SampleRun,
 ) -> None:
-    before = await verified(sample_run)
+    before = await verified(sample)
     assert (before.ok, len(before.head)) == (True, 64)
-    await unguarded(sample_run.url, await rewarded(sample_run))
-    async with open_store(sample_run.url) as store:
+    await unguarded(sample.url, await rewarded(sample))
+    async with open_store(sample.url) as store:
         await rebuild(store.database, 1)
-    assert (await verified(sample_run)).ok
-    (found,) = of_chain(await verified(sample_run, head=before.head))
+    assert (await verified(sample)).ok
+    (found,) = of_chain(await verified(sample, head=before.head))
     assert f"head {before.head}: no event has it" in found
 
 
-async def test_the_checkpoint_and_the_receipts_keep_heads(sample_run: SampleRun) -> None:
-    async with open_store(sample_run.url) as store:
-        writer = (await store.experiment(sample_run.name)).writer("e1")
+async def test_the_checkpoint_and_the_receipts_keep_heads(sample: SampleRun) -> None:
+    async with open_store(sample.url) as store:
+        writer = (await store.experiment(sample.name)).writer("e1")
         receipt = await writer.write([rollout("c", 0, 0, 1.0)])
         again = await writer.write([rollout("c", 0, 0, 1.0)])
-    assert (await verified(sample_run, head=receipt.head)).ok
+    assert (await verified(sample, head=receipt.head)).ok
     assert (receipt.head, receipt.digests) == (again.head, again.digests)
     assert receipt.lines == (f"c/0/0/0/\t{receipt.digests[0].hex()}\t{receipt.head}",)
 
 
-async def test_a_head_that_is_none_is_refused(sqlite_sample_run: SampleRun) -> None:
+async def test_a_head_that_is_none_is_refused(sqlite_sample: SampleRun) -> None:
     for wrong in ("", "abc", "g" * 64, "0" * 63):
         with pytest.raises(InvalidArgumentError, match="a head is 64 digits of hex"):
-            await verified(sqlite_sample_run, head=wrong)
+            await verified(sqlite_sample, head=wrong)
 
 
-async def test_a_renamed_experiment_breaks_its_chain(sqlite_sample_run: SampleRun) -> None:
+async def test_a_renamed_experiment_breaks_its_chain(sqlite_sample: SampleRun) -> None:
 
     def rename(tx: Transaction) -> None:
         tx.execute(text("DROP TRIGGER experiment_forbids_update"))
         tx.execute(update(experiment).values(name="mine"))
 
-    await unguarded(sqlite_sample_run.url, rename, chained=False)
-    report = await verified(sqlite_sample_run)
+    await unguarded(sqlite_sample.url, rename, chained=False)
+    report = await verified(sqlite_sample)
     assert "position 1: its head is" in of_chain(report)[0]
     assert any("trigger experiment_forbids_update is gone" in str(one) for one in report.problems)
 
 
-async def test_a_rebuild_of_an_edited_log_is_refused(sample_run: SampleRun) -> None:
-    scored = (await events_of(sample_run.url, "RewardsAssigned"))[0]
-    await unguarded(sample_run.url, await rewarded(sample_run), chained=False)
-    async with open_store(sample_run.url) as store:
+async def test_a_rebuild_of_an_edited_log_is_refused(sample: SampleRun) -> None:
+    scored = (await events_of(sample.url, "RewardsAssigned"))[0]
+    await unguarded(sample.url, await rewarded(sample), chained=False)
+    async with open_store(sample.url) as store:
         with pytest.raises(StoreError, match=f"position {scored.position} breaks the chain"):
             await rebuild(store.database, 1)
 
 
 async def test_exchanged_annotations_are_found_by_the_digest_in_their_events(
-    sample_run: SampleRun,
+    sample: SampleRun,
 ) -> None:
     one, other = (
         bytes(found.body["segment"])
-        for found in await events_of(sample_run.url, "ExperiencesAnnotated")
+        for found in await events_of(sample.url, "ExperiencesAnnotated")
     )
 
     def exchange(tx: Transaction) -> None:
@@ -154,8 +154,8 @@ async def test_exchanged_annotations_are_found_by_the_digest_in_their_events(
             mine = segment.c.key == key
             tx.execute(update(segment).where(mine).values(data=given.data, checksum=given.checksum))
 
-    await unguarded(sample_run.url, exchange)
-    report = await verified(sample_run)
+    await unguarded(sample.url, exchange)
+    report = await verified(sample)
     named = [str(problem) for problem in report.problems if one.hex() in problem.where]
     assert any("the checksum does not hold" in problem for problem in named), report.problems
 
@@ -248,7 +248,7 @@ def test_concurrent_calls_get_the_digests_of_their_own_rows(store_url: str) -> N
     anyio.run(main)
 
 
-def test_planting_chains_as_the_log_does(sqlite_sample_run: SampleRun) -> None:
+def test_planting_chains_as_the_log_does(sqlite_sample: SampleRun) -> None:
     """Else every test with a planted fault would see the chain break, and nothing else."""
-    anyio.run(unguarded, sqlite_sample_run.url, chain_anew)
-    assert anyio.run(verified, sqlite_sample_run).ok
+    anyio.run(unguarded, sqlite_sample.url, chain_anew)
+    assert anyio.run(verified, sqlite_sample).ok

@@ -41,39 +41,37 @@ def test_the_page_lists_the_edits_that_are_tried() -> None:
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.long) for n in EDITS]
 )
 async def test_an_edit_is_named_by_the_looks_that_the_page_says(
-    sqlite_sample_run: SampleRun, name: str
+    sqlite_sample: SampleRun, name: str
 ) -> None:
-    assert await looked_at(sqlite_sample_run, name) == told()[name]
+    assert await looked_at(sqlite_sample, name) == told()[name]
 
 
-async def looked_at(sample_run: SampleRun, name: str) -> dict[str, bool]:
+async def looked_at(sample: SampleRun, name: str) -> dict[str, bool]:
     """Return look -> whether it names the edit."""
-    head = (await report_of(sample_run, {})).head
-    await edited(sample_run.url, name)
+    head = (await report_of(sample, {})).head
+    await edited(sample.url, name)
     evidence: dict[str, dict[str, Any]] = {
-        "`--acknowledged`": {"acknowledged": sample_run.acknowledged},
-        "`--checkpoint`": {"checkpoint": sample_run.checkpoint},
+        "`--acknowledged`": {"acknowledged": sample.acknowledged},
+        "`--checkpoint`": {"checkpoint": sample.checkpoint},
         "`--head`": {"head": head},
     }
-    found = {"`verify`": bool(await findings(sample_run, {}, quick=False))}
-    without = await findings(sample_run, {}, quick=True)
+    found = {"`verify`": bool(await findings(sample, {}, quick=False))}
+    without = await findings(sample, {}, quick=True)
     for look, given in evidence.items():
-        found[look] = bool(await findings(sample_run, given, quick=True) - without)
+        found[look] = bool(await findings(sample, given, quick=True) - without)
     return found
 
 
-async def findings(sample_run: SampleRun, evidence: dict[str, Any], *, quick: bool) -> set[str]:
+async def findings(sample: SampleRun, evidence: dict[str, Any], *, quick: bool) -> set[str]:
     try:
-        found = await report_of(sample_run, evidence, quick=quick)
+        found = await report_of(sample, evidence, quick=quick)
     except TrinityBufferError as error:
         return {str(error)}
     return {*found.lost_items, *found.duplicated_items, *map(str, found.problems)}
 
 
-async def report_of(
-    sample_run: SampleRun, evidence: dict[str, Any], **options: Any
-) -> VerifyReport:
-    async with open_store(sample_run.url, read_only=True) as store:
+async def report_of(sample: SampleRun, evidence: dict[str, Any], **options: Any) -> VerifyReport:
+    async with open_store(sample.url, read_only=True) as store:
         (name,) = await store.experiments()
         return await verify(await store.experiment(name), **evidence, **options)
 

@@ -19,39 +19,39 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 
 
-async def verified(sample_run: SampleRun, **options: Any) -> VerifyReport:
-    async with open_store(sample_run.url, read_only=True) as store:
-        experiment = await store.experiment(sample_run.name)
-        return await verify(experiment, sample_run.acknowledged, sample_run.checkpoint, **options)
+async def verified(sample: SampleRun, **options: Any) -> VerifyReport:
+    async with open_store(sample.url, read_only=True) as store:
+        experiment = await store.experiment(sample.name)
+        return await verify(experiment, sample.acknowledged, sample.checkpoint, **options)
 
 
 async def test_the_chain_proves_what_a_checkpoint_does_not_name(
     store_url: str, tmp_path: Path
 ) -> None:
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
-    first, *last = sample_run.manifests
-    said = GoneThrough(len(sample_run.manifests), GoneThrough().after(first).link, tuple(last))
-    write_gone_through(sample_run.checkpoint, said, "")
-    report = await verified(sample_run)
+    sample = await record_sample_run(store_url, tmp_path / "run")
+    first, *last = sample.manifests
+    said = GoneThrough(len(sample.manifests), GoneThrough().after(first).link, tuple(last))
+    write_gone_through(sample.checkpoint, said, "")
+    report = await verified(sample)
     assert (report.lost, report.duplicated, report.chain) == (0, 0, 2), report
-    write_gone_through(sample_run.checkpoint, replace(said, before=FIRST_LINK), "")
-    report = await verified(sample_run, quick=True)
+    write_gone_through(sample.checkpoint, replace(said, before=FIRST_LINK), "")
+    report = await verified(sample, quick=True)
     assert [first.hex() in item for item in report.lost_items] == [True]
-    write_gone_through(sample_run.checkpoint, replace(said, before=chain(FIRST_LINK, last[0])), "")
-    report = await verified(sample_run, quick=True)
+    write_gone_through(sample.checkpoint, replace(said, before=chain(FIRST_LINK, last[0])), "")
+    report = await verified(sample, quick=True)
     assert report.lost_items == ("one of the manifests of the steps 1 to 1",)
 
 
 async def test_a_step_that_was_trained_again_after_many_is_found(
     store_url: str, tmp_path: Path
 ) -> None:
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
-    before = GoneThrough().after(*sample_run.manifests).link
-    again = GoneThrough(len(sample_run.manifests) + 1, before, (sample_run.manifests[0],))
-    write_gone_through(sample_run.checkpoint, again, "")
-    report = await verified(sample_run, quick=True)
+    sample = await record_sample_run(store_url, tmp_path / "run")
+    before = GoneThrough().after(*sample.manifests).link
+    again = GoneThrough(len(sample.manifests) + 1, before, (sample.manifests[0],))
+    write_gone_through(sample.checkpoint, again, "")
+    report = await verified(sample, quick=True)
     assert (report.lost, report.duplicated) == (0, 1), report
-    assert sample_run.manifests[0].hex() in report.duplicated_items[0]
+    assert sample.manifests[0].hex() in report.duplicated_items[0]
 
 
 def test_what_weights_went_through_does_not_grow_and_does_not_depend_on_pauses(

@@ -38,28 +38,28 @@ async def rebuilt(url: str, **options: Any) -> RebuildReport:
         return await rebuild(store.database, 1, **options)
 
 
-async def test_what_was_dropped_comes_out_equal(sample_run: SampleRun) -> None:
-    before = await everything(sample_run.url)
+async def test_what_was_dropped_comes_out_equal(sample: SampleRun) -> None:
+    before = await everything(sample.url)
     assert all(before.values()), "the sample run leaves a projection empty"
 
     def change(tx: Transaction) -> None:
         for table in PROJECTIONS:
             tx.execute(delete(table))
 
-    await unguarded(sample_run.url, change)
-    report = await rebuilt(sample_run.url)
-    assert await everything(sample_run.url) == before
+    await unguarded(sample.url, change)
+    report = await rebuilt(sample.url)
+    assert await everything(sample.url) == before
     assert report.mended == {name: len(rows) for name, rows in sorted(before.items())}
 
 
-async def test_what_was_right_is_not_touched(sample_run: SampleRun) -> None:
-    before = await everything(sample_run.url)
-    assert (await rebuilt(sample_run.url)).mended == {}
-    assert await everything(sample_run.url) == before
+async def test_what_was_right_is_not_touched(sample: SampleRun) -> None:
+    before = await everything(sample.url)
+    assert (await rebuilt(sample.url)).mended == {}
+    assert await everything(sample.url) == before
 
 
-async def test_changed_missing_and_invented_rows_are_mended(sample_run: SampleRun) -> None:
-    before = await everything(sample_run.url)
+async def test_changed_missing_and_invented_rows_are_mended(sample: SampleRun) -> None:
+    before = await everything(sample.url)
 
     def change(tx: Transaction) -> None:
         tx.execute(update(experience).values(reward=0.25))
@@ -70,8 +70,8 @@ async def test_changed_missing_and_invented_rows_are_mended(sample_run: SampleRu
         tx.execute(insert(rejection), {**row, "address": 77})
         tx.execute(insert(waiting), {"experiment": 1, "consumer": "ghost", "address": 77})
 
-    await unguarded(sample_run.url, change)
-    assert set((await rebuilt(sample_run.url)).mended) == {
+    await unguarded(sample.url, change)
+    assert set((await rebuilt(sample.url)).mended) == {
         "annotation",
         "consumer",
         "experience",
@@ -79,10 +79,10 @@ async def test_changed_missing_and_invented_rows_are_mended(sample_run: SampleRu
         "rejection",
         "waiting",
     }
-    assert await everything(sample_run.url) == before
+    assert await everything(sample.url) == before
 
 
-async def test_differences_name_table_row_and_column(sample_run: SampleRun) -> None:
+async def test_differences_name_table_row_and_column(sample: SampleRun) -> None:
 
     def change(tx: Transaction) -> int:
         address: int = first_row(tx, experience)["address"]
@@ -90,18 +90,18 @@ async def test_differences_name_table_row_and_column(sample_run: SampleRun) -> N
         tx.execute(update(experience).where(mine).values(finish_reason="bored"))
         return address
 
-    address = await unguarded(sample_run.url, change)
-    async with open_store(sample_run.url, read_only=True) as store:
+    address = await unguarded(sample.url, change)
+    async with open_store(sample.url, read_only=True) as store:
         (found,) = await diff_projections(store.database, 1)
     wanted = f"experience(address={address}): finish_reason is 'bored', the log says None"
     assert str(found) == wanted
-    async with open_store(sample_run.url) as store:
+    async with open_store(sample.url) as store:
         assert await store.database.write(comparison.mend, [found]) == 1
         assert await diff_projections(store.database, 1) == []
 
 
 async def test_a_scratch_that_does_not_see_the_live_side_finds_the_same_spans(
-    sqlite_sample_run: SampleRun, resize: Resize
+    sqlite_sample: SampleRun, resize: Resize
 ) -> None:
     """As beside a server."""
     resize(rows_per_span=5)
@@ -110,8 +110,8 @@ async def test_a_scratch_that_does_not_see_the_live_side_finds_the_same_spans(
         mine = experience.c.address == first_row(tx, experience)["address"]
         tx.execute(update(experience).where(mine).values(finish_reason="bored"))
 
-    await unguarded(sqlite_sample_run.url, change)
-    async with open_store(sqlite_sample_run.url, read_only=True) as store:
+    await unguarded(sqlite_sample.url, change)
+    async with open_store(sqlite_sample.url, read_only=True) as store:
         found = []
         for live in (store.database.path, None):
             with open_scratch(1, live) as scratch:
@@ -137,10 +137,10 @@ def test_a_library_is_told_that_the_name_of_a_scratch_is_a_uri(
 
 
 async def test_deliveries_are_looked_at_by_source_so_that_their_key_finds_them(
-    sample_run: SampleRun, resize: Resize
+    sample: SampleRun, resize: Resize
 ) -> None:
     resize(rows_per_span=2)
-    async with open_store(sample_run.url) as store:
+    async with open_store(sample.url) as store:
         spans = await store.database.read(comparison.spans, 1)
         with open_scratch(1) as scratch:
             assert await catch_up(store.database, scratch) is None
@@ -151,27 +151,27 @@ async def test_deliveries_are_looked_at_by_source_so_that_their_key_finds_them(
     assert found.closed == ()
 
 
-async def test_spans_of_any_size_find_the_same(sample_run: SampleRun, resize: Resize) -> None:
+async def test_spans_of_any_size_find_the_same(sample: SampleRun, resize: Resize) -> None:
     resize(rows_per_span=2)
-    before = await everything(sample_run.url)
+    before = await everything(sample.url)
 
     def change(tx: Transaction) -> None:
         tx.execute(update(experience).where(experience.c.run == 2).values(length=1))
         tx.execute(delete(annotation).where(annotation.c.group_slot == 1))
         tx.execute(update(plan).values(ordinal=7))
 
-    await unguarded(sample_run.url, change)
-    assert set((await rebuilt(sample_run.url)).mended) == {"annotation", "experience", "plan"}
-    assert await everything(sample_run.url) == before
+    await unguarded(sample.url, change)
+    assert set((await rebuilt(sample.url)).mended) == {"annotation", "experience", "plan"}
+    assert await everything(sample.url) == before
 
 
-async def test_a_log_that_contradicts_itself_changes_nothing(sample_run: SampleRun) -> None:
-    body = dict((await events_of(sample_run.url, "ExperiencesRecorded"))[0].body)
-    position = await append_unfolded(sample_run.url, "ExperiencesRecorded", body)
-    before = await everything(sample_run.url)
+async def test_a_log_that_contradicts_itself_changes_nothing(sample: SampleRun) -> None:
+    body = dict((await events_of(sample.url, "ExperiencesRecorded"))[0].body)
+    position = await append_unfolded(sample.url, "ExperiencesRecorded", body)
+    before = await everything(sample.url)
     with pytest.raises(StoreError, match=rf"event {position} \(ExperiencesRecorded\) cannot"):
-        await rebuilt(sample_run.url)
-    assert await everything(sample_run.url) == before
+        await rebuilt(sample.url)
+    assert await everything(sample.url) == before
 
 
 async def test_other_experiments_stay_as_they_are(store_url: str, tmp_path: Path) -> None:
@@ -184,18 +184,18 @@ async def test_other_experiments_stay_as_they_are(store_url: str, tmp_path: Path
         assert await diff_projections(store.database, 1) == []
 
 
-async def test_others_see_all_of_the_change_or_none(sqlite_sample_run: SampleRun) -> None:
+async def test_others_see_all_of_the_change_or_none(sqlite_sample: SampleRun) -> None:
     """The projections are empty until they are whole, and writers go on meanwhile."""
-    whole = {name: len(rows) for name, rows in (await everything(sqlite_sample_run.url)).items()}
+    whole = {name: len(rows) for name, rows in (await everything(sqlite_sample.url)).items()}
 
     def change(tx: Transaction) -> None:
         for table in PROJECTIONS:
             if table.name != "configuration":
                 tx.execute(delete(table))
 
-    await unguarded(sqlite_sample_run.url, change)
+    await unguarded(sqlite_sample.url, change)
     seen: list[dict[str, int]] = []
-    async with open_store(sqlite_sample_run.url) as store, anyio.create_task_group() as tasks:
+    async with open_store(sqlite_sample.url) as store, anyio.create_task_group() as tasks:
 
         async def watch() -> None:
             with anyio.move_on_after(30):
@@ -203,19 +203,19 @@ async def test_others_see_all_of_the_change_or_none(sqlite_sample_run: SampleRun
                     seen.append(await store.database.read(comparison.counts, 1))
 
         tasks.start_soon(watch)
-        async with open_store(sqlite_sample_run.url) as other:
+        async with open_store(sqlite_sample.url) as other:
             await rebuild(other.database, 1)
     assert {counts["experience"] for counts in seen} == {0, whole["experience"]}
     assert seen[-1] == whole
-    assert sqlite_sample_run.name == "sort"
+    assert sqlite_sample.name == "sort"
 
 
 @pytest.mark.long
-async def test_writers_go_on_while_projections_are_rebuilt(sample_run: SampleRun) -> None:
-    await unguarded(sample_run.url, lambda tx: tx.execute(update(experience).values(reward=0.25)))
+async def test_writers_go_on_while_projections_are_rebuilt(sample: SampleRun) -> None:
+    await unguarded(sample.url, lambda tx: tx.execute(update(experience).values(reward=0.25)))
     stages: Counter[str] = Counter()
-    async with open_store(sample_run.url) as store, open_store(sample_run.url) as other:
-        await _write_and_rebuild(store, other, sample_run, stages)
+    async with open_store(sample.url) as store, open_store(sample.url) as other:
+        await _write_and_rebuild(store, other, sample, stages)
         assert await diff_projections(store.database, 1) == []
         num_stored = await count(store.database, experience)
     assert num_stored == 18 + 50
@@ -223,9 +223,9 @@ async def test_writers_go_on_while_projections_are_rebuilt(sample_run: SampleRun
 
 
 async def _write_and_rebuild(
-    store: Store, other: Store, sample_run: SampleRun, stages: Counter[str]
+    store: Store, other: Store, sample: SampleRun, stages: Counter[str]
 ) -> None:
-    writer = (await store.experiment(sample_run.name)).writer("e1")
+    writer = (await store.experiment(sample.name)).writer("e1")
 
     async def write() -> None:
         for number in range(50):

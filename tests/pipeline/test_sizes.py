@@ -153,7 +153,7 @@ def test_a_run_of_any_sizes_comes_to_the_same(
 
 @pytest.mark.parametrize("size", SMALL)
 async def test_a_changed_row_of_an_early_span_is_found(
-    sample_run: SampleRun, size: int, resize: Resize
+    sample: SampleRun, size: int, resize: Resize
 ) -> None:
     resize(**small(size))
 
@@ -163,27 +163,25 @@ async def test_a_changed_row_of_an_early_span_is_found(
         tx.execute(update(experience).where(mine).values(reward=0.123))
         return first
 
-    first = await unguarded(sample_run.url, change)
-    async with open_store(sample_run.url) as store:
-        report = await verify(await store.experiment(sample_run.name))
+    first = await unguarded(sample.url, change)
+    async with open_store(sample.url) as store:
+        report = await verify(await store.experiment(sample.name))
         (problem,) = report.problems
         assert f"address={first[size]}" in problem.what
         assert (await rebuild(store.database, 1)).mended == {"experience": 1}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-async def test_each_damaged_segment_is_named(
-    sample_run: SampleRun, size: int, resize: Resize
-) -> None:
+async def test_each_damaged_segment_is_named(sample: SampleRun, size: int, resize: Resize) -> None:
     resize(segments_per_audit=size, events_per_page=3)
 
     def change(tx: Transaction) -> set[bytes]:
         tx.execute(update(segment).values(checksum=0))
         return {bytes(key) for key in tx.execute(select(segment.c.key)).scalars()}
 
-    keys = await unguarded(sample_run.url, change)
-    async with open_store(sample_run.url, read_only=True) as store:
-        report = await verify(await store.experiment(sample_run.name))
+    keys = await unguarded(sample.url, change)
+    async with open_store(sample.url, read_only=True) as store:
+        report = await verify(await store.experiment(sample.name))
     assert {one.where.split()[1] for one in report.problems} == {key.hex() for key in keys}
 
 
@@ -226,15 +224,15 @@ async def leaving(
 
 
 async def test_a_rebuild_lets_others_write_at_every_stage(
-    sample_run: SampleRun, resize: Resize
+    sample: SampleRun, resize: Resize
 ) -> None:
     """Somebody else's write is through before the next page is folded or compared."""
     resize(events_per_page=3, rows_per_span=3, tail_events=1)
     stages: dict[str, int] = {}
 
     async def write(number: int) -> None:
-        async with open_store(sample_run.url) as store:
-            experiment = await store.experiment(sample_run.name)
+        async with open_store(sample.url) as store:
+            experiment = await store.experiment(sample.name)
             await experiment.publish_policy(number, "elsewhere")
 
     def meanwhile(stage: str, done: int, total: int) -> None:
@@ -246,8 +244,8 @@ async def test_a_rebuild_lets_others_write_at_every_stage(
         other.join(10)
         assert not other.is_alive(), f"a rebuild keeps a writer waiting during {stage}"
 
-    await unguarded(sample_run.url, lambda tx: tx.execute(update(experience).values(reward=0.25)))
-    async with open_store(sample_run.url) as store:
+    await unguarded(sample.url, lambda tx: tx.execute(update(experience).values(reward=0.25)))
+    async with open_store(sample.url) as store:
         report = await rebuild(store.database, 1, meanwhile)
         assert await diff_projections(store.database, 1) == []
     assert report.mended == {"experience": 18}
@@ -255,11 +253,11 @@ async def test_a_rebuild_lets_others_write_at_every_stage(
 
 
 async def test_a_log_is_folded_before_the_lock_and_not_under_it(
-    sample_run: SampleRun, resize: Resize
+    sample: SampleRun, resize: Resize
 ) -> None:
     resize(events_per_page=2)
     told: list[tuple[str, int, int]] = []
-    async with open_store(sample_run.url) as store:
+    async with open_store(sample.url) as store:
         await rebuild(store.database, 1, lambda *one: told.append(one))
     folded = [done for stage, done, _ in told if stage == "fold"]
     head = told[0][2]

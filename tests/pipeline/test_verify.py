@@ -33,10 +33,10 @@ from trinity_buffer.store.tables import PROJECTIONS, delivery, event, segment, s
 from trinity_buffer.store.transaction import Transaction
 
 
-async def verified(sample_run: SampleRun, **options: Any) -> VerifyReport:
-    async with open_store(sample_run.url, read_only=True) as store:
-        experiment = await store.experiment(sample_run.name)
-        return await verify(experiment, sample_run.acknowledged, sample_run.checkpoint, **options)
+async def verified(sample: SampleRun, **options: Any) -> VerifyReport:
+    async with open_store(sample.url, read_only=True) as store:
+        experiment = await store.experiment(sample.name)
+        return await verify(experiment, sample.acknowledged, sample.checkpoint, **options)
 
 
 def told(report: VerifyReport) -> str:
@@ -44,8 +44,8 @@ def told(report: VerifyReport) -> str:
 
 
 @pytest.mark.parametrize("quick", [False, True])
-async def test_a_store_that_nobody_harmed_holds(sample_run: SampleRun, quick: bool) -> None:
-    report = await verified(sample_run, quick=quick)
+async def test_a_store_that_nobody_harmed_holds(sample: SampleRun, quick: bool) -> None:
+    report = await verified(sample, quick=quick)
     assert report.ok, report
     assert (report.lost, report.duplicated) == (0, 0)
     assert (report.acknowledged, report.chain) == (18, 2)
@@ -61,29 +61,27 @@ async def test_a_store_that_nobody_harmed_holds(sample_run: SampleRun, quick: bo
 
 
 @pytest.mark.parametrize("quick", [False, True])
-async def test_a_lost_experience_is_lost_once_and_named(sample_run: SampleRun, quick: bool) -> None:
-    last = (await events_of(sample_run.url, "ExperiencesRecorded"))[-1]
-    await delete_event(sample_run.url, last.position)
-    report = await verified(sample_run, quick=quick)
+async def test_a_lost_experience_is_lost_once_and_named(sample: SampleRun, quick: bool) -> None:
+    last = (await events_of(sample.url, "ExperiencesRecorded"))[-1]
+    await delete_event(sample.url, last.position)
+    report = await verified(sample, quick=quick)
     assert (report.lost, report.duplicated, report.ok) == (1, 0, False)
     assert report.lost_items == ("experience b1/0/1/0/",)
     assert f"position {last.position}: there is no event" in told(report)
 
 
-async def test_a_deleted_event_loses_everything_that_it_held(sample_run: SampleRun) -> None:
-    await delete_event(
-        sample_run.url, (await events_of(sample_run.url, "ExperiencesRecorded"))[0].position
-    )
-    report = await verified(sample_run, quick=True)
+async def test_a_deleted_event_loses_everything_that_it_held(sample: SampleRun) -> None:
+    await delete_event(sample.url, (await events_of(sample.url, "ExperiencesRecorded"))[0].position)
+    report = await verified(sample, quick=True)
     assert report.lost_items == tuple(f"experience b0/0/{run}/0/" for run in range(RUNS))
 
 
-async def test_a_lost_manifest_is_lost_once(sample_run: SampleRun) -> None:
-    leased = (await events_of(sample_run.url, "BatchLeased"))[1]
-    await delete_event(sample_run.url, leased.position)
-    report = await verified(sample_run)
+async def test_a_lost_manifest_is_lost_once(sample: SampleRun) -> None:
+    leased = (await events_of(sample.url, "BatchLeased"))[1]
+    await delete_event(sample.url, leased.position)
+    report = await verified(sample)
     assert (report.lost, report.duplicated, report.ok) == (1, 0, False)
-    assert report.lost_items == (f"manifest {sample_run.manifests[1].hex()}",)
+    assert report.lost_items == (f"manifest {sample.manifests[1].hex()}",)
     assert "step 2 was committed and never leased" in told(report)
 
 
@@ -91,62 +89,60 @@ async def test_a_committed_step_that_the_weights_did_not_go_through_is_lost(
     store_url: str, tmp_path: Path
 ) -> None:
     # told anew: the log names the folder of the checkpoint, which changes here
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
-    sample_run.say_chain(sample_run.manifests[1:])
-    report = await verified(sample_run, quick=True)
+    sample = await record_sample_run(store_url, tmp_path / "run")
+    sample.say_chain(sample.manifests[1:])
+    report = await verified(sample, quick=True)
     assert (report.lost, report.duplicated) == (1, 0)
-    assert sample_run.manifests[0].hex() in report.lost_items[0]
-    sample_run.say_chain(sample_run.manifests[:1])
-    report = await verified(sample_run, quick=True)
+    assert sample.manifests[0].hex() in report.lost_items[0]
+    sample.say_chain(sample.manifests[:1])
+    report = await verified(sample, quick=True)
     assert (report.lost, report.duplicated) == (1, 0)
-    assert sample_run.manifests[1].hex() in report.lost_items[0]
+    assert sample.manifests[1].hex() in report.lost_items[0]
     assert "its sha256 is" in told(report)
 
 
-async def test_a_manifest_that_was_committed_twice_is_there_twice(sample_run: SampleRun) -> None:
-    commit = (await events_of(sample_run.url, "StepsCommitted"))[1].fact
-    async with open_store(sample_run.url) as store:
-        key = (await store.experiment(sample_run.name)).key
+async def test_a_manifest_that_was_committed_twice_is_there_twice(sample: SampleRun) -> None:
+    commit = (await events_of(sample.url, "StepsCommitted"))[1].fact
+    async with open_store(sample.url) as store:
+        key = (await store.experiment(sample.name)).key
         again = [new_event(commit)]
         ((position, _),) = await store.database.write(
             log.append, key, again, actor="trainer", now_us=now_us()
         )
     for quick in (False, True):
-        report = await verified(sample_run, quick=quick)
+        report = await verified(sample, quick=quick)
         assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
-        assert sample_run.manifests[1].hex() in report.duplicated_items[0]
+        assert sample.manifests[1].hex() in report.duplicated_items[0]
         assert f"position {position} (trainer 'trainer'): step 2 was committed before" in told(
             report
         )
 
 
-async def test_a_batch_that_was_trained_twice_is_there_twice(sample_run: SampleRun) -> None:
-    sample_run.say_chain([*sample_run.manifests, sample_run.manifests[1]])
-    report = await verified(sample_run)
+async def test_a_batch_that_was_trained_twice_is_there_twice(sample: SampleRun) -> None:
+    sample.say_chain([*sample.manifests, sample.manifests[1]])
+    report = await verified(sample)
     assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
-    assert sample_run.manifests[1].hex() in report.duplicated_items[0]
+    assert sample.manifests[1].hex() in report.duplicated_items[0]
 
 
-async def test_two_manifests_with_one_row_are_an_experience_trained_twice(
-    sample_run: SampleRun,
-) -> None:
-    leased = (await events_of(sample_run.url, "BatchLeased"))[1]
+async def test_two_manifests_with_one_row_are_a_row_trained_twice(sample: SampleRun) -> None:
+    leased = (await events_of(sample.url, "BatchLeased"))[1]
     assert isinstance(leased.fact, BatchLeased)
     again = replace(Manifest.of(leased.fact), step=4)
     body = body_of(again.leased_by("trainer", 1))
-    position = await append_unfolded(sample_run.url, "BatchLeased", body)
-    sample_run.say_chain([*sample_run.manifests, again.digest])
-    report = await verified(sample_run)
+    position = await append_unfolded(sample.url, "BatchLeased", body)
+    sample.say_chain([*sample.manifests, again.digest])
+    report = await verified(sample)
     assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
     assert again.digest.hex() in report.duplicated_items[0]
     assert f"fold: position {position}: BatchLeased contradicts" in told(report)
     assert f"was given out at position {leased.position} before" in told(report)
 
 
-async def test_an_experience_that_two_events_recorded_is_there_twice(sample_run: SampleRun) -> None:
-    last = (await events_of(sample_run.url, "ExperiencesRecorded"))[-1]
-    position = await append_unfolded(sample_run.url, "ExperiencesRecorded", dict(last.body))
-    report = await verified(sample_run, quick=True)
+async def test_an_experience_that_two_events_recorded_is_there_twice(sample: SampleRun) -> None:
+    last = (await events_of(sample.url, "ExperiencesRecorded"))[-1]
+    position = await append_unfolded(sample.url, "ExperiencesRecorded", dict(last.body))
+    report = await verified(sample, quick=True)
     assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
     where = f"({last.position}:0, {position}:0)"
     assert report.duplicated_items == (f"experience b1/0/1/0/ {where}",)
@@ -154,24 +150,24 @@ async def test_an_experience_that_two_events_recorded_is_there_twice(sample_run:
 
 async def test_rewinding_is_no_loss_and_no_repetition(store_url: str, tmp_path: Path) -> None:
     # told anew: the log names the folder of the checkpoint, which changes here
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
-    async with open_store(sample_run.url) as store:
-        experiment = await store.experiment(sample_run.name)
+    sample = await record_sample_run(store_url, tmp_path / "run")
+    async with open_store(sample.url) as store:
+        experiment = await store.experiment(sample.name)
         options = {"strategy": "grpo", "groups_per_step": 1, "resume_from": 1}
-        sample_run.say_chain(sample_run.manifests[:1])
-        await commit_anew(sample_run.url, sample_run)
+        sample.say_chain(sample.manifests[:1])
+        await commit_anew(sample.url, sample)
         async with experiment.train_stream(**options) as stream:
             second = await anext(stream)
-            sample_run.say_chain([*sample_run.manifests[:1], second.manifest.digest])
-            await stream.commit(second, checkpoint=sample_run.checkpoint)
-    report = await verified(sample_run)
+            sample.say_chain([*sample.manifests[:1], second.manifest.digest])
+            await stream.commit(second, checkpoint=sample.checkpoint)
+    report = await verified(sample)
     assert report.ok, report
     assert (report.lost, report.duplicated) == (0, 0)
 
 
-async def commit_anew(url: str, sample_run: SampleRun) -> None:
+async def commit_anew(url: str, sample: SampleRun) -> None:
     """Let both commits name the checkpoint as it lies on the disk now."""
-    digest = digest_of(sample_run.checkpoint)
+    digest = digest_of(sample.checkpoint)
 
     def change(tx: Transaction) -> None:
         for row in tx.execute(select(event).where(event.c.kind == "StepsCommitted")).all():
@@ -186,23 +182,23 @@ async def commit_anew(url: str, sample_run: SampleRun) -> None:
     await unguarded(url, change)
 
 
-async def test_a_flipped_bit_is_found_where_it_is(sample_run: SampleRun) -> None:
-    recorded = (await events_of(sample_run.url, "ExperiencesRecorded"))[2]
+async def test_a_flipped_bit_is_found_where_it_is(sample: SampleRun) -> None:
+    recorded = (await events_of(sample.url, "ExperiencesRecorded"))[2]
     key = bytes(recorded.body["segment"])
-    await change_segment(sample_run.url, key, keep_checksum=True)
-    report = await verified(sample_run)
+    await change_segment(sample.url, key, keep_checksum=True)
+    report = await verified(sample)
     (problem,) = beside_heads(report)
     assert problem.check == "segments"
     assert f"segment {key.hex()} of position {recorded.position}" in told(report)
     assert "family 'tokens'" in told(report)
     assert (report.lost, report.duplicated) == (0, 0)
-    assert (await verified(sample_run, quick=True)).ok
+    assert (await verified(sample, quick=True)).ok
 
 
-async def test_content_that_is_another_is_found_by_its_digest(sample_run: SampleRun) -> None:
-    recorded = (await events_of(sample_run.url, "ExperiencesRecorded"))[2]
-    await change_segment(sample_run.url, bytes(recorded.body["segment"]), keep_checksum=False)
-    report = await verified(sample_run)
+async def test_content_that_is_another_is_found_by_its_digest(sample: SampleRun) -> None:
+    recorded = (await events_of(sample.url, "ExperiencesRecorded"))[2]
+    await change_segment(sample.url, bytes(recorded.body["segment"]), keep_checksum=False)
+    report = await verified(sample)
     (problem,) = beside_heads(report)
     assert problem.check == "digests"
     assert f"experience {recorded.position}:" in told(report)
@@ -223,26 +219,24 @@ async def change_segment(url: str, key: bytes, *, keep_checksum: bool) -> None:
     await unguarded(url, change)
 
 
-async def test_a_missing_segment_is_named(sample_run: SampleRun) -> None:
-    key = bytes((await events_of(sample_run.url, "ExperiencesAnnotated"))[0].body["segment"])
-    await unguarded(
-        sample_run.url, lambda tx: tx.execute(segment.delete().where(segment.c.key == key))
-    )
-    report = await verified(sample_run)
+async def test_a_missing_segment_is_named(sample: SampleRun) -> None:
+    key = bytes((await events_of(sample.url, "ExperiencesAnnotated"))[0].body["segment"])
+    await unguarded(sample.url, lambda tx: tx.execute(segment.delete().where(segment.c.key == key)))
+    report = await verified(sample)
     (problem,) = beside_heads(report)
     assert key.hex() in problem.where
     assert "is missing" in problem.what
 
 
-async def test_a_damaged_body_is_named(sample_run: SampleRun) -> None:
-    position = (await events_of(sample_run.url, "PolicyPublished"))[0].position
+async def test_a_damaged_body_is_named(sample: SampleRun) -> None:
+    position = (await events_of(sample.url, "PolicyPublished"))[0].position
 
     def change(tx: Transaction) -> None:
         mine = event.c.position == position
         tx.execute(update(event).where(mine).values(body=b"\xc1nonsense"))
 
-    await unguarded(sample_run.url, change)
-    problem = beside_heads(await verified(sample_run))[0]
+    await unguarded(sample.url, change)
+    problem = beside_heads(await verified(sample))[0]
     assert problem.where == f"position {position}"
     assert "its body cannot be read" in problem.what
 
@@ -257,26 +251,26 @@ async def test_a_damaged_body_is_named(sample_run: SampleRun) -> None:
     ],
 )
 async def test_a_body_of_another_form_is_named_and_the_rest_is_read(
-    sample_run: SampleRun, kind: str, field: str, value: object
+    sample: SampleRun, kind: str, field: str, value: object
 ) -> None:
-    damaged, *others = await events_of(sample_run.url, kind)
+    damaged, *others = await events_of(sample.url, kind)
     body = codec.encode_body(kind, {**damaged.body, field: value})
 
     def change(tx: Transaction) -> None:
         mine = event.c.position == damaged.position
         tx.execute(update(event).where(mine).values(body=body))
 
-    await unguarded(sample_run.url, change)
-    report = await verified(sample_run)
+    await unguarded(sample.url, change)
+    report = await verified(sample)
     (told,) = [one for one in report.problems if "cannot be read" in one.what]
     assert (told.where, repr(field) in told.what) == (f"position {damaged.position}", True)
     assert report.events > others[-1].position
-    with pytest.raises(CodecError, match=rf"'{sample_run.name}', the event at position"):
-        await events_of(sample_run.url, kind)
+    with pytest.raises(CodecError, match=rf"'{sample.name}', the event at position"):
+        await events_of(sample.url, kind)
 
 
-async def test_a_manifest_that_is_not_its_digest_is_named(sample_run: SampleRun) -> None:
-    leased = (await events_of(sample_run.url, "BatchLeased"))[2]
+async def test_a_manifest_that_is_not_its_digest_is_named(sample: SampleRun) -> None:
+    leased = (await events_of(sample.url, "BatchLeased"))[2]
     body = {**leased.body, "normalizer": 7.0}
 
     def change(tx: Transaction) -> None:
@@ -284,8 +278,8 @@ async def test_a_manifest_that_is_not_its_digest_is_named(sample_run: SampleRun)
         mine = event.c.position == leased.position
         tx.execute(update(event).where(mine).values(body=changed))
 
-    await unguarded(sample_run.url, change)
-    report = await verified(sample_run, quick=True)
+    await unguarded(sample.url, change)
+    report = await verified(sample, quick=True)
     (problem,) = beside_heads(report)
     assert problem.check == "manifests"
     assert f"position {leased.position}" in problem.where
@@ -314,15 +308,15 @@ def test_every_projection_is_changed_once() -> None:
 
 
 @pytest.mark.parametrize("table", PROJECTIONS, ids=lambda table: table.name)
-async def test_a_changed_row_is_named(sample_run: SampleRun, table: Any) -> None:
+async def test_a_changed_row_is_named(sample: SampleRun, table: Any) -> None:
     def change(tx: Transaction) -> dict[str, Any]:
         row = first_row(tx, table)
         key = [column == row[column.name] for column in table.primary_key]
         tx.execute(update(table).where(*key).values(OTHER_VALUES[table.name]))
         return row
 
-    row = await unguarded(sample_run.url, change)
-    report = await verified(sample_run)
+    row = await unguarded(sample.url, change)
+    report = await verified(sample)
     found = [problem for problem in report.problems if problem.check == "projections"]
     moved = table.name == "waiting"  # its key is all that a row of it is
     assert len(found) == (2 if moved else 1)
@@ -338,60 +332,54 @@ async def test_a_changed_row_is_named(sample_run: SampleRun, table: Any) -> None
 @pytest.mark.parametrize(
     "table", [t for t in PROJECTIONS if t.name != "configuration"], ids=lambda table: table.name
 )
-async def test_a_quick_look_counts_rows(sample_run: SampleRun, table: Any) -> None:
+async def test_a_quick_look_counts_rows(sample: SampleRun, table: Any) -> None:
     def change(tx: Transaction) -> None:
         row = first_row(tx, table)
         key = [column == row[column.name] for column in table.primary_key]
         tx.execute(table.delete().where(*key))
 
-    await unguarded(sample_run.url, change)
-    report = await verified(sample_run, quick=True)
+    await unguarded(sample.url, change)
+    report = await verified(sample, quick=True)
     assert f"projections: {table.name}: it has" in told(report)
 
 
-async def test_a_row_that_is_handed_out_and_not_there_breaks_the_equation(
-    sample_run: SampleRun,
-) -> None:
+async def test_a_row_handed_out_and_not_there_breaks_the_equation(sample: SampleRun) -> None:
     def change(tx: Transaction) -> None:
         row = first_row(tx, delivery)
         tx.execute(delivery.insert().values({**row, "address": row["address"] + 999}))
 
-    await unguarded(sample_run.url, change)
-    report = await verified(sample_run)
+    await unguarded(sample.url, change)
+    report = await verified(sample)
     assert not report.trainers[0].holds
     assert "conservation: trainer: the terms do not add up" in told(report)
 
 
 async def test_the_last_line_of_a_killed_explorer_counts_if_it_is_whole(
-    sqlite_sample_run: SampleRun,
+    sqlite_sample: SampleRun,
 ) -> None:
     for last, lost in (("b9/0/0", 0), ("b9/0/0/0/", 1), ("b9/0/0\n", 1)):
-        (sqlite_sample_run.acknowledged / "e1.ack").write_text(f"b0/0/0/0/\n\n{last}")
-        assert (await verified(sqlite_sample_run, quick=True)).lost == lost
+        (sqlite_sample.acknowledged / "e1.ack").write_text(f"b0/0/0/0/\n\n{last}")
+        assert (await verified(sqlite_sample, quick=True)).lost == lost
 
 
-async def test_evidence_that_cannot_be_read_is_refused(
-    sqlite_sample_run: SampleRun, tmp_path: Path
-) -> None:
-    async with open_store(sqlite_sample_run.url, read_only=True) as store:
-        experiment = await store.experiment(sqlite_sample_run.name)
+async def test_unreadable_evidence_is_refused(sqlite_sample: SampleRun, tmp_path: Path) -> None:
+    async with open_store(sqlite_sample.url, read_only=True) as store:
+        experiment = await store.experiment(sqlite_sample.name)
         with pytest.raises(InvalidArgumentError, match="no such file or folder"):
             await verify(experiment, tmp_path / "nowhere")
         with pytest.raises(CheckpointError, match=r"manifests\.json"):
             await verify(experiment, checkpoint=tmp_path)
         with pytest.raises(InvalidArgumentError, match="is no trainer here"):
-            await verify(experiment, checkpoint=sqlite_sample_run.checkpoint, consumer="nobody")
+            await verify(experiment, checkpoint=sqlite_sample.checkpoint, consumer="nobody")
         with pytest.raises(InvalidArgumentError, match="is no trainer here"):
             await verify(experiment, consumer="grpo")
 
 
-async def test_verifying_goes_on_while_others_write(sample_run: SampleRun) -> None:
-    async with (
-        open_store(sample_run.url) as writing,
-        open_store(sample_run.url, read_only=True) as reading,
-    ):
-        writer = (await writing.experiment(sample_run.name)).writer("e1")
-        experiment = await reading.experiment(sample_run.name)
+async def test_verifying_goes_on_while_others_write(sample: SampleRun) -> None:
+    url = sample.url
+    async with open_store(url) as writing, open_store(url, read_only=True) as reading:
+        writer = (await writing.experiment(sample.name)).writer("e1")
+        experiment = await reading.experiment(sample.name)
         stages: list[str] = []
 
         def look(stage: str, _done: int, _total: int) -> None:
@@ -405,7 +393,7 @@ async def test_verifying_goes_on_while_others_write(sample_run: SampleRun) -> No
             tasks.start_soon(write)
             for _ in range(3):
                 report = await verify(
-                    experiment, sample_run.acknowledged, sample_run.checkpoint, progress=look
+                    experiment, sample.acknowledged, sample.checkpoint, progress=look
                 )
                 assert report.ok, report
     assert set(stages) == {"log"}, "nobody was suspected"

@@ -458,7 +458,7 @@ FAULTS = [
         "pipeline/verifying/outside.py",
         "    twice |= _sharing_rows(known)\n",
         "",
-        "tests/pipeline/test_verify.py::test_two_manifests_with_one_row_are_an_experience_trained_twice",
+        "tests/pipeline/test_verify.py::test_two_manifests_with_one_row_are_a_row_trained_twice",
     ),
     Fault(
         "a step that was handed out and not committed cannot be replayed",

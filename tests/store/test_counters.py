@@ -99,9 +99,9 @@ async def require_plain(experiment: Experiment) -> None:
 
 
 async def test_counters_are_what_plain_sql_counts(store_url: str, tmp_path: Path) -> None:
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    sample = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
-        await require_plain(await store.experiment(sample_run.name))
+        await require_plain(await store.experiment(sample.name))
 
 
 async def test_versions_go_both_ways_and_none_is_no_version(store_url: str) -> None:
@@ -141,9 +141,9 @@ async def test_rollouts_that_come_after_the_seal_are_stored_all_the_same(store_u
 async def test_rows_that_a_step_loses_are_handed_out_no_more(
     store_url: str, tmp_path: Path
 ) -> None:
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    sample = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
-        experiment = await store.experiment(sample_run.name)
+        experiment = await store.experiment(sample.name)
         before = await experiment.database.read(handed_out)
         await append(experiment, *await taken_back(experiment))
         assert before == [("trainer", 1, 4), ("trainer", 2, 8), ("trainer", 3, 12)]
@@ -214,9 +214,9 @@ async def test_a_fold_that_the_second_opinion_contradicts_is_told_of(
         }
 
     monkeypatch.setattr(counters, "of_events", thrice)
-    sample_run = await record_sample_run(sqlite_store_url, tmp_path / "run")
+    sample = await record_sample_run(sqlite_store_url, tmp_path / "run")
     async with open_store(sqlite_store_url) as store:
-        (problem,) = (await verify(await store.experiment(sample_run.name))).problems
+        (problem,) = (await verify(await store.experiment(sample.name))).problems
     assert (problem.check, problem.where) == ("projections", "all")
     assert "please report it" in problem.what
 
@@ -238,9 +238,9 @@ LIES = (
 
 @pytest.mark.long
 async def test_a_counter_that_lies_is_found_and_mended(store_url: str, tmp_path: Path) -> None:
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    sample = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
-        experiment = await store.experiment(sample_run.name)
+        experiment = await store.experiment(sample.name)
         for lie in LIES:
             await unguarded(store_url, lambda tx, lie=lie: tx.execute(text(lie)))  # type: ignore[misc]
             problems = (await verify(experiment)).problems
@@ -254,10 +254,10 @@ async def test_a_counter_that_lies_is_found_and_mended(store_url: str, tmp_path:
 async def test_an_overview_as_of_each_position_grows_to_the_one_of_now(
     store_url: str, tmp_path: Path
 ) -> None:
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    sample = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url, read_only=True) as store:
         (now,) = (await overview(store)).experiments
-        experiment = await store.experiment(sample_run.name)
+        experiment = await store.experiment(sample.name)
         then = [await _as_of(experiment, position) for position in range(1, now.head + 1)]
     assert then[-1] == now
     for position, one in enumerate(then, 1):

@@ -77,9 +77,9 @@ async def append(experiment: Experiment, *facts: Fact) -> None:
 @pytest.mark.long
 async def test_each_position_of_a_run(store_url: str, tmp_path: Path, resize: Resize) -> None:
     resize(events_per_page=2)
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    sample = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
-        await require_equal(await store.experiment(sample_run.name))
+        await require_equal(await store.experiment(sample.name))
 
 
 @pytest.mark.long
@@ -87,9 +87,9 @@ async def test_each_position_of_a_run_that_takes_much_of_it_back(
     store_url: str, tmp_path: Path
 ) -> None:
     """Rewound, dealt anew with fewer rows, scored again, archived and restored, and over."""
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    sample = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
-        experiment = await store.experiment(sample_run.name)
+        experiment = await store.experiment(sample.name)
         await append(experiment, *await taken_back(experiment))
         await require_equal(experiment)
 
@@ -165,9 +165,9 @@ async def test_each_position_of_strategies_that_came_later(store_url: str) -> No
 
 
 async def test_nothing_is_left_of_the_views(store_url: str, tmp_path: Path) -> None:
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    sample = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
-        experiment = await store.experiment(sample_run.name)
+        experiment = await store.experiment(sample.name)
         now = await experiment.database.read(shown, experiment.key)
         for _ in range(6):  # as many as there are connections, and more
             async with as_of(experiment, 3) as source:
@@ -180,9 +180,9 @@ async def test_a_connection_that_was_lost_does_not_answer_for_now(
     postgres_store_url: str, tmp_path: Path
 ) -> None:
     """Made anew, it would have no views, and show the run as it is."""
-    sample_run = await record_sample_run(postgres_store_url, tmp_path / "run")
+    sample = await record_sample_run(postgres_store_url, tmp_path / "run")
     async with open_store(postgres_store_url) as store:
-        experiment = await store.experiment(sample_run.name)
+        experiment = await store.experiment(sample.name)
         async with as_of(experiment, 3) as source:
             ((pid,),) = await source.read(lambda tx: tx.rows("SELECT pg_backend_pid()", ()))
             await experiment.database.read(
@@ -195,9 +195,9 @@ async def test_a_connection_that_was_lost_does_not_answer_for_now(
 
 @pytest.mark.long
 async def test_what_is_taken_back_meanwhile_is_there(store_url: str, tmp_path: Path) -> None:
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    sample = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
-        experiment = await store.experiment(sample_run.name)
+        experiment = await store.experiment(sample.name)
         head = await experiment.database.read(log.head, experiment.key)
         async with as_of(experiment, head) as source:
             before = await source.read(shown, source.key)
@@ -221,11 +221,11 @@ async def test_whatever_the_search_path_is_nothing_that_is_there_is_changed(
     if ":" in path:
         postgres_server.execute(f"ALTER SCHEMA public RENAME TO {path}", database=name)
     postgres_server.execute(f"ALTER DATABASE {name} SET search_path = {path}")
-    sample_run = await record_sample_run(url, tmp_path / "run")
+    sample = await record_sample_run(url, tmp_path / "run")
     async with open_store(url) as store:
-        await append(await store.experiment(sample_run.name), ExperimentFinished(reason="done"))
+        await append(await store.experiment(sample.name), ExperimentFinished(reason="done"))
     async with open_store(url, read_only=True) as store:
-        experiment = await store.experiment(sample_run.name)
+        experiment = await store.experiment(sample.name)
         now = await experiment.database.read(shown, experiment.key)
         await require_equal(experiment)
         assert await experiment.database.read(shown, experiment.key) == now
@@ -233,9 +233,9 @@ async def test_whatever_the_search_path_is_nothing_that_is_there_is_changed(
 
 async def test_who_asks_keeps_nobody_from_writing(store_url: str, tmp_path: Path) -> None:
     """What is written meanwhile is not seen."""
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    sample = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url, read_only=True) as reader, open_store(store_url) as store:
-        asked, written = [await one.experiment(sample_run.name) for one in (reader, store)]
+        asked, written = [await one.experiment(sample.name) for one in (reader, store)]
         head = await written.database.read(log.head, written.key)
         async with as_of(asked, head) as source:
             before = await source.read(shown, source.key)

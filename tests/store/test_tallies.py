@@ -47,9 +47,9 @@ async def both(experiment: Experiment) -> tuple[list[Counts], list[Counts]]:
 
 async def test_tallies_are_what_is_counted(store_url: str, tmp_path: Path) -> None:
     """With rows that are refused, unseen, waiting, rejected, ready, handed out and committed."""
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    sample = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
-        experiment = await store.experiment(sample_run.name)
+        experiment = await store.experiment(sample.name)
         await experiment.writer("e0").write([rollout("b1", 0, 2, 0.25)])
         another = experiment.train_stream(
             strategy="varied", consumer="trainer 2", groups_per_step=1
@@ -71,9 +71,9 @@ async def test_tallies_are_what_is_counted(store_url: str, tmp_path: Path) -> No
 
 
 async def test_what_lies_behind_a_cursor_is_unseen(sqlite_store_url: str, tmp_path: Path) -> None:
-    sample_run = await record_sample_run(sqlite_store_url, tmp_path / "run")
+    sample = await record_sample_run(sqlite_store_url, tmp_path / "run")
     async with open_store(sqlite_store_url) as store:
-        experiment = await store.experiment(sample_run.name)
+        experiment = await store.experiment(sample.name)
 
         def look(tx: Transaction) -> None:
             key = experiment.key
@@ -92,9 +92,9 @@ async def test_what_lies_behind_a_cursor_is_unseen(sqlite_store_url: str, tmp_pa
 async def test_rows_that_a_trainer_rejects_before_their_turn_are_not_ready(
     store_url: str, tmp_path: Path
 ) -> None:
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    sample = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
-        experiment = await store.experiment(sample_run.name)
+        experiment = await store.experiment(sample.name)
         await experiment.database.write(_reject_one_that_is_ready, experiment.key)
         tallied, counted = await both(experiment)
     assert tallied == counted
@@ -129,7 +129,7 @@ async def test_rows_of_an_expert_are_none_of_the_set(store_url: str) -> None:
 async def test_steps_of_another_experiments_trainer_are_not_waited_for(
     sqlite_store_url: str, tmp_path: Path
 ) -> None:
-    sample_run = await record_sample_run(sqlite_store_url, tmp_path / "run")
+    sample = await record_sample_run(sqlite_store_url, tmp_path / "run")
     async with open_store(sqlite_store_url) as store:
         done = await store.experiment("done", config={"rollouts_per_group": 1})
         await done.writer("e0").write([rollout("b0", 0, 0, 1.0)])
@@ -137,7 +137,7 @@ async def test_steps_of_another_experiments_trainer_are_not_waited_for(
         async with done.train_stream(strategy="grpo") as stream:
             await stream.commit(await anext(stream))
         found = []
-        for experiment in (await store.experiment(sample_run.name), done):
+        for experiment in (await store.experiment(sample.name), done):
             key, database = experiment.key, experiment.database
             row = await database.read(queries.consumer_row, key, "trainer")
             assert row is not None

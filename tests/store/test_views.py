@@ -32,23 +32,23 @@ async def asked(store: Store, query: str) -> list[tuple[Any, ...]]:
 async def test_an_overview_says_when_the_first_and_the_last_thing_happened(
     sqlite_url: str, tmp_path: Path
 ) -> None:
-    sample_run = await record_sample_run(sqlite_url, tmp_path / "run")
+    sample = await record_sample_run(sqlite_url, tmp_path / "run")
     async with open_store(sqlite_url, read_only=True) as store:
-        (counted,) = (await overview(store, sample_run.name)).experiments
-        times = [e.recorded_at async for e in (await store.experiment(sample_run.name)).events()]
+        (counted,) = (await overview(store, sample.name)).experiments
+        times = [e.recorded_at async for e in (await store.experiment(sample.name)).events()]
     assert (counted.first_at, counted.last_at) == (times[0], times[-1])
 
 
 async def test_the_views_say_what_the_questions_say(store_url: str, tmp_path: Path) -> None:
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    sample = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url, read_only=True) as store:
-        experiment = await store.experiment(sample_run.name)
+        experiment = await store.experiment(sample.name)
         source = now(experiment)
-        (counted,) = (await overview(store, sample_run.name)).experiments
+        (counted,) = (await overview(store, sample.name)).experiments
         rows = await asked(store, f"SELECT {UID}, reward, experiment, refused FROM rollouts")
         stored = [one async for one in experiment.read(families=("light",))]
         assert len(rows) == counted.experiences
-        assert {name for *_, name, _ in rows} == {sample_run.name}
+        assert {name for *_, name, _ in rows} == {sample.name}
         taken = {EID(*row[:5]).uid: row[5] for row in rows if row[7] is None}
         assert taken == {one.eid.uid: one.reward for one in stored}
 
@@ -98,7 +98,7 @@ async def test_a_view_can_only_be_read(sqlite_url: str, view: str) -> None:
 
 
 async def test_a_view_that_was_replaced_is_named(store_url: str, tmp_path: Path) -> None:
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
+    sample = await record_sample_run(store_url, tmp_path / "run")
 
     def gone(tx: Transaction) -> list[str]:
         before = unsound(tx)
@@ -109,7 +109,7 @@ async def test_a_view_that_was_replaced_is_named(store_url: str, tmp_path: Path)
         (told,) = await store.database.write(gone)
         assert told.startswith("view rollouts is gone")
         await store.database.write(lambda tx: tx.execute(text(view_created("rollouts"))))
-        assert (await verify(await store.experiment(sample_run.name))).ok
+        assert (await verify(await store.experiment(sample.name))).ok
 
 
 CHANGES = {

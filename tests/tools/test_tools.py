@@ -20,8 +20,8 @@ TOOLS = Path(__file__).parents[2] / "tools"
 
 
 @pytest.fixture(scope="module")
-def sample_run(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
-    folder = tmp_path_factory.mktemp("sample_run")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
+    folder = tmp_path_factory.mktemp("sample")
     return anyio.run(record_sample_run, f"sqlite:///{folder / 'store.db'}", folder / "run")
 
 
@@ -53,37 +53,35 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return as_file
 
 
-def digest_of(sample_run: SampleRun) -> str:
-    return hashlib.sha256(Path(sample_run.url.removeprefix("sqlite:///")).read_bytes()).hexdigest()
+def digest_of(sample: SampleRun) -> str:
+    return hashlib.sha256(Path(sample.url.removeprefix("sqlite:///")).read_bytes()).hexdigest()
 
 
-def test_inspect_store_says_what_is_in_here(run: Run, sample_run: SampleRun) -> None:
-    before = digest_of(sample_run)
-    done = run("inspect_store.py", sample_run.url, "--rollouts", 2)
+def test_inspect_store_says_what_is_in_here(run: Run, sample: SampleRun) -> None:
+    before = digest_of(sample)
+    done = run("inspect_store.py", sample.url, "--rollouts", 2)
     assert done.returncode == 0, done.stderr
     assert "experiment sort" in done.stdout
     assert "6 ExperiencesRecorded" in done.stdout
     rollouts = [line for line in done.stdout.splitlines() if "reward" in line and "b0/" in line]
     assert len(rollouts) == 2
-    assert digest_of(sample_run) == before
+    assert digest_of(sample) == before
 
 
-def test_plot_run_draws_the_three_curves(run: Run, sample_run: SampleRun, tmp_path: Path) -> None:
+def test_plot_run_draws_the_three_curves(run: Run, sample: SampleRun, tmp_path: Path) -> None:
     picture = tmp_path / "run.png"
-    done = run("plot_run.py", sample_run.url, picture)
+    done = run("plot_run.py", sample.url, picture)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("3 steps, last reward 0.500")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    nobody = run("plot_run.py", sample_run.url, picture, "--trainer", "nobody")
+    nobody = run("plot_run.py", sample.url, picture, "--trainer", "nobody")
     assert nobody.returncode == 1
     assert "no gradient step of 'nobody'" in nobody.stderr
 
 
-def test_replay_run_gives_the_recorded_batches_to_another_loss(
-    run: Run, sample_run: SampleRun
-) -> None:
-    before = digest_of(sample_run)
-    done = run("replay_run.py", sample_run.url, "--experiment", "sort")
+def test_replay_run_gives_the_recorded_batches_to_another_loss(run: Run, sample: SampleRun) -> None:
+    before = digest_of(sample)
+    done = run("replay_run.py", sample.url, "--experiment", "sort")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[:4] for line in lines] == [
@@ -91,18 +89,18 @@ def test_replay_run_gives_the_recorded_batches_to_another_loss(
         ["step", "2", "4", "rows"],
     ]
     digests = [line.split()[-1] for line in lines]
-    assert digests == [digest.hex()[:12] for digest in sample_run.manifests]
-    assert digest_of(sample_run) == before
+    assert digests == [digest.hex()[:12] for digest in sample.manifests]
+    assert digest_of(sample) == before
 
 
-def test_what_is_stuck_names_the_group_that_lacks_runs(run: Run, sample_run: SampleRun) -> None:
-    done = run("what_is_stuck.py", sample_run.url)
+def test_what_is_stuck_names_the_group_that_lacks_runs(run: Run, sample: SampleRun) -> None:
+    done = run("what_is_stuck.py", sample.url)
     assert "b1/0: waiting; 3 missing" in done.stdout
     assert "step 3: 4 rows handed out, not committed" in done.stdout
 
 
-def test_worst_rollouts_begin_with_the_lowest_advantage(run: Run, sample_run: SampleRun) -> None:
-    lines = run("worst_rollouts.py", sample_run.url, 2, "--rollouts", 2).stdout.splitlines()
+def test_worst_rollouts_begin_with_the_lowest_advantage(run: Run, sample: SampleRun) -> None:
+    lines = run("worst_rollouts.py", sample.url, 2, "--rollouts", 2).stdout.splitlines()
     assert lines[0].startswith("b0/1/0/0/  advantage -0.866")
     assert lines[1] == "  '1 and 0'"
 
@@ -117,11 +115,9 @@ def test_another_reward_and_another_strategy_stand_beside_the_first(
     assert "16 with an advantage in both sets" in done.stdout
 
 
-def test_a_group_becomes_a_test_that_passes(
-    run: Run, sample_run: SampleRun, tmp_path: Path
-) -> None:
+def test_a_group_becomes_a_test_that_passes(run: Run, sample: SampleRun, tmp_path: Path) -> None:
     case = tmp_path / "test_group.py"
-    assert "as it was recorded" in run("group_as_test.py", sample_run.url, "--output", case).stdout
+    assert "as it was recorded" in run("group_as_test.py", sample.url, "--output", case).stdout
     runpy.run_path(str(case))["test_this_group_gets_the_advantages_that_were_recorded"](tmp_path)
 
 

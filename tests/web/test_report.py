@@ -47,8 +47,8 @@ async def page_of(url: str, name: str) -> str:
 
 
 async def test_a_page_says_what_is_stored(store_url: str, tmp_path: Path) -> None:
-    sample_run = await record_sample_run(store_url, tmp_path / "run")
-    page = Page(await page_of(sample_run.url, sample_run.name))
+    sample = await record_sample_run(store_url, tmp_path / "run")
+    page = Page(await page_of(sample.url, sample.name))
     told = " ".join(page.text.split())
     assert "planned rollouts 20 3 of them missing" in told
     assert "committed by trainer 8 4 ready, 4 leased; step 2" in told
