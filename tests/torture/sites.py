@@ -19,9 +19,10 @@ from typing_extensions import override
 from tests.postgres import PostgresServer
 from trinity_buffer.store.schema import guards
 
-DISK_BYTES = 192 << 20
-"""SQLite's log grows by 4 MB a second while a process that reads is stopped: one that fills the
-disk can no longer be copied into the database. PostgreSQL's proof makes a copy of its database."""
+DISK_BYTES = 512 << 20
+"""SQLite's log grows up to its limit of 256 MiB while nobody pauses, and 4 MB a second more while
+a process that reads is stopped: one that fills the disk can no longer be copied into the database.
+PostgreSQL's proof makes a copy of its database."""
 
 TABLESPACE = "small"
 RECOVERY_S = 300.0
@@ -198,7 +199,7 @@ def _mounted(folder: Path, size_bytes: int) -> Iterator[Path]:
 
 
 class SmallDiskSite(SQLiteSite):
-    """Files on a file system of 192 MiB, which can be filled."""
+    """Files on a file system of 512 MiB, which can be filled."""
 
     kind = "sqlite on a small disk"
 

@@ -8,15 +8,20 @@ from trinity_buffer.events import ConsumerRegistered
 from trinity_buffer.pipeline.annotating.decider import Decider, StrategySetup
 from trinity_buffer.pipeline.annotating.grouping import GroupingRules
 from trinity_buffer.pipeline.annotating.named_strategy import make_strategy
+from trinity_buffer.pipeline.annotating.strategy_lease import StrategyLease
 from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
+from trinity_buffer.pipeline.lease_holders import owner_of_process
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.experiences import experiences_in
 from trinity_buffer.pipeline.writing.rehearsal import NAME, RUNS, written
-from trinity_buffer.store import queries
+from trinity_buffer.store import promises, queries
 from trinity_buffer.store.scratch import Scratch, scratch
 from trinity_buffer.writer import StagedWriter
+
+TTL_US = 10**9
+"""Of a lease that ends with the store in which it is held."""
 
 
 @cache
@@ -45,7 +50,9 @@ def decided(s: Scratch, families: tuple[str, ...] = ()) -> ExperimentHandle:
     reader.read(s)
     _, units, events = decider.split(s, reader.take_ready())
     decision = decider.by_rewards(s, units, events)
-    s.write(decision.append, s.database.segments, key, NAME)
+    lease = StrategyLease(experiment, NAME)
+    s.write(promises.acquire, key, NAME, owner=owner_of_process(), now_us=now_us(), ttl_us=TTL_US)
+    s.write(decision.append, s.database.segments, key, NAME, require=lease.require)
     if families:
         rows = reader.rows(s, [address for unit in units for address in unit.addresses])
         experiences_in(s, cache, list(rows.values()), families)
