@@ -54,7 +54,8 @@ class Brought(Kind):
 
     Attributes:
         chance: how many of the lives do.
-        first: the slot that brings it along, life by life, until it has taken effect once.
+        first: the slot that brings it along, life by life, until it has taken effect once. Of g0
+            and g1 one stands by, and writes nothing.
         life: draws what is special about the life of a role: arguments of `Life`.
     """
 
@@ -102,10 +103,10 @@ KINDS: tuple[Kind, ...] = (
     Inflicted(name="backend killed", where="postgresql", weight=1, do=inflict.hit_server),
     Inflicted(name="server killed", where="postgresql", weight=1, do=inflict.hit_server),
     Brought(name="kill at a crash point", chance=0.8, first="e0", life=_crash),
-    Brought(name="clock wrong", chance=0.3, first="e1", life=_wrong_clock),
+    Brought(name="clock wrong", chance=0.3, first="g0", life=_wrong_clock),
     Brought(name="clock jumped", chance=0.2, first="o0", life=_clock_jump),
     Brought(name="world size changed", chance=0.2, first="s0", life=_more_ranks),
-    Brought(name="database full", where="sqlite", chance=0.15, first="g0", life=_few_pages),
+    Brought(name="database full", where="sqlite", chance=0.15, first="e1", life=_few_pages),
     Kind(name="write sent again"),
     Kind(name="write sent twice at once"),
     Kind(name="changed write sent"),
