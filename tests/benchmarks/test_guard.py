@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import guard, performance
 from benchmarks.measuring import Figure
+from benchmarks.throughput import WRITES
 
 RECORDED = {("write", "64 per call"): {"ratio": 0.35, "date": "2026-11-23"}}
 
@@ -53,5 +54,5 @@ def test_the_command_fails_with_the_name_of_a_slow_figure(
 
 def test_each_guarded_figure_is_recorded_with_its_ratio() -> None:
     rows = [row for (op, _), row in performance.newest_rows().items() if op in guard.GUARDED]
-    assert len(rows) == 7
+    assert len(rows) == len(WRITES) + 3  # GRPO, and a stream in each layout
     assert all(row["ratio"] > 0 and re.match(r"\d{4}-", row["date"]) for row in rows)
