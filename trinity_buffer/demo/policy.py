@@ -174,7 +174,7 @@ class TransformerPolicy(nn.Module):
         seed: of the initial weights.
 
     Attributes:
-        whole_logits: make all logits at once to score tokens, as old runs did (`demo.whole_logits`).
+        whole_logits: make all logits at once to score tokens, as old runs did: `demo.whole_logits`.
     """
 
     file_name = POLICY_FILE
