@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -14,7 +16,8 @@ from typing_extensions import override
 
 from tests.conftest import Resize
 from tests.contract.making import count, group, opened
-from trinity_buffer.errors import StoreBusyError
+from trinity_buffer.errors import InvalidExperienceError, StoreBusyError
+from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit, Outcome, PreparedWrite
 from trinity_buffer.pipeline.writing.write_call import WriteCall
@@ -119,3 +122,63 @@ async def test_who_was_prepared_ahead_hears_that_the_store_is_busy_and_is_not_wr
         await commits.drain()
         assert await count(experiment.database, tables.experience) == 0
         assert (await experiment.writer("e0").write(group())).written == 4
+
+
+async def test_a_call_that_is_wrong_hears_of_that_from_a_busy_store_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 300)
+    heard: dict[int, Exception] = {}
+    async with opened(str(tmp_path / "run.db")) as experiment:
+        writer = experiment.writer("e0")
+        wrong = group(task=1)
+        wrong[2].reward = math.nan
+
+        async def write(number: int, given: list[Experience]) -> None:
+            try:
+                await writer.write(given)
+            except (StoreBusyError, InvalidExperienceError) as error:
+                heard[number] = error
+
+        with locked(tmp_path / "run.db"):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(write, 0, group(task=0))
+                tasks.start_soon(write, 1, wrong)
+                tasks.start_soon(write, 2, group(task=2))
+    assert [type(heard[number]) for number in range(3)] == [
+        StoreBusyError,
+        InvalidExperienceError,
+        StoreBusyError,
+    ]
+    assert heard[0] is not heard[2]
+    assert heard[0].__cause__ is heard[2].__cause__
+
+
+async def test_calls_that_are_looked_at_one_by_one_wait_for_a_busy_store_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = list[str]()
+    async with opened(str(tmp_path / "run.db")) as experiment:
+        writer = experiment.writer("e0")
+        await writer.write(group(task=0))
+        write = experiment.database.session
+
+        async def busy(work: Any) -> Any:
+            turns.append("write")
+            if len(turns) > 1:
+                raise StoreBusyError("another process holds the database")
+            return await write(work)  # finds that something is stored
+
+        monkeypatch.setattr(experiment.database, "session", busy)
+
+        async def repeated(task: int) -> None:
+            if task == 0:
+                assert (await writer.write(group(task=0))).duplicates == 4
+                return
+            with pytest.raises(StoreBusyError):
+                await writer.write(group(task=task))
+
+        async with anyio.create_task_group() as tasks:
+            for task in range(4):
+                tasks.start_soon(repeated, task)
+    assert turns == ["write"] * 2  # all together, then the first that is new: no more

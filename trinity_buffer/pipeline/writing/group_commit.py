@@ -152,6 +152,14 @@ def _answer(entries: Sequence[_Entry]) -> None:
         entry.answered.set()
 
 
+def _tell_busy(entries: Sequence[_Entry], error: StoreBusyError) -> None:
+    """Hand ``error`` to whoever hears of no other one, to each an exception of his own."""
+    for entry in entries:
+        if entry.error is None:
+            entry.error = StoreBusyError(*error.args)
+            entry.error.__cause__ = error
+
+
 class GroupCommit:
     """The one road of experiences into a database: what waits while a commit runs is the next one.
 
@@ -262,16 +270,18 @@ class GroupCommit:
         ahead, self._ahead = self._ahead, None
         refused = [*group.entries, *(ahead.entries if ahead is not None else ()), *self._waiting]
         self._waiting.clear()
-        for entry in refused:
-            entry.error = error
+        _tell_busy(refused, error)
         if ahead is not None and ahead.preparing is not None:
             await asyncio.wait([ahead.preparing])  # whatever came of it
         _answer(refused)
 
     async def _commit_singly(self, entries: list[_Entry]) -> None:
-        for entry in entries:
+        for number, entry in enumerate(entries):
             try:
                 await self._try_alone(entry)
+            except StoreBusyError as error:  # each would wait as long, one after the other
+                _tell_busy(entries[number:], error)
+                return
             except Exception as error:  # noqa: BLE001 - handed to the caller it belongs to
                 entry.error = error
 
