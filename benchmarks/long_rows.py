@@ -1,10 +1,13 @@
-"""Writing long rows: how many MiB a second beside the bare database, and in how much memory.
+"""Long rows: written in how many MiB a second beside the bare database, and in how much memory.
 
 python -m benchmarks.long_rows                  # trajectories of 128k tokens, and pixels; SQLite
 python -m benchmarks.long_rows --rows 32 --calls 3 --repetitions 3
+python -m benchmarks.long_rows --only train     # the trainer's memory
 
-The memory is what the process holds at most beyond what it held before, in payloads of the calls
-that are under way. It includes the payload itself, and up to 64 MiB that SQLite keeps of its pages.
+A writer's memory is what the process holds at most beyond what it held before, in payloads of the
+calls that are under way. It includes the payload itself, and up to 64 MiB that SQLite keeps of its
+pages. A trainer's is that in payloads of one step, of eight calls: the step that is trained, from
+which it reads what a loss does, or all there is, and the next one, which is prepared meanwhile.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,17 +31,32 @@ from benchmarks.bare import merged
 from benchmarks.measuring import memory_kb, peak_kb, run_measured
 from benchmarks.sites import SQLiteSite
 from trinity_buffer.experience import EID, Experience
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.streaming.manifest import LayoutName
+from trinity_buffer.pipeline.streaming.stream_options import StreamKeywords
+from trinity_buffer.pipeline.sync_stream import open_train_stream
 
 MIB = 1 << 20
 TOKENS, PROMPT = 128 * 1024, 1024
+CALLS_PER_STEP = 8
+READ_BY_LOSS: dict[LayoutName, tuple[str, ...]] = {
+    "padded": ("input_ids", "attention_mask", "action_mask", "old_logprob", "advantages"),
+    "packed": ("input_ids", "position_ids", "action_mask", "old_logprob", "advantages"),
+}
+"""What a policy and its loss look at."""
 
 
 def trajectory(eid: EID) -> Experience:
     """Return one of 128k tokens."""
     tokens = torch.randint(0, 151_000, (TOKENS,), dtype=torch.int32)
     return Experience(
-        eid=eid, tokens=tokens, prompt_length=PROMPT, logprobs=-torch.rand(TOKENS - PROMPT)
+        eid=eid,
+        tokens=tokens,
+        prompt_length=PROMPT,
+        logprobs=-torch.rand(TOKENS - PROMPT),
+        reward=float(eid.run),
     )
 
 
@@ -45,7 +64,13 @@ def picture(eid: EID) -> Experience:
     """Return one with 4.6 MiB of pixels."""
     pixels = {"pixel_values": torch.rand(1024, 1176)}
     tokens = torch.randint(0, 151_000, (2048,), dtype=torch.int32)
-    return Experience(eid=eid, tokens=tokens, prompt_length=256, multi_modal_inputs=pixels)
+    return Experience(
+        eid=eid,
+        tokens=tokens,
+        prompt_length=256,
+        multi_modal_inputs=pixels,
+        reward=float(eid.run),
+    )
 
 
 KINDS: dict[str, Callable[[EID], Experience]] = {"128k tokens": trajectory, "pixels": picture}
@@ -116,11 +141,66 @@ def measured(
     }
 
 
+async def _annotated(url: str, rows: int) -> None:
+    async with open_store(url) as store:
+        experiment = await store.experiment("bench")
+        await run_strategy(experiment, "grpo", rollouts_per_group=rows)
+
+
+def _train(url: str, layout: LayoutName, names: str) -> None:
+    """Read all steps in this process, which has done nothing else; say in how many KiB."""
+    torch.set_num_threads(1)
+    given: StreamKeywords = {
+        "strategy": "grpo",
+        "consumer": f"{layout}-{names}",
+        "groups_per_step": CALLS_PER_STEP,
+        "layout": layout,
+        "tokens_per_microbatch": TOKENS,
+    }
+    gc.collect()
+    before = memory_kb()
+    with open_train_stream(url, experiment="bench", **given) as steps:
+        for step in steps:
+            for microbatch in step.microbatches:
+                _look(microbatch, list(microbatch) if names == "all" else READ_BY_LOSS[layout])
+            steps.commit(step)
+    print(json.dumps(peak_kb("self") - before))
+
+
+def _look(microbatch: MicroBatch, names: Sequence[str]) -> None:
+    for name in names:
+        if name in microbatch and isinstance(microbatch[name], torch.Tensor):
+            microbatch[name].count_nonzero()
+
+
+def trained(site: SQLiteSite, kind: str, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a line for each layout, and for what is looked at."""
+    url, here = site.new_url(), [sys.executable, "-m", "benchmarks.long_rows", "--role"]
+    calls = CALLS_PER_STEP * asked.steps
+    size, *_ = json.loads(run_measured([*here, url, kind, "1", str(asked.rows), str(calls)])[0])
+    asyncio.run(_annotated(url, asked.rows))
+    payload_of_step = CALLS_PER_STEP * size
+    for layout, names in product(READ_BY_LOSS, ("loss", "all")):
+        said = json.loads(run_measured([*here, url, layout, names])[0])
+        yield {
+            "case": f"steps of {CALLS_PER_STEP * asked.rows} rows of {kind}, {layout}, {names}",
+            "payload_mib": round(payload_of_step / MIB, 1),
+            "peak_payloads": round(said * 1024 / payload_of_step, 2),
+        }
+    site.drop(url)
+
+
+def _role(url: str, what: str, *others: str) -> None:
+    if what in KINDS:
+        _child(url, what, *map(int, others))
+    else:
+        _train(url, cast("LayoutName", what), *others)
+
+
 def main() -> None:
-    """Print a line for each kind of row and number of callers."""
+    """Print a line for each kind of row and number of callers, and for each kind of trainer."""
     if sys.argv[1:2] == ["--role"]:
-        url, kind, *numbers = sys.argv[2:]
-        _child(url, kind, *map(int, numbers))
+        _role(*sys.argv[2:])
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -128,12 +208,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="of a call")
     parser.add_argument("--calls", type=int, default=12)
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="of a trainer")
+    parser.add_argument("--only", choices=("write", "train"))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         site = SQLiteSite(Path(folder))
         for kind in KINDS:
-            for callers in (1, 4):
+            for callers in (1, 4) if asked.only != "train" else ():
                 print(json.dumps(measured(site, kind, callers, asked)), flush=True)
+            for line in trained(site, kind, asked) if asked.only != "write" else ():
+                print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,9 @@ class Sizes:
             beside those in use.
         blocks_kept: memory of writes: one that is committed, one that is made, one to spare.
         bytes_per_block: of such memory; a larger write has memory of its own.
+        bytes_made_ahead: columns of a step that are made before the trainer asks for it; of larger
+            ones each is made when somebody first looks at it, which takes less than half the memory
+            and some milliseconds of the trainer's time.
         pieces_kept: memory of steps: one in the trainer's hands, one ready, one being filled, one
             to spare.
         segments_per_audit, bytes_per_audit: segments that `verify` reads at once.
@@ -85,6 +88,7 @@ class Sizes:
     bytes_kept: int = 16 * _MIB
     blocks_kept: int = 3
     bytes_per_block: int = 32 * _MIB
+    bytes_made_ahead: int = 32 * _MIB
     pieces_kept: int = 4
     segments_per_audit: int = 64
     bytes_per_audit: int = 32 * _MIB

@@ -24,7 +24,7 @@ SIZES = {
     ),
     "python -m benchmarks.chain": "--tasks 32 --repetitions 1",
     "python -m benchmarks.earlier": "--only write --repetitions 1",
-    "python -m benchmarks.long_rows": "--rows 2 --calls 2 --repetitions 1",
+    "python -m benchmarks.long_rows": "--rows 2 --calls 2 --repetitions 1 --steps 1",
     "python -m benchmarks.sharing": "--processes 1,2 --tasks 64",
     "python -m benchmarks.growth": (
         "--first 1024 --experiences 1024 --rounds 1 --batches 16 --store runs/growth.db"

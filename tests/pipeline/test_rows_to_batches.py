@@ -21,8 +21,9 @@ from trinity_buffer.pipeline.loading.blocks import Array
 from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming import row_loader
-from trinity_buffer.pipeline.streaming.collate_buffers import LateColumn, ScaledColumn, StepMemory
+from trinity_buffer.pipeline.streaming.collate_buffers import StepMemory
 from trinity_buffer.pipeline.streaming.manifest import LayoutName
+from trinity_buffer.pipeline.streaming.step_columns import LateColumn
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 
 TASKS, RUNS = 16, 4
@@ -175,14 +176,14 @@ def check_pixels(inputs: dict[str, torch.Tensor], wrote: Experience) -> None:
 async def test_what_few_losses_read_is_made_when_somebody_looks_at_it(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch, layout: LayoutName, budget: int | None
 ) -> None:
-    made: Counter[type[LateColumn]] = Counter()
+    made: Counter[LateColumn] = Counter()
 
-    def counted(self: ScaledColumn, column: Array) -> None:
-        made[type(self)] += 1
-        fill(self, column)
+    def counted(self: LateColumn, elements: slice) -> Array:
+        made[self] += 1
+        return part(self, elements)
 
-    fill = ScaledColumn.fill
-    monkeypatch.setattr(ScaledColumn, "fill", counted)
+    part = LateColumn.part
+    monkeypatch.setattr(LateColumn, "part", counted)
     await written(sqlite_url)
     with open_train_stream(
         sqlite_url,
@@ -197,16 +198,17 @@ async def test_what_few_losses_read_is_made_when_somebody_looks_at_it(
         assert names.count("returns") == len(batches)
         assert all(batch["old_logprob"].any() and batch["advantages"].any() for batch in batches)
         assert not made
-        sent = pickle.loads(pickle.dumps(batches))
         for batch in batches:
             batch["action_mask"].fill_(0)  # returns are of the mask as it was
+        sent = pickle.loads(pickle.dumps(batches))
         for batch, there in zip(batches, sent, strict=True):
             assert torch.equal(batch["returns"], batch["advantages"])
             assert torch.equal(there["returns"], batch["returns"])
             assert batch["returns"] is dict(batch)["returns"]
             batch["returns"] += 1
             assert (batch["returns"] == batch["advantages"] + 1).all()
-    assert made[ScaledColumn] == 2  # of the batches, and of those that were sent
+    late = 1 if layout == "padded" else 2  # the returns; packed, where tokens are, too
+    assert list(made.values()) == [len(batches)] * late
 
 
 @pytest.mark.parametrize(("bytes_kept", "times"), [(16 << 20, 1), (0, 3)])

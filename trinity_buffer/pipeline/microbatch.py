@@ -12,11 +12,26 @@ from typing_extensions import override
 from trinity_buffer.algorithm.layout import BatchLayout
 
 
-@dataclass(frozen=True, slots=True)
 class Late:
-    """A value that is made when somebody first looks at it."""
+    """A value that is made when somebody first looks at it.
 
-    make: Callable[[], Any]
+    Args:
+        make: makes it; let go of then.
+    """
+
+    __slots__ = ("_make", "_value")
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make: Callable[[], Any] | None = make
+        self._value: Any = None
+
+    @property
+    def value(self) -> Any:
+        """The value."""
+        make = self._make
+        if make is not None:
+            self._value, self._make = make(), None
+        return self._value
 
 
 class LateTensors(MutableMapping[str, Any]):
@@ -35,7 +50,7 @@ class LateTensors(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         value = self._held[name]
         if isinstance(value, Late):
-            value = self._held[name] = value.make()
+            value = self._held[name] = value.value
         return value
 
     @override
@@ -58,6 +73,11 @@ class LateTensors(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(self._held)
 
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a copy hold tensors alone: what makes them may hold all of the step."""
+        return LateTensors, (dict(self),)
+
 
 @dataclass(slots=True)
 class MicroBatch(Mapping[str, Any]):
@@ -73,7 +93,8 @@ class MicroBatch(Mapping[str, Any]):
 
     Attributes:
         tensors: the mapping itself; assign to it what the trainer computes (``values``,
-            ``ref_logprob``, ...). What few losses read is made when it is first looked at.
+            ``ref_logprob``, ...). What few losses read is made when it is first looked at, of large
+            steps every column.
         layout: sequence boundaries, and the denominators of the whole step.
         multi_modal_inputs: one mapping per row, name -> tensor.
         policy_versions: one per row, None where unknown.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import compress
 from typing import Any, TypeVar
@@ -21,25 +21,17 @@ from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.loading.blocks import Array, Field, field_of_values
 from trinity_buffer.pipeline.microbatch import Late, LateTensors, MicroBatch
-from trinity_buffer.pipeline.streaming.collate_buffers import (
-    Arena,
-    LastTokens,
-    LateColumn,
-    PackedMask,
-    Part,
-    Places,
-    ScaledColumn,
-    StepMemory,
-    put_positions,
-    put_rows,
-    put_text,
-)
+from trinity_buffer.pipeline.streaming.collate_buffers import Part, Places, StepMemory
 from trinity_buffer.pipeline.streaming.manifest import Manifest, MicroBatchPlan
 from trinity_buffer.pipeline.streaming.row_loader import LoadedRows
+from trinity_buffer.pipeline.streaming.step_columns import (
+    REWARDS,
+    LateColumn,
+    RowColumns,
+    columns_of_step,
+)
 
 T = TypeVar("T")
-
-_REWARDS = "token_level_rewards"
 
 OPTIONAL = {"teacher_logprobs": "teacher_logprob"}
 """Response-aligned columns that a step has only if all of its rows do: stored -> batch."""
@@ -76,13 +68,16 @@ def collate_step(
     plans = [plan for plan in manifest.microbatches if plan.rank == rank]
     wide = [replace(plan, start=size * plan.start, stop=size * plan.stop) for plan in plans]
     places = _places(columns, wide, padded=manifest.layout == "padded")
-    flat, late = _filled(columns, places, memory or StepMemory())
+    flat = columns_of_step(columns, places, memory or StepMemory())
     batches = []
     for plan, part in zip(plans, places.parts, strict=True):
-        tensors = _tensors(columns, flat, part)
-        tensors |= _per_row(manifest, plan, size, columns.recorded)
-        tensors = {name: _moved(value, device) for name, value in tensors.items()}
-        tensors |= {n: Late(partial(_made, one, part, device)) for n, one in late.items()}
+        tensors = {name: _tensor(column, part, device) for name, column in flat.items()}
+        others = _per_row(manifest, plan, size, columns.recorded)
+        if places.padded:
+            tensors["position_ids"] = Late(partial(_positions, part.shape, device))
+        else:
+            others |= _boundaries(columns.lengths[part.rows])
+        tensors |= {name: _moved(value, device) for name, value in others.items()}
         if "rollout_logprob" in tensors:
             tensors["old_logprob"] = tensors["rollout_logprob"]
         chosen = slice(plan.start, plan.stop)
@@ -113,7 +108,7 @@ def _each(items: Sequence[T], size: int) -> Sequence[T]:
 
 def _per_row(
     manifest: Manifest, plan: MicroBatchPlan, size: int, recorded: Array | None
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Return the tensors ``[N]`` that say of each row what it is."""
     chosen = slice(plan.start, plan.stop)
     slots = np.arange(plan.start, plan.stop, dtype=np.int32).repeat(size)
@@ -130,7 +125,7 @@ def _per_row(
     return found
 
 
-def _layout_of_step(manifest: Manifest, columns: _Columns, size: int, world: int) -> BatchLayout:
+def _layout_of_step(manifest: Manifest, columns: RowColumns, size: int, world: int) -> BatchLayout:
     """Return the denominators: over all rows, over the usual ones, over the expert's."""
     groups, tokens = _each(manifest.groups, size), columns.trained_tokens
     of = _each(manifest.source, size)
@@ -167,31 +162,18 @@ def _moved(value: Any, device: str) -> Any:
     return value.pin_memory().to(device, non_blocking=True)
 
 
-def _made(column: LateColumn, part: Part, device: str) -> Tensor:
-    """Return the part of a column that is of one micro-batch."""
-    flat = column.part(part.elements)
-    found: Tensor = _moved(torch.from_numpy(flat.reshape(part.shape)), device)
-    return found
+def _tensor(column: Array | LateColumn, part: Part, device: str) -> Any:
+    """Return what a column is in one micro-batch, or what makes that."""
+    if isinstance(column, LateColumn):
+        return Late(partial(_made, column, part, device))
+    return _moved(torch.from_numpy(column[part.elements].reshape(part.shape)), device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Per row of the step; ``responses`` begin at the row's prompt length.
-
-    ``recorded`` says which rows have log-probabilities, None where all have or none has.
-    """
-
-    tokens: Field
-    lengths: Array
-    prompt_lengths: Array
-    masks: Field
-    responses: dict[str, Field]
-    rewards: Sequence[float | None]
-    trained_tokens: list[int]
-    recorded: Array | None = None
+def _made(column: LateColumn, part: Part, device: str) -> Any:
+    return _moved(torch.from_numpy(column.part(part.elements).reshape(part.shape)), device)
 
 
-def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, int]:
+def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[RowColumns, int]:
     """Return the columns, and how many rows they have for each of the manifest: two of a pair."""
     if rows.field("chosen").blocks:
         return _halves(rows), 2
@@ -200,7 +182,7 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, int]:
         "rollout_logprob": "logprobs",
         "advantages": "advantages",
         "returns": "returns",
-        _REWARDS: "token_level_reward",
+        REWARDS: "token_level_reward",
     }
     responses = {name: rows.field(field) for name, field in stored.items()}
     rewards: Sequence[float | None] = rows.facts.rewards
@@ -222,7 +204,7 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, int]:
         )
     tokens = rows.field("tokens")
     prompts = np.array(rows.facts.prompt_lengths)
-    found = _Columns(
+    found = RowColumns(
         tokens,
         tokens.sizes(number),
         prompts,
@@ -235,13 +217,13 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[_Columns, int]:
     return found, 1
 
 
-def _halves(rows: LoadedRows) -> _Columns:
+def _halves(rows: LoadedRows) -> RowColumns:
     """Return the columns of pairs: prompt and chosen answer, prompt and rejected one, in turn."""
     pairs = zip(*(rows.values(name) for name in ("tokens", "chosen", "rejected")), strict=True)
     answers: list[Any] = [(prompt, half) for prompt, *both in pairs for half in both]
-    names = ("advantages", "returns", _REWARDS)
+    names = ("advantages", "returns", REWARDS)
     tokens = [np.concatenate([prompt, half]) for prompt, half in answers]
-    return _Columns(
+    return RowColumns(
         field_of_values(tokens),
         np.array([len(ids) for ids in tokens]),
         np.array([len(prompt) for prompt, _ in answers]),
@@ -259,7 +241,7 @@ def row_lengths(manifest: Manifest, rows: LoadedRows, *, longest: bool = False) 
     return [of_pair(pair) for pair in zip(sizes[0::2], sizes[1::2], strict=True)]
 
 
-def _places(columns: _Columns, plans: Sequence[MicroBatchPlan], *, padded: bool) -> Places:
+def _places(columns: RowColumns, plans: Sequence[MicroBatchPlan], *, padded: bool) -> Places:
     lengths = columns.lengths
     begins, extents = np.full(len(lengths), -1, np.int64), lengths
     if padded:
@@ -280,81 +262,15 @@ def _places(columns: _Columns, plans: Sequence[MicroBatchPlan], *, padded: bool)
     return Places(begins, columns.prompt_lengths, lengths, extents, parts, padded)
 
 
-def _filled(
-    columns: _Columns, places: Places, memory: StepMemory
-) -> tuple[dict[str, Array], dict[str, LateColumn]]:
-    """Return the flat columns of all micro-batches, and those that are made later."""
-    tokens = ["input_ids"] if places.padded else ["input_ids", "position_ids"]
-    late, responses = _parted(columns)
-    kinds = [np.int64] * len(tokens) + [np.bool_] * 2 + [np.float32] * len(responses)
-    arena = Arena(memory, places.size, kinds)
-    out = {name: arena.column() for name in (*tokens, "attention_mask", "action_mask", *responses)}
-    put_rows(out["input_ids"], columns.tokens.blocks, places, after_prompt=False)
-    if not places.padded:
-        put_positions(out["position_ids"], places)
-    put_text(out["attention_mask"], places)
-    mask = out["action_mask"]
-    put_rows(mask, columns.masks.blocks, places)
-    weights = _weights(columns, mask, places)
-    for name, some in responses.items():
-        put_rows(out[name], some.blocks, places, weights)
-    rewards = LastTokens(places, _rewards_of_whole(columns))
-    if _REWARDS in out:
-        rewards.put(out[_REWARDS])
-    waits = weights is mask and any(some.blocks for some in late.values())
-    kept = PackedMask.of(mask) if waits else None
-    made = {name: ScaledColumn(places, some.blocks, kept) for name, some in late.items()}
-    return out, {name: rewards if name == _REWARDS else made[name] for name in late}
+def _positions(shape: tuple[int, ...], device: str) -> Any:
+    return _moved(torch.arange(shape[1]), device).expand(shape)
 
 
-def _parted(columns: _Columns) -> tuple[dict[str, Field], dict[str, Field]]:
-    """Return the columns of the responses that are made later, and those that are made now.
-
-    Few losses read returns, rewards, or advantages that nobody computed. They wait only if nothing
-    but a number of each row, and the mask, has to be kept for them.
-    """
-    by_mask = all(block.data.dtype == np.bool_ for block in columns.masks.blocks)
-    late = {
-        name: some
-        for name, some in columns.responses.items()
-        if not some.blocks
-        or (name == "returns" and by_mask and all(block.scaled for block in some.blocks))
-    }
-    return late, {n: some for n, some in columns.responses.items() if n not in late}
-
-
-def _weights(columns: _Columns, mask: Array, places: Places) -> Array | None:
-    """Return what scaled values are multiples of: the mask, with its weights if it has any.
-
-    None: every token of each response is trained.
-    """
-    blocks = columns.masks.blocks
-    if any(block.data.dtype != np.bool_ for block in blocks):
-        weights = np.empty(len(mask), np.float32)
-        put_rows(weights, blocks, places)
-        return weights
-    return None if all(block.data.all() for block in blocks) else mask
-
-
-def _rewards_of_whole(columns: _Columns) -> Array:
-    """Return ``[rows]``: the reward of each row that has none for each token; NaN for none."""
-    found = np.array(columns.rewards, np.float64)  # None becomes NaN, which no reward is
-    found[columns.responses[_REWARDS].present(len(found))] = np.nan
-    return found
-
-
-def _tensors(columns: _Columns, flat: Mapping[str, Array], part: Part) -> dict[str, Any]:
-    """Return the tensors of one micro-batch: views of the flat columns."""
-    found: dict[str, Any] = {
-        name: torch.from_numpy(column[part.elements].reshape(part.shape))
-        for name, column in flat.items()
-    }
-    if len(part.shape) == 2:
-        found["position_ids"] = torch.arange(part.shape[1]).expand(part.shape)
-        return found
-    lengths = columns.lengths[part.rows]
+def _boundaries(lengths: Array) -> dict[str, Any]:
+    """Return where rows of these lengths end that are packed one after another."""
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
-    found["cu_seqlens"] = torch.from_numpy(ends.astype(np.int32))
-    found["max_seqlen"] = int(lengths.max(initial=0))
-    return found
+    return {
+        "cu_seqlens": torch.from_numpy(ends.astype(np.int32)),
+        "max_seqlen": int(lengths.max(initial=0)),
+    }

@@ -7,16 +7,14 @@ a column once. What is 0 between rows is written with them, while they are in th
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import override
 
 from trinity_buffer.pipeline.loading.blocks import Array, Block
 from trinity_buffer.sizes import sizes
@@ -210,71 +208,6 @@ def put_positions(column: Array, places: Places) -> None:
             continue
         for begin, size in zip(places.begins[rows].tolist(), lengths.tolist(), strict=True):
             column[begin : begin + size] = longest[:size]
-
-
-class LateColumn(ABC):
-    """A column of float32 that is made when somebody first looks at a part of it."""
-
-    def __init__(self, places: Places) -> None:
-        self._places = places
-        self._column: Array | None = None
-
-    def part(self, elements: slice) -> Array:
-        """Return some of its elements, as a view that is the caller's."""
-        if self._column is None:
-            column = np.empty(self._places.size, np.float32)
-            self.fill(column)
-            self._column = column
-        return self._column[elements]
-
-    @abstractmethod
-    def fill(self, column: Array) -> None:
-        """Write all of it into ``column``, which may hold anything."""
-
-
-class ScaledColumn(LateColumn):
-    """Multiples of the mask.
-
-    Args:
-        places: of the rows.
-        blocks: scaled ones; none: zeros.
-        mask: as it is when the step is made; None: all of each response is trained.
-    """
-
-    def __init__(self, places: Places, blocks: Sequence[Block], mask: PackedMask | None) -> None:
-        super().__init__(places)
-        # Copied: a view would keep the bytes of a segment in memory.
-        self._blocks = [replace(block, data=block.data.copy()) for block in blocks]
-        self._mask = mask
-
-    @override
-    def fill(self, column: Array) -> None:
-        weights = None if self._mask is None else self._mask.unpacked()
-        put_rows(column, self._blocks, self._places, weights)
-
-
-class LastTokens(LateColumn):
-    """One number at the last token of each row.
-
-    Args:
-        places: of the rows.
-        values: ``[rows]``, NaN for none.
-    """
-
-    def __init__(self, places: Places, values: Array) -> None:
-        super().__init__(places)
-        self._values = values
-
-    @override
-    def fill(self, column: Array) -> None:
-        column.fill(0)
-        self.put(column)
-
-    def put(self, column: Array) -> None:
-        """Write them into a column that has other rows."""
-        there = ~np.isnan(self._values) & (self._places.begins >= 0)
-        ends = self._places.begins + self._places.lengths
-        column[ends[there] - 1] = self._values[there]
 
 
 class Arena:

@@ -1,0 +1,132 @@
+"""Columns that are made when somebody looks at them are those that are made with the step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import Resize
+from tests.pipeline.test_rows_to_batches import LAYOUTS, written
+from trinity_buffer.codec import decode_segment
+from trinity_buffer.pipeline.microbatch import Late, LateTensors, MicroBatch
+from trinity_buffer.pipeline.streaming import row_loader
+from trinity_buffer.pipeline.streaming.manifest import LayoutName
+from trinity_buffer.pipeline.sync_stream import open_train_stream
+
+Change = Callable[[list[MicroBatch]], list[MicroBatch]]
+COPIES: dict[str, Change] = {
+    "as they are": lambda batches: batches,
+    "deep copies": copy.deepcopy,
+    "sent": lambda batches: pickle.loads(pickle.dumps(batches)),
+}
+
+
+def served(url: str, layout: LayoutName, budget: int | None, name: str) -> list[MicroBatch]:
+    """Return all micro-batches, as they come to a new trainer."""
+    with open_train_stream(
+        url,
+        experiment="e",
+        strategy="grpo",
+        consumer=name,
+        groups_per_step=5,
+        layout=layout,
+        tokens_per_microbatch=budget,
+    ) as stream:
+        return [batch for step in stream for batch in step.microbatches]
+
+
+@pytest.mark.parametrize("change", COPIES.values(), ids=list(COPIES))
+@pytest.mark.parametrize(("layout", "budget"), LAYOUTS)
+async def test_every_column_is_the_same_in_whatever_order_they_are_looked_at(
+    sqlite_url: str, resize: Resize, layout: LayoutName, budget: int | None, change: Change
+) -> None:
+    await written(sqlite_url)
+    ahead = served(sqlite_url, layout, budget, "ahead")
+    resize(bytes_made_ahead=0)
+    for seed in range(4):
+        late = change(served(sqlite_url, layout, budget, f"late-{seed}"))
+        looked_at = [(n, name) for n, batch in enumerate(late) for name in batch]
+        assert looked_at == [(n, name) for n, batch in enumerate(ahead) for name in batch]
+        random.Random(seed).shuffle(looked_at)
+        for number, name in looked_at:
+            require_equal(late[number][name], ahead[number][name], name)
+        for batch in late:
+            assert batch["old_logprob"] is batch["rollout_logprob"]
+
+
+def require_equal(found: Any, expected: Any, name: str) -> None:
+    """Require the same bits, type and shape."""
+    if not isinstance(expected, torch.Tensor):
+        assert found == expected, name
+        return
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
+    assert found.contiguous().numpy().tobytes() == expected.contiguous().numpy().tobytes(), name
+
+
+@pytest.mark.parametrize(("layout", "budget"), LAYOUTS)
+async def test_what_a_trainer_writes_into_one_column_reaches_no_other(
+    sqlite_url: str, resize: Resize, layout: LayoutName, budget: int | None
+) -> None:
+    await written(sqlite_url)
+    ahead = served(sqlite_url, layout, budget, "ahead")
+    resize(bytes_made_ahead=0)
+    for before, batch in zip(ahead, served(sqlite_url, layout, budget, "late"), strict=True):
+        for name in ("input_ids", "action_mask", "attention_mask", "old_logprob"):
+            batch[name].fill_(0)
+        for name in ("advantages", "returns", "token_level_rewards"):
+            require_equal(batch[name], before[name], name)
+
+
+async def test_what_was_stored_is_let_go_of_with_the_last_column_that_is_made_of_it(
+    sqlite_url: str, resize: Resize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored: list[tuple[str, Any]] = []
+
+    def decoded(blob: bytes) -> Any:
+        segment = decode_segment(blob)
+        columns = [(name, c.data) for name, some in segment.columns.items() for c in some]
+        stored.extend((name, weakref.ref(data)) for name, data in columns)
+        return segment
+
+    def held() -> set[str]:
+        return {name for name, data in stored if data() is not None}
+
+    monkeypatch.setattr(row_loader, "decode_segment", decoded)
+    await written(sqlite_url)
+    assert served(sqlite_url, "padded", None, "ahead")
+    assert "tokens" in {name for name, _ in stored}
+    assert held() == set()
+    resize(bytes_made_ahead=0)
+    late = served(sqlite_url, "padded", None, "late")
+    assert held() >= {"tokens", "logprobs", "action_mask", "advantages"}
+    for name, left in (("input_ids", "tokens"), ("old_logprob", "logprobs")):
+        assert left in held()
+        assert all(batch[name].any() for batch in late)
+        assert left not in held()
+    for name in ("advantages", "action_mask", "token_level_rewards"):
+        assert all(batch[name].any() for batch in late)
+    assert held() == {"action_mask", "advantages", "returns"}  # returns are still to be made
+    assert all(batch["returns"].any() for batch in late)
+    assert held() == set()
+
+
+def test_a_late_value_is_made_once_under_all_of_its_names() -> None:
+    made = []
+
+    def make() -> np.ndarray[Any, Any]:
+        made.append(np.zeros(3))
+        return made[-1]
+
+    late = Late(make)
+    tensors = LateTensors({"a": late, "b": late})
+    assert not made
+    assert tensors["a"] is tensors["b"] is tensors["a"] is made[0]
+    assert len(made) == 1
