@@ -14,17 +14,20 @@ Line = Mapping[str, Any]
 
 HEAD = """# Does it learn?
 
-Every algorithm of the registry has a recipe with which it trains a transformer of two layers on a
-task of the demo, from random weights, by `trinity-buffer demo --algorithm NAME`: explorers,
-trainer and, where the algorithm has one, strategy are processes of their own on one store, and what
-else an algorithm needs (solutions, pairs, a teacher, an expert) is made by the demo. A run of the
-table has learnt, and ends, when the trainer's greedy answers to 256 fresh problems reach the
-threshold (the plain command goes on to 0.95); `within` is where its recipe would end it. `sort` is
-three digits to be sorted (chance: 0.1 %); `guess` is a number below 8 to be found in four turns.
-Each run ended with `lost 0, duplicated 0` unless it says otherwise, and was then replayed from its
-log: the column before the last says for how many of them the weights came out the same, bit for
-bit. `commit`: every one that a run was made at. `not run`: not with the recipe
-that the algorithm has now; what earlier ones came to is in `learning.jsonl`.
+Every registered algorithm trains a small transformer (two layers, random weights) on a task of the
+demo, with the command `trinity-buffer demo --algorithm NAME`. Explorers, trainer and strategy run
+as separate processes on one store; the demo also makes the solutions, pairs, teacher or expert
+that an algorithm needs.
+
+- Tasks: `sort` is sorting three digits (chance: 0.1 %); `guess` is finding a number below 8 in four
+  turns.
+- A run ends as soon as the trainer's greedy answers to 256 fresh problems reach `threshold`; the
+  plain command goes on to 0.95. `within` is the number of steps after which the recipe gives up.
+- Afterwards the run is replayed from its log. `replay same` counts the runs whose weights came out
+  bit for bit the same.
+- Nothing was lost or trained twice in any run, unless a row says otherwise.
+- `commit` lists the commits that the runs were made at. `not run` means that the recipe has changed
+  since; older results are in `learning.jsonl`.
 
 ```sh
 python benchmarks/learning.py --all
