@@ -42,6 +42,7 @@ class Sizes:
         experiences_per_live_commit: the same where it follows and is not behind: what is committed
             can be trained while the rest is decided.
         experiences_per_load: units whose tokens or pixels are loaded together for a strategy.
+        bytes_read_at_once: of a long blob, on SQLite, which would make a copy of a whole one first.
         segments_per_load: segments of one read transaction: some 32 MB, well below a second.
         rows_kept: rows whose events a stream keeps decoded, beside those in use: some 10 MB.
         bytes_kept: segments that a stream keeps because rows of theirs were not asked for yet,
@@ -83,6 +84,7 @@ class Sizes:
     experiences_per_commit: int = 2048
     experiences_per_live_commit: int = 512
     experiences_per_load: int = 256
+    bytes_read_at_once: int = _MIB
     segments_per_load: int = 32
     rows_kept: int = 32_768
     bytes_kept: int = 16 * _MIB

@@ -1,16 +1,21 @@
-"""Long blobs are filled in place."""
+"""Long blobs are filled in place, and read piece by piece."""
 
 from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.contract.making import opened
-from trinity_buffer.blob import Blob, Buffer
+from tests.conftest import Resize
+from tests.contract.making import group, opened
+from trinity_buffer.blob import Blob, Buffer, mapped, writable
+from trinity_buffer.codec import decode_segment
 from trinity_buffer.errors import StoreError
+from trinity_buffer.pipeline import decoding
 from trinity_buffer.store import segments
 from trinity_buffer.store.sqlite import dbapi2, open_blob
 from trinity_buffer.store.sqlite_seats import FILLED_BYTES
@@ -31,6 +36,57 @@ async def test_blobs_of_any_size_and_in_any_pieces_come_back(store_url: str) -> 
         found = await experiment.database.read_session(lambda s: store.get(s, [key], list(given)))
     blobs = {family: segments.blob_of(key, family, found[key, family]) for family in given}
     assert blobs == {family: b"".join(pieces) for family, pieces in given.items()}
+
+
+@pytest.mark.parametrize("at_once", [1, 7, FILLED_BYTES, FILLED_BYTES + 1])
+async def test_blobs_that_are_read_in_pieces_are_those_that_are_read_whole(
+    at_once: int, sqlite_url: str, resize: Resize
+) -> None:
+    async with opened(sqlite_url) as experiment:
+        database, key = experiment.database, segments.new_key()
+        given = {f"f{size}": (bytes(range(251)) * 200)[:size] for size in (0, 1, 7, 8, 40_000)}
+        rows = database.segments.put(key, given)
+        await database.write(lambda tx: database.segments.take_in(tx, rows))
+        resize(bytes_read_at_once=at_once)
+        read = database.segments.get
+        found = await database.read_session(lambda s: read(s, [key], list(given)))
+    for family, blob in given.items():
+        ((part, checksum, data),) = found[key, family]
+        assert (part, checksum) == (0, segments.checksum(key, family, 0, blob))
+        assert data == blob
+        assert isinstance(data, memoryview) == (len(blob) > at_once)
+
+
+async def test_what_is_read_in_pieces_is_no_copy_and_not_the_store(
+    sqlite_url: str, resize: Resize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+
+    def decoded(blob: Buffer) -> Any:
+        read.append(blob)
+        return decode_segment(blob)
+
+    monkeypatch.setattr(decoding, "decode_segment", decoded)
+    resize(bytes_read_at_once=1)
+    async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+        given = group()
+        await experiment.writer("e0").write(given)
+        for _ in range(2):
+            found = [one async for one in experiment.read()]
+            assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(found, given, strict=True))
+            for one in found:
+                one.tokens.fill_(7)
+    assert {type(blob) for blob in read} == {memoryview}
+
+
+def test_bytes_are_copied_before_they_are_written() -> None:
+    kept = b"abc"
+    for given in (kept, memoryview(kept)):
+        changed = writable(given)
+        memoryview(changed)[0] = 0
+        assert (kept, bytes(changed)) == (b"abc", b"\0bc")
+    for own in (bytearray(kept), mapped(3)):
+        assert writable(own) is own
 
 
 async def test_nothing_of_a_long_blob_stays_where_the_transaction_fails(sqlite_url: str) -> None:

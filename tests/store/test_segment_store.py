@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import override
 
 from tests.contract.making import count, group
-from trinity_buffer.blob import Blob
+from trinity_buffer.blob import Blob, Buffer
 from trinity_buffer.inspect.overviews import overview
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
@@ -34,7 +34,7 @@ class FolderSegments(SegmentStore):
         self.taken_in: set[bytes] = set()
 
     @override
-    def put(self, key: bytes, families: Mapping[str, Blob | bytes]) -> list[SegmentRow]:
+    def put(self, key: bytes, families: Mapping[str, Blob | Buffer]) -> list[SegmentRow]:
         made = TableSegments().put(key, families)
         for row in made:
             self.path_of(key, row.family, row.part, row.checksum).write_bytes(bytes(row.data))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trinity_buffer.blob import Buffer, writable
 from trinity_buffer.codec import ANNOTATED, Column, Segment, decode_segment, encode_segment
 from trinity_buffer.errors import CodecError
 from trinity_buffer.experience import Experience
@@ -154,7 +155,7 @@ def _rows(column: Column) -> npt.NDArray[np.int64]:
 
 
 def decode_annotations(
-    blob: bytes | bytearray, slots: Sequence[int] | None, masks: Sequence[Tensor | None]
+    blob: Buffer, slots: Sequence[int] | None, masks: Sequence[Tensor | None]
 ) -> list[dict[str, Tensor | None]]:
     """Return, for each of ``slots``, its advantages and returns as full tensors.
 
@@ -170,7 +171,7 @@ def decode_annotations(
     Raises:
         CodecError: a damaged blob, or a mask that is missing.
     """
-    segment = decode_segment(blob if isinstance(blob, bytearray) else bytearray(blob))
+    segment = decode_segment(writable(blob))
     wanted = list(range(segment.rows)) if slots is None else list(slots)
     if len(wanted) != len(masks) or any(not 0 <= slot < segment.rows for slot in wanted):
         raise CodecError(
@@ -218,7 +219,7 @@ def _full(scalars: Tensor, masks: Sequence[Tensor | None], field: str) -> Sequen
     return _products(scalars, weights.to(scalars.dtype), sizes).split_with_sizes(sizes)
 
 
-def annotation_scalars(blob: bytes | bytearray, field: str) -> npt.NDArray[Any] | None:
+def annotation_scalars(blob: Buffer, field: str) -> npt.NDArray[Any] | None:
     """Return the scalars ``[rows]`` of a field whose every row is ``scalar * action_mask``.
 
     None where that is not so (some row is None, or differs from token to token), or where NumPy

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from trinity_buffer.blob import Buffer
 from trinity_buffer.codec import Column, ObjectPacker, Segment, decode_segment, encode_segment
 from trinity_buffer.codec.objects import unpack_object
 from trinity_buffer.events import ExperiencesRecorded
@@ -61,7 +62,7 @@ class Written:
 
     position: int
     fact: ExperiencesRecorded
-    families: Mapping[str, bytes]
+    families: Mapping[str, Buffer]
 
     @cached_property
     def segments(self) -> dict[str, Segment]:
@@ -133,7 +134,7 @@ def _part(arrow: Any, one: Written, kinds: Mapping[Kind, str]) -> Any:
     return found
 
 
-def checksum(blob: bytes) -> int:
+def checksum(blob: Buffer) -> int:
     """Return XXH3-64 of ``blob``, as a signed number."""
     return int.from_bytes(xxhash.xxh3_64_digest(blob), "big", signed=True)
 
@@ -299,7 +300,7 @@ def _pieces(name: str, texts: Sequence[str | None]) -> list[bytes]:
 
 
 def segments_in(
-    rows: Any, kinds: Mapping[Kind, str], families: Sequence[str] | Mapping[str, bytes]
+    rows: Any, kinds: Mapping[Kind, str], families: Sequence[str] | Mapping[str, Buffer]
 ) -> Iterator[tuple[str, bytes]]:
     """Yield (family, blob) of the segment whose rows a table holds; not of families without any."""
     there = set(rows.column_names)

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
+from trinity_buffer.blob import Buffer, writable
 from trinity_buffer.codec import Column, Segment, decode_segment
 from trinity_buffer.errors import CodecError
 from trinity_buffer.experience import FAMILIES, CustomField, Experience, ExperienceType
@@ -18,7 +19,7 @@ _KINDS = frozenset(get_args(ExperienceType))
 
 
 def decode_experiences(
-    families: Mapping[str, bytes | bytearray],
+    families: Mapping[str, Buffer],
     meta: Mapping[str, Sequence[Any]],
     slots: Sequence[int] | None = None,
     *,
@@ -26,8 +27,8 @@ def decode_experiences(
 ) -> list[Experience]:
     """Return the experiences of one write, with the fields of the families that are given.
 
-    Tensors are views: what is given as a bytearray is not copied, and may be written through them
-    without touching the store; bytes are copied first.
+    Tensors are views: what may be written is not copied, and is written through them without
+    touching the store; bytes are copied first.
 
     Args:
         families: family -> blob; any of them may be left out.
@@ -45,7 +46,7 @@ def decode_experiences(
         raise CodecError(f"slots {list(wanted)} of a write with {rows} experiences")
     states = _states(meta, wanted, families if loaded is None else (*families, *loaded))
     for family, blob in families.items():
-        segment = decode_segment(blob if isinstance(blob, bytearray) else bytearray(blob))
+        segment = decode_segment(writable(blob))
         if segment.rows != rows:
             raise CodecError(f"segment {family} has {segment.rows} rows, its event has {rows}")
         _fill_fields(states, family, segment, None if slots is None else slots)

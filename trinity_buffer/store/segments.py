@@ -7,14 +7,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
-from sqlalchemy import bindparam, func, select, text
+from sqlalchemy import ColumnElement, bindparam, case, func, literal_column, select, text
 from sqlalchemy import delete as sql_delete
 from typing_extensions import override
 
-from trinity_buffer.blob import Blob
+from trinity_buffer.blob import Blob, Buffer
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.counters import all_numbers
@@ -46,7 +46,7 @@ class SegmentStore(ABC):
     """
 
     @abstractmethod
-    def put(self, key: bytes, families: Mapping[str, Blob | bytes]) -> list[SegmentRow]:
+    def put(self, key: bytes, families: Mapping[str, Blob | Buffer]) -> list[SegmentRow]:
         """Keep blobs; return what the transaction takes in. Takes long: not in a transaction."""
 
     @abstractmethod
@@ -74,7 +74,7 @@ class TableSegments(SegmentStore):
     """Segments in the table `segment`, beside the events that name them."""
 
     @override
-    def put(self, key: bytes, families: Mapping[str, Blob | bytes]) -> list[SegmentRow]:
+    def put(self, key: bytes, families: Mapping[str, Blob | Buffer]) -> list[SegmentRow]:
         rows, size = [], sizes().bytes_per_part
         for family, whole in families.items():
             blob = whole if isinstance(whole, Blob) else Blob([whole])
@@ -113,7 +113,7 @@ def new_key() -> bytes:
     return int(time.time() * 1000).to_bytes(6, "big") + os.urandom(10)
 
 
-def checksum(key: bytes, family: str, part: int, data: Blob | bytes | memoryview) -> int:
+def checksum(key: bytes, family: str, part: int, data: Blob | Buffer) -> int:
     """Return XXH3-64 of ``data``, as the signed number that both databases have a column for.
 
     Its seed is XXH3-64 of where the data belongs, so that two rows exchanged are seen. It is for
@@ -126,7 +126,7 @@ def checksum(key: bytes, family: str, part: int, data: Blob | bytes | memoryview
     return int.from_bytes(made.digest(), "big", signed=True)
 
 
-def _holds(key: bytes, family: str, part: int, recorded: int, data: bytes) -> bool:
+def _holds(key: bytes, family: str, part: int, recorded: int, data: Buffer) -> bool:
     """Return whether a checksum holds: ours, or that of the data alone, which 0001 wrote."""
     if checksum(key, family, part, data) == recorded:
         return True
@@ -140,16 +140,26 @@ def _read(tx: Transaction, keys: Sequence[bytes], families: Sequence[str]) -> Se
     values: dict[str, object] = {f"key{number}": key for number, key in enumerate(keys)}
     values |= {f"family{number}": family for number, family in enumerate(families)}
     found: SegmentParts = {}
-    rows = _parts_of(len(keys), len(families)).rows(tx, **values)
-    for key, family, part, recorded, data in rows:
-        found.setdefault((key, family), []).append((part, recorded, data))
+    values["long"] = sizes().bytes_read_at_once
+    rows = _parts_of(tx.dialect.name, len(keys), len(families)).rows(tx, **values)
+    for key, family, part, recorded, data, *where in rows:
+        whole = tx.blob(segment, *where) if data is None else data
+        found.setdefault((key, family), []).append((part, recorded, whole))
     return found
 
 
 @lru_cache(maxsize=128)
-def _parts_of(keys: int, families: int) -> Prepared:
-    """Return the statement for so many keys and families."""
-    query = select(segment).where(
+def _parts_of(dialect: str, keys: int, families: int) -> Prepared:
+    """Return the statement for so many keys and families; on SQLite a long blob is NULL in it."""
+    columns: list[ColumnElement[Any]] = list(segment.c)
+    if dialect == "sqlite":
+        size = func.length(segment.c.data)
+        columns[-1:] = [
+            case((size <= bindparam("long"), segment.c.data)),
+            literal_column("rowid"),
+            size,
+        ]
+    query = select(*columns).where(
         segment.c.key.in_([bindparam(f"key{number}") for number in range(keys)]),
         segment.c.family.in_([bindparam(f"family{number}") for number in range(families)]),
     )
@@ -175,7 +185,7 @@ def _archived_of(keys: int) -> Prepared:
     return Prepared(query.where(wanted))
 
 
-def blob_of(key: bytes, family: str, parts: Sequence[tuple[int, int, bytes]]) -> bytes:
+def blob_of(key: bytes, family: str, parts: Sequence[tuple[int, int, Buffer]]) -> Buffer:
     """Return the blob of ``parts``. Computes checksums: call it outside transactions.
 
     Raises:

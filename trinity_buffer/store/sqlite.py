@@ -209,11 +209,16 @@ def in_use(path: Path) -> bool:
     return False
 
 
-def open_blob(connection: Any, table: str, column: str, row: int) -> Any:
-    """Return one value as a file that is written in place; Python's library calls it otherwise."""
+def open_blob(
+    connection: Any, table: str, column: str, row: int, *, read_only: bool = False
+) -> Any:
+    """Return one value as a file, to be read or written in place.
+
+    Python's library calls it otherwise.
+    """
     if hasattr(connection, "blobopen"):
-        return connection.blobopen(table, column, row)
-    return connection.open_blob(table, column, row, False)  # noqa: FBT003 - it takes no name
+        return connection.blobopen(table, column, row, readonly=read_only)
+    return connection.open_blob(table, column, row, read_only)
 
 
 def pragmas(*, durability: str, read_only: bool) -> list[str]:

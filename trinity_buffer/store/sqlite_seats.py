@@ -20,6 +20,7 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.pool import StaticPool
 from typing_extensions import override
 
+from trinity_buffer.blob import Buffer, mapped
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.access import StoreFiles
 from trinity_buffer.store.sqlite import dbapi2, open_blob
@@ -108,6 +109,16 @@ class SQLiteTransaction(Transaction):
             with closing(open_blob(self._driver, table.name, name, row)) as room:
                 for piece in blob.pieces:
                     room.write(piece)
+
+    @override
+    def blob(self, table: Table, row: int, size: int) -> Buffer:
+        """Return the last column of a row, read piece by piece into memory of its own."""
+        found, step = mapped(size), sizes().bytes_read_at_once
+        name = list(table.columns)[-1].name
+        with closing(open_blob(self._driver, table.name, name, row, read_only=True)) as stored:
+            for start in range(0, size, step):
+                found[start : start + step] = stored.read(min(step, size - start))
+        return found
 
     @override
     def announce(self) -> None:

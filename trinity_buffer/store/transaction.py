@@ -32,13 +32,14 @@ from sqlalchemy import (
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeEngine
 
+from trinity_buffer.blob import Buffer
 from trinity_buffer.errors import SchemaTooNewError, StoreError
 from trinity_buffer.store.tables import SCHEMA_REVISION
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SegmentParts: TypeAlias = dict[tuple[bytes, str], list[tuple[int, int, bytes]]]
+SegmentParts: TypeAlias = dict[tuple[bytes, str], list[tuple[int, int, Buffer]]]
 """(key, family) -> its parts as (part, checksum, data), unchecked: `segments.blob_of` checks."""
 
 
@@ -98,6 +99,10 @@ class Transaction(ABC):
     def add_blobs(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert ``rows`` as `add` does, the last column of each a `Blob`."""
         self.add(table, [(*row[:-1], bytes(row[-1])) for row in rows])
+
+    def blob(self, table: Table, row: int, size: int) -> Buffer:
+        """Return the last column of a row of ``table``, of so many bytes; on SQLite alone."""
+        raise NotImplementedError
 
     @abstractmethod
     def announce(self) -> None:

@@ -132,9 +132,7 @@ def _decoded(
         by_event.setdefault(position_of(row.address), []).append(row)
     made: dict[int, Experience] = {}
     for position, some in by_event.items():
-        buffers = {
-            family: bytearray(blob) for family, blob in blobs.get(some[0].segment, {}).items()
-        }
+        buffers = blobs.get(some[0].segment, {})
         slots = [slot_of(row.address) for row in some]
         event = events[position]
         assert isinstance(event, ExperiencesRecorded)  # where the rows are of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from trinity_buffer.blob import Buffer
 from trinity_buffer.errors import ArchivedSegmentError, StoreError
 from trinity_buffer.pipeline.archive_file import read_archive
 from trinity_buffer.sizes import sizes
@@ -92,13 +93,13 @@ def _fetched(s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> 
     return StoredSegments(found, absent)
 
 
-def blobs_of(parts: SegmentParts) -> dict[bytes, dict[str, bytes]]:
+def blobs_of(parts: SegmentParts) -> dict[bytes, dict[str, Buffer]]:
     """Return key -> family -> blob. Computes checksums: call it off the event loop.
 
     Raises:
         DamagedSegmentError: a checksum does not hold.
     """
-    found: dict[bytes, dict[str, bytes]] = {}
+    found: dict[bytes, dict[str, Buffer]] = {}
     for (key, family), some in parts.items():
         found.setdefault(key, {})[family] = segments.blob_of(key, family, some)
     return found

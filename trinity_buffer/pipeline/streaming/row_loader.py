@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from trinity_buffer import identity
+from trinity_buffer.blob import Buffer
 from trinity_buffer.codec import Column, decode_segment
 from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.events import WithSegment
@@ -113,7 +114,7 @@ class _Segments:
         kept.left -= rows
         return kept.columns
 
-    def add(self, key: bytes, families: Mapping[str, bytes]) -> None:
+    def add(self, key: bytes, families: Mapping[str, Buffer]) -> None:
         columns: _Columns = {}
         rows = 0
         for blob in families.values():

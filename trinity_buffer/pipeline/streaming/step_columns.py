@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from trinity_buffer.blob import mapped
 from trinity_buffer.pipeline.loading.blocks import Array, Block, Field
 from trinity_buffer.pipeline.streaming.collate_buffers import (
     Arena,
@@ -81,7 +82,9 @@ class LateColumn:
         """Return some of its elements, as a view that is the caller's."""
         how = self._how
         if how is not None:
-            column = np.empty(self._size, how.dtype)
+            size = self._size * np.dtype(how.dtype).itemsize
+            large = size > sizes().bytes_read_at_once
+            column = np.frombuffer(mapped(size) if large else bytearray(size), how.dtype)
             how.fill(column)
             self._column, self._how = column, None
         return self._column[elements]

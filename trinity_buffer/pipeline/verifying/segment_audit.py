@@ -8,6 +8,7 @@ from functools import partial
 
 import anyio.to_thread
 
+from trinity_buffer.blob import Buffer
 from trinity_buffer.codec import (
     Segment,
     content_digest,
@@ -89,7 +90,7 @@ def _check(named: Sequence[_Named], parts: SegmentParts) -> list[tuple[bytes, Pr
 def _check_one(one: _Named, parts: SegmentParts) -> Iterator[Problem]:
     where = f"segment {one.key.hex()} of position {one.position}"
     decoded: list[Segment] = []
-    blobs: list[bytes] = []
+    blobs: list[Buffer] = []
     for family, size in one.fact.families.items():
         try:
             blob = segments.blob_of(one.key, family, parts.get((one.key, family), []))
@@ -113,7 +114,9 @@ def _check_one(one: _Named, parts: SegmentParts) -> Iterator[Problem]:
         yield from _check_digests(one.position, one.fact, decoded)
 
 
-def _check_digest(one: _Named, recorded: bytes | None, blobs: Sequence[bytes]) -> Iterator[Problem]:
+def _check_digest(
+    one: _Named, recorded: bytes | None, blobs: Sequence[Buffer]
+) -> Iterator[Problem]:
     if recorded is not None and (found := content_digest(blobs)) != recorded:
         what = f"it has the digest {found.hex()}, its event says {recorded.hex()}"
         yield Problem("digests", f"segment {one.key.hex()} of position {one.position}", what)
