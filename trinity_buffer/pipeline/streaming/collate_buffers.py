@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -125,17 +125,19 @@ class PackedMask:
 
 def put_rows(
     column: Array,
-    blocks: Sequence[Block],
+    blocks: deque[Block],
     places: Places,
     weights: Array | None = None,
     *,
     after_prompt: bool = True,
-) -> None:
+) -> Iterator[None]:
     """Write a whole column: the rows of ``blocks``, and zeros wherever they do not reach.
+
+    Yields after each block, which is let go of.
 
     Args:
         column: may hold anything.
-        blocks: no two have a row in common.
+        blocks: no two have a row in common; they are taken out as they are written.
         places: of the rows.
         weights: a column, the mask that scaled values are multiples of; None: all are trained.
         after_prompt: whether they are of the responses.
@@ -144,21 +146,25 @@ def put_rows(
     whole = None not in found and sum(len(block.rows) for block in blocks) == places.number
     if not whole:
         column.fill(0)
-    for block, where in zip(blocks, found, strict=True):
+    for where in found:
         if where is None:
-            _put_each(column, block, places, weights, after_prompt=after_prompt)
-            continue
-        start, area = where.prompt if after_prompt else 0, where.of(column)
-        if whole:
-            area[:, :start] = area[:, where.length :] = 0
-        target = area[:, start : where.length]
-        if not block.scaled:
-            target[...] = block.data.reshape(target.shape)
-        elif weights is None:
-            target[...] = block.data[:, None]
+            _put_each(column, blocks.popleft(), places, weights, after_prompt=after_prompt)
         else:
-            mask = where.of(weights)[:, start : where.length]
-            np.multiply(mask, block.data[:, None], out=target, casting="unsafe")
+            start, area = where.prompt if after_prompt else 0, where.of(column)
+            if whole:
+                area[:, :start] = area[:, where.length :] = 0
+            mask = None if weights is None else where.of(weights)[:, start : where.length]
+            _put_rectangle(area[:, start : where.length], blocks.popleft(), mask)
+        yield
+
+
+def _put_rectangle(target: Array, block: Block, mask: Array | None) -> None:
+    if not block.scaled:
+        target[...] = block.data.reshape(target.shape)
+    elif mask is None:
+        target[...] = block.data[:, None]
+    else:
+        np.multiply(mask, block.data[:, None], out=target, casting="unsafe")
 
 
 def _rectangle_of(block: Block, places: Places, *, after_prompt: bool) -> Rectangle | None:
@@ -189,25 +195,27 @@ def _put_each(
             np.multiply(weights[start:stop], scalar, out=column[start:stop], casting="unsafe")
 
 
-def put_text(column: Array, places: Places) -> None:
+def put_text(column: Array, places: Places) -> Iterator[None]:
     """Write the attention mask: where the tokens of the rows are."""
     column.fill(1)
     for rows, elements, shape in places.parts if places.padded else ():
         lengths = places.lengths[rows]
         if (lengths < shape[1]).any():
             np.less(np.arange(shape[1]), lengths[:, None], out=column[elements].reshape(shape))
+        yield
 
 
-def put_positions(column: Array, places: Places) -> None:
+def put_positions(column: Array, places: Places) -> Iterator[None]:
     """Write the place of each token in its row, of packed rows."""
     for rows, elements, _ in places.parts:
         lengths = places.lengths[rows]
         longest = np.arange(lengths.max(initial=0))
         if len(lengths) and (lengths == lengths[0]).all():
             column[elements].reshape(len(lengths), len(longest))[...] = longest
-            continue
-        for begin, size in zip(places.begins[rows].tolist(), lengths.tolist(), strict=True):
-            column[begin : begin + size] = longest[:size]
+        else:
+            for begin, size in zip(places.begins[rows].tolist(), lengths.tolist(), strict=True):
+                column[begin : begin + size] = longest[:size]
+        yield
 
 
 class Arena:

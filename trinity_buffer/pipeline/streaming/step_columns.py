@@ -7,9 +7,12 @@ loss reads is never made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
+from threading import Lock
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,6 +31,8 @@ from trinity_buffer.pipeline.streaming.collate_buffers import (
 from trinity_buffer.sizes import sizes
 
 REWARDS = "token_level_rewards"
+WITH_IDS = ("input_ids", "rollout_logprob")
+"""Columns that are stored together: to keep the bytes of one takes more than to make it."""
 
 Weights: TypeAlias = Callable[[], "Array | None"]
 """Returns what scaled values are multiples of: the mask, with its weights if it has any.
@@ -54,40 +59,59 @@ class RowColumns:
 
 
 class Making(NamedTuple):
-    """How a column is made.
+    """How a column is made, once.
 
     Attributes:
         dtype: of its elements.
-        fill: writes all of them into memory that may hold anything.
+        fill: writes all of them into memory that may hold anything; yields after each block of
+            rows, of which it lets go.
     """
 
     dtype: type[np.generic]
-    fill: Callable[[Array], None]
+    fill: Callable[[Array], Iterator[None]]
 
 
-class LateColumn:
-    """A column that is made when somebody first looks at a part of it.
+class LateColumns:
+    """Columns that are made when somebody first looks at one of them: of the same stored bytes.
+
+    After each block these are let go of, so that never both are there whole.
 
     Args:
-        size: its elements.
-        how: it is made; let go of then, and with it what it is made of.
+        size: elements of each.
+        ways: how each is made; let go of then, and with it what it is made of.
     """
 
-    def __init__(self, size: int, how: Making) -> None:
+    def __init__(self, size: int, ways: Mapping[str, Making]) -> None:
         self._size = size
-        self._how: Making | None = how
-        self._column: Array = np.empty(0, how.dtype)
+        self._ways: Mapping[str, Making] | None = ways
+        self._made: dict[str, Array] = {}
+        self._lock = Lock()  # threads of a trainer may look at the same time
+
+    def column(self, name: str) -> Array:
+        """Return one of them."""
+        with self._lock:
+            ways, self._ways = self._ways, None
+            if ways is not None:
+                made = {name: self._room(how) for name, how in ways.items()}
+                _done(zip_longest(*(how.fill(made[name]) for name, how in ways.items())))
+                self._made = made
+        return self._made[name]
+
+    def _room(self, how: Making) -> Array:
+        size = self._size * np.dtype(how.dtype).itemsize
+        large = size > sizes().bytes_read_at_once
+        return np.frombuffer(mapped(size) if large else bytearray(size), how.dtype)
+
+
+class LateColumn(NamedTuple):
+    """A column that is made when somebody first looks at a part of it."""
+
+    of: LateColumns
+    name: str
 
     def part(self, elements: slice) -> Array:
         """Return some of its elements, as a view that is the caller's."""
-        how = self._how
-        if how is not None:
-            size = self._size * np.dtype(how.dtype).itemsize
-            large = size > sizes().bytes_read_at_once
-            column = np.frombuffer(mapped(size) if large else bytearray(size), how.dtype)
-            how.fill(column)
-            self._column, self._how = column, None
-        return self._column[elements]
+        return self.of.column(self.name)[elements]
 
 
 def columns_of_step(
@@ -97,13 +121,21 @@ def columns_of_step(
     ways = _ways(columns, places, partial(_weights, columns.masks.blocks, places))
     width = sum(np.dtype(how.dtype).itemsize for how in ways.values())
     if places.size * width > sizes().bytes_made_ahead:
-        return {name: LateColumn(places.size, how) for name, how in ways.items()}
+        ids = LateColumns(places.size, {n: ways[n] for n in WITH_IDS if n in ways})
+        return {
+            name: LateColumn(ids, name) if name in WITH_IDS else _late(places, name, how)
+            for name, how in ways.items()
+        }
     return _made_ahead(columns, places, memory, ways)
+
+
+def _late(places: Places, name: str, how: Making) -> LateColumn:
+    return LateColumn(LateColumns(places.size, {name: how}), name)
 
 
 def _ways(columns: RowColumns, places: Places, weights: Weights) -> dict[str, Making]:
     """Return how each column is made."""
-    tokens, masks = columns.tokens.blocks, columns.masks.blocks
+    tokens, masks = deque(columns.tokens.blocks), deque(columns.masks.blocks)
     ids = partial(put_rows, blocks=tokens, places=places, after_prompt=False)
     found = {
         "input_ids": Making(np.int64, ids),
@@ -114,7 +146,7 @@ def _ways(columns: RowColumns, places: Places, weights: Weights) -> dict[str, Ma
     if places.padded:
         del found["position_ids"]  # those of the longest row are those of all
     for name, some in columns.responses.items():
-        fill = partial(_put_response, blocks=some.blocks, places=places, weights=weights)
+        fill = partial(_put_response, blocks=deque(some.blocks), places=places, weights=weights)
         if name == REWARDS:
             fill = partial(fill, last=_rewards_of_whole(columns))
         found[name] = Making(np.float32, fill)
@@ -123,12 +155,12 @@ def _ways(columns: RowColumns, places: Places, weights: Weights) -> dict[str, Ma
 
 def _put_response(
     column: Array,
-    blocks: Sequence[Block],
+    blocks: deque[Block],
     places: Places,
     weights: Weights,
     last: Array | None = None,
-) -> None:
-    """Write a column of the responses.
+) -> Iterator[None]:
+    """Write a column of the responses, as `put_rows` does.
 
     Args:
         column: may hold anything.
@@ -136,7 +168,8 @@ def _put_response(
         weights: of what is scaled.
         last: ``[rows]``, a number for the last token of each row, NaN for none.
     """
-    put_rows(column, blocks, places, weights() if any(one.scaled for one in blocks) else None)
+    scaled = any(block.scaled for block in blocks)
+    yield from put_rows(column, blocks, places, weights() if scaled else None)
     if last is not None:
         there = ~np.isnan(last) & (places.begins >= 0)
         ends = places.begins + places.lengths
@@ -166,28 +199,33 @@ def _weights(masks: Sequence[Block], places: Places, mask: Array | None = None) 
     else:
         dtype = np.float32
     found = np.empty(places.size, dtype)
-    put_rows(found, masks, places)
+    _done(put_rows(found, deque(masks), places))
     return found
+
+
+def _done(blocks: Iterator[object]) -> None:
+    for _ in blocks:
+        pass
 
 
 def _made_ahead(
     columns: RowColumns, places: Places, memory: StepMemory, ways: Mapping[str, Making]
 ) -> dict[str, Array | LateColumn]:
     """Return the columns of a step of usual size, most of them made."""
-    late = _late(columns, places)
+    late = _waiting(columns, places)
     arena = Arena(memory, places.size, [how.dtype for n, how in ways.items() if n not in late])
     made = {name: arena.column() for name in ways if name not in late}
     mask = made["action_mask"]
-    ways["action_mask"].fill(mask)
+    _done(ways["action_mask"].fill(mask))
     weights = _weights(columns.masks.blocks, places, mask)
     for name, how in _ways(columns, places, lambda: weights).items():
         if name in made and name != "action_mask":
-            how.fill(made[name])
+            _done(how.fill(made[name]))
     kept = _kept(columns, late, places, weights)
-    return {n: made[n] if n in made else LateColumn(places.size, kept[n]) for n in ways}
+    return {n: made[n] if n in made else _late(places, n, kept[n]) for n in ways}
 
 
-def _late(columns: RowColumns, places: Places) -> set[str]:
+def _waiting(columns: RowColumns, places: Places) -> set[str]:
     """Return the columns that wait for somebody to look at them.
 
     Few losses read returns, rewards, or advantages that nobody computed. They wait only if nothing
