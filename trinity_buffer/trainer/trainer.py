@@ -185,7 +185,7 @@ class Trainer:
                 metrics["staleness"] = step.staleness
             metrics |= measure(step.step)
             measures = self._measured(meter, metrics)
-            last = step
+            last = replace(step, microbatches=[])  # not two steps' tensors, while it is uncommitted
             ending = self._reached(step.step) or self._gives_up
             committed = ending or step.step % self._settings.commit_every_steps == 0
             if committed:
