@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 
@@ -48,16 +49,20 @@ def entry_of(command: str, root: Path) -> tuple[str, ...]:
 
 def imported_by(entry: Iterable[str], root: Path) -> list[str]:
     """Return the files under ``root`` that run with those of ``entry``, sorted."""
-    seen: set[str] = set()
+    here = {path.name.removesuffix(".py") for path in root.iterdir()}
+    files: set[str] = set()
+    modules: set[str] = set()
     todo = list(entry)
     while todo:
         file = todo.pop()
-        if file in seen:
+        if file in files:
             continue
-        seen.add(file)
-        for module in set(_modules(ast.parse((root / file).read_bytes()))):
-            todo += _places(module, root)
-    return sorted(seen)
+        files.add(file)
+        for module in _modules((root / file).read_bytes()) - modules:
+            modules.add(module)
+            if module.partition(".")[0] in here:
+                todo += _places(module, root)
+    return sorted(files)
 
 
 def _places(module: str, root: Path) -> list[str]:
@@ -72,21 +77,25 @@ def _places(module: str, root: Path) -> list[str]:
     return found
 
 
-def _modules(node: ast.AST) -> Iterator[str]:
-    for child in ast.iter_child_nodes(node):
-        match child:
+@cache
+def _modules(source: bytes) -> frozenset[str]:
+    """Return the modules that a file names; of many commands, most have the same files."""
+    found: set[str] = set()
+    todo: list[ast.AST] = [ast.parse(source)]
+    while todo:
+        match todo.pop():
             case ast.Import(names=names):
-                yield from (name.name for name in names)
+                found.update(name.name for name in names)
             case ast.ImportFrom(module=str(module), names=names):
-                yield module
-                yield from (f"{module}.{name.name}" for name in names)
+                found.add(module)
+                found.update(f"{module}.{name.name}" for name in names)
             case ast.Constant(value=str(text)):
-                yield from _named(text)
+                found.update(_named(text))
             case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=others):
-                for other in others:
-                    yield from _modules(other)
-            case _:
-                yield from _modules(child)
+                todo += others
+            case node:
+                todo += ast.iter_child_nodes(node)
+    return frozenset(found)
 
 
 def _named(text: str) -> list[str]:
