@@ -39,7 +39,7 @@ BATCHES = 24
 QUESTIONS = 10
 """Of each kind in a round."""
 PASSES = 3_000_000
-"""Experiences that `rebuild` and `verify` go through, once or several times."""
+"""Experiences that `rebuild` and `verify` go through, once or up to three times."""
 LIMIT, MEMORY_LIMIT = 1.3, 1.1
 """Times what it was at the first size."""
 PASS_LIMIT_S = 60.0
@@ -125,8 +125,9 @@ def measured(
         unit = "MB" if case.startswith("memory") else "µs" if "per experience" in case else "ms"
         yield Found(case, unit, *([one[case] for one in some] for some in took))
     there = asyncio.run(sizes_of(url))[0]
+    passes = max(1, min(3, rounds, PASSES // there))
     for command in ("rebuild", "verify"):
-        yield from _passed(command, url, there)
+        yield from _passed(command, url, there, passes)
 
 
 def _round(url: str, batches: int) -> Took:
@@ -145,10 +146,10 @@ def _work(role: str, url: str, number: int) -> Any:
     return json.loads(run_measured(command)[0])
 
 
-def _passed(command: str, url: str, there: int) -> Iterator[Found]:
+def _passed(command: str, url: str, there: int, passes: int) -> Iterator[Found]:
     """Yield what a command takes that goes through the whole run, as a user starts it."""
     words = (sys.executable, "-m", "trinity_buffer", command, "--store", url, "--json")
-    costs = [run_measured(words)[1] for _ in range(max(1, min(3, PASSES // there)))]
+    costs = [run_measured(words)[1] for _ in range(passes)]
     rates = [(cost.wall_s / there * 1e6, cost.cpu_s / there * 1e6) for cost in costs]
     yield Found(command, "s per million", [rates])
     yield Found(f"memory of {command}", "MB", [[(cost.largest_mb,) * 2 for cost in costs]])

@@ -98,10 +98,10 @@ def test_the_table_has_a_column_for_each_size() -> None:
 def test_a_run_grows_from_one_size_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ["growth", "--first", "1024", "--rounds", "1", "--batches", "16"]
+    small = ["growth", "--first", "512", "--rounds", "1", "--batches", "8"]
     summed: dict[str, Any] = {}
     at = ["--store", str(tmp_path / "run.db"), "--experiences"]
-    for size in ("1024", "10240"):
+    for size in ("512", "5120"):
         monkeypatch.setattr(sys, "argv", [*small, *at, size])
         growth.main()
         rows = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
@@ -109,6 +109,6 @@ def test_a_run_grows_from_one_size_to_the_next(
         assert {row["experiences"] for row in measured} == {int(size)}
         summed = {row["case"]: row for row in rows if "kept" in row}
         assert len(summed) == len(measured) > 20
-    assert summed["write 64"]["sizes"] == [1024, 10240]
+    assert summed["write 64"]["sizes"] == [512, 5120]
     assert {"commit a step", "show", "why", "groups", "rebuild", "verify"} <= summed.keys()
     assert {"memory of explorer", "memory of strategy", "memory of trainer"} <= summed.keys()
