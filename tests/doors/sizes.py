@@ -5,7 +5,10 @@ For `make`, they go into its ``ARGS``. Of several beginnings that fit, the longe
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 DEMO = (
     "--set max_steps=2 --set groups_per_step=2 --set groups_per_batch=1 --set rollouts_per_group=4 "
@@ -62,13 +65,61 @@ SIZES = {
 
 def sized(command: str) -> str:
     """Return the command with the arguments that make it small."""
-    words = shlex.split(command)
-    fitting = [start for start in SIZES if words[: len(start.split())] == start.split()]
-    if not fitting:
+    words, more = shlex.split(command), _sizes_of(command)
+    if not more:
         return command
-    more = SIZES[max(fitting, key=len)]
     if words[0] != "make" or more.startswith("URL="):
         return f"{command} {more}"
     given = [word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")]
     others = [word for word in words if not word.startswith("ARGS=")]
     return f"{shlex.join(others)} ARGS={shlex.quote(' '.join([*given, more]))}"
+
+
+def _sizes_of(command: str) -> str:
+    words = shlex.split(command)
+    fitting = [start for start in SIZES if words[: len(start.split())] == start.split()]
+    return SIZES[max(fitting, key=len)] if fitting else ""
+
+
+class Run(NamedTuple):
+    """What a line comes to.
+
+    Attributes:
+        program: with its arguments.
+        kept: the options that no size sets again.
+        sizes: what is put behind them.
+    """
+
+    program: str
+    kept: tuple[str, ...]
+    sizes: str
+
+
+def united(commands: Sequence[str], others: Iterable[str] = ()) -> list[str]:
+    """Return the commands, but of those that come to the same run only one.
+
+    It has the options of all of them, and of those of ``others`` that come to it too: each is still
+    read, though the sizes set it again.
+    """
+    together: dict[Run, dict[str, None]] = {_run_of(command)[0]: {} for command in commands}
+    for command in (*commands, *others):
+        run, again = _run_of(command)
+        if run in together:
+            together[run].update(dict.fromkeys(again))
+    return [" ".join([run.program, *again, *run.kept]) for run, again in together.items()]
+
+
+def known(commands: Iterable[str]) -> set[Run]:
+    """Return what the commands come to."""
+    return {_run_of(command)[0] for command in commands}
+
+
+def _run_of(command: str) -> tuple[Run, list[str]]:
+    """Return what a line comes to, and those of its options that the sizes set again."""
+    if not command.startswith("python "):
+        return Run(command, (), ""), []
+    sizes = _sizes_of(command)
+    program, *options = re.split(" (?=--)", command)
+    again = [one for one in options if one.split()[0] in sizes.split()]
+    kept = tuple(one for one in options if one not in again)
+    return Run(program, kept, sizes), again

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.doors.finding import LANGUAGES, TERMINALS, Block, blocks, shell_blocks
-from tests.doors.sizes import sized
+from tests.doors.finding import LANGUAGES, TERMINALS, Block, blocks, scripts, shell_blocks, usages
+from tests.doors.sizes import sized, united
 from tests.doors.workshop import run, run_in_terminals
 
 SHELL = shell_blocks()
+IN_DOCSTRINGS = [line for script in scripts("benchmarks") for line in usages(script)]
 
 
 def test_every_block_names_its_language() -> None:
@@ -35,7 +36,7 @@ def test_no_command_hides_in_a_block_of_another_language(language: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("block", SHELL, ids=lambda block: block.name)
 def test_a_shell_block_runs(repository: Path, block: Block) -> None:
-    commands = [sized(command) for command in block.commands]
+    commands = [sized(command) for command in united(block.commands, IN_DOCSTRINGS)]
     assert commands
     if block.info == TERMINALS:
         run_in_terminals(commands, repository)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.doors.finding import ON_PAGES, ROOT, scripts, usages
-from tests.doors.sizes import sized
+from tests.doors.sizes import known, sized, united
 from tests.doors.workshop import run
 
 TOOLS, BENCHMARKS = scripts("tools"), scripts("benchmarks")
@@ -27,7 +27,8 @@ ELSEWHERE = {
 
 def lines_of(files: list[Path]) -> list[str]:
     lines = [line for file in files if file.stem not in ELSEWHERE for line in usages(file)]
-    return [line for line in lines if line not in ON_PAGES]
+    elsewhere = known(ON_PAGES)
+    return united([line for line in lines if known([line]).isdisjoint(elsewhere)])
 
 
 @pytest.mark.parametrize("script", [*TOOLS, *BENCHMARKS], ids=lambda script: script.stem)
