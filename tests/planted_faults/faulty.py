@@ -21,9 +21,13 @@ from typing import Any
 
 # What takes long to import, of other packages: a fork has it already.
 import alembic.command  # noqa: F401
+import anyio.pytest_plugin  # noqa: F401
 import asyncpg  # noqa: F401
+import hypothesis.stateful  # noqa: F401
 import pydantic  # noqa: F401
+import pysqlite3  # noqa: F401
 import pytest
+import pytest_asyncio.plugin  # noqa: F401
 import safetensors.torch  # noqa: F401
 import sqlalchemy.ext.asyncio  # noqa: F401
 import torch._dynamo  # noqa: F401
@@ -78,6 +82,8 @@ def _child(root: Path, fault: Fault, out: int) -> None:
     seen = _FirstFailure()
     # A folder of its own: where several pytest tidy one up, they trip over each other.
     options = ["-x", "-q", "-m", "not outside", "-p", "no:cacheprovider", f"--basetemp={root}/tmp"]
+    # Of pytest's plugins, which are imported already, no assertion has to be told in full.
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     with (root / SAID).open("w") as said, redirect_stdout(said), redirect_stderr(said):
         code = int(pytest.main([*options, *fault.test.split()], plugins=[seen]))
     os.write(out, json.dumps([code, seen.test]).encode())
