@@ -29,11 +29,28 @@ from trinity_buffer.sizes import resized
 DATABASE = "test"
 STORE, EMPTY_STORE = "store", "empty_store"
 
+LONGEST = ("test_lower_bounds.py", "test_faults.py", "test_drafts.py", "test_growth.py")
+"""Files with tests that take a minute: whoever meets one at the end is waited for."""
+WAITS = "test_torture.py"
+"""Its tests take a minute, too, and compute for ten seconds of it."""
+
 Resize = Callable[..., object]
 
 # A deadline per example measures the machine: the first one imports, and all cores are in use.
 settings.register_profile("trinity_buffer", deadline=None)
 settings.load_profile("trinity_buffer")
+
+
+@pytest.hookimpl(trylast=True)  # when others have left out what is not asked for
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, and spread what waits among what computes."""
+    first = [item for item in items if item.path.name in LONGEST]
+    waiting = [item for item in items if item.path.name == WAITS]
+    others = [item for item in items if item.path.name not in (*LONGEST, WAITS)]
+    apart = len(others) // (len(waiting) + 1)
+    for number, item in enumerate(waiting):
+        others.insert(number * (apart + 1), item)
+    items[:] = [*first, *others]
 
 
 def pytest_collection_finish() -> None:
