@@ -33,7 +33,7 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
     """Return ``{name: parameter}`` of all that the constructor of ``cls`` takes."""
     found: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
-        if "__init__" not in vars(base):
+        if base is object or "__init__" not in vars(base):  # whose signature is a text to parse
             continue
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
