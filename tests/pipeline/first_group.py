@@ -1,6 +1,6 @@
 """What the first group of a fresh role still loads: prints it as JSON, for a test.
 
-python -m tests.pipeline.first_group explorer|strategy|trainer FOLDER
+python -m tests.pipeline.first_group explorer|strategy|trainer URL
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Compiled:
         found["modules"] = sorted(set(sys.modules) - before)
 
 
-async def main(role: str, folder: str) -> None:
+async def main(role: str, url: str) -> None:
     """Let the role wait in an empty experiment, then write a group for it."""
     compiled, found = Compiled(), dict[str, list[str]]()
-    async with open_store(f"sqlite:///{folder}/store.db") as store, AsyncExitStack() as opened:
+    async with open_store(url) as store, AsyncExitStack() as opened:
         experiment = await store.experiment("x", config={"rollouts_per_group": 4})
         writer = experiment.writer("e0")
         if role != "explorer":
@@ -75,8 +75,8 @@ async def following(experiment: Experiment, opened: AsyncExitStack) -> None:
     """Start a strategy, which ends with ``opened``, and return once it has rehearsed."""
     rehearsed, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def noted(families: tuple[str, ...]) -> None:
-        rehearse_deciding(families)
+    def noted(dialect: str, families: tuple[str, ...]) -> None:
+        rehearse_deciding(dialect, families)
         loop.call_soon_threadsafe(rehearsed.set)
 
     patch = opened.enter_context(pytest.MonkeyPatch.context())

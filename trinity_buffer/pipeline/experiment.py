@@ -94,7 +94,7 @@ class Experiment(ExperimentHandle):
         from trinity_buffer.pipeline.writing.rehearsal import rehearse_writing  # noqa: PLC0415 - torch, which readers do not need
         from trinity_buffer.pipeline.writing.sql_writer import SQLWriter  # noqa: PLC0415 - torch, which readers do not need
 
-        rehearse_writing()
+        rehearse_writing(self.database.dialect)
         return SQLWriter(
             self.database,
             self._group_commit,

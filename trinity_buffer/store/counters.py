@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from functools import cache, partial
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -39,6 +39,7 @@ from trinity_buffer.store.transaction import (
     Prepared,
     Transaction,
     among_given,
+    by_dialect,
     dialect_module,
     given,
     given_rows,
@@ -135,7 +136,7 @@ def add(tx: Transaction, experiment: int, numbers: Numbers) -> None:
         _add(tx.dialect.name).change(tx, of=experiment, **given_rows(tx, rows))
 
 
-@cache
+@by_dialect
 def _add(dialect: str) -> Prepared:
     columns = [column.name for column in counter.c]
     each = rows_given(dialect, (Text(), Text(), Text(), BigInteger()))
@@ -231,14 +232,14 @@ def count_late(
     return int(stored() or 0) - int(before or 0)
 
 
-@cache
+@by_dialect
 def _stored_of(dialect: str) -> Prepared:
     some = among_given(dialect, batch.c.batch, "keys")
     total = func.sum(batch.c.stored_rollouts, type_=Integer)
     return Prepared(select(total).where(batch.c.experiment == bindparam("of"), some))
 
 
-@cache
+@by_dialect
 def _late(dialect: str) -> Prepared:
     key, task, run = rows_given(dialect, (Text(), Text(), BigInteger()))
     of = bindparam("of", type_=Integer())

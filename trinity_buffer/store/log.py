@@ -25,6 +25,7 @@ from trinity_buffer.store.transaction import (
     Transaction,
     among,
     among_given,
+    by_dialect,
     given,
     lock_experiment,
     one_statement,
@@ -166,7 +167,7 @@ LAST = (
 _END = Prepared(LAST)
 
 
-@cache
+@by_dialect
 def _end_if_open(dialect: str) -> Prepared:
     sealed = exists().where(
         batch.c.experiment == bindparam("of"),
@@ -243,7 +244,7 @@ def read_before(
     return [StoredEvent(*row) for row in rows.all()]
 
 
-@cache
+@by_dialect
 def _at(dialect: str) -> Prepared:
     some = _STORED.where(among_given(dialect, event.c.position, "positions"))
     return Prepared(some.order_by(event.c.position))

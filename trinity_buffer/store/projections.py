@@ -8,11 +8,10 @@ and opens no segment.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import groupby
-from typing import Any, assert_never
+from typing import assert_never
 
-from sqlalchemy import ColumnElement, Text, bindparam, case, delete, func, insert, select, update
+from sqlalchemy import Text, bindparam, delete, func, insert, select, update
 
 from trinity_buffer.errors import CursorConflictError
 from trinity_buffer.events import (
@@ -45,6 +44,13 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.store import counters, rows
 from trinity_buffer.store.rows import first_address
+from trinity_buffer.store.step_statements import (
+    COMMITTED,
+    DONE,
+    HANDED_OUT,
+    OF_CONSUMER,
+    STEP,
+)
 from trinity_buffer.store.tables import (
     annotation,
     archived,
@@ -61,7 +67,14 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
-from trinity_buffer.store.transaction import Prepared, Transaction, among_given, given, upsert
+from trinity_buffer.store.transaction import (
+    Prepared,
+    Transaction,
+    among_given,
+    by_dialect,
+    given,
+    upsert,
+)
 
 Decided = ExperiencesAnnotated | ExperiencesRejected
 """What moves the cursor of a strategy."""
@@ -213,13 +226,12 @@ def _see(tx: Transaction, experiment: int, fact: Decided) -> None:
     _SEE.change(tx, **mine, to=max(seen, cursor), called=max(calls_then, calls))
 
 
-_OF_CONSUMER = (consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by"))
-_CURSOR = Prepared(select(consumer.c.cursor, consumer.c.calls).where(*_OF_CONSUMER))
+_CURSOR = Prepared(select(consumer.c.cursor, consumer.c.calls).where(*OF_CONSUMER))
 _SEE = Prepared(
-    update(consumer).where(*_OF_CONSUMER).values(cursor=bindparam("to"), calls=bindparam("called"))
+    update(consumer).where(*OF_CONSUMER).values(cursor=bindparam("to"), calls=bindparam("called"))
 )
 _MORE = consumer.c.rejected_groups + bindparam("more")
-_LEFT_OUT = Prepared(update(consumer).where(*_OF_CONSUMER).values(rejected_groups=_MORE))
+_LEFT_OUT = Prepared(update(consumer).where(*OF_CONSUMER).values(rejected_groups=_MORE))
 _UNSEEN = Prepared(
     insert(waiting).from_select(
         ["experiment", "consumer", "address"],
@@ -233,7 +245,7 @@ _UNSEEN = Prepared(
 )
 
 
-@cache
+@by_dialect
 def _taken(dialect: str) -> Prepared:
     mine = (waiting.c.experiment == bindparam("of"), waiting.c.consumer == bindparam("by"))
     some = among_given(dialect, waiting.c.address, "addresses")
@@ -271,7 +283,7 @@ def _rejected(tx: Transaction, experiment: int, position: int, fact: Experiences
 def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) -> None:
     name, number = fact.consumer, fact.step
     tx.add(delivery, rows.delivery_rows(experiment, fact))
-    _STEP.change(
+    STEP.change(
         tx,
         of=experiment,
         by=name,
@@ -284,35 +296,7 @@ def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) 
         own=rows.own_rows(fact),
         digest=fact.digest,
     )
-    _HANDED_OUT.change(tx, of=experiment, by=name, number=number, fence=fact.token)
-
-
-_OF_STEP = (step.c.experiment == bindparam("of"), step.c.consumer == bindparam("by"))
-_BEFORE = (*_OF_STEP, step.c.step == bindparam("before"))
-
-
-def _so_far(column: ColumnElement[int], more: str) -> ColumnElement[int]:
-    return func.coalesce(select(column).where(*_BEFORE).scalar_subquery(), 0) + bindparam(more)
-
-
-_STEP = Prepared(
-    insert(step).values(
-        experiment=bindparam("of"),
-        consumer=bindparam("by"),
-        step=bindparam("number"),
-        leased_at=bindparam("position"),
-        rows=bindparam("rows"),
-        groups=bindparam("groups"),
-        planned_groups_so_far=_so_far(step.c.planned_groups_so_far, "planned"),
-        manifest_digest=bindparam("digest"),
-        own_rows_so_far=_so_far(step.c.own_rows_so_far, "own"),
-    )
-)
-_HANDED_OUT = Prepared(
-    update(consumer)
-    .where(*_OF_CONSUMER)
-    .values(leased_step=bindparam("number"), token=bindparam("fence"))
-)
+    HANDED_OUT.change(tx, of=experiment, by=name, number=number, fence=fact.token)
 
 
 def _dealt(tx: Transaction, experiment: int, position: int, fact: StepDealt) -> None:
@@ -336,33 +320,8 @@ def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommi
     last, said = fact.steps[-1], rows.commit_columns(fact)
     said["rows_by_rank"] = canonical(said["rows_by_rank"])
     mine = {"of": experiment, "by": fact.consumer, "last": last}
-    _DONE.change(tx, **mine, position=position, **said)
-    _COMMITTED.change(tx, **mine, fence=fact.token)
-
-
-def _done() -> Prepared:
-    """Return what commits all steps that are not, up to the last; it names the checkpoint."""
-    live = select(consumer.c.committed_step).where(*_OF_CONSUMER).scalar_subquery()
-    said: dict[str, Any] = {
-        name: case((step.c.step == bindparam("last"), bindparam(name, type_=column.type)))
-        for name, column in (
-            ("checkpoint", step.c.checkpoint),
-            ("checkpoint_digest", step.c.checkpoint_digest),
-            ("chain", step.c.chain),
-        )
-    }
-    text_of_rows = bindparam("rows_by_rank", type_=Text())
-    said["rows_by_rank"] = case((step.c.step == bindparam("last"), text_of_rows))
-    some = (*_OF_STEP, step.c.step > live, step.c.step <= bindparam("last"))
-    return Prepared(update(step).where(*some).values(committed_at=bindparam("position"), **said))
-
-
-_DONE = _done()
-_COMMITTED = Prepared(
-    update(consumer)
-    .where(*_OF_CONSUMER)
-    .values(committed_step=bindparam("last"), token=bindparam("fence"))
-)
+    DONE.change(tx, **mine, position=position, **said)
+    COMMITTED.change(tx, **mine, fence=fact.token)
 
 
 def _rewound(tx: Transaction, experiment: int, fact: TrainerRewound) -> None:

@@ -10,7 +10,6 @@ committed.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 from sqlalchemy import bindparam, delete, select, update
@@ -22,6 +21,7 @@ from trinity_buffer.store.tables import consumer, event, lease, presence
 from trinity_buffer.store.transaction import (
     Prepared,
     Transaction,
+    by_dialect,
     dialect_module,
     lock_experiment,
     one_statement,
@@ -219,7 +219,7 @@ _NAMED = (
 _FORGET = Prepared(delete(presence).where(*_NAMED, presence.c.last_seen < bindparam("before")))
 
 
-@cache
+@by_dialect
 def _noted(dialect: str) -> Prepared:
     made: Any = dialect_module(dialect).insert(presence)
     said = {"last_seen": made.excluded.last_seen, "waiting_for": made.excluded.waiting_for}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, bindparam, exists, func, select
@@ -35,6 +34,7 @@ from trinity_buffer.store.transaction import (
     Transaction,
     among,
     among_given,
+    by_dialect,
     given,
     lock_experiment,
     one_statement,
@@ -83,7 +83,7 @@ def _by_batch(groups: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str
     return [(batch_key, list(some)) for batch_key, some in tasks.items()]
 
 
-@cache
+@by_dialect
 def _of_tasks(dialect: str, what: Literal["stored", "decided", "refused"]) -> Prepared:
     """Return what is asked of the experiences of some tasks of a batch.
 
@@ -125,7 +125,7 @@ def sealed_among(tx: Transaction, experiment: int, batches: Sequence[str]) -> se
     return {key for (key,) in query.rows(tx, of=experiment, batches=given(tx, batches))}
 
 
-@cache
+@by_dialect
 def _sealed_among(dialect: str) -> Prepared:
     return Prepared(
         select(batch.c.batch).where(
@@ -160,7 +160,7 @@ def batches(tx: Transaction, experiment: int, keys: Sequence[str]) -> dict[str, 
     }
 
 
-@cache
+@by_dialect
 def _batches(dialect: str) -> Prepared:
     wanted = among_given(dialect, batch.c.batch, "batches")
     columns = (batch.c[name] for name in _BATCH_COLUMNS)
@@ -178,7 +178,7 @@ _BATCH_COLUMNS = (
 )
 
 
-@cache
+@by_dialect
 def _tasks(dialect: str) -> Prepared:
     wanted = among_given(dialect, plan.c.batch, "batches")
     query = select(plan.c.ordinal, plan.c.batch, plan.c.task, plan.c.task_is_int)

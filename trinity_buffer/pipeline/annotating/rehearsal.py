@@ -18,6 +18,7 @@ from trinity_buffer.pipeline.loading.experiences import experiences_in
 from trinity_buffer.pipeline.writing.rehearsal import NAME, RUNS, written
 from trinity_buffer.store import promises, queries
 from trinity_buffer.store.scratch import Scratch, scratch
+from trinity_buffer.store.transaction import compile_for
 from trinity_buffer.writer import StagedWriter
 
 TTL_US = 10**9
@@ -25,16 +26,18 @@ TTL_US = 10**9
 
 
 @cache
-def rehearse_deciding(families: tuple[str, ...]) -> None:
+def rehearse_deciding(dialect: str, families: tuple[str, ...]) -> None:
     """Decide a group in a store in memory, once in a process.
 
     The first group that comes would take ten times as long as the next.
 
     Args:
+        dialect: of the store that is read.
         families: what the strategy reads of experiences; nothing if their rewards are enough.
     """
     with scratch() as s:
         decided(s, families)
+    compile_for(dialect)
 
 
 def decided(s: Scratch, families: tuple[str, ...] = ()) -> ExperimentHandle:

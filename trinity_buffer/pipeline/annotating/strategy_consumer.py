@@ -210,7 +210,8 @@ class StrategyConsumer:
         """Go through the work once before the first wait, if there was nothing to go through."""
         if not (self._annotated or self._rejected or self._is_rehearsed):
             self._is_rehearsed = True
-            await self.experiment.database.compute(rehearse_deciding, self._decider.loads)
+            database = self.experiment.database
+            await database.compute(rehearse_deciding, database.dialect, self._decider.loads)
 
     async def _waiting_for(self) -> str:
         if self._lease.holder is not None:

@@ -20,19 +20,22 @@ from trinity_buffer.pipeline.streaming.train_step import StepMaker
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
 from trinity_buffer.pipeline.writing.rehearsal import NAME
 from trinity_buffer.store.scratch import Scratch, scratch
+from trinity_buffer.store.transaction import compile_for
 
 
 @cache
-def rehearse_training(layout: LayoutName) -> None:
+def rehearse_training(dialect: str, layout: LayoutName) -> None:
     """Lease and commit a step of a store in memory, once in a process.
 
     The first step of a process would take ten times as long as the next.
 
     Args:
+        dialect: of the store that is read.
         layout: of the micro-batches.
     """
     with scratch() as s:
         _train(s, decided(s), layout)
+    compile_for(dialect)
     settle_imports()
 
 

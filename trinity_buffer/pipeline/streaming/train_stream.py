@@ -212,7 +212,8 @@ async def open_async_train_stream(
         raise InvalidArgumentError(f"train stream: {error}") from error
     if chosen.follow:
         _require_explorers_get_on(experiment, chosen)
-        await experiment.database.compute(rehearse_training, chosen.layout)
+        database = experiment.database
+        await database.compute(rehearse_training, database.dialect, chosen.layout)
     loader = RowLoader(EventCache(experiment.key, experiment.name))
     if chosen.rank:
         following = FollowingRank(experiment, chosen, loader)

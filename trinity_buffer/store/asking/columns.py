@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from sqlalchemy import BigInteger, ColumnElement, bindparam, case, func, literal
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.rows import ConsumerRow, first_address
 from trinity_buffer.store.tables import annotation, experience, rejection, waiting
-from trinity_buffer.store.transaction import Prepared, Transaction, among_given, given
+from trinity_buffer.store.transaction import Prepared, Transaction, among_given, by_dialect, given
 
 Integers = npt.NDArray[np.int64]
 
@@ -62,7 +61,7 @@ def row_numbers(tx: Transaction, experiment: int, wanted: Sequence[int]) -> npt.
     return np.concatenate(numbers)
 
 
-@cache
+@by_dialect
 def _numbers(dialect: str) -> Prepared:
     columns = [experience.c[name] for name in ("address", "length", "trained_tokens")]
     version = func.coalesce(experience.c.policy_version, literal(NO_VERSION, BigInteger))
