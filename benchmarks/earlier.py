@@ -23,7 +23,12 @@ from benchmarks.measuring import figure_of_rates, interleaved
 from benchmarks.sites import Site, site
 
 HERE = Path(__file__).parent
-CASES = {"write": "64 per call, one caller", "step": "leases and commits of 256 rows"}
+CASES = {
+    "write": "64 per call, one caller",
+    "annotate": "grpo, groups of 8",
+    "stream": "batches of 256, padded",
+    "step": "leases and commits of 256 rows",
+}
 
 
 def main() -> None:

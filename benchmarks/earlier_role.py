@@ -1,6 +1,8 @@
 """One measurement of whatever version of the package is found: prints seconds and number as JSON.
 
 python benchmarks/earlier_role.py write URL     # calls of 64 experiences of 12 KB
+python benchmarks/earlier_role.py annotate URL  # GRPO over groups of 8
+python benchmarks/earlier_role.py stream URL    # steps of 256 rows of 12 KB, leased and collated
 python benchmarks/earlier_role.py step URL      # leases and commits of 256 small rows
 
 It uses only names that each version has.
@@ -42,8 +44,8 @@ def _experiences(number: int, sizes: tuple[int, int]) -> list[tb.Experience]:
     ]
 
 
-async def _written(url: str, number: int, sizes: tuple[int, int]) -> float:
-    """Write and annotate; return the seconds of the calls of ``write`` but the first ones."""
+async def _written(url: str, number: int, sizes: tuple[int, int]) -> tuple[float, float]:
+    """Return the seconds of the calls of ``write`` but the first ones, and those of GRPO."""
     given = _experiences(number, sizes)
     async with tb.open_store(url) as store:
         experiment = await store.experiment("x", config={"rollouts_per_group": RUNS})
@@ -55,13 +57,34 @@ async def _written(url: str, number: int, sizes: tuple[int, int]) -> float:
                 began = time.perf_counter()
             await writer.write(given[start : start + PER_CALL])
         seconds = time.perf_counter() - began
+        began = time.perf_counter()
         await tb.run_strategy(experiment, "grpo")
-    return seconds
+        return seconds, time.perf_counter() - began
 
 
 def write(url: str) -> tuple[float, int]:
     """Return the seconds of durable writes, and how many experiences were written in them."""
-    return asyncio.run(_written(url, WRITTEN, LONG)), WRITTEN - 2 * PER_CALL
+    return asyncio.run(_written(url, WRITTEN, LONG))[0], WRITTEN - 2 * PER_CALL
+
+
+def annotate(url: str) -> tuple[float, int]:
+    """Return the seconds of GRPO over all that is stored, and how many experiences that is."""
+    return asyncio.run(_written(url, WRITTEN, LONG))[1], WRITTEN
+
+
+def stream(url: str) -> tuple[float, int]:
+    """Return the seconds of steps, each leased and collated, and their rows."""
+    asyncio.run(_written(url, WRITTEN, LONG))
+    began, rows = 0.0, 0
+    with tb.open_train_stream(
+        url, experiment="x", strategy="grpo", groups_per_step=ROWS_PER_STEP // RUNS
+    ) as made:
+        for number, one in enumerate(made):
+            if number == 2:
+                began = time.perf_counter()
+            rows += sum(len(batch["group_index"]) for batch in one.microbatches)
+        seconds = time.perf_counter() - began
+    return seconds, rows - 2 * ROWS_PER_STEP
 
 
 def step(url: str) -> tuple[float, int]:
@@ -81,7 +104,12 @@ def step(url: str) -> tuple[float, int]:
     return seconds, rows - 2 * ROWS_PER_STEP
 
 
-ROLES: dict[str, Callable[[str], tuple[float, int]]] = {"write": write, "step": step}
+ROLES: dict[str, Callable[[str], tuple[float, int]]] = {
+    "write": write,
+    "annotate": annotate,
+    "stream": stream,
+    "step": step,
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,3 +93,27 @@ raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
 
 def test_a_child_that_is_forked_while_memory_is_taken_may_write() -> None:
     assert subprocess.run([sys.executable, "-c", FORKED], check=False).returncode == 0
+
+
+FREED_AND_ASKED_FOR = """
+import asyncio, resource, sys
+from trinity_buffer.pipeline.store import open_store
+
+def pages_of_a_step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    some = [bytearray(b"x") * 400_000 for _ in range(8)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+async def main():
+    async with open_store(sys.argv[1]):
+        print(sorted(pages_of_a_step() for _ in range(21))[10])
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what the allocator of glibc does")
+def test_a_process_with_a_store_keeps_the_memory_of_a_step_for_the_next(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FREED_AND_ASKED_FOR, str(tmp_path / "run.db")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 50  # without it, 749: each page of 3 MB

@@ -12,6 +12,7 @@ from trinity_buffer.identity import problem_of_text, require_name
 from trinity_buffer.pipeline.config_keys import require_known, require_values
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import IDENTITY_KEYS, SCHEMA_NAMES, Experiment
+from trinity_buffer.pipeline.reused_memory import keep_what_is_freed
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.database import Database, Durability, open_database
@@ -166,6 +167,7 @@ async def open_store(
         SchemaOutdatedError: written by an older version; `SchemaTooNewError`: by a newer one.
         UnsafeStoreError: a network file system, or a SQLite library that may lose commits.
     """
+    keep_what_is_freed()
     async with open_database(
         url, read_only=read_only, durability=durability, create=create
     ) as database:
