@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from trinity_buffer.blob import keep_what_is_freed
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.events import ConfigurationChanged, ExperimentCreated
 from trinity_buffer.identity import problem_of_text, require_name
 from trinity_buffer.pipeline.config_keys import require_known, require_values
 from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import IDENTITY_KEYS, SCHEMA_NAMES, Experiment
-from trinity_buffer.pipeline.reused_memory import keep_what_is_freed
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.store import log, queries
 from trinity_buffer.store.database import Database, Durability, open_database
