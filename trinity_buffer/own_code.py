@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +28,14 @@ _OF_WHAT_IT_GAVE = (TypeError, ValueError, AttributeError, LookupError, Assertio
 def is_own(cls: object) -> bool:
     """Return whether a class is not of this package."""
     return str(getattr(cls, "__module__", "")).partition(".")[0] != OURS.name
+
+
+def look_in(folder: str | Path | None = None) -> str:
+    """Let modules in a folder be imported, by default in the current one; return its path."""
+    found = str(Path(folder or ".").resolve())
+    if found not in sys.path:
+        sys.path.insert(0, found)
+    return found
 
 
 def failed(what: str, error: BaseException, parts: Iterable[object] = ()) -> TrainingError:

@@ -48,7 +48,7 @@ class Registry(Generic[T]):
         """Return the class of ``name``; installed packages are asked the first time it is missing.
 
         Args:
-            name: as it was registered, or the dotted path of a class.
+            name: as it was registered, or where a class is: ``module.Class`` or ``module:Class``.
 
         Raises:
             UnknownNameError: lists the names there are, and the one probably meant.
@@ -57,7 +57,7 @@ class Registry(Generic[T]):
             raise UnknownNameError(
                 f"{name!r} is no name of a {self.kind} (there are: {', '.join(self.names())})"
             )
-        if name not in self._classes and "." in name:
+        if name not in self._classes and is_path(name):
             return self._imported(name)
         if name not in self._classes:
             for entry in entry_points(group=self._group, name=name):
@@ -71,8 +71,8 @@ class Registry(Generic[T]):
         )
 
     def _imported(self, path: str) -> T:
-        """Return the class at a dotted path."""
-        module, _, name = path.rpartition(".")
+        """Return the class at a path."""
+        module, _, name = path.replace(":", ".").rpartition(".")
         with self.importing(path):
             found: T = getattr(import_module(module), name)
             return found
@@ -110,6 +110,11 @@ class Registry(Generic[T]):
     @property
     def _group(self) -> str:
         return f"trinity_buffer.{self.kind}"
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name says where a class is, as ``module.Class`` or ``module:Class``."""
+    return "." in name or ":" in name
 
 
 def _is_version_of(cls: object, known: object) -> bool:

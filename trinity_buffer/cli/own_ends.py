@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from trinity_buffer.explorer.explorer import BatchReport
 from trinity_buffer.explorer.local_model import LocalModel, load_causal_lm, load_tokenizer
 from trinity_buffer.explorer.openai_model import OpenAIModel
 from trinity_buffer.extras import extra
-from trinity_buffer.own_code import failed, kind_of
+from trinity_buffer.own_code import failed, kind_of, look_in
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.trainer.causal_lm import CausalLM
 
@@ -226,9 +225,7 @@ class OwnEnds:
     def _named(self, key: str, name: str) -> Any:
         """Return what ``module:name`` means, seen from the folder of the file."""
         module, _, attribute = name.partition(":")
-        folder = str(Path(self.config.folder or ".").resolve())
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
+        folder = look_in(self.config.folder)
         try:
             found = getattr(import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:

@@ -21,7 +21,7 @@ from trinity_buffer.cli.ends import Ends, ends_of
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.expert_check import require_expert
 from trinity_buffer.cli.options import made_folder
-from trinity_buffer.cli.run_algorithm import algorithm_of, parts_of, require_parts_of
+from trinity_buffer.cli.run_algorithm import algorithm_of, look_for, parts_of, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment, require_model
 from trinity_buffer.errors import InvalidArgumentError, NonFiniteError, TrainingError
 from trinity_buffer.events import ExperimentFinished, kinds_of
@@ -176,6 +176,7 @@ async def run_named(
     Raises:
         TrainingError: a strategy of the user's own failed; names its line.
     """
+    look_for(names, experiment.config.get("folder"))
     with own_code({f"strategy {name!r}": ADD_STRATEGY.get(name) for name in names}):
         return await run_strategy(experiment, names, args, **options)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from trinity_buffer.algorithm import Algorithm, build
+from trinity_buffer.algorithm.registry import is_path
 from trinity_buffer.cli.run_config import RunConfig
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.own_code import look_in
 from trinity_buffer.trainer.requirements import require, strategy_of
 
 
@@ -87,7 +89,19 @@ def algorithm_of(config: RunConfig) -> Algorithm:
         if user.get("entropy_loss_fn", own) != "none":
             given = user.get("entropy_loss_fn_args", {})
             user["entropy_loss_fn_args"] = {**given, "entropy_coef": coefficient}
+    look_for(user.values(), config.folder)
     return build(config.algorithm, **user)
+
+
+def look_for(names: Iterable[object], folder: str | None) -> None:
+    """Let classes that are named by their path be imported: from the current folder, and the run's.
+
+    The folders are not looked in for anything else: a file of theirs may be called as a module.
+    """
+    listed = [one for name in names for one in (name if isinstance(name, list) else [name])]
+    if any(isinstance(one, str) and is_path(one) for one in listed):
+        look_in()
+        look_in(folder)
 
 
 def parts_of(algorithm: Algorithm) -> dict[str, object]:
