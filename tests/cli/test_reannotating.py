@@ -6,6 +6,7 @@ import anyio
 
 from tests.cli.calling import Cli
 from tests.contract.making import group, opened
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 
 
 async def _recorded(url: str, *batches: str) -> None:
@@ -28,3 +29,18 @@ def test_a_set_that_is_complete_is_said_to_be(cli: Cli, sqlite_url: str) -> None
     ]
     anyio.run(_recorded, sqlite_url, "b1")
     assert cli(*words).out.startswith("set mine: 4 annotated, ")
+
+
+def test_annotate_takes_up_the_set_of_a_plain_call_in_python(cli: Cli, sqlite_url: str) -> None:
+    """The command spells the arguments out, the call in Python leaves them at their defaults."""
+
+    async def annotated() -> None:
+        await _recorded(sqlite_url, "b0")
+        async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+            await run_strategy(experiment, "grpo")
+
+    anyio.run(annotated)
+    ended = cli("annotate", "--store", sqlite_url)
+    assert " 0 annotated, 0 rejected" in ended.out, ended.err
+    anyio.run(_recorded, sqlite_url, "b1")
+    assert " 4 annotated, 0 rejected" in cli("annotate", "--store", sqlite_url).out

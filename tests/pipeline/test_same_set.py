@@ -1,0 +1,83 @@
+"""An annotation set is taken up again by what means the same, and by nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.contract.making import group, opened, rows
+from tests.pipeline.watching import Watcher
+from trinity_buffer.algorithm import ADD_STRATEGY
+from trinity_buffer.errors import ConflictingStrategyError
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.store import tables
+
+DEFAULTS = ADD_STRATEGY.get("grpo").default_args()
+FILTER = ADD_STRATEGY.get("reward_variance").default_args()
+
+
+class Odd(Watcher):
+    """Has defaults that JSON tells otherwise, or cannot tell."""
+
+    def __init__(
+        self, writer: Any, pair: tuple[int, int] = (1, 2), key: Any = len, **more: Any
+    ) -> None:
+        super().__init__(writer, **more)
+        self.pair = pair
+
+
+@pytest.mark.parametrize(
+    ("strategy", "first", "second"),
+    [
+        ("grpo", {}, DEFAULTS),
+        ("grpo", DEFAULTS, {"epsilon": 1e-6}),
+        (["reward_variance", "grpo"], {}, {"grpo": DEFAULTS, "reward_variance": FILTER}),
+        (["reward_variance", "grpo"], {"grpo": DEFAULTS}, {"reward_variance": {}}),
+        (Odd, {}, {"pair": (1, 2)}),
+    ],
+)
+async def test_a_default_is_the_same_spelled_out(
+    sqlite_url: str, strategy: Any, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+        await experiment.writer("e0").write(group(rewards=[0.0, 1.0, 1.0, 1.0]))
+        assert (await run_strategy(experiment, strategy, first)).annotated == 4
+        (before,) = await rows(experiment.database, tables.consumer)
+        assert (await run_strategy(experiment, strategy, second)).annotated == 0
+        (after,) = await rows(experiment.database, tables.consumer)
+        assert before == after, "what was recorded stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "first", "second"),
+    [
+        ("grpo", {}, DEFAULTS | {"ddof": 0}),
+        ("grpo", DEFAULTS | {"ddof": 0}, {}),
+        (["reward_variance", "grpo"], {}, {"grpo": {"ddof": 0}}),
+        (Odd, {}, {"pair": (1, 3)}),
+        (Odd, {}, {"key": "len"}),
+    ],
+)
+async def test_another_argument_than_the_default_is_another_set(
+    sqlite_url: str, strategy: Any, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+        await run_strategy(experiment, strategy, first, name="set")
+        with pytest.raises(ConflictingStrategyError, match="name="):
+            await run_strategy(experiment, strategy, second, name="set")
+
+
+async def test_other_strategies_are_another_set(sqlite_url: str) -> None:
+    async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+        await run_strategy(experiment, ["reward_variance", "grpo"], name="set")
+        for other in ("grpo", ["grpo", "reward_variance"], ["reward_variance", "opmd"]):
+            with pytest.raises(ConflictingStrategyError, match="name="):
+                await run_strategy(experiment, other, name="set")
+
+
+async def test_both_spellings_of_a_path_are_the_same_strategy(sqlite_url: str) -> None:
+    module = "trinity_buffer.algorithm.add_strategy"
+    async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+        for path in (f"{module}.GRPOAddStrategy", f"{module}:GRPOAddStrategy"):
+            await run_strategy(experiment, path, name="set")

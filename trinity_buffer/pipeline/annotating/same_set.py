@@ -1,0 +1,52 @@
+"""Whether a strategy is the one that an annotation set was made with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_buffer.algorithm.add_strategy import AddStrategy, CompositeAddStrategy
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.events import as_json
+
+
+def is_same_set(
+    recorded: Mapping[str, Any], given: Mapping[str, Any], strategy: AddStrategy
+) -> bool:
+    """Return whether two configurations mean the same; a default counts as if it were spelled out.
+
+    Args:
+        recorded: with which the set was made.
+        given: with which ``strategy`` was made.
+        strategy: that knows its defaults.
+    """
+    if _paths(recorded) != _paths(given):
+        return False
+    return _filled(recorded, strategy) == _filled(given, strategy)
+
+
+def _paths(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the strategies; ``module:Class`` means ``module.Class``."""
+    return [name.replace(":", ".") for name in config["strategy"]]
+
+
+def _filled(config: Mapping[str, Any], strategy: AddStrategy) -> dict[str, Any]:
+    """Return a configuration with all arguments of each strategy."""
+    args = config["args"]
+    listed = [(strategy, args)]
+    if len(config["strategy"]) > 1:
+        assert isinstance(strategy, CompositeAddStrategy)  # made of as many
+        listed = [(stage, args.get(name, {})) for name, stage, _ in strategy.stages]
+    filled = [_defaults(stage) | given for stage, given in listed]
+    return {**config, "strategy": _paths(config), "args": filled}
+
+
+def _defaults(strategy: AddStrategy) -> dict[str, Any]:
+    """Return the defaults of a strategy that an argument from a configuration can be equal to."""
+    found = {}
+    for name, default in type(strategy).default_args().items():
+        try:
+            found[name] = as_json(name, default)
+        except InvalidArgumentError:  # nothing that was recorded can be equal to it
+            continue
+    return found
