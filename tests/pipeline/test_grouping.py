@@ -215,6 +215,15 @@ def test_refused_runs_count_as_stored_and_are_no_members() -> None:
     it.record(kept, 0)
     (unit,) = it.take_ready(0)
     assert unit.addresses == list(kept.addresses)
+    assert unit.incomplete, "nobody waits for the refused run, and it is lacking all the same"
+
+
+def test_a_run_of_which_one_step_was_refused_is_there() -> None:
+    it = grouping()
+    it.know_batch(planned(runs=1), sealed=False)
+    it.record(row(run=0, step=1, refused="invalid"), 0)
+    it.record(row(run=0), 0)
+    (unit,) = it.take_ready(0)
     assert not unit.incomplete
 
 

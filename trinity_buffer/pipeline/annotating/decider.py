@@ -207,10 +207,10 @@ class Decider:
         verdicts.concern(unit.groups)
         if self._setup.rules.incomplete == "keep":
             return list(unit.groups)
-        short = [g for g in unit.groups if g.rollouts is not None and not g.complete]
-        for group in short:
-            verdicts.reject(group.members, "incomplete_group")
-        return [g for g in unit.groups if g not in short]
+        for group in unit.groups:
+            if group.short:
+                verdicts.reject(group.members, "incomplete_group")
+        return [group for group in unit.groups if not group.short]
 
     @property
     def _experiences_per_load(self) -> int:

@@ -31,9 +31,9 @@ class GroupingRules:
             group waits for a seal or its deadline.
         deadline_s: seconds after its first experience at which a group is closed as it is; None:
             never.
-        incomplete: what becomes of a group that is closed before its planned runs are stored:
-            ``"keep"`` gives the strategy what is there, ``"reject"`` records all of it as rejected
-            (``incomplete_group``).
+        incomplete: what becomes of a group that is closed before its planned runs are stored, or of
+            which a run was refused at the door: ``"keep"`` gives the strategy what is there,
+            ``"reject"`` records all of it as rejected (``incomplete_group``).
     """
 
     rollouts_per_group: int | None = None
@@ -118,6 +118,8 @@ class Group:
 
     Attributes:
         members: addresses of its experiences, in the order in which they were read.
+        runs: of which something is stored, refused or not.
+        given: of which there are members.
     """
 
     key: GroupKey
@@ -125,18 +127,25 @@ class Group:
     rollouts: int | None
     members: list[int] = field(default_factory=list)
     runs: set[int] = field(default_factory=set)
+    given: set[int] = field(default_factory=set)
     first_seen_us: int | None = None
     decided: bool = False
 
     @property
     def complete(self) -> bool:
-        """Whether all its runs are stored (refused ones too: they will not come again).
+        """Whether all its runs are stored (refused ones too: they will not come again)."""
+        return self._has_all(self.runs)
 
-        Of a planned group these are the runs that are planned: another one is none of them.
-        """
-        if self.rollouts is None or len(self.runs) < self.rollouts:
+    @property
+    def short(self) -> bool:
+        """Whether a strategy gets fewer runs than there should be: they are lacking, or refused."""
+        return self.rollouts is not None and not self._has_all(self.given)
+
+    def _has_all(self, runs: set[int]) -> bool:
+        """Return whether these are its runs; another than the planned ones is none of them."""
+        if self.rollouts is None or len(runs) < self.rollouts:
             return False
-        return not self.planned or self.runs.issuperset(range(self.rollouts))
+        return not self.planned or runs.issuperset(range(self.rollouts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +153,8 @@ class ReadyUnit:
     """What one call of a strategy gets: whole groups.
 
     Attributes:
-        incomplete: whether the deadline or the seal came before the planned runs.
+        incomplete: whether a group is short of runs: the deadline or the seal came before them, or
+            they were refused.
     """
 
     groups: tuple[Group, ...]
@@ -280,6 +290,7 @@ class Grouping:
         group.runs.update(some.runs)
         if not some.refused:
             group.members.extend(some.addresses)
+            group.given.update(some.runs)
             group.first_seen_us = (
                 at_us if group.first_seen_us is None else min(at_us, group.first_seen_us)
             )
@@ -361,7 +372,7 @@ class Grouping:
         return [
             ReadyUnit(
                 tuple(chunk),
-                any(group.rollouts is not None and not group.complete for group in chunk),
+                any(group.short for group in chunk),
             )
             for chunk in chunks
             if chunk
