@@ -278,3 +278,54 @@ async def test_a_step_of_another_stream_is_not_committed(store_url: str) -> None
             with pytest.raises(InvalidArgumentError, match="step 1 was not delivered by this"):
                 await stream.commit(await anext(others))
         assert (await verify(experiment)).problems == ()
+
+
+async def test_a_checkpoint_of_a_step_that_is_committed_without_it_is_refused(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with annotated(store_url) as experiment:
+        async with experiment.train_stream(**OPTIONS) as stream:
+            first, second, third = [await anext(stream) for _ in range(3)]
+            await stream.commit(first)
+            late = checkpoint_of(tmp_path, 1)
+            with pytest.raises(InvalidArgumentError, match="committed already, without a checkpoi"):
+                await stream.commit(first, late)
+            await stream.commit(third, checkpoint=checkpoint_of(tmp_path, 3))
+            with pytest.raises(InvalidArgumentError, match="commit of step 2 with checkpoint"):
+                await stream.commit(second, late)  # covered by the commit of the third
+            with pytest.raises(InvalidArgumentError, match=r"step-1: .*with .*step-3"):
+                await stream.commit(third, late)
+            with pytest.raises(InvalidArgumentError, match="without a policy"):
+                await stream.commit(third, policy=late / "weights")
+            await stream.commit(third, str(tmp_path / "step-3"))  # the same again
+            await stream.commit(third)
+        assert (await kinds(experiment)).count("StepsCommitted") == 2
+
+
+async def test_a_commit_that_an_earlier_stream_made_is_not_made_again(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with annotated(store_url) as experiment:
+        (step,) = await trained(experiment, tmp_path, 1)
+        async with experiment.train_stream(**OPTIONS) as stream:
+            await stream.commit(step, tmp_path / "step-1")
+        assert (await kinds(experiment)).count("StepsCommitted") == 1
+
+
+async def test_a_step_that_is_committed_without_weights_after_one_with_them_is_warned_of(
+    store_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with annotated(store_url) as experiment:
+        async with experiment.train_stream(**OPTIONS) as stream:
+            await stream.commit(await anext(stream), checkpoint_of(tmp_path, 1))
+            assert not caplog.messages
+            for _ in range(2):
+                await stream.commit(await anext(stream))
+        (said,) = caplog.messages
+        assert "step 2 is committed without a checkpoint, step 1 had one" in said
+        caplog.clear()
+        async with experiment.train_stream(**OPTIONS) as stream:
+            assert stream.resume is not None
+            assert stream.resume.checkpoint is None
+        (said,) = caplog.messages
+        assert "goes on after step 3, whose commit names no checkpoint" in said

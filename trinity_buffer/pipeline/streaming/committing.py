@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.segments import SegmentRow, SegmentStore
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,67 @@ class DeliveredSteps:
         for step in steps:
             del self._steps[step]
             self._measures.pop(step, None)
+
+
+COMMITS_KEPT = 64
+"""Of a stream, so that a commit that is repeated is told from one that names something else."""
+
+
+class LastCommits:
+    """What the last commits of a stream named, by their steps.
+
+    Args:
+        trainer: its name, for messages.
+    """
+
+    def __init__(self, trainer: str) -> None:
+        self._trainer = trainer
+        self._named: dict[int, tuple[Path | None, Path | None]] = {}
+        self._saved_at = 0  # the last step with a checkpoint
+        self._warned = False
+
+    def require_same(self, step: int, kept: Commit) -> None:
+        """Return if a commit of ``step``, which is committed, names nothing that was not recorded.
+
+        Raises:
+            InvalidArgumentError: its checkpoint or policy would be dropped in silence.
+        """
+        new = _named_by(kept)
+        if new == (None, None) or not self._named or step < min(self._named):
+            return  # an earlier stream committed it, or this one long ago: nobody remembers as what
+        recorded = self._named.get(step, (None, None))
+        for what, given, known in zip(("checkpoint", "policy"), new, recorded, strict=True):
+            if given is not None and given != known:
+                how = f"with {known}" if known is not None else f"without a {what}"
+                raise InvalidArgumentError(
+                    f"commit of step {step} with {what} {given}: the step is committed already, "
+                    f"{how}. A commit covers all steps up to its own, once and for all: make it "
+                    "when what it names is written"
+                )
+
+    def add(self, step: int, kept: Commit) -> None:
+        """Note a commit; warn, once, of the first that names no checkpoint after one that did."""
+        self._named[step] = _named_by(kept)
+        if len(self._named) > COMMITS_KEPT:
+            del self._named[min(self._named)]
+        if kept.checkpoint is not None:
+            self._saved_at = step
+        elif self._saved_at and not self._warned:
+            self._warned = True
+            _logger.warning(
+                "trainer %r: step %d is committed without a checkpoint, step %d had one: after a "
+                "restart neither the steps between are served again, nor are there weights that "
+                "went through them; commit only steps that are saved, which covers all before them",
+                self._trainer,
+                step,
+                self._saved_at,
+            )
+
+
+def _named_by(kept: Commit) -> tuple[Path | None, Path | None]:
+    given = (kept.checkpoint, kept.policy)
+    first, second = (None if path is None else Path(path).absolute() for path in given)
+    return first, second
 
 
 NON_FINITE = "non_finite"

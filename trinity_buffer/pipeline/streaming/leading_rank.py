@@ -128,6 +128,7 @@ class LeadingRank:
         chain = self._maker.go_on_after(done)
         if done:
             self.resume = await last_commit(self._experiment, row.name, done[-1], chain)
+            self._say_without_checkpoint(self.resume)
         dealer = Dealer(self._experiment, self._lease, self._loader, self._options)
         self._recorded = deque(await dealer.dealt(leased))
         self._next_step = row.leased_step + 1
@@ -271,6 +272,15 @@ class LeadingRank:
         return self._maker.step(manifest, rows, microbatches, head)
 
     # -- what it says
+
+    def _say_without_checkpoint(self, resume: Resume) -> None:
+        if resume.checkpoint is None:
+            _logger.warning(
+                "trainer %r goes on after step %d, whose commit names no checkpoint: its weights "
+                "are yours to load; resume_from= goes back to a step with a checkpoint, or to 0",
+                self._options.consumer,
+                resume.step,
+            )
 
     def _say_without_expert(self) -> None:
         """Say once that the steps from here on mix in fewer of the expert's groups, or none."""

@@ -15,7 +15,7 @@ from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.step_measures import StepMeasures
-from trinity_buffer.pipeline.streaming.committing import Commit, DeliveredSteps
+from trinity_buffer.pipeline.streaming.committing import Commit, DeliveredSteps, LastCommits
 from trinity_buffer.pipeline.streaming.following_rank import FollowingRank
 from trinity_buffer.pipeline.streaming.leading_rank import LeadingRank
 from trinity_buffer.pipeline.streaming.rehearsal import rehearse_training
@@ -79,6 +79,7 @@ class TrainStream:
         self._rank = rank
         self._loader = loader
         self._delivered = DeliveredSteps()
+        self._commits = LastCommits(options.consumer)
         self._committing = anyio.Lock()
 
     @property
@@ -133,10 +134,10 @@ class TrainStream:
     ) -> None:
         """Record, in one transaction, that the steps up to ``step`` are in ``checkpoint``.
 
-        The checkpoint's files are written through to the disk first. The same commit again is a
-        no-op. On a rank above 0 it tells rank 0 that this rank went through them, and that its
-        files of the checkpoint, if it has any, are written; the other arguments are rank 0's
-        affair.
+        The checkpoint's files are written through to the disk first. A committed step is never
+        served again, so commit only what you have saved. The same commit again is a no-op. On a
+        rank above 0 it tells rank 0 that this rank went through the steps, and that its files of
+        the checkpoint, if it has any, are written; the other arguments are rank 0's affair.
 
         Args:
             checkpoint: file or folder that holds the weights after ``step``; None where there is
@@ -153,7 +154,8 @@ class TrainStream:
             LeaseLostError: another process took over, or the ranks assembled anew without this
                 one; nothing was recorded.
             CheckpointError: no file at ``checkpoint`` or ``policy``.
-            InvalidArgumentError: a step up to ``step`` was not delivered by this stream.
+            InvalidArgumentError: a step up to ``step`` was not delivered by this stream, or it is
+                committed already, with another checkpoint or policy.
         """
         kept = Commit(checkpoint, policy, environment, metrics, skipped, digests)
         await self.record(step, kept)
@@ -162,10 +164,12 @@ class TrainStream:
         """Do what `commit` says, one call after the other."""
         async with self._committing:
             if step.step <= self._rank.committed:
+                self._commits.require_same(step.step, kept)
                 return
             steps = self._delivered.up_to(step, self._rank.committed)
             await self._rank.commit(step, steps, self._delivered, kept)
             self._rank.committed = step.step
+            self._commits.add(step.step, kept)
             self._delivered.forget(steps)
 
     async def leads(self) -> bool:
