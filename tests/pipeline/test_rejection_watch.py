@@ -62,7 +62,7 @@ async def test_a_strategy_whose_rows_all_lack_a_reward_ends(store_url: str) -> N
         experiment = await recorded(store, rows(4), max_rejected_steps=4)
         with pytest.raises(
             TrainingError,
-            match=r"strategy 'grpo' .* 4 steps in a row as invalid: reward \(first b0/0/0",
+            match=r"strategy 'grpo' .* 4 groups in a row as invalid: reward \(first b0/0/0",
         ):
             await run_strategy(experiment, "grpo")
 
@@ -71,12 +71,24 @@ async def test_a_filter_that_keeps_nothing_goes_on_and_says_so(
     store_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_store(store_url) as store:
-        experiment = await recorded(store, rows(9, reward=1.0), max_rejected_steps=4)
+        experiment = await recorded(store, rows(9, reward=1.0), groups_per_step=3)
         with caplog.at_level(logging.WARNING):
             report = await run_strategy(experiment, "reward_variance")
     assert (report.annotated, report.rejected) == (0, 18)
     (warning,) = [record for record in caplog.records if "rejection_watch" in record.name]
-    assert "as zero_variance (first b0/0/0" in warning.getMessage()
+    assert "of 9 groups in a row as zero_variance (first b0/0/0" in warning.getMessage()
+
+
+@pytest.mark.parametrize(("groups", "said"), [(47, False), (48, True)])
+async def test_a_filter_may_keep_nothing_of_a_few_groups(
+    groups: int, said: bool, sqlite_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await recorded(store, rows(groups, reward=1.0))
+        with caplog.at_level(logging.WARNING):
+            await run_strategy(experiment, "reward_variance")
+    told = [each.getMessage() for each in caplog.records if "rejection_watch" in each.name]
+    assert [f"everything of {groups} groups in a row" in each for each in told] == [True] * said
 
 
 @pytest.mark.parametrize(

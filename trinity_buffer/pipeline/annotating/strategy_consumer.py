@@ -140,8 +140,9 @@ class StrategyConsumer:
         self._decider = Decider(experiment, setup, self._reader, cache)
         self._watch = RejectionWatch(
             f"strategy {self.name!r}",
-            experiment.config.get("groups_per_step", 1),
+            experiment.config.get("groups_per_step"),
             experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
+            counts="groups",
         )
         self._presence = Presence(experiment.database, experiment.key, "strategy", self.name)
         self._lease = StrategyLease(experiment, self.name, alone=not speaks)
