@@ -10,16 +10,20 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
 from pyarrow import parquet
 from pysqlite3 import dbapi2
+from typing_extensions import override
 
 import trinity_buffer as tb
 from tests.cli.calling import Cli
 from tests.cli.conftest import cli  # noqa: F401 - a fixture
 from tests.conftest import Resize
 from tests.sample_run import SampleRun, record_sample_run, rollout
+from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.experience import Experience
+from trinity_buffer.inspect.group_views import groups
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,50 @@ def test_a_row_says_what_became_of_it(sample: SampleRun) -> None:
         [fmean(row["advantages"]) for row in scored]
     )
     assert any(row["advantage"] for row in scored)
+
+
+class Scores(AddStrategy):
+    """Gives each run advantages of another form."""
+
+    @override
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        for one in experiences:
+            assert one.action_mask is not None
+            each = torch.arange(4.0)
+            forms = (one.action_mask * 0.5, each * one.action_mask, torch.full((4,), 0.5))
+            one.advantages = forms[one.eid.run]
+        await self.writer.write_async(experiences)
+        return len(experiences), {}
+
+
+def test_advantages_are_one_number_or_one_for_each_token(sqlite_url: str) -> None:
+    """As the documents say it; `groups` shows the same mean."""
+
+    async def main() -> list[float | None]:
+        async with tb.open_store(sqlite_url) as store:
+            experiment = await store.experiment("run", config={"rollouts_per_group": 3})
+            mask = [True, False, True, True]
+            given = [
+                Experience(
+                    eid=tb.EID("b", 0, run),
+                    tokens=[*range(6)],
+                    prompt_length=2,
+                    action_mask=mask,
+                    reward=1.0,
+                )
+                for run in range(3)
+            ]
+            await experiment.writer("e0").write(given)
+            await tb.run_strategy(experiment, Scores)
+            (found,) = await groups(experiment)
+            return [run.advantage for run in found.runs]
+
+    means = anyio.run(main)
+    rows = tb.to_arrow(sqlite_url).to_pylist()
+    assert [row["advantages"] for row in rows] == [[0.5], [0.0, 0.0, 2.0, 3.0], [0.5] * 4]
+    assert [row["advantage"] for row in rows] == means == [0.5, 1.25, 0.5]
+    said = " ".join(str(tb.to_arrow.__doc__).split())
+    assert "else the mean over all response tokens" in said
 
 
 def test_a_table_of_what_nobody_annotated_has_no_set(sqlite_url: str) -> None:

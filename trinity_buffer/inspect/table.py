@@ -95,13 +95,14 @@ def to_arrow(
     ``position``), ``reward``, ``policy_version``, lengths, ``finish_reason``, ``refused``;
     ``tokens``, ``logprobs``, ``action_mask`` as lists; texts; ``messages`` and ``info`` as JSON,
     and ``info.KEY`` for each number or text in it; of the annotation set ``state``, ``reason``,
-    ``advantage`` (mean over the response), ``advantages``; ``trained_step`` and ``trainer``;
-    ``damaged``: why something of the row cannot be read, which is null then.
-    ``state`` is ``refused``, ``unseen``, ``waiting``, ``rejected``, ``annotated`` (in no step: what
-    `groups` calls ready), ``leased`` or ``committed``. From ``state`` to ``trained_step`` a row is
-    about one delivery: of ``step``, else committed before leased before ``rejected`` by a trainer,
-    there of the trainer furthest ahead and its first step. In ``info.KEY``, of numbers if its first
-    page is, else of texts, what does not fit is null; ``info`` has it.
+    ``advantages`` (one number if all trained tokens have it, the others 0), ``advantage`` (it, else
+    the mean over all response tokens), ``trained_step``, ``trainer``; ``damaged``: why something of
+    it, null then, is unreadable. ``state`` is ``refused``, ``unseen``, ``waiting``, ``rejected``,
+    ``annotated`` (in no step: what `groups` calls ready), ``leased`` or ``committed``. From
+    ``state`` to ``trained_step`` a row is about one delivery: of ``step``, else committed before
+    leased before ``rejected`` by a trainer, of the trainer furthest ahead, its first step. In
+    ``info.KEY``, of numbers if its first page is, else of texts, what does not fit is null;
+    ``info`` has it.
 
     Args:
         url: of the store.
