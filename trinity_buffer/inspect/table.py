@@ -101,8 +101,7 @@ def to_arrow(
     ``annotated`` (in no step: what `groups` calls ready), ``leased`` or ``committed``. From
     ``state`` to ``trained_step`` a row is about one delivery: of ``step``, else committed before
     leased before ``rejected`` by a trainer, of the trainer furthest ahead, its first step. In
-    ``info.KEY``, of numbers if its first page is, else of texts, what does not fit is null;
-    ``info`` has it.
+    ``info.KEY``, of numbers if its first page is, else of texts, what does not fit is null.
 
     Args:
         url: of the store.
