@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import pytest
+from typing_extensions import override
 
 from tests.conftest import Resize
 from tests.contract.making import assert_conserved, group, opened, rollout
@@ -20,6 +21,7 @@ from tests.pipeline import deciding
 from tests.pipeline.test_waits import spoken
 from tests.pipeline.watching import Killed, Watcher, killed_at
 from trinity_buffer.errors import LeaseLostError
+from trinity_buffer.experience import Experience
 from trinity_buffer.inspect import compare_sets, leases
 from trinity_buffer.inspect.source import now
 from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer, run_strategy
@@ -288,12 +290,54 @@ async def test_who_lost_a_lease_to_another_waits_twice_as_long_for_it(store_url:
         await held_by(experiment, owner(), before=await holder(experiment))
         with pytest.raises(LeaseLostError, match=f"pid {OTHER} on host .* took over"):
             await experiment.database.write(lease.require)
-        lease.doubt()
+        lease.doubt(LeaseLostError())
         began = time.monotonic()
         with anyio.fail_after(20):
             while not await lease.ask():
                 await anyio.lowlevel.checkpoint()
         assert time.monotonic() - began >= 2 * ttl_s
+
+
+@pytest.mark.parametrize(
+    ("ends", "ttl_s", "why"),
+    [("gives", 9.0, "has ended"), ("dies", 9.0, "is gone"), ("rests", 0.2, "not heard of for 0.4")],
+)
+async def test_who_loses_the_lease_and_who_takes_it_over_says_so(
+    store_url: str, ends: str, ttl_s: float, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(store_url, rollouts_per_group=2, lease_ttl_s=ttl_s) as experiment:
+
+        class Losing(Watcher):
+            """Computes for so long that another takes the lease."""
+
+            @override
+            async def add(self, experiences: list[Experience], step: int) -> Any:
+                if not self.seen:
+                    await held_by(experiment, owner(), before=await holder(experiment))
+                return await super().add(experiences, step)
+
+        async def decide() -> None:
+            assert (await run_strategy(experiment, Losing, name=NAME)).annotated == 2
+            decided.set()
+
+        decided = anyio.Event()
+        await experiment.writer("e0").write(group(runs=2))
+        words = "took over" if ends == "rests" else "stands by"
+        with anyio.fail_after(PATIENCE_S):
+            async with spoken(caplog, decide, f"pid {OTHER} on host", words):
+                assert "decides now" not in caplog.text
+                if ends == "gives":
+                    await let_go(experiment, owner())
+                elif ends == "dies":
+                    await held_by(experiment, owner(start="1"), before=owner())
+                await decided.wait()
+        (lost,) = [each for each in caplog.messages if "took over" in each]
+        assert "computed again. We lost the lease because" in lost
+        assert f"for longer than lease_ttl_s={ttl_s:g}: if `add` takes so long, raise that" in lost
+        (taken,) = [each for each in caplog.messages if "decides now" in each]
+        assert f"strategy {NAME!r} decides now: pid {OTHER} on host" in taken
+        assert why in taken
+        assert len(Watcher.seen) == 2
 
 
 async def test_a_lease_is_renewed_until_another_has_taken_it(store_url: str) -> None:

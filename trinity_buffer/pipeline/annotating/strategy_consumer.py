@@ -192,8 +192,8 @@ class StrategyConsumer:
             state = await self.experiment.database.changes.state()
             try:
                 look = await self._advance(live=follow)
-            except (CursorConflictError, LeaseLostError):
-                self._lease.doubt()
+            except (CursorConflictError, LeaseLostError) as error:
+                self._lease.doubt(error)
                 break
             if look.worked:
                 wait.over()

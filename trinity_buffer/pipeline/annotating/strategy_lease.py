@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import anyio
 
-from trinity_buffer.errors import StoreError
+from trinity_buffer.errors import LeaseLostError, StoreError
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
@@ -19,10 +20,13 @@ from trinity_buffer.pipeline.lease_holders import (
     is_dead,
     owner_of_process,
 )
+from trinity_buffer.pipeline.spoken_wait import one_line
 from trinity_buffer.store import promises
 from trinity_buffer.store.log import Place
 from trinity_buffer.store.promises import place_of
 from trinity_buffer.store.transaction import Transaction, lock_experiment
+
+_logger = logging.getLogger(__name__)
 
 
 class StrategyLease:
@@ -58,6 +62,8 @@ class StrategyLease:
             if held is None or is_dead(held[0]) or self._watch.is_silent(held):
                 self._took = True  # also if we are cancelled while it is being taken
                 self.is_held = await self._database.write(self._take, held)
+                if self.is_held and self.holder is not None:
+                    self._say_that_we_decide(self.holder, held)
             elif held[0] == owner_of_process():
                 self.is_held = True
             else:
@@ -67,9 +73,28 @@ class StrategyLease:
         self.holder = None
         return True
 
-    def doubt(self) -> None:
-        """Note that another may have decided: `ask` looks again."""
+    def doubt(self, why: StoreError) -> None:
+        """Note that another has decided, which is ``why`` a commit failed: `ask` looks again."""
         self.is_held = self._alone
+        if isinstance(why, LeaseLostError):
+            _logger.warning(
+                "%s, and computed again. We lost the lease because this process was paused, or "
+                "`add` blocked it, for longer than lease_ttl_s=%g: if `add` takes so long, raise "
+                "that",
+                one_line(f"{why}"),
+                self._ttl_s,
+            )
+
+    def _say_that_we_decide(self, before: str, held: Held) -> None:
+        """Say why, after ``before`` decided in our place; ``held`` is the lease that we took."""
+        if held is None:
+            why = "has ended"
+        elif is_dead(held[0]):
+            why = "is gone"
+        else:
+            why = f"was not heard of for {self._patience_s:g} s"
+        who = place_of(before if held is None else held[0])
+        _logger.warning("%s", one_line(f"strategy {self._name!r} decides now: {who} {why}"))
 
     def require(self, tx: Transaction) -> Place | None:
         """Return where the log ends, if that was asked, and this process holds the lease.
