@@ -43,12 +43,15 @@ _FAMILY_OF = {field: family for family, fields in FAMILIES.items() for field in 
 
 @dataclass(frozen=True, slots=True)
 class CustomField:
-    """An entry of ``info`` that becomes a column of the training batch.
+    """An entry of ``info`` that a trainer may want as a column of its batch.
+
+    It is stored, and `read` returns it. A train stream does not hand it out: no micro-batch has the
+    column.
 
     Attributes:
         source_field: key in ``info``.
-        destination_field: key in the batch.
-        data_type: dtype of the column.
+        destination_field: key that the column is to have.
+        data_type: dtype that it is to have.
     """
 
     source_field: str
@@ -93,10 +96,13 @@ class Experience:
         rejected_messages: the other one.
         chosen: ``[Rc]`` int32, the preferred response.
         rejected: ``[Rr]`` int32, the other one.
-        multi_modal_inputs: name -> tensor, such as pixel values.
+        multi_modal_inputs: name -> tensor, such as pixel values; of a micro-batch the attribute of
+            this name.
         teacher_logprobs: ``[R]`` float32, for distillation.
-        routed_experts: ``[L - 1, layers, topk]`` uint8, to replay the routing of an MoE model.
-        custom_fields: entries of ``info`` that become columns of the batch.
+        routed_experts: ``[L - 1, layers, topk]`` uint8, the routing of an MoE model; stored and
+            read, but in no micro-batch.
+        custom_fields: entries of ``info`` that are meant as columns; stored and read, but in no
+            micro-batch.
 
     Raises:
         InvalidExperienceError: a single-turn experience without a prompt or without a response, or

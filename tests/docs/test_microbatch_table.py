@@ -8,9 +8,13 @@ from typing import Literal
 
 import anyio
 import pytest
+import torch
 
+from tests.contract.making import opened
 from tests.trainer.data import prepared
 from trinity_buffer.algorithm import build
+from trinity_buffer.experience import EID, CustomField, Experience
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.trainer.requirements import strategy_of, stream_options
 
@@ -48,3 +52,40 @@ def test_every_tensor_has_its_row(
     ]
     assert wrong == []
     assert ("cu_seqlens" in microbatch) == (layout == "packed")
+
+
+async def test_what_is_stored_and_not_handed_out_is_named(sqlite_url: str) -> None:
+    """Below the table; and of the rewards, where they lie."""
+    routed = torch.ones((5, 2, 1), dtype=torch.uint8)
+    custom = CustomField("score", "own_score", torch.float32)
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        given = [
+            Experience(
+                eid=EID("b", 0, run),
+                tokens=[1, 2, 3, 4, 5, 6],
+                prompt_length=2,
+                logprobs=[-0.5] * 4,
+                action_mask=[True, True, True, False],
+                reward=run + 1.0,
+                info={"score": 0.5},
+                custom_fields=[custom],
+                routed_experts=routed,
+                multi_modal_inputs={"pixels": torch.ones(3)},
+            )
+            for run in range(2)
+        ]
+        await experiment.writer("e0").write(given)
+        await run_strategy(experiment, "grpo")
+        read = [one async for one in experiment.read()]
+        assert [one.custom_fields for one in read] == [[custom]] * 2
+        assert all(str(one.routed_experts) == str(routed) for one in read)
+        async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
+            (microbatch,) = (await anext(stream)).microbatches
+    assert {"own_score", "score", "routed_experts", "custom_fields"} & microbatch.keys() == set()
+    assert [list(one) for one in microbatch.multi_modal_inputs] == [["pixels"]] * 2
+    assert microbatch["token_level_rewards"].tolist() == [[0] * 5 + [run + 1.0] for run in range(2)]
+    said = " ".join(TABLE.split())
+    assert "`microbatch.multi_modal_inputs` is no key" in said
+    assert "`custom_fields` and `routed_experts` of an experience are stored" in said
+    assert "lies on its last token in `token_level_rewards`" in said
+    assert "no micro-batch has the column" in " ".join(str(CustomField.__doc__).split())
