@@ -29,3 +29,15 @@ def test_the_page_runs_as_it_is_printed(page: str, count: int, tmp_path: Path) -
         check=False,
     )
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("torch_data", "StepDataset"), ("trl", "StoredGRPOTrainer")]
+)
+def test_the_block_of_an_adapter_imports_it(module: str, name: str) -> None:
+    text = (DOCS / "other_trainers.md").read_text()
+    blocks = re.findall(r"^```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (block,) = (block for block in blocks if f" {name}(" in block)
+    assert block.startswith(f"from trinity_buffer.integrations.{module} import {name}\n")
+    source = DOCS.parent / "trinity_buffer" / "integrations" / f"{module}.py"
+    assert f"class {name}(" in source.read_text()
