@@ -7,11 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
 
+import anyio
 import pytest
 
 import trinity_buffer as tb
 from tests.contract.making import group, opened
-from trinity_buffer.errors import UnknownStoreError
+from trinity_buffer.errors import UnknownExperimentError, UnknownStoreError
 from trinity_buffer.pipeline.streaming.stream_options import StreamKeywords, StreamOptions
 
 
@@ -43,6 +44,34 @@ async def test_a_path_and_the_users_folder_work_wherever_a_url_does(
     assert file.stat().st_size
     async with tb.open_store(url, read_only=True) as store:
         assert await store.experiments() == ["run"]
+
+
+def test_a_trainer_that_comes_before_the_explorer_is_told_so(tmp_path: Path) -> None:
+    store = tmp_path / "own.db"
+    first = "start the explorer first, or wait until it has written"
+    with (
+        pytest.raises(UnknownStoreError, match=f"own\\.db: there is no store to read: {first}$"),
+        tb.open_train_stream(store, experiment="own", strategy="grpo", follow=True),
+    ):
+        pass
+    store.touch()
+    with (
+        pytest.raises(UnknownStoreError, match=f"empty: there is no store to read: {first}$"),
+        tb.open_train_stream(store, experiment="own", strategy="grpo", follow=True),
+    ):
+        pass
+
+    async def made() -> None:
+        async with tb.open_store(store):
+            pass
+
+    anyio.run(made)
+    with (
+        pytest.raises(UnknownExperimentError) as refused,
+        tb.open_train_stream(store, experiment="own", strategy="grpo", follow=True),
+    ):
+        pass
+    assert refused.value.__notes__ == [first]
 
 
 @pytest.mark.parametrize("follow", [False, True])

@@ -15,6 +15,7 @@ import anyio
 from anyio.from_thread import BlockingPortal
 from typing_extensions import Unpack, override
 
+from trinity_buffer.errors import UnknownExperimentError
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.store import open_store
@@ -176,7 +177,11 @@ async def _opened(
     url: StoreURL, experiment: str, options: StreamKeywords
 ) -> AsyncIterator[tuple[TrainStream, Experiment]]:
     async with open_store(url, create=False) as store:
-        found = await store.experiment(experiment)
+        try:
+            found = await store.experiment(experiment)
+        except UnknownExperimentError as error:
+            error.add_note("start the explorer first, or wait until it has written")
+            raise
         async with found.train_stream(**options) as stream:
             yield stream, found
 

@@ -37,6 +37,9 @@ Durability = Literal["normal", "full"]
 COMPUTED_AT_ONCE = 2
 """Most computations hold the interpreter's lock: more would only wait."""
 
+WRITE_FIRST = ": start the explorer first, or wait until it has written"
+"""What somebody is told who reads a store, and would write to it, where there is none yet."""
+
 
 class Database:
     """Connections to one database. Opened with `open_database`, closed by leaving its context.
@@ -223,14 +226,15 @@ class Database:
         stack.callback(self._owner.close)
         if not any_revision and not await self.read(schema.inspect, self.name):
             if self.read_only or not create:
-                raise UnknownStoreError(f"{self.name} is empty: there is no store to read")
+                remedy = "" if self.read_only else WRITE_FIRST
+                raise UnknownStoreError(f"{self.name} is empty: there is no store to read{remedy}")
             await self.write(schema.create, self.name)
         return self
 
     async def _open_file(self, stack: AsyncExitStack, *, prepare: bool, create: bool) -> None:
         self.version = sqlite.require_safe_library()
         if not sqlite.check_path(self.path, read_only=self.read_only) and not create:
-            raise sqlite.nothing_at(self.path)
+            raise sqlite.nothing_at(self.path, WRITE_FIRST)
         self._still = self.read_only and sqlite.is_still(self.path)
         files = StoreFiles(self.path, with_log=not self.read_only or self._still)
         self._connections = Seats(self._connect, files, self._require_schema, Turns(self.path))

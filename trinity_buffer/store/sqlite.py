@@ -152,11 +152,11 @@ def _look_at(path: Path) -> os.stat_result | None:
         return None
 
 
-def nothing_at(path: Path) -> UnknownStoreError:
-    """Return the error that names what is there in place of ``path``."""
+def nothing_at(path: Path, remedy: str = "") -> UnknownStoreError:
+    """Return the error that names what is there in place of ``path``, else says the remedy."""
     near = sorted(one.name for one in path.parent.glob("*.db"))
     meant = difflib.get_close_matches(path.name, near, n=1)
-    there = f" (did you mean {path.with_name(meant[0])}?)" if meant else ""
+    there = f" (did you mean {path.with_name(meant[0])}?)" if meant else remedy
     if not path.parent.is_dir():
         there = ", nor is there its folder"
     return UnknownStoreError(f"{path}: there is no store to read{there}")
