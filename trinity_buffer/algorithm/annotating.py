@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.algorithm.group_scores import Rewards
-from trinity_buffer.algorithm.reward_scores import RewardScorer
+from trinity_buffer.algorithm.reward_scores import RewardScorer, asked
 from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import Experience
 
@@ -63,7 +63,7 @@ def annotate_group(
         exps: the group.
         rewards: of its members, finite, ``[G]``.
     """
-    found = score(rewards[np.newaxis])
+    found = asked(score, rewards[np.newaxis])
     if found.scores is not None:
         for experience, value in zip(exps, found.scores[0].tolist(), strict=True):
             annotate(experience, value)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trinity_buffer.algorithm.group_scores import Rewards
+from trinity_buffer.errors import InvalidArgumentError
 
 _CHANGE_NOTHING = frozenset({"__init__", "reference_args", "_abc_impl"})
 
@@ -38,6 +40,33 @@ class ScoredGroups:
 
 RewardScorer = Callable[[Rewards], ScoredGroups]
 """From rewards ``[k, G]``, all finite, to what becomes of the groups."""
+
+
+def asked(score: RewardScorer, rewards: Rewards) -> ScoredGroups:
+    """Return what ``score`` makes of ``rewards``, if it can be that.
+
+    Raises:
+        InvalidArgumentError: it is not a `ScoredGroups` of their shape.
+    """
+    found: object = score(rewards)
+    if not isinstance(found, ScoredGroups):
+        raise InvalidArgumentError(
+            f"`score_groups` returned {type(found).__name__}, it must return `ScoredGroups`, as in "
+            "`ScoredGroups(scores=rewards)`"
+        )
+    _require_shape("scores", found.scores, rewards.shape)
+    _require_shape("kept", found.kept, rewards.shape)
+    for name, values in found.metrics.items():
+        _require_shape(f"metric {name!r}", values, rewards.shape[:1])
+    return found
+
+
+def _require_shape(what: str, values: Any, shape: tuple[int, ...]) -> None:
+    if values is not None and np.shape(values) != shape:
+        raise InvalidArgumentError(
+            f"`score_groups` returned {what} of shape {list(np.shape(values))}: it must have "
+            f"{list(shape)}, as the rewards of so many groups (of so many experiences each)"
+        )
 
 
 def scorer_of(one: object, needs: Collection[str]) -> RewardScorer | None:
@@ -84,7 +113,7 @@ def as_added(score: RewardScorer, reason: str) -> RewardScorer:
     """
 
     def added(rewards: Rewards) -> ScoredGroups:
-        found, named = score(rewards), {}
+        found, named = asked(score, rewards), {}
         for name, values in found.metrics.items():
             named[f"group_advantages/{name}/mean"] = values + 0.0  # a sum has no negative zero
             named[f"group_advantages/{name}/max"] = values

@@ -14,7 +14,7 @@ from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.algorithm.arguments import made as made_of
 from trinity_buffer.algorithm.copies import original_uid
 from trinity_buffer.algorithm.group_scores import Rewards
-from trinity_buffer.algorithm.reward_scores import RewardScorer, ScoredGroups
+from trinity_buffer.algorithm.reward_scores import RewardScorer, ScoredGroups, asked
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import Experience
 from trinity_buffer.rejections import INVALID
@@ -96,7 +96,7 @@ def _scored_in_turn(stages: Sequence[tuple[str, RewardScorer]], rewards: Rewards
             groups = np.flatnonzero(sizes == size)
             members = np.nonzero(kept[groups])[1].reshape(len(groups), size)
             at = (groups[:, np.newaxis], members)
-            found = score(rewards[at])
+            found = asked(score, rewards[at])
             if found.scores is not None:
                 scores = np.zeros_like(rewards) if scores is None else scores
                 scores[at] = found.scores

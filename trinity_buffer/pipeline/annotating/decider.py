@@ -14,6 +14,7 @@ from trinity_buffer.algorithm.reward_scores import RewardScorer
 from trinity_buffer.errors import ArchivedSegmentError
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.annotating.answers import metrics_of, noting
 from trinity_buffer.pipeline.annotating.decision import Decision, Verdicts
 from trinity_buffer.pipeline.annotating.grouping import (
     Group,
@@ -31,7 +32,7 @@ from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.experiences import load_experiences, unreadable_among
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import reads
-from trinity_buffer.store.rows import SLOT_BITS, ExperienceRow
+from trinity_buffer.store.rows import SLOT_BITS, ExperienceRow, position_of, rows_recorded_by
 from trinity_buffer.store.transaction import ReadSession
 from trinity_buffer.writer import StagedWriter
 
@@ -123,11 +124,13 @@ class Decider:
         groups = [group for unit in units for group in self._whole_of(unit, verdicts)]
         assigned = self._assigned(s, [row for group in groups for row in group.members])
         self.calls += len(groups)
-        score, seen, calls = self._scorer, self._reader.seen, self.calls
+        name, score = self._setup.name, self._scorer
+        seen, calls = self._reader.seen, self.calls
 
         def compute() -> Decision:
             table = table_of(groups, events, assigned)
-            found = verdicts_of(table, len(groups), score)
+            with noting(name, lambda: _first_of(groups, events)):
+                found = verdicts_of(table, len(groups), score)
             return verdicts.decision_by_rewards(groups, found, seen=seen, calls=calls)
 
         return s.compute(compute)
@@ -147,9 +150,10 @@ class Decider:
                 experiences = [loaded[row.address] for row in rows if row.address in loaded]
                 if not experiences:
                     continue
-                _, found = await setup.strategy.add(experiences, self.calls)
+                with noting(setup.name, partial(_uid, experiences[0])):
+                    answer = await setup.strategy.add(experiences, self.calls)
+                    verdicts.metrics.append(metrics_of(answer))
                 self.calls += 1
-                verdicts.metrics.append({name: float(value) for name, value in found.items()})
                 verdicts.given.update(one.address or 0 for one in experiences)
         kept = verdicts.taken_from(setup.staged)
         verdicts.require_fitting(kept, known)
@@ -236,3 +240,15 @@ class Decider:
         if name is None:
             return None
         return s.read(reads.assigned_rewards, key, name, addresses)
+
+
+def _uid(experience: Experience) -> str:
+    return experience.eid.uid
+
+
+def _first_of(groups: Sequence[Group], events: Events) -> str:
+    """Return the uid of the first member of ``groups``."""
+    first = groups[0].members[0]
+    position = position_of(first)
+    rows = rows_recorded_by(position, events[position])
+    return next(row.eid.uid for row in rows if row.address == first)

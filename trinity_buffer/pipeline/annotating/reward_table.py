@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trinity_buffer.algorithm.reward_scores import RewardScorer, ScoredGroups
+from trinity_buffer.algorithm.reward_scores import RewardScorer, ScoredGroups, asked
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.pipeline.annotating.grouping import Group
 from trinity_buffer.rejections import invalid
@@ -118,7 +118,7 @@ def verdicts_of(table: RewardTable, num_groups: int, score: RewardScorer) -> Row
     for size in np.flatnonzero(np.bincount(sizes[sizes > 0])).tolist():
         which = np.flatnonzero(sizes == size)
         rows = at[starts[which, np.newaxis] + np.arange(size)]
-        found = score(table.rewards[rows])
+        found = asked(score, table.rewards[rows])
         if found.scores is not None:
             scores = np.zeros(len(usable)) if scores is None else scores
             scores[rows] = found.scores

@@ -1,0 +1,114 @@
+"""What is said where a strategy of the user's own goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from typing_extensions import override
+
+from tests.contract.making import group, opened
+from trinity_buffer.algorithm.add_strategy import AddStrategy, RewardStrategy
+from trinity_buffer.algorithm.group_scores import Rewards
+from trinity_buffer.algorithm.reward_scores import ScoredGroups
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+
+
+def fail(_: object) -> Any:
+    raise KeyError("no judge")
+
+
+class Adding(AddStrategy):
+    """Returns what it is told to."""
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+    answer: ClassVar[Callable[[Any], Any]]
+
+    @override
+    async def add(self, experiences: list[Experience], step: int) -> Any:
+        """Write all."""
+        await self.writer.write(experiences)
+        return type(self).answer(experiences)
+
+
+class Scoring(RewardStrategy):
+    """Returns what it is told to."""
+
+    answer: ClassVar[Callable[[Any], Any]]
+
+    @override
+    def score_groups(self, rewards: Rewards) -> Any:
+        """Score."""
+        return type(self).answer(rewards)
+
+
+class ScoringInAdd(Scoring):
+    """The same by way of `add`."""
+
+    @override
+    def rewards_of(self, exps: Any) -> Any:
+        """Change nothing, which nobody can know."""
+        return super().rewards_of(exps)
+
+
+async def failure(store_url: str, strategy: Any, answer: Callable[[Any], Any]) -> Exception:
+    """Return the error of a strategy that answers so to two groups of two."""
+    strategy.answer = staticmethod(answer)
+    async with opened(store_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write(group(task=0, runs=2) + group(task=1, runs=2))
+        with pytest.raises((InvalidArgumentError, KeyError)) as caught:
+            await run_strategy(experiment, [strategy, "grpo"] if answer is fail else strategy)
+        assert [event async for event in experiment.events(kinds=("ExperiencesAnnotated",))] == []
+    return caught.value
+
+
+@pytest.mark.parametrize("strategy", [Adding, Scoring, ScoringInAdd])
+async def test_an_error_names_the_strategy_and_what_it_was_given(
+    sqlite_url: str, strategy: type
+) -> None:
+    error = await failure(sqlite_url, strategy, fail)
+    (note,) = error.__notes__
+    assert f"in strategy '{strategy.__name__}+grpo', which was given b/0/0/0/ first" in note
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda _: None, "returned None: it must return how many"),
+        (len, "returned int 2: it must"),
+        (lambda _: (2, 0.5), r"returned tuple \(2, 0.5\): it must"),
+        (lambda _: (2, {"mean": None}), "returned None as metric 'mean': it must be a number"),
+        (lambda _: (2, {"mean": "x"}), "returned str 'x' as metric 'mean': it must be a number"),
+    ],
+)
+async def test_what_add_returns_is_checked(
+    sqlite_url: str, answer: Callable[[Any], Any], said: str
+) -> None:
+    error = await failure(sqlite_url, Adding, answer)
+    assert error.__notes__
+    with pytest.raises(InvalidArgumentError, match=said):
+        raise error
+
+
+@pytest.mark.parametrize("strategy", [Scoring, ScoringInAdd])
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda r: r, "returned ndarray, it must return `ScoredGroups`"),
+        (lambda r: ScoredGroups(scores=r.mean(1)), r"scores of shape .* must have \[., 2\]"),
+        (lambda r: ScoredGroups(scores=r[:, :1]), r"scores of shape .* must have \[., 2\]"),
+        (lambda r: ScoredGroups(kept=r[0] > 0), r"kept of shape \[2\]: it must have \[., 2\]"),
+        (lambda r: ScoredGroups(scores=r, metrics={"m": np.array(1.0)}), r"metric 'm' of shape"),
+    ],
+)
+async def test_what_score_groups_returns_is_checked_on_both_roads(
+    sqlite_url: str, strategy: type, answer: Callable[[Any], Any], said: str
+) -> None:
+    error = await failure(sqlite_url, strategy, answer)
+    assert error.__notes__
+    with pytest.raises(InvalidArgumentError, match=said):
+        raise error
