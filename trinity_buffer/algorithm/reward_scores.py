@@ -28,7 +28,7 @@ class ScoredGroups:
         scores: the advantage of each, ``[k, G]``; None: a filter, which computes none.
         kept: which are kept, ``[k, G]``; None: all.
         reasons: why the others are rejected, texts of a shape that fits ``[k, G]``; None: as
-            ``filtered``.
+            ``filtered``. Of a `RewardStrategy` it is always the class's ``left_out``.
         metrics: name -> one number per group, ``[k]``.
     """
 
