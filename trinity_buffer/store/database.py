@@ -16,11 +16,11 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from trinity_buffer.errors import (
     InvalidArgumentError,
     ReadOnlyStoreError,
-    UnknownStoreError,
 )
 from trinity_buffer.store import schema, sqlite, transaction
 from trinity_buffer.store.access import Owner, StoreFiles, foreign_errors
 from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
+from trinity_buffer.store.nothing_there import nothing_at, nothing_in
 from trinity_buffer.store.postgres import Server
 from trinity_buffer.store.segments import SegmentStore, TableSegments
 from trinity_buffer.store.sqlite import dbapi2
@@ -36,9 +36,6 @@ T = TypeVar("T")
 Durability = Literal["normal", "full"]
 COMPUTED_AT_ONCE = 2
 """Most computations hold the interpreter's lock: more would only wait."""
-
-WRITE_FIRST = ": start the explorer first, or wait until it has written"
-"""What somebody is told who reads a store, and would write to it, where there is none yet."""
 
 
 class Database:
@@ -226,15 +223,14 @@ class Database:
         stack.callback(self._owner.close)
         if not any_revision and not await self.read(schema.inspect, self.name):
             if self.read_only or not create:
-                remedy = "" if self.read_only else WRITE_FIRST
-                raise UnknownStoreError(f"{self.name} is empty: there is no store to read{remedy}")
+                raise nothing_in(self.name, read_only=self.read_only)
             await self.write(schema.create, self.name)
         return self
 
     async def _open_file(self, stack: AsyncExitStack, *, prepare: bool, create: bool) -> None:
         self.version = sqlite.require_safe_library()
         if not sqlite.check_path(self.path, read_only=self.read_only) and not create:
-            raise sqlite.nothing_at(self.path, WRITE_FIRST)
+            raise nothing_at(self.path, read_only=False)
         self._still = self.read_only and sqlite.is_still(self.path)
         files = StoreFiles(self.path, with_log=not self.read_only or self._still)
         self._connections = Seats(self._connect, files, self._require_schema, Turns(self.path))

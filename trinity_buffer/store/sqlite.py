@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from urllib.parse import quote
 
 from trinity_buffer.errors import ReadOnlyStoreError, UnknownStoreError, UnsafeStoreError
 from trinity_buffer.sizes import sizes
+from trinity_buffer.store.nothing_there import nothing_at
 
 # The wheel carries a release without the WAL-reset bug. For Linux on aarch64 there is none: there
 # Python's own library serves, if it is a fixed release; `require_safe_library` refuses others.
@@ -150,16 +150,6 @@ def _look_at(path: Path) -> os.stat_result | None:
         return path.stat()
     except FileNotFoundError:
         return None
-
-
-def nothing_at(path: Path, remedy: str = "") -> UnknownStoreError:
-    """Return the error that names what is there in place of ``path``, else says the remedy."""
-    near = sorted(one.name for one in path.parent.glob("*.db"))
-    meant = difflib.get_close_matches(path.name, near, n=1)
-    there = f" (did you mean {path.with_name(meant[0])}?)" if meant else remedy
-    if not path.parent.is_dir():
-        there = ", nor is there its folder"
-    return UnknownStoreError(f"{path}: there is no store to read{there}")
 
 
 def uri_of(path: Path, *, writes: bool = False, still: bool = False) -> str:
