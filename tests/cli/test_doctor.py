@@ -65,11 +65,31 @@ def test_a_run_whose_processes_are_gone_says_who_would_move_it(
     handed = found[
         "no process trains as 'trainer': 1 step handed out and not committed, from step 3 on"
     ]
-    assert "start trainer 'trainer' again" in handed["remedy"]
+    assert "start trainer 'trainer' again (`trinity-buffer train --follow`)" in handed["remedy"]
     assert found["no process trains as 'trainer': 4 rows of set 'grpo' ready"]["since"] > 1.7e9
     told = cli("doctor", "--store", store_url)
     assert "nobody is there" in told.out
     assert "stuck: experiment sort: 1 group of batch b1 lacks 3 runs, no seal, since 20" in told.out
+
+
+def test_the_remedy_for_a_trainer_of_another_name_starts_that_one(
+    cli: Cli, sqlite_url: str
+) -> None:
+    async def write() -> None:
+        async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+            await experiment.writer("e0").write(group())
+            await run_strategy(experiment, "grpo")
+            for name in ("trainer", "my own"):
+                async with experiment.train_stream(strategy="grpo", consumer=name):
+                    pass
+
+    anyio.run(write)
+    remedies = {one["what"]: one["remedy"] for one in stuck(cli, sqlite_url)}
+    command = "`trinity-buffer train --follow"
+    (own,) = (told for what, told in remedies.items() if "trains as 'my own'" in what)
+    assert own == f"start trainer 'my own' again ({command} --set 'trainer=my own'`)"
+    (first,) = (told for what, told in remedies.items() if "trains as 'trainer'" in what)
+    assert first == f"start trainer 'trainer' again ({command}`)"
 
 
 def test_another_explorer_brings_nothing_of_one_that_is_gone(cli: Cli, sqlite_url: str) -> None:

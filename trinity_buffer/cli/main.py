@@ -6,10 +6,11 @@ import os
 import sys
 from contextlib import suppress
 from io import TextIOWrapper
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from trinity_buffer import __version__
 from trinity_buffer.cli.commands import CommandTable
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.logs import set_up as set_up_logs
@@ -27,8 +28,21 @@ app = typer.Typer(
 )
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"trinity-buffer {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def trinity_buffer() -> None:
+def trinity_buffer(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_tell_version, is_eager=True, help="Say the version, and end."
+        ),
+    ] = False,
+) -> None:
     """Know what every gradient step was trained on: an experience store for post-training.
 
     `trinity-buffer COMMAND --help` shows the options of a command, and an example.

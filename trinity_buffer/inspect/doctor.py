@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from shlex import quote
 
 from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.diagnosis import Lack, Surroundings, counted, lacks_of
@@ -104,6 +105,7 @@ class _Look:
         self._key = key
         self._is_expert = is_expert
         self._recorded = recorded
+        self._trainer: str | None = None  # that the command would start
 
     def __call__(self, tx: Transaction) -> tuple[list[Here], list[Stuck]]:
         around = Surroundings.of(tx, self._key)
@@ -114,6 +116,7 @@ class _Look:
         config = queries.config_of(tx, self._recorded or self._key)
         if config is None or config[1] or self._is_expert:
             return here, []  # what is finished waits for nothing, and an expert's for a run
+        self._trainer = config[0].get("trainer", "trainer")
         kinds = ("strategy", "trainer")
         strategies, trainers = (
             [row for row in around.consumers.values() if row.kind == kind] for kind in kinds
@@ -193,7 +196,8 @@ class _Look:
     ) -> Iterator[Stuck]:
         if around.who("trainer", row.name) is not None:
             return
-        again = f"start trainer {row.name!r} again (`trinity-buffer train --follow`)"
+        named = "" if row.name == self._trainer else " --set " + quote(f"trainer={row.name}")
+        again = f"start trainer {row.name!r} again (`trinity-buffer train --follow{named}`)"
         leased = conservation.first_uncommitted(tx, self._key, row)
         if leased is not None:
             steps = counted(row.leased_step - row.committed_step, "step")
