@@ -117,13 +117,13 @@ def size_of(count: int) -> str:
 
 @contextmanager
 def progress() -> Iterator[Report]:
-    """Show progress on a terminal; say each stage once, on a line of its own, elsewhere.
+    """Show progress on a terminal, and nothing elsewhere.
 
     It goes to standard error, so that what is printed can be read by a program.
     """
     screen = Terminal(stderr=True)
     if not screen.is_terminal:
-        yield _plain_report()
+        yield lambda _what, _done, _total: None
         return
     columns = (TextColumn("{task.description:<8}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=screen, transient=True) as bars:
@@ -135,14 +135,3 @@ def progress() -> Iterator[Report]:
             bars.update(known[what], completed=done, total=total)
 
         yield report
-
-
-def _plain_report() -> Report:
-    said: set[str] = set()
-
-    def report(what: str, _done: int, total: int) -> None:
-        if what not in said:
-            said.add(what)
-            sys.stderr.write(f"{what}: {total}\n")
-
-    return report
