@@ -18,6 +18,7 @@ from tests.sample_run import SampleRun, record_sample_run, rollout
 from trinity_buffer.cli.stats_command import MOST_IN_FULL
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.store.url import named
 
 
 @pytest.fixture(scope="module")
@@ -370,3 +371,15 @@ def test_two_runs_are_compared_step_by_step(cli: Cli, sample: SampleRun, tmp_pat
     assert found["numbers"]["rows"] == [12, 12]
     assert found["config"] == {}
     assert "steps of both" in cli(*words).out
+
+
+def test_two_runs_of_one_name_are_told_apart_by_their_stores(
+    cli: Cli, sample: SampleRun, tmp_path: Path
+) -> None:
+    other = anyio.run(record_sample_run, f"sqlite:///{tmp_path / 'o.db'}", tmp_path / "run")
+    told = cli("diff", "sort", "sort", "--store", sample.url, "--other-store", other.url)
+    heading = told.out.split("in numbers\n")[1].splitlines()[0]
+    first, second = (f"sort ({named(url)})" for url in (sample.url, other.url))
+    assert heading.split("  ")[-1].strip() == second
+    assert first in heading
+    assert told.err == ""

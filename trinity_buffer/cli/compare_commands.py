@@ -46,6 +46,7 @@ from trinity_buffer.inspect.source import Source, now
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import queries
+from trinity_buffer.store.url import named
 
 MOST_LINES = 200
 """Of the steps that two runs have."""
@@ -80,7 +81,7 @@ def diff(
         if as_json:
             print_json(runs)
         else:
-            _print_runs(runs)
+            _print_runs(runs, *_headings(runs, url, other_store or url))
         return
 
     async def question(source: Source) -> SetDifference:
@@ -134,9 +135,16 @@ def _print_sets(found: SetDifference) -> None:
         out.print(f"no difference in any advantage{legible}")
 
 
-def _print_runs(found: RunDifference) -> None:
+def _headings(found: RunDifference, *stores: str) -> list[str]:
+    """Return what the two sides are called: with the store where their names are the same."""
+    names = [found.first, found.second]
+    if found.first != found.second or len(set(stores)) == 1:
+        return names
+    return [f"{name} ({named(store)})" for name, store in zip(names, stores, strict=True)]
+
+
+def _print_runs(found: RunDifference, *sides: str) -> None:
     out = console()
-    sides = [found.first, found.second]
     rows = [(name, *values) for name, values in found.config.items()]
     if rows:
         out.print(table("configuration", ["key", *sides], rows))
