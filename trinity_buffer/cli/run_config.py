@@ -195,8 +195,8 @@ class RunConfig(Section):
     )
     incomplete: Literal["keep", "reject"] = Field(
         "keep",
-        description="what to do with a group that lacks planned rollouts when it closes, or refused "
-        "ones",
+        description="what to do with a group that lacks planned rollouts when it closes, or "
+        "refused ones",
     )
     groups_per_step: int = Field(16, ge=1, description="groups per gradient step")
     max_waiting_groups: int | None = Field(
