@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-import anyio
-
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 
 
@@ -27,7 +25,7 @@ class StepQueue:
         self._steps: SimpleQueue[TrainStep | None] = SimpleQueue()
         self._num_put = self._num_asked = self._num_received = 0
         self._num_waiting = 0
-        self._news = anyio.Event()
+        self._news = asyncio.Event()
         self._failure: Exception | None = None
 
     # -- who makes them
@@ -120,4 +118,4 @@ class StepQueue:
 
     def _ring(self) -> None:
         self._news.set()
-        self._news = anyio.Event()
+        self._news = asyncio.Event()
