@@ -91,7 +91,7 @@ def store(folder: Path, tmp_path: Path, cli: Cli) -> Path:
     [
         ("Divides", "failed: ZeroDivisionError: division by zero ({}, line {})"),
         ("Reads", "failed: FileNotFoundError: "),
-        ("Nothing", "({}, line {}) returned something unusable: TypeError: cannot unpack"),
+        ("Nothing", "({}, line {}) returned something unusable: TypeError: `add` returned None"),
     ],
 )
 def test_a_strategy_of_ones_own_that_fails_is_a_sentence(

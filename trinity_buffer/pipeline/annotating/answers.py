@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from trinity_buffer.errors import InvalidArgumentError
-
 
 @contextmanager
 def noting(strategy: str, uid: Callable[[], str]) -> Iterator[None]:
@@ -29,10 +27,10 @@ def metrics_of(answer: object) -> dict[str, float]:
     """Return the metrics of what ``add`` returned.
 
     Raises:
-        InvalidArgumentError: it is not a number and a mapping of numbers.
+        TypeError: it is not a number and a mapping of numbers.
     """
     if not (isinstance(answer, Sequence) and len(answer) == 2 and isinstance(answer[1], Mapping)):
-        raise InvalidArgumentError(
+        raise TypeError(
             f"`add` returned {_short(answer)}: it must return how many experiences it wrote and a "
             "mapping of metrics, as in `return len(kept), {}`"
         )
@@ -43,7 +41,7 @@ def _number(name: str, value: object) -> float:
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise InvalidArgumentError(
+        raise TypeError(
             f"`add` returned {_short(value)} as metric {name!r}: it must be a number"
         ) from None
 
