@@ -33,8 +33,8 @@ from benchmarks.sites import SQLiteSite
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.microbatch import MicroBatch
+from trinity_buffer.pipeline.proof.manifest import LayoutName
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.manifest import LayoutName
 from trinity_buffer.pipeline.streaming.stream_options import StreamKeywords
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 

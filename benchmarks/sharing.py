@@ -30,8 +30,8 @@ from benchmarks.workload import BATCH, RUNS
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.loading.row_loader import experiences_of
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.row_loader import experiences_of
 
 EXPERIMENT = "sharing"
 STRATEGY = "grpo"

@@ -19,8 +19,8 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings
 from trinity_buffer.explorer.weights import Weights
 from trinity_buffer.identity import Key
-from trinity_buffer.pipeline.checkpoint import digest_of
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.proof.checkpoint import digest_of
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE, remove_old
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.sample_run import SampleRun, record_sample_run
-from trinity_buffer.pipeline.checkpoint import read_gone_through, write_gone_through
-from trinity_buffer.pipeline.gone_through import (
+from trinity_buffer.pipeline.proof.checkpoint import read_gone_through, write_gone_through
+from trinity_buffer.pipeline.proof.gone_through import (
     FIRST_LINK,
     NAMED_MANIFESTS,
     GoneThrough,

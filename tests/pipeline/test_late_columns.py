@@ -16,9 +16,9 @@ import torch
 from tests.conftest import Resize
 from tests.pipeline.test_rows_to_batches import LAYOUTS, written
 from trinity_buffer.codec import decode_segment
+from trinity_buffer.pipeline.loading import row_loader
 from trinity_buffer.pipeline.microbatch import Late, LateTensors, MicroBatch
-from trinity_buffer.pipeline.streaming import row_loader
-from trinity_buffer.pipeline.streaming.manifest import LayoutName
+from trinity_buffer.pipeline.proof.manifest import LayoutName
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 
 Change = Callable[[list[MicroBatch]], list[MicroBatch]]

@@ -38,7 +38,7 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.streaming.row_loader import experiences_of
+from trinity_buffer.pipeline.loading.row_loader import experiences_of
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import log, segments, tables
 from trinity_buffer.store.rows import SLOT_BITS, address_of

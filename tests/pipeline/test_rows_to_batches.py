@@ -16,13 +16,12 @@ from tests.conftest import Resize
 from trinity_buffer.algorithm.layout import Totals
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.loading import segments
+from trinity_buffer.pipeline.loading import row_loader, segments
 from trinity_buffer.pipeline.loading.blocks import Array
 from trinity_buffer.pipeline.microbatch import MicroBatch
+from trinity_buffer.pipeline.proof.manifest import LayoutName
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming import row_loader
 from trinity_buffer.pipeline.streaming.collate_buffers import StepMemory
-from trinity_buffer.pipeline.streaming.manifest import LayoutName
 from trinity_buffer.pipeline.streaming.step_columns import LateColumn
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 

@@ -140,7 +140,7 @@ FAULTS = [
     ),
     Fault(
         "of the newest groups the second page is lost",
-        "store/inspection.py",
+        "store/asking/inspection.py",
         "        before = int(rows[-1].address)\n",
         "        break\n",
         "tests/pipeline/test_sizes.py::test_the_newest_groups_are_found_on_every_page",
@@ -413,7 +413,7 @@ FAULTS = [
     ),
     Fault(
         "a micro-batch that just fills its budget is cut in two",
-        "pipeline/streaming/manifest.py",
+        "pipeline/proof/manifest.py",
         "size * computed > budget",
         "size * computed >= budget",
         "tests/pipeline/test_edges.py::test_a_micro_batch_may_just_fill_its_budget",

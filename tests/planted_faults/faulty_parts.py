@@ -14,14 +14,14 @@ from tests.pipeline.planting import delete_event
 from tests.planted_faults import checks
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.events import BatchLeased, ExperiencesRejected, Fact, PlacedFact
-from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.annotating import decision
 from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer
 from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.streaming.manifest import Manifest
-from trinity_buffer.pipeline.streaming.row_loader import RowLoader
+from trinity_buffer.pipeline.loading.row_loader import RowLoader
+from trinity_buffer.pipeline.proof import checkpoint as checkpoints
+from trinity_buffer.pipeline.proof.manifest import Manifest
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.pipeline.verifying.verify import verify

@@ -15,8 +15,8 @@ from sqlalchemy.event import listen
 from trinity_buffer.events import BatchLeased, PlacedFact, StepsCommitted
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import inspection, log, queries, reads, trainer_queries
-from trinity_buffer.store.asking import conservation, tallies
+from trinity_buffer.store import log, queries, reads, trainer_queries
+from trinity_buffer.store.asking import conservation, inspection, tallies
 from trinity_buffer.store.auditing import comparison
 from trinity_buffer.store.projections import fold
 from trinity_buffer.store.rows import ConsumerRow

@@ -28,10 +28,10 @@ from trinity_buffer.demo.rollout import TaskSampler
 from trinity_buffer.errors import ConflictingExperienceError, TrinityBufferError
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.explorer import Explorer, ExplorerSettings
-from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline import events
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.history.replay import open_replay_stream
+from trinity_buffer.pipeline.proof import checkpoint as checkpoints
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.store import sqlite

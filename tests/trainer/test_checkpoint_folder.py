@@ -14,8 +14,8 @@ import torch
 from tests.trainer.data import policy
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError
-from trinity_buffer.pipeline.checkpoint import being_read, make_durable
-from trinity_buffer.pipeline.gone_through import GoneThrough
+from trinity_buffer.pipeline.proof.checkpoint import being_read, make_durable
+from trinity_buffer.pipeline.proof.gone_through import GoneThrough
 from trinity_buffer.trainer import checkpoint_folder
 from trinity_buffer.trainer.checkpoint_folder import (
     POLICY_FILE,

@@ -33,8 +33,8 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.compaction import compact
 from trinity_buffer.pipeline.history.refold import diff_projections
 from trinity_buffer.pipeline.history.replay import open_replay_stream, replayed_steps
+from trinity_buffer.pipeline.loading.row_loader import FAMILIES
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.row_loader import FAMILIES
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify

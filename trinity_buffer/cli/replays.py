@@ -25,8 +25,8 @@ from trinity_buffer.cli.run_config import RunConfig, overridden, resolved
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.own_code import own_code
-from trinity_buffer.pipeline.checkpoint import digest_of
 from trinity_buffer.pipeline.history.replay import RecordedEnd, open_replay_stream, recorded_end
+from trinity_buffer.pipeline.proof.checkpoint import digest_of
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.committing import environment_of_run
 from trinity_buffer.trainer.checkpoint_folder import read_step, save_checkpoint

@@ -12,8 +12,8 @@ import anyio.to_thread
 from trinity_buffer.errors import CheckpointError, InferenceServerError
 from trinity_buffer.events import PolicyPublished, kinds_of
 from trinity_buffer.explorer.server import Dialect, Server
-from trinity_buffer.pipeline.checkpoint import being_read, require_digest
 from trinity_buffer.pipeline.experiment import Experiment, PublishedPolicy
+from trinity_buffer.pipeline.proof.checkpoint import being_read, require_digest
 
 PauseMode = Literal["wait", "keep", "abort"]
 

@@ -40,7 +40,8 @@ from trinity_buffer.events import (
 from trinity_buffer.inspect.source import require_position
 from trinity_buffer.pipeline.events import Event
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.store import inspection, log
+from trinity_buffer.store import log
+from trinity_buffer.store.asking import inspection
 
 
 @dataclass(frozen=True, slots=True)

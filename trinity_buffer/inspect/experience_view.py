@@ -16,7 +16,7 @@ from trinity_buffer.inspect.measured import Measured, measured
 from trinity_buffer.inspect.source import Source, now
 from trinity_buffer.inspect.tensors import TensorSummary, summaries
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.store import inspection
+from trinity_buffer.store.asking import inspection
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of, written_as
 from trinity_buffer.store.transaction import Transaction
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
-from trinity_buffer.store import inspection, queries
+from trinity_buffer.store import queries
+from trinity_buffer.store.asking import inspection
 from trinity_buffer.store.retention import EXPERTS_SET
 from trinity_buffer.store.rows import ConsumerRow, ExperienceRow, position_of
 from trinity_buffer.store.transaction import Transaction

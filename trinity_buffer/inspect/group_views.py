@@ -17,7 +17,8 @@ from trinity_buffer.inspect.source import Source, now
 from trinity_buffer.inspect.tensors import mean_of
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import inspection, queries
+from trinity_buffer.store import queries
+from trinity_buffer.store.asking import inspection
 from trinity_buffer.store.rows import BatchRow, ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import Transaction
 

@@ -11,8 +11,8 @@ from trinity_buffer.events import BatchLeased
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.pipeline.leased_steps import leased_steps
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.store import counters, inspection, log, trainer_queries
-from trinity_buffer.store.asking import tallies
+from trinity_buffer.store import counters, log, trainer_queries
+from trinity_buffer.store.asking import inspection, tallies
 from trinity_buffer.store.asking.conservation import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.asking.tallies import BatchCounts, LogCounts, PolicyCounts, TrainerTally
 from trinity_buffer.store.rows import ConsumerRow

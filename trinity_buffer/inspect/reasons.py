@@ -10,7 +10,8 @@ from trinity_buffer.identity import EID
 from trinity_buffer.inspect.experience_view import parse_uid
 from trinity_buffer.inspect.fates import Fate, StepOfRow, fates
 from trinity_buffer.inspect.source import Source
-from trinity_buffer.store import inspection, queries, trainer_queries
+from trinity_buffer.store import queries, trainer_queries
+from trinity_buffer.store.asking import inspection
 from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, StepRow, position_of
 from trinity_buffer.store.transaction import Transaction
 

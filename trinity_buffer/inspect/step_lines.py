@@ -17,7 +17,8 @@ from trinity_buffer.inspect.measured import Measured, Numbers, measured
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.tensors import mean_of
 from trinity_buffer.pipeline.events import Event
-from trinity_buffer.store import inspection, log, queries, trainer_queries
+from trinity_buffer.store import log, queries, trainer_queries
+from trinity_buffer.store.asking import inspection
 from trinity_buffer.store.asking.columns import NO_VERSION, row_numbers
 from trinity_buffer.store.rows import ExperienceRow, StepRow, position_of, slot_of, written_as
 from trinity_buffer.store.transaction import Transaction

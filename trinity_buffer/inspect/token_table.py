@@ -17,7 +17,7 @@ from trinity_buffer.inspect.fates import Fate, fates
 from trinity_buffer.inspect.measured import measured
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.tensors import elements_of
-from trinity_buffer.store import inspection
+from trinity_buffer.store.asking import inspection
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import Transaction
 

@@ -21,8 +21,8 @@ from trinity_buffer.inspect.overviews import overview
 from trinity_buffer.integrations.checkpointed_steps import CheckpointedSteps, checkpointed_steps
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.loading.row_loader import experiences_of
 from trinity_buffer.pipeline.store import Store, open_store
-from trinity_buffer.pipeline.streaming.row_loader import experiences_of
 from trinity_buffer.pipeline.sync_stream import LoopThread
 
 

@@ -28,8 +28,8 @@ from trinity_buffer.integrations.checkpointed_steps import (
 )
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.loading.row_loader import experiences_of
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.row_loader import experiences_of
 from trinity_buffer.pipeline.writing.sql_writer import SQLWriter
 
 PLAIN = tuple(

@@ -21,10 +21,10 @@ from trinity_buffer.events import (
     kinds_of,
 )
 from trinity_buffer.identity import problem_of_name
-from trinity_buffer.pipeline.checkpoint import found_again
 from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.leased_steps import leased_steps
+from trinity_buffer.pipeline.proof.checkpoint import found_again
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, trainer_queries

@@ -20,14 +20,13 @@ from trinity_buffer.errors import (
 from trinity_buffer.store import schema, sqlite, transaction
 from trinity_buffer.store.access import Owner, StoreFiles, foreign_errors
 from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
-from trinity_buffer.store.nothing_there import nothing_at, nothing_in
 from trinity_buffer.store.postgres import Server
 from trinity_buffer.store.segments import SegmentStore, TableSegments
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.sqlite_seats import Seats, SQLiteTransaction
 from trinity_buffer.store.transaction import ReadSession, SegmentParts, Session, Transaction
 from trinity_buffer.store.turns import Turns
-from trinity_buffer.store.url import StoreURL, parse_url
+from trinity_buffer.store.url import StoreURL, nothing_at, nothing_in, parse_url
 from trinity_buffer.store.write_ahead_log import Checkpointer
 
 P = ParamSpec("P")

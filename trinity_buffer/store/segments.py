@@ -142,9 +142,8 @@ def _read(tx: Transaction, keys: Sequence[bytes], families: Sequence[str]) -> Se
     found: SegmentParts = {}
     values["long"] = sizes().bytes_read_at_once
     rows = _parts_of(tx.dialect.name, len(keys), len(families)).rows(tx, **values)
-    for key, family, part, recorded, data, *where in rows:
-        whole = tx.blob(segment, *where) if data is None else data
-        found.setdefault((key, family), []).append((part, recorded, whole))
+    for key, family, part, recorded, data in tx.with_blobs(segment, rows):
+        found.setdefault((key, family), []).append((part, recorded, data))
     return found
 
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from trinity_buffer.errors import ReadOnlyStoreError, UnknownStoreError, UnsafeStoreError
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store.nothing_there import nothing_at
+from trinity_buffer.store.url import nothing_at
 
 # The wheel carries a release without the WAL-reset bug. For Linux on aarch64 there is none: there
 # Python's own library serves, if it is a fixed release; `require_safe_library` refuses others.

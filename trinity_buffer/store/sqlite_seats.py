@@ -111,11 +111,18 @@ class SQLiteTransaction(Transaction):
                     room.write(piece)
 
     @override
-    def blob(self, table: Table, row: int, size: int) -> Buffer:
+    def with_blobs(self, table: Table, rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Return ``rows`` without (rowid, size) at their end; a long blob in place of its NULL."""
+        return [
+            (*first, self._long_blob(table, row, size) if data is None else data)
+            for *first, data, row, size in rows
+        ]
+
+    def _long_blob(self, table: Table, row: int, size: int) -> Buffer:
         """Return the last column of a row, read piece by piece into memory of its own."""
         found, step = mapped(size), sizes().bytes_read_at_once
-        name = list(table.columns)[-1].name
-        with closing(open_blob(self._driver, table.name, name, row, read_only=True)) as stored:
+        place = (table.name, list(table.columns)[-1].name, row)
+        with closing(open_blob(self._driver, *place, read_only=True)) as stored:
             for start in range(0, size, step):
                 found[start : start + step] = stored.read(min(step, size - start))
         return found

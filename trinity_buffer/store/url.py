@@ -1,7 +1,8 @@
-"""Where a store is: a URL, or the path of a SQLite file."""
+"""Where a store is: a URL, or the path of a SQLite file; and what one is told if none is there."""
 
 from __future__ import annotations
 
+import difflib
 from os import PathLike, fspath
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from sqlalchemy import make_url
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError
 
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, UnknownStoreError
 
 StoreURL = str | PathLike[str]
 """A URL, or the path of a SQLite file; ``~`` is the user's folder in both."""
@@ -53,5 +54,29 @@ def named(url: StoreURL) -> str:
     return parsed.set(drivername=parsed.get_backend_name()).render_as_string(hide_password=True)
 
 
+def nothing_at(path: Path, *, read_only: bool = True) -> UnknownStoreError:
+    """Return the error that names what is there in place of ``path``.
+
+    Args:
+        path: of a file that is not there.
+        read_only: False for a trainer, which comes after an explorer.
+    """
+    near = sorted(one.name for one in path.parent.glob("*.db"))
+    meant = difflib.get_close_matches(path.name, near, n=1)
+    there = "" if read_only else _WRITE_FIRST
+    if meant:
+        there = f" (did you mean {path.with_name(meant[0])}?)"
+    if not path.parent.is_dir():
+        there = ", nor is there its folder"
+    return UnknownStoreError(f"{path}: there is no store to read{there}")
+
+
+def nothing_in(name: str, *, read_only: bool) -> UnknownStoreError:
+    """Return the error of an empty database; see `nothing_at`."""
+    remedy = "" if read_only else _WRITE_FIRST
+    return UnknownStoreError(f"{name} is empty: there is no store to read{remedy}")
+
+
+_WRITE_FIRST = ": start the explorer first, or wait until it has written"
 _POSTGRESQL_QUERY = frozenset({"host", "port", "sslmode"})
 _ACCEPTED = "accepted are sqlite:///path/to/file.db and postgresql://user@host/database"

@@ -21,13 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trinity_buffer.errors import CheckpointError, NonFiniteError
-from trinity_buffer.pipeline.checkpoint import (
+from trinity_buffer.pipeline.proof.checkpoint import (
     may_remove,
     read_gone_through,
     read_head,
     write_gone_through,
 )
-from trinity_buffer.pipeline.gone_through import GoneThrough
+from trinity_buffer.pipeline.proof.gone_through import GoneThrough
 from trinity_buffer.trainer.optimizer_state import OptimizerState
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Trainable, all_finite
 from trinity_buffer.trainer.random_numbers import random_state, restore_random

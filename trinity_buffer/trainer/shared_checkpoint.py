@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trinity_buffer.errors import CheckpointError, NonFiniteError
-from trinity_buffer.pipeline.checkpoint import written
+from trinity_buffer.pipeline.proof.checkpoint import written
 from trinity_buffer.trainer.checkpoint_folder import (
     OPTIMIZER,
     TrainerState,

@@ -15,9 +15,9 @@ from torch import Tensor
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError, NonFiniteError
-from trinity_buffer.pipeline.gone_through import GoneThrough
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.microbatch import MicroBatch
+from trinity_buffer.pipeline.proof.gone_through import GoneThrough
 from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.streaming.stream_options import Resume
 from trinity_buffer.pipeline.streaming.train_step import TrainStep

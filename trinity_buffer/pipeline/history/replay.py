@@ -17,15 +17,15 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.events import fact_at
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.gone_through import FIRST_LINK, chain
 from trinity_buffer.pipeline.loading.event_cache import EventCache
+from trinity_buffer.pipeline.loading.row_loader import LoadedRows, RowLoader
+from trinity_buffer.pipeline.proof.gone_through import FIRST_LINK, chain
+from trinity_buffer.pipeline.proof.manifest import Manifest
 from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.collate import collate_step, rows_in
 from trinity_buffer.pipeline.streaming.committing import Commit
 from trinity_buffer.pipeline.streaming.dealing import dealt_to, leased_step
-from trinity_buffer.pipeline.streaming.manifest import Manifest
-from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.stream_options import Resume
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import StepStream, in_portal

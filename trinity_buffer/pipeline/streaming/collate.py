@@ -20,10 +20,10 @@ from torch import Tensor
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.loading.blocks import Array, Field, field_of_values
+from trinity_buffer.pipeline.loading.row_loader import LoadedRows
 from trinity_buffer.pipeline.microbatch import Late, LateTensors, MicroBatch
+from trinity_buffer.pipeline.proof.manifest import Manifest, MicroBatchPlan
 from trinity_buffer.pipeline.streaming.collate_buffers import Part, Places, StepMemory
-from trinity_buffer.pipeline.streaming.manifest import Manifest, MicroBatchPlan
-from trinity_buffer.pipeline.streaming.row_loader import LoadedRows
 from trinity_buffer.pipeline.streaming.step_columns import (
     REWARDS,
     LateColumn,

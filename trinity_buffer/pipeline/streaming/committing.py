@@ -14,13 +14,13 @@ import torch
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import PolicyPublished, StepsCommitted
-from trinity_buffer.pipeline import checkpoint as checkpoints
 from trinity_buffer.pipeline.events import new_event
+from trinity_buffer.pipeline.proof import checkpoint as checkpoints
+from trinity_buffer.pipeline.proof.manifest import Manifest
 from trinity_buffer.pipeline.step_measures import (
     StepMeasures,
     measured_events,
 )
-from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.segments import SegmentRow, SegmentStore

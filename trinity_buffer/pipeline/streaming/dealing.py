@@ -26,15 +26,15 @@ from trinity_buffer.events import BatchLeased, ExperiencesRejected, StepDealt
 from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.events import decoded, fact_at, new_event
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
-from trinity_buffer.pipeline.spoken_wait import one_line
-from trinity_buffer.pipeline.streaming.collate import row_lengths
-from trinity_buffer.pipeline.streaming.manifest import (
+from trinity_buffer.pipeline.loading.row_loader import LoadedRows, RowLoader
+from trinity_buffer.pipeline.proof.manifest import (
     Manifest,
     MicroBatchPlan,
     plan_microbatches,
     plans_of,
 )
-from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
+from trinity_buffer.pipeline.spoken_wait import one_line
+from trinity_buffer.pipeline.streaming.collate import row_lengths
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
 from trinity_buffer.store import log, trainer_queries

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
+from trinity_buffer.pipeline.loading.row_loader import RowLoader
 from trinity_buffer.pipeline.streaming.committing import Commit, DeliveredSteps
 from trinity_buffer.pipeline.streaming.ranks import RankSession
 from trinity_buffer.pipeline.streaming.resuming import (
@@ -13,7 +14,6 @@ from trinity_buffer.pipeline.streaming.resuming import (
     steps_at_start,
     wait_for_set,
 )
-from trinity_buffer.pipeline.streaming.row_loader import RowLoader
 from trinity_buffer.pipeline.streaming.step_queue import StepQueue
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
 from trinity_buffer.pipeline.streaming.train_step import StepMaker, TrainStep

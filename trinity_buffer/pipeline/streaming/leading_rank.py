@@ -16,7 +16,9 @@ from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.diagnosis import counted, is_being_decided
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
+from trinity_buffer.pipeline.loading.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.microbatch import MicroBatch
+from trinity_buffer.pipeline.proof.manifest import Manifest
 from trinity_buffer.pipeline.spoken_wait import SpokenWait, one_line
 from trinity_buffer.pipeline.streaming.committing import (
     Commit,
@@ -28,7 +30,6 @@ from trinity_buffer.pipeline.streaming.committing import (
     skips,
 )
 from trinity_buffer.pipeline.streaming.dealing import Dealer
-from trinity_buffer.pipeline.streaming.manifest import Manifest
 from trinity_buffer.pipeline.streaming.ranks import RankSession
 from trinity_buffer.pipeline.streaming.resuming import (
     has_set,
@@ -38,7 +39,6 @@ from trinity_buffer.pipeline.streaming.resuming import (
     steps_at_start,
     wait_for_set,
 )
-from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.step_queue import StepQueue
 from trinity_buffer.pipeline.streaming.step_sampler import StepSampler
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions

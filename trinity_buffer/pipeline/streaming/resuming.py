@@ -9,10 +9,10 @@ import anyio.to_thread
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.errors import CheckpointError, ConflictingStrategyError, UnknownNameError
 from trinity_buffer.events import ConsumerRegistered, StepsCommitted
-from trinity_buffer.pipeline.checkpoint import digest_of, found_again, require_digest
 from trinity_buffer.pipeline.events import fact_at, new_event, now_us
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.presence import Presence
+from trinity_buffer.pipeline.proof.checkpoint import digest_of, found_again, require_digest
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
 from trinity_buffer.store import log, queries, trainer_queries

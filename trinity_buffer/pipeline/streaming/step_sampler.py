@@ -25,10 +25,10 @@ from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.ready_groups import ReadyGroup, ReadyGroups
+from trinity_buffer.pipeline.loading.row_loader import LoadedRows, RowLoader
+from trinity_buffer.pipeline.proof.manifest import Manifest, plan_microbatches
 from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.pipeline.streaming.collate import row_lengths
-from trinity_buffer.pipeline.streaming.manifest import Manifest, plan_microbatches
-from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
 from trinity_buffer.rejections import invalid

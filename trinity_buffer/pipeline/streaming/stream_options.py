@@ -16,7 +16,7 @@ from trinity_buffer.algorithm.sample_strategy import SAMPLE_STRATEGY, SampleStra
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.annotating.recorded_strategy import RECORDED
 from trinity_buffer.pipeline.lease_holders import TTL_S
-from trinity_buffer.pipeline.streaming.manifest import LayoutName
+from trinity_buffer.pipeline.proof.manifest import LayoutName
 
 CONFIGURED = ("groups_per_step", "tokens_per_microbatch", "layout", "lease_ttl_s")
 """Options that are the experiment's configuration unless they are given."""

@@ -18,13 +18,13 @@ from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.annotating.recorded_strategy import RECORDED
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
-from trinity_buffer.pipeline.gone_through import FIRST_LINK, chain
+from trinity_buffer.pipeline.loading.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.microbatch import MicroBatch
+from trinity_buffer.pipeline.proof.gone_through import FIRST_LINK, chain
+from trinity_buffer.pipeline.proof.manifest import Manifest
 from trinity_buffer.pipeline.streaming.collate import collate_step, rows_in
 from trinity_buffer.pipeline.streaming.collate_buffers import StepMemory
 from trinity_buffer.pipeline.streaming.dealing import leased_step, load_leased
-from trinity_buffer.pipeline.streaming.manifest import Manifest
-from trinity_buffer.pipeline.streaming.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.transaction import ReadSession

@@ -14,12 +14,12 @@ from trinity_buffer.errors import InvalidArgumentError, LeaseLostError, UnknownE
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.event_cache import EventCache
+from trinity_buffer.pipeline.loading.row_loader import RowLoader
 from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.streaming.committing import Commit, DeliveredSteps, LastCommits
 from trinity_buffer.pipeline.streaming.following_rank import FollowingRank
 from trinity_buffer.pipeline.streaming.leading_rank import LeadingRank
 from trinity_buffer.pipeline.streaming.rehearsal import rehearse_training
-from trinity_buffer.pipeline.streaming.row_loader import RowLoader
 from trinity_buffer.pipeline.streaming.step_queue import StepQueue
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
@@ -148,7 +148,7 @@ class TrainStream:
             metrics: numbers to remember with the step; those that are not finite are left out.
             skipped: steps that the weights did not go through -> uids of the rows to look at.
             digests: absolute path -> sha256 of files of the checkpoint that whoever wrote them has
-                hashed and written through to the disk (`pipeline.checkpoint.written`).
+                hashed and written through to the disk (`pipeline.proof.checkpoint.written`).
 
         Raises:
             LeaseLostError: another process took over, or the ranks assembled anew without this

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline import checkpoint as checkpoints
-from trinity_buffer.pipeline.gone_through import GoneThrough
+from trinity_buffer.pipeline.proof import checkpoint as checkpoints
+from trinity_buffer.pipeline.proof.gone_through import GoneThrough
 from trinity_buffer.pipeline.verifying.addresses import unpacked
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.names import Names

@@ -22,7 +22,6 @@ from trinity_buffer.events import (
     kinds_of,
 )
 from trinity_buffer.pipeline.background import made_ahead, running
-from trinity_buffer.pipeline.event_chain import EventChain
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import (
     Progress,
@@ -31,6 +30,7 @@ from trinity_buffer.pipeline.history.refold import (
     pages,
     readable_events,
 )
+from trinity_buffer.pipeline.proof.event_chain import EventChain
 from trinity_buffer.pipeline.verifying import outside, storage_audit
 from trinity_buffer.pipeline.verifying.archive_audit import check_archives
 from trinity_buffer.pipeline.verifying.findings import Problem, VerifyReport

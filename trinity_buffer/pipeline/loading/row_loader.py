@@ -30,7 +30,7 @@ from trinity_buffer.pipeline.loading.blocks import (
 from trinity_buffer.pipeline.loading.event_cache import EventCache, Facts, facts_of, no_facts
 from trinity_buffer.pipeline.loading.experiences import load_experiences, unreadable_among
 from trinity_buffer.pipeline.loading.segments import blobs_of, read_segments
-from trinity_buffer.pipeline.streaming.manifest import Manifest
+from trinity_buffer.pipeline.proof.manifest import Manifest
 from trinity_buffer.pipeline.tensor_columns import tensors_of
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trinity_buffer.errors import CheckpointError
-from trinity_buffer.pipeline.gone_through import FIRST_LINK, GoneThrough
+from trinity_buffer.pipeline.proof.gone_through import FIRST_LINK, GoneThrough
 from trinity_buffer.sizes import sizes
 
 MANIFESTS_FILE = "manifests.json"

@@ -1,0 +1,1 @@
+"""What a step and a checkpoint say of themselves, so that others can check it."""
