@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pysqlite3 import dbapi2
 
+from tests.contract.making import opened, rollout
 from tests.sample_run import SampleRun
 from trinity_buffer.errors import TrinityBufferError
 from trinity_buffer.pipeline.history.rebuild import rebuild
@@ -133,3 +134,39 @@ async def test_what_is_no_json_any_more_is_named_and_mended(sqlite_sample: Sampl
         experiment = await store.experiment(sqlite_sample.name)
         await rebuild(experiment.database, experiment.key)
     assert everything(path) == sound
+
+
+def cell_of_blob(path: Path, family: str) -> tuple[int, int]:
+    """Return where the type and size of a segment's blob lie in the file, and of how many bytes."""
+    with closing(dbapi2.connect(str(path))) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        query = "SELECT key, length(data) FROM segment WHERE family = ? ORDER BY rowid"
+        key, size = connection.execute(query, (family,)).fetchone()
+    kind = 2 * size + 12
+    said = [kind & 0x7F]
+    while kind := kind >> 7:
+        said.insert(0, 0x80 | kind & 0x7F)
+    # Before it, those of a key of 16 bytes, the family, part 0 and a checksum; then the key itself.
+    before = bytes((44, 2 * len(family) + 13, 8, 6))
+    return path.read_bytes().rindex(before + bytes(said) + key) + len(before), len(said)
+
+
+@pytest.mark.parametrize("tokens", [8, 2_000, 11_000, 100_000])  # no number, 2, NULL, a long one
+async def test_a_flipped_bit_that_makes_no_blob_of_a_blob_damages_its_rows_alone(
+    sqlite_store_url: str, tmp_path: Path, tokens: int
+) -> None:
+    async with opened(sqlite_store_url) as experiment:
+        writer = experiment.writer("e0")
+        for task in range(2):
+            await writer.write([rollout(task=task, length=tokens)])
+    original = Path(sqlite_store_url.removeprefix("sqlite:///"))
+    start, size = cell_of_blob(original, "tokens")
+    for place, bit in [(start + n, 7) for n in range(size - 1)] + [(start + size - 1, 0)]:
+        path = tmp_path / f"{place}-{bit}.db"
+        copy_flipped(original, path, place, bit)
+        async with open_store(f"sqlite:///{path}", read_only=True) as store:
+            experiment = await store.experiment("run")
+            report = await verify(experiment)
+            read = [one.damaged is None async for one in experiment.read()]
+        assert "segments" in {problem.check for problem in report.problems}
+        assert read == [False, True]

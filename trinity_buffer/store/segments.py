@@ -149,12 +149,17 @@ def _read(tx: Transaction, keys: Sequence[bytes], families: Sequence[str]) -> Se
 
 @lru_cache(maxsize=128)
 def _parts_of(dialect: str, keys: int, families: int) -> Prepared:
-    """Return the statement for so many keys and families; on SQLite a long blob is NULL in it."""
+    """Return the statement for so many keys and families.
+
+    On SQLite a long blob is NULL in it. A flipped bit can make a number, a text or NULL of a blob
+    there, which is then an empty one: its checksum does not hold.
+    """
     columns: list[ColumnElement[Any]] = list(segment.c)
     if dialect == "sqlite":
-        size = func.length(segment.c.data)
+        data = segment.c.data
+        is_blob, size = func.typeof(data) == literal_column("'blob'"), func.length(data)
         columns[-1:] = [
-            case((size <= bindparam("long"), segment.c.data)),
+            case((~is_blob, literal_column("x''")), (size <= bindparam("long"), data)),
             literal_column("rowid"),
             size,
         ]
