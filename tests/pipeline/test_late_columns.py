@@ -8,6 +8,7 @@ import random
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ import torch
 from tests.conftest import Resize
 from tests.pipeline.test_rows_to_batches import LAYOUTS, written
 from trinity_buffer.codec import decode_segment
+from trinity_buffer.errors import TrainingError
 from trinity_buffer.pipeline.loading import row_loader
 from trinity_buffer.pipeline.microbatch import Late, LateTensors, MicroBatch
 from trinity_buffer.pipeline.proof.manifest import LayoutName
+from trinity_buffer.pipeline.streaming.step_columns import LateColumns
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 
 Change = Callable[[list[MicroBatch]], list[MicroBatch]]
@@ -129,3 +132,41 @@ def test_a_late_value_is_made_once_under_all_of_its_names() -> None:
     assert not made
     assert tensors["a"] is tensors["b"] is tensors["a"] is made[0]
     assert len(made) == 1
+
+
+async def test_what_the_trainer_computes_itself_is_not_made_to_be_dropped(
+    sqlite_url: str, resize: Resize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await written(sqlite_url)
+    resize(bytes_made_ahead=0)
+    monkeypatch.setattr(LateColumns, "column", refuse)
+    with open_train_stream(
+        sqlite_url,
+        experiment="e",
+        strategy="grpo",
+        groups_per_step=5,
+        recompute_old_logprob=True,
+    ) as stream:
+        batches = [batch for step in stream for batch in step.microbatches]
+    assert all("rollout_logprob" in batch and "old_logprob" not in batch for batch in batches)
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("nobody has looked at a column")
+
+
+async def test_a_column_whose_making_was_ended_is_not_said_to_be_absent(
+    sqlite_url: str, resize: Resize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await written(sqlite_url)
+    resize(bytes_made_ahead=0)
+    batch = served(sqlite_url, "padded", None, "late")[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "frombuffer", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            batch["input_ids"]
+    for look in (batch.__getitem__, batch.get):  # of a KeyError, `get` would make None
+        for name in ("input_ids", "rollout_logprob"):
+            with pytest.raises(TrainingError, match=f"{name} of a step cannot be made"):
+                look(name)
+    assert batch["action_mask"].any(), "what is stored apart is there"

@@ -121,6 +121,11 @@ class MicroBatch(Mapping[str, Any]):
         if key == "advantages":
             self.read_zeros = None
 
+    def drop(self, key: str) -> None:
+        """Let go of a tensor, if it is there: without making it, as ``pop`` would."""
+        if key in self.tensors:
+            del self.tensors[key]
+
     @override
     def __contains__(self, key: object) -> bool:
         return key in self.tensors

@@ -151,7 +151,7 @@ def prepare(
     """
     for microbatch in step.microbatches:
         if recompute_old_logprob:
-            microbatch.tensors.pop("old_logprob", None)
+            microbatch.drop("old_logprob")
         with noted(microbatch):
             _score(microbatch, algorithm, models, recompute_old_logprob=recompute_old_logprob)
     metrics: dict[str, Any] = {}

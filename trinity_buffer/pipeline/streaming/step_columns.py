@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from trinity_buffer.blob import mapped
+from trinity_buffer.errors import TrainingError
 from trinity_buffer.pipeline.loading.blocks import Array, Block, Field
 from trinity_buffer.pipeline.streaming.collate_buffers import (
     Arena,
@@ -88,13 +89,22 @@ class LateColumns:
         self._lock = Lock()  # threads of a trainer may look at the same time
 
     def column(self, name: str) -> Array:
-        """Return one of them."""
+        """Return one of them.
+
+        Raises:
+            TrainingError: making them was interrupted before, and what they are made of is gone.
+        """
         with self._lock:
             ways, self._ways = self._ways, None
             if ways is not None:
                 made = {name: self._room(how) for name, how in ways.items()}
                 _done(zip_longest(*(how.fill(made[name]) for name, how in ways.items())))
                 self._made = made
+        if not self._made:  # no KeyError: to a mapping it would mean that there is no such column
+            raise TrainingError(
+                f"{name} of a step cannot be made: an error or Ctrl-C ended that half-way before; "
+                "open the stream again, which serves the uncommitted steps as they were"
+            )
         return self._made[name]
 
     def _room(self, how: Making) -> Array:

@@ -294,7 +294,7 @@ class StepMaker:
         """
         if self._options.recompute_old_logprob:
             for microbatch in microbatches:
-                microbatch.tensors.pop("old_logprob", None)
+                microbatch.drop("old_logprob")
         self._chain = chain(self._chain, manifest.digest)
         return TrainStep(
             manifest.step,
