@@ -302,6 +302,22 @@ async def test_a_checkpoint_of_a_step_that_is_committed_without_it_is_refused(
         assert (await kinds(experiment)).count("StepsCommitted") == 2
 
 
+async def test_the_first_commit_of_a_stream_may_cover_several_steps(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with annotated(store_url) as experiment:
+        async with experiment.train_stream(**OPTIONS) as stream:
+            first, second = [await anext(stream) for _ in range(2)]
+            await stream.commit(second, checkpoint_of(tmp_path, 2))
+            with pytest.raises(InvalidArgumentError, match="committed already, without a checkpoi"):
+                await stream.commit(first, checkpoint_of(tmp_path, 1))
+        async with experiment.train_stream(**OPTIONS) as stream:
+            third, fourth = [await anext(stream) for _ in range(2)]
+            await stream.commit(fourth)
+            with pytest.raises(InvalidArgumentError, match="commit of step 3 with checkpoint"):
+                await stream.commit(third, checkpoint_of(tmp_path, 3))
+
+
 async def test_a_commit_that_an_earlier_stream_made_is_not_made_again(
     store_url: str, tmp_path: Path
 ) -> None:

@@ -127,6 +127,7 @@ class LastCommits:
     def __init__(self, trainer: str) -> None:
         self._trainer = trainer
         self._named: dict[int, tuple[Path | None, Path | None]] = {}
+        self._unknown: int | None = None  # the last step of which nobody remembers how
         self._saved_at = 0  # the last step with a checkpoint
         self._warned = False
 
@@ -137,7 +138,7 @@ class LastCommits:
             InvalidArgumentError: its checkpoint or policy would be dropped in silence.
         """
         new = _named_by(kept)
-        if new == (None, None) or not self._named or step < min(self._named):
+        if new == (None, None) or self._unknown is None or step <= self._unknown:
             return  # an earlier stream committed it, or this one long ago: nobody remembers as what
         recorded = self._named.get(step, (None, None))
         for what, given, known in zip(("checkpoint", "policy"), new, recorded, strict=True):
@@ -149,11 +150,15 @@ class LastCommits:
                     "when what it names is written"
                 )
 
-    def add(self, step: int, kept: Commit) -> None:
+    def add(self, steps: Sequence[int], kept: Commit) -> None:
         """Note a commit; warn, once, of the first that names no checkpoint after one that did."""
+        if self._unknown is None:
+            self._unknown = steps[0] - 1
+        step = steps[-1]
         self._named[step] = _named_by(kept)
         if len(self._named) > COMMITS_KEPT:
-            del self._named[min(self._named)]
+            self._unknown = min(self._named)
+            del self._named[self._unknown]
         if kept.checkpoint is not None:
             self._saved_at = step
         elif self._saved_at and not self._warned:

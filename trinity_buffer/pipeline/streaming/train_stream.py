@@ -169,7 +169,7 @@ class TrainStream:
             steps = self._delivered.up_to(step, self._rank.committed)
             await self._rank.commit(step, steps, self._delivered, kept)
             self._rank.committed = step.step
-            self._commits.add(step.step, kept)
+            self._commits.add(steps, kept)
             self._delivered.forget(steps)
 
     async def leads(self) -> bool:
