@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -84,13 +85,14 @@ def writable(blob: Buffer) -> Buffer:
     return bytearray(blob) if memoryview(blob).readonly else blob
 
 
+@cache
 def keep_what_is_freed() -> None:
     """Let malloc keep some dozens of megabytes that are freed, for those who ask next.
 
     The bytes of a step are a few megabytes, which come and go with each. In a process that has
     never freed a large block, glibc gives them back to the kernel, and has the pages cleared when
     it asks for them again: that was a third of the processor time of a step. It learns from the
-    largest block that was freed; this one is not touched, so it costs no memory. Other allocators
-    take no notice.
+    largest block that was freed; this one is not touched, so it costs no memory: the first time.
+    Later ones would come from what is kept, and be cleared. Other allocators take no notice.
     """
     bytes(_LARGE_BLOCK_BYTES)  # zeros that nobody has written: no page of it is ever made

@@ -117,3 +117,29 @@ def test_a_process_with_a_store_keeps_the_memory_of_a_step_for_the_next(tmp_path
     command = [sys.executable, "-c", FREED_AND_ASKED_FOR, str(tmp_path / "run.db")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 50  # without it, 749: each page of 3 MB
+
+
+OPENED_AGAIN = """
+import asyncio, sys
+from trinity_buffer.pipeline.store import open_store
+
+def resident():
+    line = next(x for x in open("/proc/self/status") if x.startswith("VmRSS"))
+    return int(line.split()[1])
+
+async def main():
+    found = []
+    for _ in range(5):
+        async with open_store(sys.argv[1]):
+            found.append(resident())
+    print(found[-1] - found[0])
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="asks /proc")
+def test_to_open_a_store_again_takes_no_more_memory(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OPENED_AGAIN, str(tmp_path / "run.db")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 8 << 10  # KiB; 31 MiB where the block is taken each time
