@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from typing_extensions import override
 
 from tests.contract.making import group, opened
@@ -111,4 +112,38 @@ async def test_what_score_groups_returns_is_checked_on_both_roads(
     error = await failure(sqlite_url, strategy, answer)
     assert error.__notes__
     with pytest.raises(InvalidArgumentError, match=said):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([0.5] * 5, "advantages of type list, which is no tensor: .* give \\[5\\]"),
+        (0.5, "advantages of type float, which is no tensor"),
+        (np.ones(5, np.float32), "advantages of type ndarray, which is no tensor"),
+        (torch.ones(5, dtype=torch.complex64), "advantages of dtype torch.complex64"),
+        (torch.ones(5).to_sparse(), "advantages of .* layout torch.sparse_coo"),
+        (torch.ones(4), r"advantages of shape \[4\]"),
+    ],
+)
+async def test_advantages_that_are_no_numbers_for_each_token_are_refused(
+    sqlite_url: str, given: Any, said: str
+) -> None:
+    def answer(experiences: list[Experience]) -> tuple[int, dict[str, float]]:
+        experiences[0].advantages = given
+        return 2, {}
+
+    error = await failure(sqlite_url, Adding, answer)
+    with pytest.raises(InvalidArgumentError, match=f"'Adding' gave b/0/0/0/ {said}"):
+        raise error
+
+
+@pytest.mark.parametrize("strategy", [Scoring, ScoringInAdd])
+@pytest.mark.parametrize("reason", [5, None, b"late"])
+async def test_a_reason_that_is_no_text_is_refused(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, strategy: type, reason: Any
+) -> None:
+    monkeypatch.setattr(strategy, "left_out", reason)
+    error = await failure(sqlite_url, strategy, lambda r: ScoredGroups(kept=r > 2))
+    with pytest.raises(InvalidArgumentError, match=f"rejects with the reason {reason!r}: it must"):
         raise error

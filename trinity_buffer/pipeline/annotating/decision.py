@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from trinity_buffer.codec import ANNOTATED, content_digest
 from trinity_buffer.errors import InvalidArgumentError
@@ -126,7 +127,7 @@ class Verdicts:
         return kept
 
     def require_fitting(self, kept: _Kept, rows: Mapping[int, ExperienceRow]) -> None:
-        """Return if what was computed for each experience is as long as its response.
+        """Return if what was computed for each experience are numbers, one for each token.
 
         Raises:
             InvalidArgumentError: names the first that is not.
@@ -135,11 +136,11 @@ class Verdicts:
             row = rows[self._address(experience)]
             tokens = row.length - row.prompt_length
             for name in ANNOTATED:
-                value = experience.__dict__.get(name)
-                if value is not None and tuple(value.shape) != (tokens,):
+                problem = _misfit(experience.__dict__.get(name), tokens)
+                if problem is not None:
                     raise InvalidArgumentError(
-                        f"strategy {self.strategy!r} gave {experience.eid.uid} {name} of shape "
-                        f"{list(value.shape)}: its response has {tokens} tokens, so give [{tokens}]"
+                        f"strategy {self.strategy!r} gave {experience.eid.uid} {name} {problem}: "
+                        f"its response has {tokens} tokens, so give [{tokens}]"
                     )
 
     def _leave_out_broken(self, kept: _Kept) -> _Kept:
@@ -236,7 +237,7 @@ class Verdicts:
         left_out = sum(planned and tid not in there for tid, planned in self.planned.items())
         if self.reasons or left_out:
             addresses = sorted(self.reasons)
-            self.reasons = {address: storable(self.reasons[address]) for address in addresses}
+            self.reasons = {address: self._said(self.reasons[address]) for address in addresses}
             rejected = ExperiencesRejected(
                 consumer=self.strategy,
                 seen=seen,
@@ -250,6 +251,26 @@ class Verdicts:
             events.append(new_event(rejected))
         reasons = Counter(self.reasons.values())
         return Decision(events, rows, len(kept.addresses), len(self.reasons), reasons)
+
+    def _said(self, reason: object) -> str:
+        """Return a reason as it is recorded."""
+        if not isinstance(reason, str):
+            raise InvalidArgumentError(
+                f"strategy {self.strategy!r} rejects with the reason {reason!r:.60}: it must be a "
+                "text"
+            )
+        return storable(reason)
+
+
+def _misfit(value: object, tokens: int) -> str | None:
+    """Return what a value is that is not a plain tensor of one number for each token."""
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        return f"of type {type(value).__name__}, which is no tensor"
+    if value.is_complex() or value.layout != torch.strided:
+        return f"of dtype {value.dtype} and layout {value.layout}"
+    return None if tuple(value.shape) == (tokens,) else f"of shape {list(value.shape)}"
 
 
 def _all_finite(experiences: Sequence[Experience]) -> bool:
