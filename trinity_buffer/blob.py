@@ -72,8 +72,14 @@ def mapped(size: int) -> memoryview:
 
     What malloc gets back it may keep: of blocks of some megabytes, which come and go with each
     step, it keeps as much again.
+
+    Raises:
+        MemoryError: there is none, or there are too many mappings.
     """
-    found = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        found = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes: {error.strerror}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them; they halve the time of the first touch
             found.madvise(mmap.MADV_HUGEPAGE)
@@ -95,4 +101,5 @@ def keep_what_is_freed() -> None:
     largest block that was freed; this one is not touched, so it costs no memory: the first time.
     Later ones would come from what is kept, and be cleared. Other allocators take no notice.
     """
-    bytes(_LARGE_BLOCK_BYTES)  # zeros that nobody has written: no page of it is ever made
+    with suppress(MemoryError):  # where so much is not allowed, nothing is kept either
+        bytes(_LARGE_BLOCK_BYTES)  # zeros that nobody has written: no page of it is ever made

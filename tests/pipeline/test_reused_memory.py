@@ -143,3 +143,26 @@ def test_to_open_a_store_again_takes_no_more_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-c", OPENED_AGAIN, str(tmp_path / "run.db")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 8 << 10  # KiB; 31 MiB where the block is taken each time
+
+
+LIMITED = """
+import resource, sys
+from trinity_buffer.blob import keep_what_is_freed, mapped
+
+pages = int(open("/proc/self/statm").read().split()[0])
+most = pages * resource.getpagesize() + (8 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+keep_what_is_freed()
+try:
+    mapped(16 << 20)
+except MemoryError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="asks /proc")
+def test_memory_that_is_limited_is_not_said_to_be_an_unreachable_store() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "16777216 bytes: Cannot allocate memory\n"
