@@ -170,3 +170,21 @@ async def test_a_flipped_bit_that_makes_no_blob_of_a_blob_damages_its_rows_alone
             read = [one.damaged is None async for one in experiment.read()]
         assert "segments" in {problem.check for problem in report.problems}
         assert read == [False, True]
+
+
+async def test_a_flipped_bit_that_makes_another_type_of_a_value_of_an_event_is_named(
+    sqlite_sample: SampleRun, tmp_path: Path
+) -> None:
+    original = file_of(sqlite_sample)
+    sound = everything(original)  # closes its log, too
+    with closing(dbapi2.connect(str(original))) as connection:
+        query = "SELECT actor, recorded_at FROM event WHERE kind = 'ExperiencesRecorded'"
+        actor, at = connection.execute(query).fetchone()
+    said = b"ExperiencesRecorded" + actor.encode() + at.to_bytes(8, "big")
+    start = original.read_bytes().rindex(said)  # the types of the row precede it
+    for place in range(start - 8, start):
+        for bit in (0, 7):
+            path = tmp_path / f"{place}-{bit}.db"
+            copy_flipped(original, path, place, bit)
+            named = await is_named(replace(sqlite_sample, url=f"sqlite:///{path}"))
+            assert named or everything(path) == sound

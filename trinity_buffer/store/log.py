@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import bindparam, exists, false, func, or_, select, text, union_all
 
@@ -185,6 +185,26 @@ def head(tx: Transaction, experiment_id: int) -> int:
 _HEAD = Prepared(select(func.max(event.c.position)).where(event.c.experiment == bindparam("of")))
 
 
+_TYPES = ((int, 0), (str, ""), (str, ""), (int, 0), (bytes, b""), (bytes, b""))
+"""Of the columns of a `StoredEvent`, each with what stands for a value of another type."""
+_SOUND = {(*(kind for kind, _ in _TYPES[:-1]), last) for last in (bytes, type(None))}
+
+
+def _stored(row: Sequence[Any]) -> StoredEvent:
+    """Return an event as the database has it.
+
+    SQLite keeps a type beside each value, so a flipped bit can make a number of a body, or bytes of
+    a text. That is empty here: the event is damaged, and its head does not hold.
+    """
+    if tuple(map(type, row)) in _SOUND:
+        return StoredEvent(*row)
+    values: list[Any] = [
+        one if isinstance(one, kind) or (kind is bytes and one is None) else empty
+        for one, (kind, empty) in zip(row, _TYPES, strict=True)
+    ]
+    return StoredEvent(*values)
+
+
 def read_after(
     tx: Transaction,
     experiment_id: int,
@@ -197,7 +217,7 @@ def read_after(
     """Return up to ``limit`` events above ``after`` (and at most at ``up_to``), in order."""
     query = _after(None if kinds is None else tuple(kinds), bounded=up_to is not None)
     rows = query.rows(tx, of=experiment_id, after=after, most=limit, last=up_to)
-    return [StoredEvent(*row) for row in rows]
+    return list(map(_stored, rows))
 
 
 _STORED = select(*(column for column in event.c if column is not event.c.experiment))
@@ -232,7 +252,7 @@ def read_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> li
     """Return the events at ``positions``, in order of position."""
     query = _at(tx.dialect.name)
     rows = query.rows(tx, of=experiment_id, positions=given(tx, positions))
-    return [StoredEvent(*row) for row in rows]
+    return list(map(_stored, rows))
 
 
 def read_before(
@@ -241,7 +261,7 @@ def read_before(
     """Return up to ``limit`` events of ``kinds`` below ``before``, the last one first."""
     some = _STORED.where(event.c.position < before, event.c.kind.in_(kinds))
     rows = tx.execute(some.order_by(event.c.position.desc()).limit(limit), {"of": experiment_id})
-    return [StoredEvent(*row) for row in rows.all()]
+    return list(map(_stored, rows.all()))
 
 
 @by_dialect
