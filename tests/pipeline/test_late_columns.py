@@ -170,3 +170,21 @@ async def test_a_column_whose_making_was_ended_is_not_said_to_be_absent(
             with pytest.raises(TrainingError, match=f"{name} of a step cannot be made"):
                 look(name)
     assert batch["action_mask"].any(), "what is stored apart is there"
+
+
+def read_by_a_loss(batch: MicroBatch) -> torch.Tensor:
+    weights = batch["advantages"] * batch["action_mask"] * batch["old_logprob"]
+    found: torch.Tensor = (weights + batch["input_ids"] + batch["returns"]).sum()
+    return found
+
+
+async def test_a_compiled_function_may_be_the_first_to_look(
+    sqlite_url: str, resize: Resize
+) -> None:
+    await written(sqlite_url)
+    ahead = served(sqlite_url, "padded", 4096, "ahead")
+    resize(bytes_made_ahead=0)
+    late = served(sqlite_url, "padded", 4096, "late")
+    compiled: Callable[[MicroBatch], torch.Tensor] = torch.compile(read_by_a_loss, backend="eager")
+    found = [compiled(batch) for batch in late]
+    assert found == [read_by_a_loss(batch) for batch in ahead]

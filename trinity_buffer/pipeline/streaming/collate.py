@@ -7,6 +7,7 @@ position 0 holds 0.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -170,7 +171,11 @@ def _tensor(column: Array | LateColumn, part: Part, device: str) -> Any:
 
 
 def _made(column: LateColumn, part: Part, device: str) -> Any:
-    return _moved(torch.from_numpy(column.part(part.elements).reshape(part.shape)), device)
+    """Return a late column in one micro-batch; `torch.compile` does not look into its making."""
+    cut = column.part
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled; to import it takes a second
+        cut = torch.compiler.disable(cut)
+    return _moved(torch.from_numpy(cut(part.elements).reshape(part.shape)), device)
 
 
 def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[RowColumns, int]:
