@@ -141,6 +141,21 @@ def test_turns_come_in_the_order_of_asking(store: Path) -> None:
         assert first.done() == "take"
 
 
+def test_who_is_killed_in_the_line_calls_nobody_too_early(store: Path) -> None:
+    with others(store, 5) as (first, second, killed, fourth, fifth):
+        first.do("take")
+        for other in (second, killed, fourth, fifth):
+            other.wait_in_line()
+        killed.process.kill()
+        killed.process.wait()
+        until(lambda: all(waits(other.process.pid) for other in (second, fourth, fifth)))
+        first.do("give back")
+        assert second.done() == "take"
+        until(lambda: all(waits(other.process.pid) for other in (fourth, fifth)))
+        second.do("give back")
+        assert fourth.done() == "take"
+
+
 def test_a_turn_is_not_taken_from_who_is_slow_to_wake(store: Path) -> None:
     with others(store, 2) as (first, second):
         first.do("take")

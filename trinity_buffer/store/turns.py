@@ -1,10 +1,11 @@
-"""Processes take turns to write to a SQLite file, nearly in the order in which they came.
+"""Processes take turns to write to a SQLite file, in the order in which they came.
 
 SQLite lets those who wait for a writer ask again after longer and longer pauses: who has just
-written is the first to ask again, and somebody waits for seconds. The kernel keeps those who wait
-for a lock of a file in order. So a writer locks a byte of the write-ahead log before it begins, and
-a second byte while it is the next one: who lets go of the turn and wants it again stands behind
-that one at least. SQLite itself locks nothing in that file.
+written is the first to ask again, and somebody waits for seconds. So writers stand in a line, each
+on a byte of the write-ahead log that it has locked: a new one locks the byte behind the last, and
+waits for the one before it. Whoever joins holds a byte of its own meanwhile, so that no two find
+the same end. Each turn that is given back wakes one process. SQLite itself locks nothing in that
+file.
 
 This is for fairness alone. Who got no turn in time goes ahead without one, and SQLite's own lock
 decides. The kernel frees the locks of a process that is killed; a forked child does not have them.
@@ -15,16 +16,24 @@ the turn when one of them is closed.
 from __future__ import annotations
 
 import os
+import struct
+import sys
 from contextlib import suppress
-from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, lockf
+from fcntl import F_GETLK, F_UNLCK, F_WRLCK, LOCK_EX, LOCK_NB, LOCK_UN, fcntl, lockf
 from pathlib import Path
 from threading import Condition, Thread
 
 PATIENCE_S = 2.0
 """A turn takes milliseconds: when none comes for so long, somebody was stopped in theirs."""
 
-_TURN, _NEXT = 1 << 60, (1 << 60) + 1
-"""The bytes that are locked, far behind what the log will ever hold."""
+_JOINING = 1 << 60
+"""The byte of whoever joins, far behind what the log will ever hold; the line is behind it."""
+
+# ``struct flock``: Python leaves its layout to those who ask the kernel who has a lock.
+if sys.platform == "darwin":
+    _FLOCK, _FIELDS = struct.Struct("qqihh"), ("start", "len", "pid", "type", "whence")
+else:
+    _FLOCK, _FIELDS = struct.Struct("hhqqi0q"), ("type", "whence", "start", "len", "pid")
 
 
 class Turns:
@@ -39,6 +48,7 @@ class Turns:
         self._log = whole.with_name(f"{whole.name}-wal")
         self._file: int | None = None
         self._state = Condition()
+        self._place = 0  # the byte in the line; 0: not joined yet
         self._waits = False  # a thread does, for the turn
         self._wanted = self._mine = self._closed = False
 
@@ -55,12 +65,14 @@ class Turns:
                     return
             if self._waits:
                 return
-            self._mine = self._take_at_once(self._file)
+            self._join(self._file, LOCK_NB)
+            self._mine = self._place == _JOINING + 1
             if self._mine:
                 return
             try:
                 Thread(target=self._wait, args=(self._file,), daemon=True).start()
             except RuntimeError:  # there are too many threads, or the interpreter ends
+                _unlock(self._file, self._place)
                 return
             self._waits = self._wanted = True
             self._state.wait_for(lambda: not self._waits, PATIENCE_S)
@@ -71,48 +83,66 @@ class Turns:
         with self._state:
             if self._mine and self._file is not None:
                 self._mine = False
-                _unlock(self._file, _TURN)
+                _unlock(self._file, self._place)
 
     def close(self) -> None:
-        """Stand in the queue no more."""
+        """Stand in the line no more."""
         with self._state:
             self._closed = True
             if self._file is not None and not self._waits:
                 os.close(self._file)
                 self._file = None
 
-    def _take_at_once(self, file: int) -> bool:
-        try:
-            lockf(file, LOCK_EX | LOCK_NB, 1, _NEXT)
-        except OSError:
-            return False
-        try:
-            lockf(file, LOCK_EX | LOCK_NB, 1, _TURN)
-        except OSError:
-            return False
-        finally:
-            _unlock(file, _NEXT)
-        return True
+    def _join(self, file: int, or_not: int = 0) -> None:
+        """Stand at the end of the line; with ``LOCK_NB`` not if somebody else is about to."""
+        self._place = 0
+        with suppress(OSError):
+            lockf(file, LOCK_EX | or_not, 1, _JOINING)
+            try:
+                place = _last(file) + 1
+                lockf(file, LOCK_EX | LOCK_NB, 1, place)
+                self._place = place
+            finally:
+                _unlock(file, _JOINING)
 
     def _wait(self, file: int) -> None:
         """Wait for the turn, however long it takes; give it back if nobody wants it any more.
 
         A thread of its own does, for the kernel knows no limit to such a wait.
         """
+        if not self._place:
+            self._join(file)
         got = False
         with suppress(OSError):  # such as EDEADLK, which the kernel guesses where threads wait
-            lockf(file, LOCK_EX, 1, _NEXT)
-            lockf(file, LOCK_EX, 1, _TURN)
+            while (before := _last(file, self._place)) != _JOINING:  # again, if that one was killed
+                lockf(file, LOCK_EX, 1, before)
+                _unlock(file, before)
             got = True
         with self._state:  # to the end: who closes the file meanwhile waits for it
             self._waits = False
             self._mine = got and self._wanted
             self._state.notify()
-            if got and not self._mine:
-                _unlock(file, _TURN)
-            _unlock(file, _NEXT)
+            if not self._mine:
+                _unlock(file, self._place)
             if self._closed:
                 os.close(file)
+
+
+def _last(file: int, end: int = 0) -> int:
+    """Return the last byte of the line before ``end`` that another process has locked.
+
+    `_JOINING` if there is none; without ``end``, of the whole line.
+    """
+    last = _JOINING
+    while last + 1 != end:
+        size = end and end - last - 1  # 0: however far
+        asked = {"type": F_WRLCK, "whence": os.SEEK_SET, "start": last + 1, "len": size, "pid": 0}
+        answer = fcntl(file, F_GETLK, _FLOCK.pack(*map(asked.__getitem__, _FIELDS)))
+        found = dict(zip(_FIELDS, _FLOCK.unpack(answer), strict=True))
+        if found["type"] == F_UNLCK:
+            break
+        last = found["start"] + found["len"] - 1
+    return last
 
 
 def _unlock(file: int, byte: int) -> None:
