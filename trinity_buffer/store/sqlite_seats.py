@@ -17,7 +17,8 @@ import aiosqlite
 import anyio
 from sqlalchemy import Table, create_engine, insert
 from sqlalchemy.dialects import sqlite
-from sqlalchemy.pool import StaticPool
+from sqlalchemy.engine import Engine
+from sqlalchemy.pool import NullPool
 from typing_extensions import override
 
 from trinity_buffer.blob import Buffer, mapped
@@ -53,14 +54,8 @@ class SQLiteTransaction(Transaction):
         check: Callable[[Transaction], None] | None = None,
         turns: Turns | None = None,
     ) -> None:
-        engine = create_engine(
-            "sqlite://",
-            module=dbapi2,
-            creator=lambda: driver,
-            poolclass=StaticPool,
-            pool_reset_on_return=None,
-        )
-        super().__init__(engine.connect())
+        _given.driver = driver
+        super().__init__(_engine().connect())
         self._driver = driver
         self._files = files
         self._check = check
@@ -165,6 +160,22 @@ class SQLiteTransaction(Transaction):
         """Close the connection."""
         self._connection.close()
         self._driver.close()
+
+
+_given = threading.local()
+"""The connection that the next one of SQLAlchemy is for, in this thread."""
+
+
+@cache
+def _engine() -> Engine:
+    """Return what all connections share, and with it each statement that was compiled once."""
+    return create_engine(
+        "sqlite://",
+        module=dbapi2,
+        creator=lambda: _given.driver,
+        poolclass=NullPool,
+        pool_reset_on_return=None,
+    )
 
 
 @cache
