@@ -5,6 +5,7 @@ READY := .venv/.ready
 # One more than there are cores: a third of the time a test waits, for a server or for processes of its own.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
 PYTEST = $(BIN)/python -m pytest -q
+LONG = $(PYTEST) -n $(WORKERS) --dist=load --maxschedchunk=1 -o faulthandler_timeout=900
 # Compiled modules are kept, whatever the shell says: the tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -35,11 +36,10 @@ check: setup     ## what CI runs: format, lint, types, dead names, floors, and a
 	$(BIN)/mypy
 	$(BIN)/vulture
 	$(BIN)/lint-imports
-	$(MAKE) --no-print-directory test
-	$(MAKE) --no-print-directory long
+	$(LONG) -m "not outside" $(ARGS)
 
 long: setup      ## the long tests, on all cores
-	$(PYTEST) -n $(WORKERS) --dist=load --maxschedchunk=1 -m long -o faulthandler_timeout=900 $(ARGS)
+	$(LONG) -m long $(ARGS)
 
 fmt: setup       ## format, and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .

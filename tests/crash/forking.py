@@ -13,18 +13,17 @@ from multiprocessing import forkserver
 from trinity_buffer import crash_points
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "asyncpg",
-        "torch._dynamo",  # two seconds, which the first optimizer of a process would take
-        "tests.crash.roles",
-        "tests.torture.roles",
-        # what the package imports only when it is needed
-        "trinity_buffer.pipeline.writing.sql_writer",
-        "trinity_buffer.pipeline.loading.experiences",
-        "trinity_buffer.pipeline.streaming.train_stream",
-    ]
+IMPORTED = (
+    "asyncpg",
+    "torch._dynamo",  # two seconds, which the first optimizer of a process would take
+    "tests.crash.roles",
+    "tests.torture.roles",
+    # what the package imports only when it is needed
+    "trinity_buffer.pipeline.writing.sql_writer",
+    "trinity_buffer.pipeline.loading.experiences",
+    "trinity_buffer.pipeline.streaming.train_stream",
 )
+CONTEXT.set_forkserver_preload(list(IMPORTED))
 
 _PR_SET_PDEATHSIG = 1
 

@@ -1,9 +1,8 @@
-"""One rank of a trainer of three steps; arguments are FOLDER, RANK, RANKS, ALGORITHM, CHOICES."""
+"""One rank of a trainer of three steps."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +75,11 @@ def trained(folder: Path, rank: int, ranks: int, algorithm: Algorithm) -> list[d
     return reports
 
 
-def main(folder: Path, rank: int, ranks: int, name: str, arguments: str) -> None:
+def main(folder: str, rank: str, ranks: str, name: str, arguments: str) -> None:
     """Write what is told of each step."""
     torch.set_num_threads(1)
-    meeting = f"file://{folder / 'meeting'}"
-    torch.distributed.init_process_group("gloo", meeting, rank=rank, world_size=ranks)
-    found = trained(folder, rank, ranks, build(name, **json.loads(arguments)))
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    meeting, number, world = f"file://{folder}/meeting", int(rank), int(ranks)
+    torch.distributed.init_process_group("gloo", meeting, rank=number, world_size=world)
+    found = trained(Path(folder), number, world, build(name, **json.loads(arguments)))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:6])

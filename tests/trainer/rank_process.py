@@ -1,8 +1,7 @@
-"""One rank of a data-parallel trainer; its arguments are FOLDER, RANK and NAMES."""
+"""One rank of a data-parallel trainer."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -16,9 +15,10 @@ TRAINED = {"grpo", "ppo"}
 OF_ONE_GROUP = {"grpo", "ppo", "rloo", "reinforceplusplus", "dpo", "sft", "gspo"}
 
 
-def main(folder: Path, rank: str, names: str) -> None:
+def main(place: str, rank: str, names: str) -> None:
     """Write the gradient of the first step of each algorithm, and what two steps of some make."""
     torch.set_num_threads(1)
+    folder = Path(place)
     meeting = f"file://{folder / 'ranks'}"  # a port that was free may be taken by then
     torch.distributed.init_process_group("gloo", meeting, rank=int(rank), world_size=2)
     for name in names.split(","):
@@ -36,7 +36,3 @@ def main(folder: Path, rank: str, names: str) -> None:
         norms = torch.tensor([report.gradient_norm for report in reports])
         torch.save((trainer.policy.state_dict(), norms), folder / f"{name}-run-{rank}.pt")
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:4])

@@ -1,12 +1,7 @@
-"""One rank of a trainer whose model the ranks hold in parts.
-
-Its arguments are URL, FOLDER, RANK, WORLD, STEPS and the name of the trainer; then perhaps
-``async``, ``lora``, or ``broken``: this rank cannot write.
-"""
+"""One rank of a trainer whose model the ranks hold in parts."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +43,10 @@ def in_parts(model: Any) -> Any:
 
 
 def main(url: str, folder: str, rank: str, world: str, steps: str, name: str, *how: str) -> None:
-    """Train up to step ``steps``, as one of ``world`` ranks."""
+    """Train up to step ``steps``, as one of ``world`` ranks.
+
+    ``how`` may be "async", "lora", or "broken": this rank cannot write.
+    """
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting-{name}-{world}-{steps}"
     torch.distributed.init_process_group("gloo", meeting, rank=int(rank), world_size=int(world))
@@ -72,7 +70,3 @@ def main(url: str, folder: str, rank: str, world: str, steps: str, name: str, *h
         settings = {"max_steps": int(steps), "async_checkpoints": "async" in how}
         trainer_on(stream, Path(folder) / name, model, reference, **settings).run()
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

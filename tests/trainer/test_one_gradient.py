@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,9 @@ import pytest
 import torch
 
 from tests.trainer.data import prepared
+from tests.trainer.forked_ranks import said_by_ranks
 from tests.trainer.gradients import gradient, train
-from tests.trainer.rank_process import OF_ONE_GROUP, TRAINED
+from tests.trainer.rank_process import OF_ONE_GROUP, TRAINED, main
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -74,9 +73,9 @@ def test_two_ranks_have_the_gradient_of_one(names: tuple[str, ...], tmp_path: Pa
     urls = {name: f"sqlite:///{tmp_path}/{name}.db" for name in names}
     for name, url in urls.items():
         anyio.run(prepared, url, build(name))
-    command = [sys.executable, "-m", "tests.trainer.rank_process", str(tmp_path)]
-    ranks = [subprocess.Popen([*command, str(rank), ",".join(urls)]) for rank in range(2)]
-    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    given = [(str(tmp_path), str(rank), ",".join(urls)) for rank in range(2)]
+    said = said_by_ranks(main, given, tmp_path)
+    assert [one[0] for one in said] == ["0", "0"], said
     for name, url in urls.items():
         alone = gradient(url, build(name), "alone")
         for rank in range(2):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ from torch import Tensor
 
 import trinity_buffer as tb
 from tests.trainer.data import prepared
-from tests.trainer.sharded_rank import model_of, trainer_on
+from tests.trainer.forked_ranks import said_by_ranks
+from tests.trainer.sharded_rank import main, model_of, trainer_on
 from trinity_buffer.algorithm import build
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
@@ -28,17 +27,10 @@ pytestmark = [
 
 def ranks(url: str, folder: Path, world: int, steps: int, name: str, *how: str) -> list[str]:
     """Train with so many ranks; return what each said."""
-    command = [sys.executable, "-m", "tests.trainer.sharded_rank", url, str(folder)]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(steps), name, *how],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
+    given = [
+        (url, str(folder), str(rank), str(world), str(steps), name, *how) for rank in range(world)
     ]
-    said = [rank.communicate(timeout=300)[1] for rank in started]
-    return [f"{rank.returncode}: {text}" for rank, text in zip(started, said, strict=True)]
+    return said_by_ranks(main, given, folder)
 
 
 def alone(url: str, folder: Path, name: str, steps: int | None = None, **how: Any) -> tb.Trainer:

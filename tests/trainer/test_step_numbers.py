@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +14,8 @@ import pytest
 import torch
 
 from tests.trainer.data import prepared
-from tests.trainer.numbers_rank import NOT_FINITE, STEPS, trained
+from tests.trainer.forked_ranks import said_by_ranks
+from tests.trainer.numbers_rank import NOT_FINITE, STEPS, main, trained
 from tests.trainer.two_ranks import RankOfTwo
 from trinity_buffer import inspect
 from trinity_buffer.algorithm import build
@@ -46,11 +45,11 @@ def test_any_number_of_ranks_reports_and_commits_what_one_process_would(
     """Two groups a step: the third rank has no rows. One step is not finite, on one rank."""
     algorithm = build(name, **CHOICES[name])
     anyio.run(prepared, f"sqlite:///{tmp_path}/run.db", algorithm)
-    command = [sys.executable, "-m", "tests.trainer.numbers_rank", str(tmp_path)]
-    chosen = [str(ranks), name, json.dumps(CHOICES[name])]
-    started = [subprocess.Popen([*command, str(rank), *chosen]) for rank in range(ranks)]
+    chosen = (str(ranks), name, json.dumps(CHOICES[name]))
+    given = [(str(tmp_path), str(rank), *chosen) for rank in range(ranks)]
+    said = said_by_ranks(main, given, tmp_path)
+    assert [one[0] for one in said] == ["0"] * ranks, said
     alone = trained(tmp_path, 0, 1, algorithm)
-    assert {one.wait(240) for one in started} == {0}
     assert len(alone) == STEPS
     assert [step["skipped"] for step in alone].index(1.0) == NOT_FINITE - 1
     for rank in range(ranks):

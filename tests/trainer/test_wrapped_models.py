@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.trainer.forked_ranks import said_by_ranks
 from tests.trainer.wrapped import batch_of, gradients, loss, model_of, rows_of
+from tests.trainer.wrapped_rank import main
 from trinity_buffer.trainer.causal_lm import CausalLM, reference_of
 
 ALL = (0, 1, 2, 3)
@@ -36,13 +36,8 @@ def bare(*, tied: bool) -> dict[str, Tensor]:
 @pytest.mark.long
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "fsdp2 of the root alone"])
 def test_two_ranks_have_the_gradient_of_one(wrapper: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.trainer.wrapped_rank", str(tmp_path)]
-    ranks = [
-        subprocess.Popen([*command, rank, wrapper], stderr=subprocess.PIPE, text=True)
-        for rank in "01"
-    ]
-    said = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+    said = said_by_ranks(main, [(str(tmp_path), rank, wrapper) for rank in "01"], tmp_path)
+    assert [one[0] for one in said] == ["0", "0"], said
     for tied in (False, True):
         wanted = bare(tied=tied)
         for layout in ("padded", "packed"):

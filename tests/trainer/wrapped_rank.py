@@ -1,8 +1,7 @@
-"""One of two ranks with a wrapped model; its arguments are FOLDER, RANK and WRAPPER."""
+"""One of two ranks with a wrapped model."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -13,9 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.trainer.wrapped import gradients, loss, model_of, rows_of
 
 
-def main(folder: Path, rank: str, wrapper: str) -> None:
+def main(place: str, rank: str, wrapper: str) -> None:
     """Write the gradient of every weight, whole, as this rank sees it."""
     torch.set_num_threads(1)
+    folder = Path(place)
     meeting = f"file://{folder / 'ranks'}"  # a port that was free may be taken by then
     torch.distributed.init_process_group("gloo", meeting, rank=int(rank), world_size=2)
     for tied in (False, True):
@@ -34,7 +34,3 @@ def main(folder: Path, rank: str, wrapper: str) -> None:
                 (2 * loss(model, rows_of(int(rank) + 2 * part), layout)).backward()
             torch.save(gradients(own), folder / f"{layout}-{tied}-{rank}.pt")
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:4])
