@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -93,15 +92,14 @@ LITTLE = {
 }
 
 
-def command(*words: object) -> str:
-    """Return what a command says on stdout; on stderr, it may say how far it is."""
-    environment = os.environ | {VARIABLE: "after-checkpoint:3"} if words[0] == "demo" else None
+def killed_on_its_way(*words: object) -> str:
+    """Return what a demo says whose trainer is killed between its third checkpoint and commit."""
     done = subprocess.run(
-        [sys.executable, "-m", "trinity_buffer", *map(str, words)],
+        [sys.executable, "-m", "trinity_buffer", "demo", *map(str, words)],
         capture_output=True,
         text=True,
         check=False,
-        env=environment,
+        env=os.environ | {VARIABLE: "after-checkpoint:3"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -112,13 +110,12 @@ def command(*words: object) -> str:
     "chosen",
     [*(f"--algorithm {name}" for name in ONE_OF_A_FAMILY), "--set loss.name=topr"],
 )
-def test_a_demo_survives_a_kill_and_replays(chosen: str, tmp_path: Path) -> None:
-    """The trainer is killed between its third checkpoint and the commit."""
+def test_a_demo_survives_a_kill_and_replays(cli: Cli, chosen: str, tmp_path: Path) -> None:
     store = ("--store", tmp_path / "run.db")
     little = [word for key, value in LITTLE.items() for word in ("--set", f"{key}={value}")]
-    said = command("demo", "--name", "run", *chosen.split(), *store, *little, "--limit", 900)
+    said = killed_on_its_way("--name", "run", *chosen.split(), *store, *little, "--limit", 900)
     assert said.splitlines()[-1] == "lost 0, duplicated 0"
     assert "4 gradient steps" in said
     assert "resumes after step 2" in (tmp_path / "run.logs" / "trainer.log").read_text()
-    answer = command("replay", *store, "--experiment", "run", "--json")
-    assert json.loads(answer)["identical"], answer
+    replayed = cli("replay", *store, "--experiment", "run", "--json")
+    assert [line["identical"] for line in replayed.json] == [True], replayed

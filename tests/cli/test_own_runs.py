@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
 import pytest
 
 from tests.cli.calling import Cli
+from tests.crash.forking import CONTEXT, become
 from tests.explorer.vllm_dialect import VLLM, served
-from trinity_buffer.crash_points import VARIABLE
+from trinity_buffer.cli.main import run_command
 from trinity_buffer.pipeline.store import open_store
 
+LIMIT_S = 300.0
 SMALL = {
     "groups_per_batch = 8": "groups_per_batch = 2",
     "rollouts_per_group = 16": "rollouts_per_group = 4",
@@ -356,13 +358,21 @@ def test_an_experiment_made_in_python_is_not_taken_for_a_demo(
 
 def run(folder: Path, *words: str, crash_at: str | None = None) -> str:
     """Run a command in a process of its own, to its end or its crash; return what it said."""
-    environment = {**os.environ, **({VARIABLE: crash_at} if crash_at else {})}
-    command = [sys.executable, "-m", "trinity_buffer", *words]
-    ended = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == (-9 if crash_at else 0), ended.stdout + ended.stderr
-    return ended.stdout
+    log = folder / "said.log"
+    log.unlink(missing_ok=True)
+    process = CONTEXT.Process(target=live, args=(str(log), str(folder), words, crash_at))
+    process.start()
+    process.join(LIMIT_S)
+    said = log.read_text()
+    assert process.exitcode == (-9 if crash_at else 0), said
+    return said
+
+
+def live(log: str, folder: str, words: Sequence[str], crash_at: str | None) -> None:
+    become(log, crash_at)
+    os.chdir(folder)
+    sys.argv = ["trinity-buffer", *words]
+    run_command()
 
 
 @pytest.mark.long
@@ -375,7 +385,8 @@ def test_killed_and_started_again_it_ends_at_the_same_bits(own: Path) -> None:
     run(folder, "annotate", *at)
     run(folder, "train", *at, crash_at="after-checkpoint:3")
     assert "resumes after step 2" in run(folder, "train", *at)
-    (replayed,) = map(json.loads, run(folder, "replay", *at, "--json").splitlines())
+    said = run(folder, "replay", *at, "--json").splitlines()
+    (replayed,) = (json.loads(line) for line in said if line.startswith("{"))
     assert (replayed["identical"], replayed["last"]) == (True, 6)
     run(folder, "verify", "--store", "runs/own.db")
 
