@@ -1,7 +1,6 @@
 """Does what a run costs grow with the run? One store, from 10,000 experiences to 10,000,000.
 
-python -m benchmarks.growth --experiences 1000000       # again, with more: the run goes on
-python -m benchmarks.growth --experiences 10000000 --record
+python -m benchmarks.growth --experiences 10000000 --record    # begin with fewer: the run goes on
 
 The run is explored, annotated and trained as in `benchmarks.verify`. Its last batches before each
 power of ten are those of processes of their own (`benchmarks.growth_role`), in rounds: an explorer,

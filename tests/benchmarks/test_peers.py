@@ -25,7 +25,7 @@ from benchmarks.peers.roles import PLAYED, WrongRowsError
 from benchmarks.peers.rollouts import Batch, padded, rollouts, scores
 
 FOREIGN = {name: store for name, store in STORES.items() if store.lock is not None}
-SMALL = ["--peers", "bare_sqlite,files", "--repetitions", "1", "--experiences", "512"]
+SMALL = ["--peers", "files", "--repetitions", "1", "--experiences", "512"]
 
 
 @pytest.mark.long
@@ -34,7 +34,7 @@ def test_a_small_comparison_has_a_figure_for_each_operation_and_store() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert len(found) == 14  # two stores; five rates, two shares of the delays
+    assert len(found) == 7  # five rates, two shares of the delays
     assert all(row["ours"] > 0 and row["limit"] > 0 for row in found.values())
     assert found["write to delivered at 200/s, p99: plain files"]["experiences"] == 512
     assert {row["seed"] for row in found.values()} == {0}

@@ -15,7 +15,7 @@ DEMO = (
     "--set model.width=8 --set model.layers=1 --set model.heads=1 --set evaluation.problems=8"
 )
 BENCH = "--only write,stream --tasks 2 --repetitions 1"
-PEERS = "--peers files --only write --repetitions 1 --experiences 512"
+PEERS = "--peers bare_sqlite --only write --repetitions 1 --experiences 512"
 LEARNING = "--small --seeds 0 --results runs/learning.jsonl"
 GUARD = "--tasks 2 --repetitions 1 --least 0"
 SIZES = {
