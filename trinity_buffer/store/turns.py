@@ -72,7 +72,8 @@ class Turns:
             try:
                 Thread(target=self._wait, args=(self._file,), daemon=True).start()
             except RuntimeError:  # there are too many threads, or the interpreter ends
-                _unlock(self._file, self._place)
+                if self._place:
+                    _unlock(self._file, self._place)
                 return
             self._waits = self._wanted = True
             self._state.wait_for(lambda: not self._waits, PATIENCE_S)
@@ -114,15 +115,17 @@ class Turns:
             self._join(file)
         got = False
         with suppress(OSError):  # such as EDEADLK, which the kernel guesses where threads wait
-            while (before := _last(file, self._place)) != _JOINING:  # again, if that one was killed
-                lockf(file, LOCK_EX, 1, before)
-                _unlock(file, before)
-            got = True
+            while self._place and not got:  # again, if the one before was killed
+                before = _last(file, self._place)
+                got = before == _JOINING
+                if not got:
+                    lockf(file, LOCK_EX, 1, before)
+                    _unlock(file, before)
         with self._state:  # to the end: who closes the file meanwhile waits for it
             self._waits = False
             self._mine = got and self._wanted
             self._state.notify()
-            if not self._mine:
+            if self._place and not self._mine:
                 _unlock(file, self._place)
             if self._closed:
                 os.close(file)
