@@ -41,6 +41,17 @@ settings.register_profile("trinity_buffer", deadline=None)
 settings.load_profile("trinity_buffer")
 
 
+QUICK_ON_A_SERVER = ("contract", "migration", "store")
+"""Folders whose tests run on PostgreSQL in `make test`; of the others, in `make check`."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Count what is tested once more on a server, above the store, among the long tests."""
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    if "postgresql" in item.name.partition("[")[2] and folder not in QUICK_ON_A_SERVER:
+        item.add_marker(pytest.mark.long)
+
+
 @pytest.hookimpl(trylast=True)  # when others have left out what is not asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest, and spread what waits among what computes."""
