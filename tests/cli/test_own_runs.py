@@ -6,19 +6,17 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
 import pytest
 
 from tests.cli.calling import Cli
-from tests.crash.forking import CONTEXT, become
+from tests.crash.forking import said_by
 from tests.explorer.vllm_dialect import VLLM, served
 from trinity_buffer.cli.main import run_command
 from trinity_buffer.pipeline.store import open_store
 
-LIMIT_S = 300.0
 SMALL = {
     "groups_per_batch = 8": "groups_per_batch = 2",
     "rollouts_per_group = 16": "rollouts_per_group = 4",
@@ -358,18 +356,13 @@ def test_an_experiment_made_in_python_is_not_taken_for_a_demo(
 
 def run(folder: Path, *words: str, crash_at: str | None = None) -> str:
     """Run a command in a process of its own, to its end or its crash; return what it said."""
-    log = folder / "said.log"
-    log.unlink(missing_ok=True)
-    process = CONTEXT.Process(target=live, args=(str(log), str(folder), words, crash_at))
-    process.start()
-    process.join(LIMIT_S)
-    said = log.read_text()
-    assert process.exitcode == (-9 if crash_at else 0), said
-    return said
+    (said,) = said_by(live, [(str(folder), *words)], folder, crash_at)
+    code, _, rest = said.partition(": ")
+    assert code == ("-9" if crash_at else "0"), rest
+    return rest
 
 
-def live(log: str, folder: str, words: Sequence[str], crash_at: str | None) -> None:
-    become(log, crash_at)
+def live(folder: str, *words: str) -> None:
     os.chdir(folder)
     sys.argv = ["trinity-buffer", *words]
     run_command()

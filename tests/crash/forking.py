@@ -7,8 +7,9 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
+from pathlib import Path
 
 from trinity_buffer import crash_points
 
@@ -25,6 +26,7 @@ IMPORTED = (
 )
 CONTEXT.set_forkserver_preload(list(IMPORTED))
 
+LIMIT_S = 300.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -49,3 +51,37 @@ def become(
     for module in list(sys.modules.values()):
         if getattr(module, "reached", None) is before:
             module.reached = armed  # type: ignore[attr-defined]  # the modules that imported it
+
+
+def said_by(
+    main: Callable[..., None],
+    of_each: Sequence[Sequence[str]],
+    folder: Path,
+    crash_at: str | None = None,
+) -> list[str]:
+    """Run ``main`` in a process for each arguments ``of_each``; return what each said.
+
+    It begins with how the process ended: "0: " if well, "-9: " if it was killed.
+    """
+    logs = [folder / f"forked-{number}.log" for number in range(len(of_each))]
+    processes = [
+        CONTEXT.Process(target=_live, args=(str(log), crash_at, main, *given), daemon=True)
+        for log, given in zip(logs, of_each, strict=True)
+    ]
+    for log in logs:
+        log.unlink(missing_ok=True)
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+        process.kill()  # what is late is waited for no more
+        process.join()
+    return [
+        f"{process.exitcode}: {log.read_text() if log.exists() else ''}"
+        for process, log in zip(processes, logs, strict=True)
+    ]
+
+
+def _live(log: str, crash_at: str | None, main: Callable[..., None], *given: str) -> None:
+    become(log, crash_at)
+    main(*given)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.trainer.data import prepared
-from tests.trainer.forked_ranks import said_by_ranks
+from tests.trainer.forked_ranks import said_by
 from tests.trainer.gradients import gradient, train
 from tests.trainer.rank_process import OF_ONE_GROUP, TRAINED, main
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build
@@ -74,7 +74,7 @@ def test_two_ranks_have_the_gradient_of_one(names: tuple[str, ...], tmp_path: Pa
     for name, url in urls.items():
         anyio.run(prepared, url, build(name))
     given = [(str(tmp_path), str(rank), ",".join(urls)) for rank in range(2)]
-    said = said_by_ranks(main, given, tmp_path)
+    said = said_by(main, given, tmp_path)
     assert [one[0] for one in said] == ["0", "0"], said
     for name, url in urls.items():
         alone = gradient(url, build(name), "alone")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import trinity_buffer as tb
 from tests.trainer.data import prepared
-from tests.trainer.forked_ranks import said_by_ranks
+from tests.trainer.forked_ranks import said_by
 from tests.trainer.sharded_rank import main, model_of, trainer_on
 from trinity_buffer.algorithm import build
 from trinity_buffer.pipeline.store import open_store
@@ -30,7 +30,7 @@ def ranks(url: str, folder: Path, world: int, steps: int, name: str, *how: str) 
     given = [
         (url, str(folder), str(rank), str(world), str(steps), name, *how) for rank in range(world)
     ]
-    return said_by_ranks(main, given, folder)
+    return said_by(main, given, folder)
 
 
 def alone(url: str, folder: Path, name: str, steps: int | None = None, **how: Any) -> tb.Trainer:

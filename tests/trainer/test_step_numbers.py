@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.trainer.data import prepared
-from tests.trainer.forked_ranks import said_by_ranks
+from tests.trainer.forked_ranks import said_by
 from tests.trainer.numbers_rank import NOT_FINITE, STEPS, main, trained
 from tests.trainer.two_ranks import RankOfTwo
 from trinity_buffer import inspect
@@ -47,7 +47,7 @@ def test_any_number_of_ranks_reports_and_commits_what_one_process_would(
     anyio.run(prepared, f"sqlite:///{tmp_path}/run.db", algorithm)
     chosen = (str(ranks), name, json.dumps(CHOICES[name]))
     given = [(str(tmp_path), str(rank), *chosen) for rank in range(ranks)]
-    said = said_by_ranks(main, given, tmp_path)
+    said = said_by(main, given, tmp_path)
     assert [one[0] for one in said] == ["0"] * ranks, said
     alone = trained(tmp_path, 0, 1, algorithm)
     assert len(alone) == STEPS

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.trainer.forked_ranks import said_by_ranks
+from tests.trainer.forked_ranks import said_by
 from tests.trainer.wrapped import batch_of, gradients, loss, model_of, rows_of
 from tests.trainer.wrapped_rank import main
 from trinity_buffer.trainer.causal_lm import CausalLM, reference_of
@@ -36,7 +36,7 @@ def bare(*, tied: bool) -> dict[str, Tensor]:
 @pytest.mark.long
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "fsdp2 of the root alone"])
 def test_two_ranks_have_the_gradient_of_one(wrapper: str, tmp_path: Path) -> None:
-    said = said_by_ranks(main, [(str(tmp_path), rank, wrapper) for rank in "01"], tmp_path)
+    said = said_by(main, [(str(tmp_path), rank, wrapper) for rank in "01"], tmp_path)
     assert [one[0] for one in said] == ["0", "0"], said
     for tied in (False, True):
         wanted = bare(tied=tied)
