@@ -48,6 +48,7 @@ LAZY_IMPORTS = {
     "benchmarks/learning_report.py:_plot": "matplotlib is an extra, and slow to import",
     f"{PACKAGE}/cli/history_commands.py:replay": "torch, which compaction does not need",
     f"{PACKAGE}/cli/history_commands.py:reannotate": "torch, which compaction does not need",
+    f"{PACKAGE}/cli/options.py:store_of_file": "pydantic, which who names no file does not need",
     f"{PACKAGE}/cli/run_commands.py:demo": "torch, which the inspecting commands do not need",
     f"{PACKAGE}/cli/run_commands.py:_demo_settings": "pydantic and torch, likewise",
     f"{PACKAGE}/cli/run_commands.py:explore": "torch, which the inspecting commands do not need",

@@ -33,10 +33,10 @@ HEAD = """# Configuration
 What a file for `--config` may hold (YAML if its name ends with `.yaml` or `.yml`, else TOML), and
 what `--set KEY=VALUE` changes in `trinity-buffer demo`, `explore`, `train` and `replay`. A file may
 also name the store of the run, with `store` (a URL, or a path relative to the folder of the file),
-and its `experiment`; `replay`, `annotate` and `sync-weights` read nothing else of it. A dot stands
-for a section: `optimizer.learning_rate` is `learning_rate` in `[optimizer]`. The resolved
-configuration is the first event of the experiment (`trinity-buffer stats --config`); a later change
-is an event too.
+and its `experiment`; `replay`, `annotate` and `sync-weights` read nothing else of it, but refuse an
+unknown key as the others do. A dot stands for a section: `optimizer.learning_rate` is
+`learning_rate` in `[optimizer]`. The resolved configuration is the first event of the experiment
+(`trinity-buffer stats --config`); a later change is an event too.
 
 An experiment that you create in Python takes the same keys, and `schema`. An unknown key is
 refused, with a suggestion if a known one is similar; put keys of your own under `extra`. Values of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -87,31 +87,58 @@ def said(value: Any) -> str:
 
 
 def refuse_unknown(
-    values: Mapping[str, Any], section: type[BaseModel], where: str, prefix: str = ""
+    values: Mapping[str, Any], config: type[BaseModel], where: str, beside: Sequence[str] = ()
 ) -> None:
-    """Return if every key of ``values``, and of the sections in it, is one of ``section``.
+    """Return if every key of ``values``, and of the sections in it, is one of ``config``.
+
+    Args:
+        beside: keys that may stand there too, and are none of the configuration.
 
     Raises:
         InvalidArgumentError: names the key, after ``where``, and what was probably meant; or it is
             a section and holds a single value.
     """
-    fields = section.model_fields
     for key, value in values.items():
-        if key not in fields:
-            close = difflib.get_close_matches(str(key), fields, n=1)
-            meant = (
-                f"did you mean {prefix + close[0]!r}?" if close else f"there are: {_all(fields)}"
-            )
-            raise InvalidArgumentError(f"{where}there is no key {prefix + str(key)!r}; {meant}")
-        annotation = fields[key].annotation
+        if key in beside:
+            continue
+        if key not in config.model_fields:
+            raise InvalidArgumentError(f"{where}{_no_key(key, '', config, config, beside)}")
+        annotation = config.model_fields[key].annotation
         inner = section_of(annotation)
         if inner is not None and isinstance(value, Mapping):
-            refuse_unknown(value, inner, where, f"{prefix}{key}.")
+            unknown = [name for name in value if name not in inner.model_fields]
+            for name in unknown[:1]:
+                raise InvalidArgumentError(f"{where}{_no_key(name, f'{key}.', inner, config)}")
         elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
             names = _all(annotation.model_fields)
-            raise InvalidArgumentError(
-                f"{where}{prefix}{key}={said(value)}: must be a table of {names}"
-            )
+            raise InvalidArgumentError(f"{where}{key}={said(value)}: must be a table of {names}")
+
+
+def _no_key(
+    key: object,
+    prefix: str,
+    section: type[BaseModel],
+    config: type[BaseModel],
+    beside: Sequence[str] = (),
+) -> str:
+    """Return that a key is none of a section, and which one was probably meant.
+
+    One of this very name in another place goes before one of a similar name in this place.
+    """
+    here = [*section.model_fields, *beside]
+    meant = [path for path in _paths(config) if path.rpartition(".")[2] == key]
+    meant += [prefix + name for name in difflib.get_close_matches(str(key), here, n=1)]
+    told = f"did you mean {meant[0]!r}?" if meant else f"there are: {_all(here)}"
+    return f"there is no key {prefix + str(key)!r}; {told}"
+
+
+def _paths(config: type[BaseModel]) -> list[str]:
+    """Return the keys of a configuration, those of its sections as ``section.key``."""
+    found = list(config.model_fields)
+    for name, field in config.model_fields.items():
+        inner = section_of(field.annotation)
+        found += [] if inner is None else [f"{name}.{key}" for key in inner.model_fields]
+    return found
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

@@ -15,7 +15,7 @@ import anyio
 import typer
 
 from trinity_buffer.cli.escaping import escaped
-from trinity_buffer.cli.run_file import store_in
+from trinity_buffer.cli.run_file import PLACES, parsed, store_in
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError, UnknownStoreError
 from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.spoken_wait import REPEATED_AFTER, wait_report_s
@@ -88,7 +88,8 @@ def chosen_store(store: str | None, config: Path | None = None) -> str:
     Raises:
         UnknownStoreError: none is named and there is none under runs/.
     """
-    named = store or store_of_file(config) or os.environ.get(STORE_VARIABLE)
+    in_file = store_of_file(config)  # read in any case: its keys are checked
+    named = store or in_file or os.environ.get(STORE_VARIABLE)
     if named:
         return named
     files = sorted(Path("runs").glob("*.db"), key=lambda path: path.stat().st_mtime)
@@ -103,8 +104,18 @@ def chosen_store(store: str | None, config: Path | None = None) -> str:
 
 
 def store_of_file(config: Path | None) -> str | None:
-    """Return the store that the file of a run names; None: it names none."""
-    return None if config is None else store_in(config)
+    """Return the store that the file of a run names; None: it names none.
+
+    Raises:
+        InvalidArgumentError: it has a key that nothing reads, which may have meant the store.
+    """
+    if config is None:
+        return None
+    from trinity_buffer.cli.config_checks import refuse_unknown  # noqa: PLC0415 - pydantic
+    from trinity_buffer.cli.run_config import RunConfig  # noqa: PLC0415 - likewise
+
+    refuse_unknown(parsed(config), RunConfig, f"configuration {config}: ", PLACES)
+    return store_in(config)
 
 
 def made_folder_of(url: str) -> None:
