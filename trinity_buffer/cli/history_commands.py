@@ -41,7 +41,10 @@ def replay(
         Path | None, typer.Option(help="Start from the weights of this checkpoint, after its step.")
     ] = None,
     loss: Annotated[str | None, typer.Option(help="Another policy loss.")] = None,
-    algorithm: Annotated[str | None, typer.Option(help="Another algorithm.")] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help="Another algorithm; one with a strategy reads the recorded advantages."),
+    ] = None,
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -71,15 +74,21 @@ def replay(
     if as_json:
         print_json(asdict(report))
     else:
-        verdict = {True: "bit-identical", False: "DIFFERENT", None: "not compared"}[
-            report.identical
-        ]
+        verdict = _verdict(report.identical, changed)
         console().print(
             f"steps {report.first} to {report.last}: weights {verdict}\n"
             f"replayed {report.digest}\nrecorded {report.recorded}",
             markup=False,
         )
     raise typer.Exit(1 if report.identical is False else 0)
+
+
+def _verdict(identical: bool | None, changed: list[str]) -> str:
+    """Return what the weights of a replay are, beside the recorded ones; if not asked, why."""
+    if identical is None:
+        why = f"with {', '.join(changed)}" if changed else "none were published after the last step"
+        return f"not compared, {why}"
+    return "bit-identical" if identical else "DIFFERENT"
 
 
 def reannotate(

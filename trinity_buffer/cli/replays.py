@@ -30,7 +30,17 @@ from trinity_buffer.pipeline.proof.checkpoint import digest_of
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.committing import environment_of_run
 from trinity_buffer.trainer.checkpoint_folder import read_step, save_checkpoint
+from trinity_buffer.trainer.requirements import stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer
+
+OF_STEPS = frozenset(
+    {
+        *("groups_per_batch", "groups_per_step", "rollouts_per_group", "tokens_per_microbatch"),
+        *("layout", "max_staleness", "max_waiting_groups", "strategy", "strategy_args"),
+        *("deadline_s", "incomplete", "commit_every_steps", "max_steps"),
+    }
+)
+"""Keys that say what the steps of a run hold, and when it explores, commits and ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +85,15 @@ def replay(
     use_one_thread()
     recorded_config, _ = anyio.run(config_of, url, experiment)
     config = resolved(overridden(recorded_config.model_dump(), overrides))
+    _require_effect(overrides)
     first, last = _span(steps, from_checkpoint)
     end = anyio.run(_end, url, experiment, config.trainer, last)
     last, environment = end.step, end.environment
     _require_same(environment)
     span = {"consumer": config.trainer, "first": first, "last": last}
     span["repeat_skips"] = not overrides
+    if overrides:  # else it needs what the run had
+        span["needs"] = stream_options(algorithm_of(config))["needs"]
     then = partial(_score_as_then, without_heads=end.without_heads)
     digest, losses = _trained_again(url, experiment, config, from_checkpoint, span, then, say)
     recorded = end.digest
@@ -94,6 +107,20 @@ def replay(
         _differences(environment),
         sum(losses) / len(losses) if losses else 0.0,
     )
+
+
+def _require_effect(overrides: list[str]) -> None:
+    """Return if each override can change what a replay does.
+
+    Raises:
+        InvalidArgumentError: one is of a key that only says how a run gets its steps.
+    """
+    idle = [key for key in (one.partition("=")[0] for one in overrides) if key in OF_STEPS]
+    if idle:
+        raise InvalidArgumentError(
+            f"--set {idle[0]}: a replay takes its steps, their micro-batches and their advantages "
+            "from the log, so that this would change nothing: leave it out"
+        )
 
 
 def _trained_again(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,7 @@ from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.url import StoreURL
 
 
-async def replayed_steps(
+async def replayed_steps(  # noqa: PLR0913 - all by keyword, as `open_train_stream` has them
     experiment: Experiment,
     *,
     consumer: str = "trainer",
@@ -45,6 +45,7 @@ async def replayed_steps(
     device: str = "cpu",
     rank: int = 0,
     world_size: int = 1,
+    needs: Collection[str] = (),
 ) -> AsyncIterator[TrainStep]:
     """Yield the steps ``first`` to ``last`` of a trainer exactly as they were handed out.
 
@@ -52,9 +53,10 @@ async def replayed_steps(
 
     Args:
         last: by default the last committed one.
+        needs: of another algorithm than the run's; with ``advantages``, steps need some.
 
     Raises:
-        InvalidArgumentError: no such trainer, or steps that it has not been handed.
+        InvalidArgumentError: no such trainer, or steps that it was not handed or that lack needs.
     """
     database, key = experiment.database, experiment.key
     row = await database.read(queries.consumer_row, key, consumer)
@@ -72,7 +74,7 @@ async def replayed_steps(
         if first <= recorded.step:
             manifest, skipped, head = await _recorded(experiment, recorded)
             rows = await database.read_session(partial(loader.load, manifest=manifest))
-            manifest, rows = _dealt(manifest, rows, world_size)
+            manifest, rows = _dealt(_fit(manifest, rows, needs), rows, world_size)
             part = partial(collate_step, rank=rank, world=world_size, device=device)
             microbatches = await anyio.to_thread.run_sync(part, manifest, rows)
             versions = [one for one in rows.facts.policy_versions if one is not None]
@@ -84,6 +86,18 @@ async def replayed_steps(
                 rows=rows_in(microbatches, rows),
                 log_head=head,
             )
+
+
+def _fit(manifest: Manifest, rows: LoadedRows, needs: Collection[str]) -> Manifest:
+    """Return the manifest of a step, if its rows have what is needed: no zeros in its place."""
+    lacks = len(rows.lacking("advantages")) == len(manifest.annotations)
+    if lacks and "advantages" in needs:
+        raise InvalidArgumentError(
+            f"step {manifest.step} was trained on the set {manifest.annotation_set!r}, which has "
+            "no advantages: replay it with an algorithm that computes them in the trainer, such as "
+            "rloo, or that reads none"
+        )
+    return manifest
 
 
 def _dealt(manifest: Manifest, rows: LoadedRows, world_size: int) -> tuple[Manifest, LoadedRows]:
