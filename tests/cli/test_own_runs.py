@@ -54,6 +54,15 @@ def test_what_init_writes_is_explored_trained_and_replayed(own: Path, cli: Cli) 
     assert (own.parent / "runs" / "own.db").exists()  # from the folder of the file, not from here
 
 
+@pytest.mark.parametrize("words", [("explore", "--actor", "e0"), ("train",)])
+def test_a_critic_is_refused_before_the_first_rollout(
+    own: Path, cli: Cli, words: tuple[str, ...]
+) -> None:
+    ended = cli(*words, "--config", own, "--set", "algorithm=ppo")
+    assert "algorithm=ppo trains a critic, and a model of transformers has none" in ended.err
+    assert not (own.parent / "runs").exists()
+
+
 @pytest.mark.parametrize("key", ["reference", "teacher"])
 def test_another_model_must_be_there_too(own: Path, cli: Cli, key: str) -> None:
     """It is a folder seen from that of the file; rollouts may come from elsewhere."""

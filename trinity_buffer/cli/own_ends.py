@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import torch
 
-from trinity_buffer.algorithm import Algorithm
+from trinity_buffer.algorithm import ALGORITHM_TYPE, Algorithm
 from trinity_buffer.cli.run_config import RunConfig
 from trinity_buffer.cli.run_file import is_folder
 from trinity_buffer.errors import InvalidArgumentError, TrinityBufferError
@@ -62,20 +62,30 @@ class OwnEnds:
         """Return if there are a rollout, tasks and, where it samples itself, a model.
 
         Raises:
-            InvalidArgumentError: none is named, or what is named is not there.
+            InvalidArgumentError: none is named, or what is named is not there; or what is explored
+                could not be trained.
         """
+        self._require_no_critic()
         self._rollout()
         self._tasks_or_function()
         if self.config.server is None or self.config.dialect != "vllm":
             _ = self._model_path
 
     def require_trainable(self) -> None:
-        """Return if there is a model.
+        """Return if there is a model, and all that its algorithm trains.
 
         Raises:
-            InvalidArgumentError: there is no such folder.
+            InvalidArgumentError: there is no such folder, or no critic.
         """
+        self._require_no_critic()
         _ = self._model_path
+
+    def _require_no_critic(self) -> None:
+        if ALGORITHM_TYPE.get(self.config.algorithm).use_critic:
+            raise InvalidArgumentError(
+                f"algorithm={self.config.algorithm} trains a critic, and a model of transformers "
+                "has none here: choose an algorithm without a critic, such as grpo"
+            )
 
     async def explore(
         self,
