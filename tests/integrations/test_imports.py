@@ -248,7 +248,7 @@ def _read(url: str) -> list[tb.Experience]:
         ("preferences", {"chosen": "a"}, "x.jsonl:1: a pair has chosen and rejected"),
         ("preferences", {"chosen": "ab", "rejected": "ac"}, "there is no prompt"),
         ("sft", {"text": "a"}, "x.jsonl:1: a demonstration has messages"),
-        ("verl", {"input": "a"}, "x.jsonl:1: verl's dumps have output, score, step"),
+        ("verl", {"input": "a"}, "x.jsonl:1: this row lacks output, score, step, which"),
         ("trinity-rft", {"a": 1}, "x.jsonl:1: an experience of Trinity-RFT has an eid"),
         ("sft", DEMONSTRATIONS["texts"], "give --tokenizer FOLDER"),
         ("sft", [], "x.jsonl:1: a row must be a JSON object"),

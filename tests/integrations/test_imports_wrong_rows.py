@@ -106,3 +106,30 @@ def test_folders_with_a_dot_in_their_names_are_batches_of_their_own(
         rows_of(tmp_path / folder / "x.jsonl", [{**SFT, "completion": folder}])
         assert imported(sqlite_url, "sft", tmp_path / folder, tokenizer).written == 1
     assert {one.eid.batch for one in _read(sqlite_url)} == {"data.v1", "data.v2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("trinity-rft", "is a folder: name the file of the buffer in it"),
+        ("verl", "there is nothing to import; verl means rollouts dumped by verl"),
+        ("prime-rl", "neither stream nor stream.jsonl is in it, nor in monitors/file/traces"),
+        ("preferences", "there is nothing to import; preferences means pairs"),
+        ("sft", "there is nothing to import; sft means demonstrations"),
+    ],
+)
+def test_a_folder_that_holds_nothing_of_the_kind_is_refused(
+    tmp_path: Path, name: str, says: str
+) -> None:
+    folder, store = tmp_path / "other", tmp_path / "run.db"
+    folder.mkdir()
+    asked = ["import", name, str(folder), "--store", str(store)]
+    assert says in str(CliRunner().invoke(app, asked).exception)
+    assert not store.exists()
+
+
+def test_a_tokenizer_that_is_not_there_is_looked_for_nowhere_else(tmp_path: Path) -> None:
+    path = tmp_path / "1.jsonl"
+    path.write_text(json.dumps(VERL))
+    with pytest.raises(InvalidArgumentError, match="--tokenizer nowhere: there is no such folder"):
+        require_readable("verl", path, tokenizer=Path("nowhere"))

@@ -20,6 +20,7 @@ from trinity_buffer.integrations.imports.formats import (
     require_readable,
 )
 from trinity_buffer.integrations.imports.rows import name_of
+from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store.url import named
 
@@ -60,8 +61,8 @@ def import_(
     else:
         typer.echo(
             escaped(
-                f"{done.written} experiences in {done.batches} batches written to {named(store)}, "
-                f"{done.duplicates} were there already"
+                f"{counted(done.written, 'experience')} in {counted(done.batches, 'batch')} "
+                f"written to {named(store)}, {done.duplicates} there already"
             )
         )
     if done.late:

@@ -78,7 +78,8 @@ class Surroundings:
 
 def counted(number: int, noun: str) -> str:
     """Return how many there are, as people say it."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else ending}"
 
 
 def of_trainer(tx: Transaction, experiment: int, annotation_set: str) -> str:

@@ -84,7 +84,12 @@ def require_readable(name: str, path: Path, *, tokenizer: Path | None = None) ->
     if not path.exists():
         raise InvalidArgumentError(f"{path}: there is no such file or folder")
     chosen = FORMATS[name]
-    for one in islice(chosen.read(path, Texts(tokenizer)), PER_WRITE):
+    found = list(islice(chosen.read(path, Texts(tokenizer)), PER_WRITE))
+    if not found:
+        raise InvalidArgumentError(
+            f"{path}: there is nothing to import; {name} means {chosen.holds}"
+        )
+    for one in found:
         validate(one, chosen.schema)
 
 

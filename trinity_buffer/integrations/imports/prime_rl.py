@@ -51,6 +51,11 @@ def _lines(stream: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if any(stream.glob("*.zst")):
         raise InvalidArgumentError(f"{stream}: unpack its chunks first, with zstd -d --rm *.zst")
     single = stream.with_suffix(".jsonl")
+    if not (single.is_file() or stream.exists()):
+        raise InvalidArgumentError(
+            f"{stream.parent}: no folder of prime-rl's file monitor: neither {stream.name} nor "
+            f"{single.name} is in it, nor in monitors/file/traces below it"
+        )
     yield from rows(single if single.is_file() else stream)
 
 

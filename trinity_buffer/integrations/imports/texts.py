@@ -29,6 +29,8 @@ class Texts:
             raise InvalidArgumentError(
                 "these files hold texts and no tokens: give --tokenizer FOLDER"
             )
+        if not self._folder.is_dir():  # or it would be looked for on the Hub, for a minute
+            raise InvalidArgumentError(f"--tokenizer {self._folder}: there is no such folder")
         return load_tokenizer(self._folder)
 
     def prompt(self, said: Said) -> list[int]:

@@ -46,6 +46,8 @@ def read(path: Path, texts: Texts) -> Iterator[Experience]:
 
 
 def _from_sql(path: Path) -> Iterator[Experience]:
+    if path.is_dir():
+        raise InvalidArgumentError(f"{path} is a folder: name the file of the buffer in it")
     connection = dbapi2.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
     try:
         names = connection.execute("select name from sqlite_master where type = 'table'")

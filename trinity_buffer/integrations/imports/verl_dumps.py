@@ -26,7 +26,9 @@ def read(path: Path, texts: Texts) -> Iterator[Experience]:
     for where, row in rows(path):
         with reading(where, row):
             if missing := [name for name in NEEDED if name not in row]:
-                raise InvalidArgumentError(f"{where}: verl's dumps have {', '.join(missing)}")
+                raise InvalidArgumentError(
+                    f"{where}: this row lacks {', '.join(missing)}, which a row of verl's dumps has"
+                )
             prompt = texts.prompt(row["input"])
             yield Experience(
                 eid=_eid(row, seen),
