@@ -337,7 +337,7 @@ async def _a_seal_that_counts_wrong(scene: Scene) -> None:
 
 
 @mistake(r"commit of step \d+: .*was not delivered by this stream")
-async def _a_commit_of_another_streams_step(scene: Scene) -> None:
+async def _a_commit_of_a_step_of_another_stream(scene: Scene) -> None:
     step = await first_step(scene)
     async with scene.experiment.train_stream(strategy="grpo") as stream:
         await stream.commit(step)

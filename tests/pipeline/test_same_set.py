@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -66,6 +67,29 @@ async def test_another_argument_than_the_default_is_another_set(
         await run_strategy(experiment, strategy, first, name="set")
         with pytest.raises(ConflictingStrategyError, match="name="):
             await run_strategy(experiment, strategy, second, name="set")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "first", "second", "says"),
+    [
+        ("grpo", {}, {"epsilon": 0.5}, "made with epsilon=1e-06, this is epsilon=0.5: give"),
+        (
+            ["reward_variance", "grpo"],
+            {},
+            {"grpo": {"ddof": 0}},
+            "made with grpo.ddof=1, this is grpo.ddof=0: give",
+        ),
+        ("grpo", {}, None, "made with rollouts_per_group=4, this is rollouts_per_group=2: give"),
+    ],
+)
+async def test_the_arguments_that_differ_are_told_and_no_others(
+    sqlite_url: str, strategy: Any, first: Any, second: Any, says: str
+) -> None:
+    async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+        await run_strategy(experiment, strategy, first, name="set")
+        grouping: dict[str, Any] = {} if second is not None else {"rollouts_per_group": 2}
+        with pytest.raises(ConflictingStrategyError, match=re.escape(says)):
+            await run_strategy(experiment, strategy, second or {}, name="set", **grouping)
 
 
 async def test_other_strategies_are_another_set(sqlite_url: str) -> None:

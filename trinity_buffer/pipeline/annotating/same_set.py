@@ -25,6 +25,37 @@ def is_same_set(
     return _filled(recorded, strategy) == _filled(given, strategy)
 
 
+def told_apart(
+    recorded: Mapping[str, Any], given: Mapping[str, Any], strategy: AddStrategy
+) -> tuple[str, str]:
+    """Return what two configurations of sets have each that the other has not; as `is_same_set`."""
+    if _paths(recorded) != _paths(given):
+        before, after = ({"strategy": "+".join(_paths(one))} for one in (recorded, given))
+    else:
+        before, after = (_flat(_filled(one, strategy)) for one in (recorded, given))
+    told = (
+        [
+            f"{key}={value!r}"
+            for key, value in one.items()
+            if key not in other or other[key] != value
+        ]
+        for one, other in ((before, after), (after, before))
+    )
+    first, second = (", ".join(one) or "none of it" for one in told)
+    return first, second
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the filled configuration of a set with one key for each value."""
+    found = {key: value for key, value in config.items() if key not in ("args", "grouping")}
+    found |= config.get("grouping", {})
+    names = config["strategy"]
+    for name, args in zip(names, config["args"], strict=True):
+        prefix = f"{name}." if len(names) > 1 else ""
+        found |= {f"{prefix}{key}": value for key, value in args.items()}
+    return found
+
+
 def _paths(config: Mapping[str, Any]) -> list[str]:
     """Return the names of the strategies; ``module:Class`` means ``module.Class``."""
     return [name.replace(":", ".") for name in config["strategy"]]

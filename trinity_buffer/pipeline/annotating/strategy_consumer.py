@@ -34,7 +34,7 @@ from trinity_buffer.pipeline.annotating.named_strategy import (
     strategy_class,
 )
 from trinity_buffer.pipeline.annotating.rehearsal import rehearse_deciding
-from trinity_buffer.pipeline.annotating.same_set import is_same_set
+from trinity_buffer.pipeline.annotating.same_set import is_same_set, told_apart
 from trinity_buffer.pipeline.annotating.standing_by import StandBy
 from trinity_buffer.pipeline.annotating.strategy_lease import StrategyLease
 from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
@@ -314,11 +314,17 @@ class StrategyConsumer:
         row = await database.read(queries.consumer_row, key, self.name)
         if row is None:
             row = await database.write(queries.registered, key, self.name, event, clock=now_us)
-        if row.kind != "strategy" or not is_same_set(row.config, self.config, self.strategy):
+        if row.kind != "strategy":
+            raise ConflictingStrategyError(
+                f"{self.name!r} is a {row.kind} of experiment {self.experiment.name!r}: give the "
+                "annotation set a name of its own with name="
+            )
+        if not is_same_set(row.config, self.config, self.strategy):
+            before, now = told_apart(row.config, self.config, self.strategy)
             raise ConflictingStrategyError(
                 f"the annotation set {self.name!r} of experiment {self.experiment.name!r} was made "
-                f"with {row.config}, this is {self.config}: give the new one a name of its own "
-                "with name="
+                f"with {before}, this is {now}: give the new one a name of its own with name= "
+                "(--name)"
             )
 
     def _commit(self, s: Session, decision: Decision, units: Sequence[ReadyUnit]) -> None:
