@@ -163,3 +163,5 @@ def test_several_strategies_are_named_as_a_configuration_names_them(store: Path,
     unknown = cli("annotate", "--store", store, "--strategy", "grpo+grop")
     assert unknown.code == 2
     assert "no add_strategy 'grop'; did you mean 'grpo'?" in unknown.err
+    own = cli("annotate", "--store", store, "--strategy", "signed")
+    assert "no add_strategy 'signed'; one of your own is named as module:Class (there" in own.err

@@ -90,6 +90,15 @@ def test_what_was_rejected_can_be_asked_as_it_was(cli: Cli, sample: SampleRun) -
     assert "goes from 1 to" in beyond.err
 
 
+def test_nothing_and_one_are_told_as_people_say_them(cli: Cli, sample: SampleRun) -> None:
+    store = ("--store", sample.url)
+    nothing = cli("rejected", "--as-of", 3, *store)
+    assert (nothing.code, nothing.out) == (0, "nothing was left out\n")
+    assert cli("rejected", "--by", "trainer", *store).out.endswith("\ntrainer left out nothing\n")
+    assert "1 group, the newest first" in cli("groups", "--limit", 1, *store).out
+    assert " and 1 micro-batch (" in cli("blame", 1, *store).out
+
+
 def test_numbers_and_events_can_be_asked_as_they_were(cli: Cli, sample: SampleRun) -> None:
     def of(*words: object) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = cli(*words, "--store", sample.url, "--json").json

@@ -111,3 +111,4 @@ def test_a_trainer_that_trained_nothing_has_failed(
     code, _, err = cli("train", "--store", sqlite_url)
     assert code == 1
     assert err.startswith("error: no step was trained of run: nothing is ready for the trainer")
+    assert "What a trainer rejected it never takes again" in err

@@ -66,9 +66,8 @@ class Registry(Generic[T]):
         if name in self._classes:
             return self._classes[name]
         names = self.names()
-        raise UnknownNameError(
-            f"no {self.kind} {name!r}{did_you_mean(name, names)} (there are: {', '.join(names)})"
-        )
+        meant = did_you_mean(name, names) or "; one of your own is named as module:Class"
+        raise UnknownNameError(f"no {self.kind} {name!r}{meant} (there are: {', '.join(names)})")
 
     def _imported(self, path: str) -> T:
         """Return the class at a path."""

@@ -42,6 +42,7 @@ from trinity_buffer.inspect.step_lines import blame
 from trinity_buffer.inspect.texts import token_texts
 from trinity_buffer.inspect.token_table import TokenTable
 from trinity_buffer.inspect.token_table import tokens as tokens_of
+from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
 
 _Told = tuple[TokenTable, list[str] | None]
@@ -153,7 +154,8 @@ def groups(
         return
     columns = ["uid", "runs", "mean", "deviation", "rewards", "advantages", "state"]
     first = "the newest" if sort == "newest" else f"the greatest {sort}"
-    console().print(table(f"{len(found)} groups, {first} first", columns, map_rows(found)))
+    title = f"{counted(len(found), 'group')}, {first} first"
+    console().print(table(title, columns, map_rows(found)))
 
 
 def map_rows(found: list[GroupView]) -> list[tuple[Any, ...]]:

@@ -176,8 +176,8 @@ def rebuild(
     if as_json:
         print_json(found)
     else:
-        mended = shown(found.mended) if found.mended else "every row was right"
-        console().print(f"{found.events} events folded; mended: {mended}", markup=False)
+        what = f"mended: {shown(found.mended)}" if found.mended else "every row was right already"
+        console().print(f"{found.events} events folded; {what}", markup=False)
 
 
 def migrate(

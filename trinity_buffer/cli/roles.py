@@ -289,7 +289,9 @@ def _require_trained(experiment: str, config: RunConfig, steps: int, skipped: in
         raise TrainingError(
             f"no step was trained of {experiment}: nothing is ready for the trainer "
             f"{config.trainer!r}; `trinity-buffer stats` tells what waits and `trinity-buffer "
-            "rejected` what was left out, and why"
+            "rejected` what was left out, and why. What a trainer rejected it never takes again: "
+            "with other settings, such as recompute_old_logprob=true, start a new one (--set "
+            "trainer=NAME)"
         )
     if steps == skipped:
         raise NonFiniteError(

@@ -26,6 +26,7 @@ from trinity_buffer.inspect.reasons import why as why_of
 from trinity_buffer.inspect.rejected import Lease, Rejected
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.step_lines import EatenRow, Staleness, StepContents, StepLine
+from trinity_buffer.pipeline.diagnosis import counted
 
 AfterStepOption = Annotated[
     int | None,
@@ -108,10 +109,10 @@ def blame(
     proof = {None: "not committed", True: "its commit names it", False: "ITS COMMIT NAMES ANOTHER"}
     console().print(
         one_line(
-            f"step {step} of {line.trainer}, {line.state}: {line.rows} rows in {line.groups} "
-            f"groups and {line.microbatches} micro-batches ({found.layout}), set "
-            f"{found.annotation_set}, {time_of(line.recorded_at)} UTC; manifest {found.digest}, "
-            f"{proof[found.proven]}"
+            f"step {step} of {line.trainer}, {line.state}: {counted(line.rows, 'row')} in "
+            f"{counted(line.groups, 'group')} and {counted(line.microbatches, 'micro-batch')} "
+            f"({found.layout}), set {found.annotation_set}, {time_of(line.recorded_at)} UTC; "
+            f"manifest {found.digest}, {proof[found.proven]}"
         ),
         markup=False,
     )
@@ -214,7 +215,12 @@ def rejected(
     for name, reasons in counts.items():
         out.print(one_line(f"{name}: {shown(reasons)}"), markup=False)
     rows = [(one.position, one.by, one.reason, one.uid) for one in found]
-    out.print(table(f"{len(found)}, the newest first", ["position", "by", "reason", "uid"], rows))
+    if found:
+        title = f"{len(found)}, the newest first"
+        out.print(table(title, ["position", "by", "reason", "uid"], rows))
+    elif not there:
+        told = "nothing was left out" if by is None else f"{by} left out nothing"
+        out.print(one_line(told), markup=False)
 
 
 def leases(

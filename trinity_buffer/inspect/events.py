@@ -38,6 +38,7 @@ from trinity_buffer.events import (
     body_of,
 )
 from trinity_buffer.inspect.source import require_position
+from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.events import Event
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import log
@@ -124,7 +125,7 @@ def _summary(fact: Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one case per 
         case ConsumerRegistered():
             return f"{fact.kind} {fact.consumer}"
         case ExperiencesAnnotated():
-            size = f"{len(fact.experiences)} in {len(fact.planned)} groups"
+            size = f"{len(fact.experiences)} in {counted(len(fact.planned), 'group')}"
             return f"set {fact.consumer}: {size}"
         case ExperiencesRejected():
             return f"by {fact.by} {fact.consumer}: {_reasons(fact.reasons)}"

@@ -199,8 +199,8 @@ def _content(checkpoint: Path) -> tuple[list[Path], list[Path]]:
             )
     if not files or not checkpoint.exists():
         raise CheckpointError(
-            f"checkpoint {checkpoint} is missing or empty: write it before commit(), or resume "
-            "from an older step"
+            f"checkpoint {checkpoint} is missing or empty: write it before commit(); if a commit "
+            "names it, restore it, or resume from an older step with resume_from="
         )
     return sorted(files), folders
 
