@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
 
@@ -132,6 +134,19 @@ def test_a_late_value_is_made_once_under_all_of_its_names() -> None:
     assert not made
     assert tensors["a"] is tensors["b"] is tensors["a"] is made[0]
     assert len(made) == 1
+
+
+def test_threads_that_look_at_once_get_one_value() -> None:
+    both_make = threading.Barrier(2)
+
+    def make() -> object:
+        both_make.wait(10)
+        return object()
+
+    tensors = LateTensors({"a": Late(make)})
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(tensors.__getitem__, ("a", "a"))
+    assert first is second is tensors["a"]
 
 
 async def test_what_the_trainer_computes_itself_is_not_made_to_be_dropped(

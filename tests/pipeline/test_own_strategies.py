@@ -14,9 +14,10 @@ from tests.contract.making import group, opened
 from trinity_buffer.algorithm.add_strategy import AddStrategy, RewardStrategy
 from trinity_buffer.algorithm.group_scores import Rewards
 from trinity_buffer.algorithm.reward_scores import ScoredGroups
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.writer import StagedWriter
 
 
 def fail(_: object) -> Any:
@@ -65,6 +66,18 @@ async def failure(store_url: str, strategy: Any, answer: Callable[[Any], Any]) -
             await run_strategy(experiment, [strategy, "grpo"] if answer is fail else strategy)
         assert [event async for event in experiment.events(kinds=("ExperiencesAnnotated",))] == []
     return caught.value
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [None, 3, int, ["grpo", None], Adding(StagedWriter())],
+    ids=["None", "int", "class", "list", "instance"],
+)
+async def test_what_is_no_strategy_is_named(sqlite_url: str, wrong: Any) -> None:
+    async with opened(sqlite_url) as experiment:
+        with pytest.raises(UnknownNameError, match="is not an AddStrategy") as caught:
+            await run_strategy(experiment, wrong)
+    assert ("give its class" in str(caught.value)) == isinstance(wrong, AddStrategy)
 
 
 @pytest.mark.parametrize("strategy", [Adding, Scoring, ScoringInAdd])

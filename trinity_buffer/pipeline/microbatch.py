@@ -19,19 +19,21 @@ class Late:
         make: makes it; let go of then.
     """
 
-    __slots__ = ("_make", "_value")
+    __slots__ = ("_made", "_make")
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make: Callable[[], Any] | None = make
-        self._value: Any = None
+        self._made: list[Any] = []
 
     @property
     def value(self) -> Any:
         """The value."""
         make = self._make
         if make is not None:
-            self._value, self._make = make(), None
-        return self._value
+            self._made.append(make())
+            del self._made[1:]  # of threads that look at once, all get what came first
+            self._make = None
+        return self._made[0]
 
 
 class LateTensors(MutableMapping[str, Any]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trinity_buffer.algorithm import ADD_STRATEGY
@@ -15,11 +15,25 @@ from trinity_buffer.writer import StagedWriter
 StrategyClass = type[AddStrategy] | type[PipelineAdvantage]
 """A strategy, or advantages of lists of experiences, which are one."""
 
+StrategyLike = str | StrategyClass | Sequence[str | StrategyClass]
+
+
+def list_of(strategies: StrategyLike) -> list[str | StrategyClass]:
+    """Return one strategy, or several, as a list."""
+    if isinstance(strategies, (str, type)) or not isinstance(strategies, Iterable):
+        return [strategies]
+    return list(strategies)
+
 
 def name_of(strategy: str | StrategyClass) -> str:
-    """Return the registered name of a strategy, or that of its class."""
+    """Return the registered name of a strategy, or that of its class.
+
+    Raises:
+        UnknownNameError: it is neither a name nor a strategy.
+    """
     if isinstance(strategy, str):
         return strategy
+    strategy_class(strategy)
     names = ADD_STRATEGY.names()
     known = next((name for name in names if ADD_STRATEGY.get(name) is strategy), None)
     return known or strategy.__name__
@@ -46,7 +60,8 @@ def strategy_class(strategy: str | StrategyClass) -> type[AddStrategy]:
     if isinstance(kind, type) and issubclass(kind, PipelineAdvantage):
         return type(kind.__name__, (AdvantageAddStrategy,), {"advantage_fn": kind})
     if not (isinstance(kind, type) and issubclass(kind, AddStrategy)):
+        hint = " (give its class)" if isinstance(kind, (AddStrategy, PipelineAdvantage)) else ""
         raise UnknownNameError(
-            f"{strategy!r} is not an AddStrategy; known are {', '.join(ADD_STRATEGY.names())}"
+            f"{strategy!r} is not an AddStrategy{hint}; known are {', '.join(ADD_STRATEGY.names())}"
         )
     return kind

@@ -28,7 +28,8 @@ from trinity_buffer.pipeline.annotating.grouping import (
 )
 from trinity_buffer.pipeline.annotating.last_words import say_rejected, say_waiting
 from trinity_buffer.pipeline.annotating.named_strategy import (
-    StrategyClass,
+    StrategyLike,
+    list_of,
     make_strategy,
     name_of,
     strategy_class,
@@ -49,8 +50,6 @@ from trinity_buffer.sizes import sizes
 from trinity_buffer.store import queries, reads
 from trinity_buffer.store.transaction import Session, Transaction
 from trinity_buffer.writer import StagedWriter
-
-StrategyLike = str | StrategyClass | Sequence[str | StrategyClass]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ class StrategyConsumer:
         self.experiment = experiment
         self._speaks = speaks
         self._staged = StagedWriter()
-        listed = [strategy] if isinstance(strategy, (str, type)) else list(strategy)
+        listed = list_of(strategy)
         names = [name_of(one) for one in listed]
         self.strategy = (
             make_strategy(listed[0], self._staged, args or {})
