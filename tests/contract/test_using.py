@@ -266,8 +266,49 @@ def test_a_forked_child_is_told_to_open_the_store_anew(store_url: str) -> None:
     *said, last = done.stdout.splitlines()
     assert last == "done", done.stderr
     assert len(said) == 4
-    assert all("forked into" in line and "open it anew in the child" in line for line in said)
+    assert all("forked into" in line and "start the child with spawn" in line for line in said)
     assert done.stderr.strip() == "the child leaves"
+
+
+FORK_AND_OPEN = """
+import asyncio, os, sys
+import trinity_buffer as tb
+from trinity_buffer.errors import StoreUseError
+
+async def opened(then=lambda: None, **how):
+    async with tb.open_store(sys.argv[1], **how):
+        then()
+
+def child_opens(**how):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            asyncio.run(opened(**how))
+            print("opened", flush=True)
+        except StoreUseError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+child_opens()
+for how in ({}, {"read_only": True}):
+    asyncio.run(opened(lambda: child_opens(**how)))
+child_opens()
+"""
+
+
+def test_a_child_opens_no_file_that_was_open_when_it_was_forked(file: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK_AND_OPEN, str(file)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    first, *refused, last = done.stdout.splitlines()
+    assert first == last == "opened", done.stderr
+    assert len(refused) == 2
+    assert all("was open in process" in line and "could be lost" in line for line in refused)
 
 
 @pytest.mark.long

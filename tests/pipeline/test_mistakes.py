@@ -292,7 +292,7 @@ async def _another_event_loop(scene: Scene) -> None:
     await anyio.to_thread.run_sync(asyncio.run, scene.experiment.is_finished())
 
 
-@mistake(r"was opened by process \d+ and forked into \d+: open it anew in the child")
+@mistake(r"was opened by process \d+ and forked into \d+: start the child with spawn")
 async def _a_fork_after_the_store_was_opened(scene: Scene) -> None:
     with patch("os.getpid", return_value=1):  # as a child would see it
         await scene.experiment.is_finished()

@@ -72,7 +72,7 @@ class Owner:
         if self.forked:
             raise StoreUseError(
                 f"{self._name} was opened by process {self._pid} and forked into {os.getpid()}: "
-                "open it anew in the child, or start the child with spawn or forkserver"
+                "start the child with spawn or forkserver, or fork it before the store is opened"
             )
 
     def require(self) -> None:

@@ -13,10 +13,7 @@ import anyio.to_thread
 from sqlalchemy.engine import URL
 from sqlalchemy.util import await_only, greenlet_spawn
 
-from trinity_buffer.errors import (
-    InvalidArgumentError,
-    ReadOnlyStoreError,
-)
+from trinity_buffer.errors import InvalidArgumentError, ReadOnlyStoreError
 from trinity_buffer.store import schema, sqlite, transaction
 from trinity_buffer.store.access import Owner, StoreFiles, foreign_errors
 from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
@@ -231,12 +228,14 @@ class Database:
         if not sqlite.check_path(self.path, read_only=self.read_only) and not create:
             raise nothing_at(self.path, read_only=False)
         self._still = self.read_only and sqlite.is_still(self.path)
+        with foreign_errors(self.name):
+            if prepare:
+                await anyio.to_thread.run_sync(sqlite.prepare_file, self.path)
+            stack.enter_context(sqlite.open_here(self.path))
         files = StoreFiles(self.path, with_log=not self.read_only or self._still)
         self._connections = Seats(self._connect, files, self._require_schema, Turns(self.path))
         stack.push_async_callback(self._close)
         with foreign_errors(self.name):
-            if prepare:
-                await anyio.to_thread.run_sync(sqlite.prepare_file, self.path)
             self._changes = SQLiteChanges(self.path, self._owner, files, still=self._still)
         stack.push_async_callback(self._changes.close)
         await self.read(_first_look)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from urllib.parse import quote
 
-from trinity_buffer.errors import ReadOnlyStoreError, UnknownStoreError, UnsafeStoreError
+from trinity_buffer.errors import (
+    ReadOnlyStoreError,
+    StoreUseError,
+    UnknownStoreError,
+    UnsafeStoreError,
+)
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store.url import nothing_at
 
@@ -92,6 +98,7 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
         ReadOnlyStoreError: the file or its folder cannot be written.
         UnsafeStoreError: the folder is on a network file system, where SQLite's locks and shared
             memory do not hold; or the file has other names, or lies not beside its log.
+        StoreUseError: this process was forked from one that had the file open.
     """
     folder = path.parent
     with suppress(FileNotFoundError, NotADirectoryError):  # which the next lines tell apart
@@ -118,6 +125,7 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
             "store on a local disk, or use PostgreSQL (postgresql://...)"
         )
     _require_one_name(path)
+    _require_not_inherited(path)
     if not read_only and not os.access(path if exists else folder, os.W_OK):
         raise ReadOnlyStoreError(
             f"{path if exists else folder} cannot be written; open it with read_only=True or mend "
@@ -142,6 +150,48 @@ def _require_one_name(path: Path) -> None:
         raise UnsafeStoreError(
             f"{path} is gone or empty, but its log {log.name} may hold the last commits, which a "
             "new store would throw away: put the store back beside its log, or move the log away"
+        )
+
+
+_open: dict[object, tuple[int, int]] = {}
+"""Device and inode of each file that is open here, once for each time that it was opened."""
+
+_inherited: dict[tuple[int, int], int] = {}
+"""Which files were open in the process that this one was forked from, and the number of that."""
+
+
+@contextmanager
+def open_here(path: Path) -> Iterator[None]:
+    """Keep whoever is forked meanwhile from opening the file at ``path``."""
+    file, opened = path.stat(), object()
+    _open[opened] = (file.st_dev, file.st_ino)
+    try:
+        yield
+    finally:
+        _open.pop(opened, None)  # in a forked child it is not there any more
+
+
+def _note_inherited() -> None:
+    _inherited.update(dict.fromkeys(_open.values(), os.getppid()))
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_note_inherited)
+
+
+def _require_not_inherited(path: Path) -> None:
+    """Refuse a file of which SQLite believes to have the locks of another process.
+
+    Its list of them is copied by a fork, the locks are not. The parent then takes itself for the
+    last who has the database open, and removes the log while the child commits to it.
+    """
+    there = _look_at(path)
+    parent = None if there is None else _inherited.get((there.st_dev, there.st_ino))
+    if parent is not None:
+        raise StoreUseError(
+            f"{path} was open in process {parent} when that was forked into {os.getpid()}, whose "
+            "commits could be lost: start the child with spawn or forkserver, or fork it before "
+            "the store is opened"
         )
 
 
