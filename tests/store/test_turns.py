@@ -91,6 +91,13 @@ def waits(pid: int) -> bool:
     return any("->" in line and f" {pid} " in line for line in lines)
 
 
+def stands_in(store: Path, pid: int) -> bool:
+    """Return whether a process stands in the line of a store."""
+    file = f":{store.with_name('run.db-wal').stat().st_ino} "
+    lines = Path("/proc/locks").read_text().splitlines()
+    return any(f" {pid} " in line and file in line for line in lines)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """The path of a store, of which there is only the log."""
@@ -249,6 +256,38 @@ def test_what_is_closed_while_it_waits_lets_the_others_pass(
         first.do("give back")
         second.do("take")
         until(lambda: not waits(os.getpid()))
+
+
+def test_what_is_closed_closes_its_file_once_and_takes_no_turn_any_more(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "PATIENCE_S", 0.01)
+    with others(store, 1) as (other,):
+        other.do("take")
+        own = Turns(store)
+        own.take()
+        own.close()
+        other.do("give back")
+        until(lambda: not waits(os.getpid()))
+        with store.open("wb") as somebody_elses:
+            own.close()
+            os.fstat(somebody_elses.fileno())
+        own.take()
+        other.do("take")
+
+
+def test_a_turn_is_given_back_whoever_takes_another_meanwhile(store: Path, mine: Turns) -> None:
+    with others(store, 2) as (other, later):
+        mine.take()
+        other.wait_in_line()
+        mine.take()  # the caller of the first write was cancelled, and the write goes on
+        mine.give_back()
+        mine.give_back()
+        assert other.done() == "take"
+        other.do("give back")
+        later.begin("take")
+        until(lambda: stands_in(store, later.process.pid))
+        assert not waits(later.process.pid)
 
 
 def test_without_a_log_nobody_waits(tmp_path: Path) -> None:

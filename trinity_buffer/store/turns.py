@@ -55,16 +55,17 @@ class Turns:
     def take(self) -> None:
         """Return when it is the turn of this process, or after `PATIENCE_S`.
 
-        Where an earlier call ran out of patience and its turn has not come yet, return at once.
+        Where an earlier call ran out of patience and its turn has not come yet, return at once. So
+        it is where an earlier call has the turn: it writes on although its caller was cancelled.
         """
         with self._state:
+            if self._waits or self._mine or self._closed:
+                return
             if self._file is None:
                 try:
                     self._file = os.open(self._log, os.O_RDWR | os.O_CLOEXEC)
                 except OSError:  # there is no log yet, or no right to it: SQLite will say so
                     return
-            if self._waits:
-                return
             self._join(self._file, LOCK_NB)
             self._mine = self._place == _JOINING + 1
             if self._mine:
@@ -129,6 +130,7 @@ class Turns:
                 _unlock(file, self._place)
             if self._closed:
                 os.close(file)
+                self._file = None
 
 
 def _last(file: int, end: int = 0) -> int:
