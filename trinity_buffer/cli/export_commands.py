@@ -19,6 +19,7 @@ from trinity_buffer.cli.options import (
     StoreOption,
     TrainerOption,
     made_folder,
+    require_no_database,
 )
 from trinity_buffer.cli.printing import console, end_if_damaged, print_json, size_of
 from trinity_buffer.errors import InvalidArgumentError
@@ -60,6 +61,7 @@ def export(
     """
     if output.suffix not in FORMATS:
         raise InvalidArgumentError(f"--output {output}: end the name in {' or '.join(FORMATS)}")
+    require_no_database(output)
     made_folder(output.parent)
     wanted = Wanted(annotation_set, step, trainer)
 

@@ -23,6 +23,9 @@ from trinity_buffer.pipeline.store import open_store
 
 STORE_VARIABLE = "TRINITY_BUFFER_STORE"
 
+_OF_SQLITE = b"SQLite format 3\0"
+"""What each of its files begins with."""
+
 STORE_LOOK_S = 0.2
 """How often a follower looks for a store that is not there yet."""
 
@@ -140,6 +143,22 @@ def made_folder(path: Path) -> Path:
     except OSError as error:
         raise InvalidArgumentError(f"folder {path}: {error.strerror}") from error
     return path
+
+
+def require_no_database(path: Path) -> None:
+    """Return if a file may be written at ``path``: no database is there, nor the log of one.
+
+    Called before the store is opened: who closes a file of SQLite's loses all locks on it.
+
+    Raises:
+        InvalidArgumentError: it would be overwritten.
+    """
+    database = path.with_name(path.name.removesuffix("-wal").removesuffix("-shm"))
+    if not database.is_file():
+        return
+    with database.open("rb") as file:
+        if file.read(len(_OF_SQLITE)) == _OF_SQLITE:
+            raise InvalidArgumentError(f"{path} belongs to a database: name another file")
 
 
 def require_folder(path: Path) -> None:

@@ -13,6 +13,7 @@ from trinity_buffer.cli.options import (
     chosen_experiment,
     chosen_store,
     made_folder,
+    require_no_database,
 )
 from trinity_buffer.cli.printing import console
 from trinity_buffer.cli.running import run
@@ -29,6 +30,7 @@ def report(
 
     Example: trinity-buffer report -o runs/report.html
     """
+    require_no_database(output)
 
     async def main() -> str:
         url = chosen_store(store)
