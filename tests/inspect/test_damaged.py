@@ -108,6 +108,36 @@ def test_a_comparison_goes_on_behind_what_is_damaged(
     assert page.count(f"event {position} cannot be read") == len(damaged)
 
 
+@pytest.mark.parametrize("how", ["moved", "cut"])
+def test_search_and_export_name_what_an_archive_that_cannot_be_read_holds(
+    cli: Cli,  # noqa: F811
+    sqlite_store_url: str,
+    tmp_path: Path,
+    how: str,
+) -> None:
+    anyio.run(record_sample_run, sqlite_store_url, tmp_path / "run")
+    given = ("--store", sqlite_store_url)
+    assert cli("compact", "--keep-steps", 0, "--archive", tmp_path / "archive", *given).code == 0
+    file = tmp_path / "run.jsonl"
+    assert len(cli("search", "and", *given, "--json").json) == 17
+    assert cli("export", "-o", file, *given).code == 0
+    (archive,) = (tmp_path / "archive").iterdir()
+    if how == "moved":
+        archive.rename(tmp_path / "elsewhere")
+    else:
+        archive.write_bytes(archive.read_bytes()[:-200])
+    ended = cli("search", "and", *given, "--json")
+    assert ended.code == 1
+    lines = [line for line in ended.err.splitlines() if "were archived to" in line]
+    assert len(lines) == 17 - len(ended.json) > 0
+    assert cli("export", "-o", file, *given).code == 1
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["uid"] for row in found if row["tokens"] is None] == [
+        row["uid"] for row in found if "were archived to" in str(row["damaged"])
+    ]
+    assert cli("show", found[0]["uid"], *given).code == 0
+
+
 def test_who_takes_no_list_of_damaged_rows_is_told_at_the_end(
     sqlite_store_url: str, tmp_path: Path
 ) -> None:

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from trinity_buffer.codec import Segment, decode_segment
-from trinity_buffer.errors import CodecError, DamagedSegmentError
+from trinity_buffer.errors import ArchivedSegmentError, CodecError, DamagedSegmentError
 from trinity_buffer.events import WithSegment
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.pipeline.events import Event, decoded
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading.segments import read_segments
+from trinity_buffer.pipeline.loading.segments import Absence, read_segments
 from trinity_buffer.store import log, segments
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.transaction import ReadSession, SegmentParts
 
-Damage = CodecError | DamagedSegmentError
+Damage = ArchivedSegmentError | CodecError | DamagedSegmentError
+"""The first where an archive cannot be read; what was deleted for good is no damage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ async def events_with_segments(
     """
     found, damaged = await readable_events(experiment, wanted, families)
     for position, error in damaged.items():
+        if isinstance(error, ArchivedSegmentError):  # `EventWithSegment.archived` says so
+            continue
         raise type(error)(str(Unreadable(wanted[position], position, str(error)))) from error
     return found
 
@@ -76,7 +79,8 @@ async def readable_events(
 ) -> tuple[dict[int, EventWithSegment], dict[int, Damage]]:
     """Return what can be read of the events at ``positions``, and why the rest cannot, by position.
 
-    An event whose segment is damaged is there with the families that can be read.
+    An event whose segment is damaged is there with the families that can be read; one whose
+    segment is in an archive that cannot be read, with none.
     """
     wanted = sorted(set(positions))
     stored = await experiment.database.read(log.read_at, experiment.key, wanted)
@@ -111,9 +115,9 @@ async def with_segments(
 
     def read(
         s: ReadSession,
-    ) -> tuple[dict[bytes, dict[str, Segment]], dict[bytes, Damage], dict[bytes, str]]:
+    ) -> tuple[dict[bytes, dict[str, Segment]], dict[bytes, Damage], Mapping[bytes, Absence]]:
         stored_segments = read_segments(s, sorted(facts), families)
-        absent = {key: absence.why for key, absence in stored_segments.absent.items()}
+        absent = stored_segments.absent
         there = {
             key: [family for family in families if family in fact.families]
             for key, fact in facts.items()
@@ -122,12 +126,17 @@ async def with_segments(
         return *s.compute(_decoded, there, stored_segments.parts), absent
 
     found, broken, absent = await experiment.database.read_session(read)
-    by_position, damaged = {}, {}
+    by_position: dict[int, EventWithSegment] = {}
+    damaged: dict[int, Damage] = {}
     for position, (event, fact) in named.items():
         key = fact.segment
-        by_position[position] = EventWithSegment(event, fact, found.get(key, {}), absent.get(key))
+        gone = absent.get(key)
+        why = None if gone is None else gone.why
+        by_position[position] = EventWithSegment(event, fact, found.get(key, {}), why)
         if key in broken:
             damaged[position] = broken[key]
+        elif gone is not None and not gone.deleted:
+            damaged[position] = ArchivedSegmentError(gone.why)
     return by_position, damaged
 
 
