@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,11 @@ def changed(**fields: Any) -> Experience:
     return made
 
 
+def nested(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # its interface may change, says torch
+        return torch.nested.nested_tensor([torch.ones(4, dtype=dtype)] * 2)
+
+
 UNREADABLE: dict[str, Callable[[], Experience]] = {
     "messages is a tuple": lambda: changed(messages=({"role": "user"},)),
     "tools is a str": lambda: changed(tools="x"),
@@ -79,6 +85,13 @@ UNREADABLE: dict[str, Callable[[], Experience]] = {
     "multi_modal_inputs.*sparse": lambda: changed(
         multi_modal_inputs={"pixels": torch.eye(3).to_sparse()}
     ),
+    "tokens is a nested tensor": lambda: changed(tokens=nested(torch.int32)),
+    "logprobs is a nested tensor": lambda: changed(logprobs=nested()),
+    "routed_experts is a nested tensor": lambda: changed(routed_experts=nested(torch.uint8)),
+    "multi_modal_inputs.* is a nested tensor": lambda: changed(
+        multi_modal_inputs={"pixels": nested()}
+    ),
+    "a tensor is a nested one": lambda: changed(info={"pixels": nested()}),
     "eid was never given": lambda: changed(eid=EID()),
     "eid.task is 'a.nb': control": lambda: changed(eid=EID("b", "a\nb")),
     "eid.batch is .*: control": lambda: changed(eid=EID("a\x1b]52;c;eA==\x07", "t")),

@@ -193,6 +193,8 @@ def raw_tensor(value: object) -> RawTensor | None:
     """Return a tensor as bytes for the codec; None for anything else."""
     if not isinstance(value, Tensor):
         return None
+    if value.is_nested:
+        raise InvalidArgumentError("a tensor is a nested one: make a dense tensor of it")
     (column,) = columns_of("a tensor", [value])
     return RawTensor(column.dtype, tuple(value.shape), column.data.tobytes())
 

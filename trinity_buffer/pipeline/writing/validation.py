@@ -85,6 +85,7 @@ def validate(
     if rules is None:
         raise InvalidArgumentError(f"schema={schema!r}: accepted are {', '.join(SCHEMAS)}")
     check_address(experience)
+    _check_whole(experience)
     _check_kind(experience, schema, rules)
     for field in rules.tokens:
         _check_tokens(experience, field)
@@ -105,6 +106,7 @@ def check_storable(experience: Experience) -> int:
     if type(experience.prompt_length) is not int:
         raise _refuse(experience, "prompt_length", f"is {experience.prompt_length!r}, no int")
     _check_reward(experience)
+    _check_whole(experience)
     size = sum(_stored_bytes(experience, field) for field in _TENSORS)
     for field, form in _FORMS.items():
         value = getattr(experience, field)
@@ -125,6 +127,17 @@ def is_custom_field(value: object) -> bool:
         return False
     names = {type(value.source_field), type(value.destination_field)}
     return names == {str} and value.data_type in DTYPE_NAMES
+
+
+def _check_whole(experience: Experience) -> None:
+    """Check that no tensor is a nested one, which cannot even be asked for its shape."""
+    values = {field: getattr(experience, field) for field in _TENSORS}
+    inputs = experience.multi_modal_inputs
+    for name, value in inputs.items() if isinstance(inputs, dict) else ():
+        values[f"multi_modal_inputs[{name!r}]"] = value
+    for field, value in values.items():
+        if isinstance(value, Tensor) and value.is_nested:
+            raise _refuse(experience, field, "is a nested tensor: make an Experience of each row")
 
 
 def _stored_bytes(experience: Experience, field: str) -> int:
