@@ -303,6 +303,26 @@ def test_pairs_of_trinity_are_told_where_they_belong(tmp_path: Path) -> None:
         require_readable("preferences", lines)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ('UPDATE "{}" SET experience_bytes = cut(experience_bytes)', "this row cannot be imported"),
+        ("UPDATE sqlite_master SET name = name || CAST(x'e4' AS TEXT) WHERE name = '{}'", "utf-8"),
+    ],
+)
+def test_a_damaged_buffer_of_trinity_is_told(tmp_path: Path, change: str, says: str) -> None:
+    file = tmp_path / "buffer.db"
+    shutil.copy(DUMPS / "trinity.db", file)
+    with closing(dbapi2.connect(file)) as connection, connection:
+        connection.create_function("cut", 1, lambda blob: blob[:-1])
+        connection.execute("PRAGMA writable_schema = ON")
+        names = connection.execute("SELECT name FROM sqlite_master WHERE name LIKE '%_blob'")
+        for (name,) in names.fetchall():
+            connection.execute(change.format(name))
+    with pytest.raises(InvalidArgumentError, match=says):
+        require_readable("trinity-rft", file)
+
+
 def _paired(blob: bytes) -> bytes:
     """Return an experience of Trinity-RFT that is a pair."""
     _, told, _ = trinity.HEADER.unpack_from(blob, len(trinity.MAGIC))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load
 
 from trinity_buffer.errors import InvalidArgumentError
@@ -57,7 +58,7 @@ def _from_sql(path: Path) -> Iterator[Experience]:
             raise InvalidArgumentError(f"{path}: no table of experiences of Trinity-RFT is there")
         for table in held:
             yield from _from_table(connection, table.replace('"', '""'))
-    except dbapi2.DatabaseError as error:
+    except (dbapi2.DatabaseError, UnicodeDecodeError) as error:  # the latter of a damaged schema
         raise InvalidArgumentError(f"{path}: {error}") from error
     finally:
         connection.close()
@@ -88,13 +89,20 @@ def _from_blob(where: str, blob: bytes) -> Iterator[Experience]:
     if version != 1:
         raise InvalidArgumentError(f"{where}: version {version} of Trinity-RFT's format is unknown")
     items = plain(blob[start : start + told])["items"]
-    tensors = load(blob[start + told :])
+    tensors = _tensors(blob[start + told :])
     for index, item in enumerate(items):
         prefix = f"{index}:"
         own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         if "chosen" in own:
             raise InvalidArgumentError(f"{where}: a preference pair; {AS_PREFERENCES}")
         yield _experience(item, own)
+
+
+def _tensors(blob: bytes) -> dict[str, torch.Tensor]:
+    try:
+        return load(blob)
+    except SafetensorError as error:  # no subclass of what a wrong value raises
+        raise ValueError(str(error)) from error
 
 
 def _experience(item: dict[str, Any], tensors: dict[str, Any]) -> Experience:
