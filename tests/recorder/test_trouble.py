@@ -232,6 +232,30 @@ async def test_a_request_of_the_wrong_form_is_refused_before_it_is_passed_on(
     assert scripted.asked == 0
 
 
+@pytest.mark.parametrize("stream", [b"false", b"true"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"stream": STREAM, "messages": [{"role": "user", "content": "\\ud83d"}]}',
+        b'{"stream": STREAM, "n": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b"\xff",
+        b"",
+    ],
+    ids=range(5),
+)
+async def test_what_no_server_could_be_sent_is_no_json(
+    sqlite_store_url: str, upstream: str, scripted: Scripted, body: bytes, stream: bytes
+) -> None:
+    async with recording(sqlite_store_url, upstream) as url, plain_http() as http:
+        told = await http.post(
+            f"{url}/rollouts/t/0/v1/chat/completions", content=body.replace(b"STREAM", stream)
+        )
+    assert told.status_code == 400
+    assert "no JSON" in told.json()["error"]["message"]
+    assert scripted.asked == 0
+
+
 async def test_when_to_come_again_is_passed_on(
     sqlite_store_url: str, upstream: str, scripted: Scripted
 ) -> None:

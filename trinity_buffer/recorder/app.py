@@ -128,8 +128,7 @@ class Recorder:
             exception_handlers={
                 TrinityBufferError: _told,
                 HTTPException: _no_path,
-                json.JSONDecodeError: _no_json,
-                UnicodeDecodeError: _no_json,
+                _NoJSONError: _no_json,
             },
         )
 
@@ -148,7 +147,7 @@ class Recorder:
         """Record what a rollout has come to, with its reward."""
         if refused := self._refused(request):
             return refused
-        body = json.loads(await request.body() or b"{}")
+        body = _json_of(await request.body() or b"{}")
         if request.url.path.endswith("/reward") and isinstance(body, dict) and "reward" not in body:
             raise InvalidArgumentError(
                 f"the body has no key 'reward', but {sorted(body)}: send {{\"reward\": 1.0}}, or "
@@ -199,7 +198,7 @@ class Recorder:
         return answer
 
     async def _answer(self, request: Request) -> Response:
-        body = await request.json()
+        body = _json_of(await request.body())
         path = CHAT if request.url.path.endswith("/chat/completions") else "/v1/completions"
         require_request(body)
         asked = asked_of_upstream(path, body)
@@ -280,6 +279,20 @@ class Recorder:
             yield event({"error": {"message": str(error), "type": type(error).__name__}})
         finally:
             self._in_flight -= 1
+
+
+class _NoJSONError(Exception):
+    """What a request brings is none, or holds what no server could be sent."""
+
+
+def _json_of(body: bytes) -> Any:
+    try:
+        found = json.loads(body)
+        if b"\\ud" in body.lower():  # half a character, which cannot be passed on as UTF-8
+            json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise _NoJSONError(str(error)) from error
+    return found
 
 
 def _number(reward: Any) -> float | None:
