@@ -57,6 +57,29 @@ class ScoringInAdd(Scoring):
         return super().rewards_of(exps)
 
 
+class Shortening(AddStrategy):
+    """Takes out of its list what it leaves out."""
+
+    @override
+    async def add(self, experiences: list[Experience], step: int) -> Any:
+        """Write one."""
+        del experiences[1:]
+        for one in experiences:
+            one.advantages = one.returns = torch.ones(5)
+        await self.writer.write(experiences)
+        return 1, {}
+
+
+@pytest.mark.parametrize("chained", [False, True])
+async def test_what_a_strategy_takes_out_of_its_list_is_left_out(
+    store_url: str, chained: bool
+) -> None:
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        await experiment.writer("e0").write(group(task=0) + group(task=1))
+        report = await run_strategy(experiment, [Shortening, "grpo"] if chained else Shortening)
+        assert (report.annotated, report.rejected, report.waiting) == (2, 6, 0)
+
+
 async def failure(store_url: str, strategy: Any, answer: Callable[[Any], Any]) -> Exception:
     """Return the error of a strategy that answers so to two groups of two."""
     strategy.answer = staticmethod(answer)

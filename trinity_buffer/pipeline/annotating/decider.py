@@ -147,14 +147,14 @@ class Decider:
             readable = await self._load_readable([row for rows in given for row in rows], verdicts)
             loaded = {experience.address: experience for experience in readable}
             for rows in given:
-                experiences = [loaded[row.address] for row in rows if row.address in loaded]
-                if not experiences:
+                addresses = [row.address for row in rows if row.address in loaded]
+                if not addresses:
                     continue
-                with noting(setup.name, partial(_uid, experiences[0])):
-                    answer = await setup.strategy.add(experiences, self.calls)
+                verdicts.given.update(addresses)  # whatever the strategy does with its list
+                with noting(setup.name, partial(_uid, loaded[addresses[0]])):
+                    answer = await setup.strategy.add([loaded[a] for a in addresses], self.calls)
                     verdicts.metrics.append(metrics_of(answer))
                 self.calls += 1
-                verdicts.given.update(one.address or 0 for one in experiences)
         kept = verdicts.taken_from(setup.staged)
         verdicts.require_fitting(kept, known)
         encode = partial(
