@@ -162,6 +162,8 @@ class TrainStream:
 
     async def record(self, step: TrainStep, kept: Commit) -> None:
         """Do what `commit` says, one call after the other."""
+        if not isinstance(step, TrainStep):
+            raise InvalidArgumentError(f"commit() takes a step of the stream, not {step!r:.60}")
         async with self._committing:
             if step.step <= self._rank.committed:
                 self._commits.require_same(step.step, kept)

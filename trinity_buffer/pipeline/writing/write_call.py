@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -55,6 +55,9 @@ class WriteCall:
         actor: who writes.
         schema: what they must have.
         on_invalid: ``"raise"``, or ``"quarantine"``: record what is invalid as rejected.
+
+    Raises:
+        InvalidArgumentError: ``experiences`` are something else.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class WriteCall:
         schema: str,
         on_invalid: OnInvalid,
     ) -> None:
-        self.given = list(experiences)
+        self.given = _listed(experiences)
         self._experiment = experiment
         self._actor = actor
         self._schema = schema
@@ -200,6 +203,17 @@ class WriteCall:
             scorable=is_scorable(part.encoded.columns) or None,
         )
         return new_event(fact)
+
+
+def _listed(experiences: object) -> list[Experience]:
+    """Return ``experiences`` as a list, if they are some."""
+    if isinstance(experiences, Experience) or not isinstance(experiences, Iterable):
+        raise InvalidArgumentError(f"write() takes a list of experiences, not {experiences!r:.60}")
+    given = list(experiences)
+    for row, one in enumerate(given if set(map(type, given)) - {Experience} else ()):
+        if not isinstance(one, Experience):
+            raise InvalidArgumentError(f"write() takes experiences, item {row} is {one!r:.60}")
+    return given
 
 
 def _sound_parts(experiences: Sequence[Experience], schema: str) -> list[_Part] | None:
