@@ -40,6 +40,9 @@ _LIST, _EID, _TENSOR, _NONE = (frozenset({kind}) for kind in (list, EID, Tensor,
 _NOBODYS = ("routed_experts", "multi_modal_inputs", "chosen", "rejected")
 """Fields of experiences that are looked at one by one."""
 
+ROUNDING = 0.01
+"""So far above 0 may the logarithm of a probability come, in whatever precision."""
+
 
 def forms_pass(fields: Fields, schema: str) -> bool:
     """Return whether types, shapes and addresses are right in all of some experiences.
@@ -90,6 +93,22 @@ def numbers_pass(columns: Mapping[str, Sequence[Column]], sizes: Iterable[int]) 
     return all(map(_none_is_negative, columns.get("tokens", ()))) and all(
         map(_all_are_finite, [column for field in finite for column in columns.get(field, ())])
     )
+
+
+def first_above_zero(column: Column) -> tuple[int, float] | None:
+    """Return the first row of log-probabilities with one well above 0, and the largest of all.
+
+    None if there is none, or NumPy does not know their type.
+    """
+    if not column.dtype.startswith("float"):
+        return None
+    numbers = column.elements
+    largest = float(numbers.max(initial=0))
+    if largest <= ROUNDING:
+        return None
+    at = int(np.flatnonzero(numbers > ROUNDING)[0])
+    index = int(np.searchsorted(column.offsets, at, side="right")) - 1
+    return index if column.rows is None else int(column.rows[index]), largest
 
 
 def _responses(fields: Fields) -> list[int] | None:

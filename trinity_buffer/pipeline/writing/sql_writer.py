@@ -27,6 +27,9 @@ from trinity_buffer.writer import BufferWriter, WriteReceipt
 
 _logger = logging.getLogger(__name__)
 
+DOUBTED_CALLS = 16
+"""The first calls of a writer, in which mistakes show that all of its calls make."""
+
 
 class SQLWriter(BufferWriter):
     """Writes the experiences of one actor. Made by `Experiment.writer`; tasks may share it."""
@@ -51,6 +54,7 @@ class SQLWriter(BufferWriter):
         self._schema = schema
         self._on_invalid = on_invalid
         self._users = 0
+        self._to_doubt = DOUBTED_CALLS
         self.actor = actor
         self._presence = group_commit.presence_of(experiment, actor)
 
@@ -78,9 +82,19 @@ class SQLWriter(BufferWriter):
                 break
             call.learn(outcome)
             place = place._replace(position=0)
+        self._say_doubts(call)
         for experience in call.given:
             experience.eid.keep()
         return call.receipt(place)
+
+    def _say_doubts(self, call: WriteCall) -> None:
+        if not self._to_doubt:
+            return
+        self._to_doubt -= 1
+        doubt = call.doubt()
+        if doubt is not None:
+            self._to_doubt = 0
+            _logger.warning("%s", one_line(doubt))
 
     @override
     async def plan(

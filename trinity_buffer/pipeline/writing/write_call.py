@@ -21,7 +21,12 @@ from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.encoding import EncodedWrite, content_digest_of, encode_experiences
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.fields import Fields
-from trinity_buffer.pipeline.writing.column_checks import addresses, forms_pass, numbers_pass
+from trinity_buffer.pipeline.writing.column_checks import (
+    addresses,
+    first_above_zero,
+    forms_pass,
+    numbers_pass,
+)
 from trinity_buffer.pipeline.writing.group_commit import Outcome, PreparedWrite
 from trinity_buffer.pipeline.writing.validation import check_address, check_storable, validate
 from trinity_buffer.rejections import invalid
@@ -139,6 +144,18 @@ class WriteCall:
             self._parts = None
             stored = outcome.known.items()
             self._known |= {_as_stored(eid): digest for eid, (_, digest) in stored}
+
+    def doubt(self) -> str | None:
+        """Return what is right by its form and yet most likely a mistake, as people say it."""
+        for part in self._parts or ():
+            for column in part.encoded.columns.get("logprobs", ()):
+                found = first_above_zero(column)
+                if found is not None:
+                    return (
+                        f"experience {part.experiences[found[0]].eid.uid}: logprobs up to "
+                        f"{found[1]:.3g}: natural logarithms of probabilities are at most 0"
+                    )
+        return None
 
     def receipt(self, place: Place) -> WriteReceipt:
         """Return what the caller is told; the position in ``place`` is 0 if nothing was written."""
