@@ -231,7 +231,7 @@ class Database:
         with foreign_errors(self.name):
             if prepare:
                 await anyio.to_thread.run_sync(sqlite.prepare_file, self.path)
-            stack.enter_context(sqlite.open_here(self.path))
+            here = stack.enter_context(sqlite.open_here(self.path))
         files = StoreFiles(self.path, with_log=not self.read_only or self._still)
         self._connections = Seats(self._connect, files, self._require_schema, Turns(self.path))
         stack.push_async_callback(self._close)
@@ -239,6 +239,7 @@ class Database:
             self._changes = SQLiteChanges(self.path, self._owner, files, still=self._still)
         stack.push_async_callback(self._changes.close)
         await self.read(_first_look)
+        stack.enter_context(here.kept())
         files.note()
 
     async def _open_server(self, stack: AsyncExitStack) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fcntl import F_RDLCK, F_UNLCK
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +19,7 @@ from trinity_buffer.errors import (
     UnsafeStoreError,
 )
 from trinity_buffer.sizes import sizes
+from trinity_buffer.store.turns import flock
 from trinity_buffer.store.url import nothing_at
 
 # The wheel carries a release without the WAL-reset bug. For Linux on aarch64 there is none: there
@@ -153,26 +156,70 @@ def _require_one_name(path: Path) -> None:
         )
 
 
-_open: dict[object, tuple[int, int]] = {}
-"""Device and inode of each file that is open here, once for each time that it was opened."""
+_SHARED = (0x40000002, 510)
+"""The first byte, and how many, that SQLite locks as long as it reads a database."""
+
+_open: set[OpenFile] = set()
+"""What is open here."""
 
 _inherited: dict[tuple[int, int], int] = {}
-"""Which files were open in the process that this one was forked from, and the number of that."""
+"""Device and inode of each file that was open when this process was forked -> by which one."""
+
+
+class OpenFile:
+    """A file that this process has open, so that others do not take themselves for the last.
+
+    SQLite's own lock says so too, but the kernel drops it as soon as the process closes the file
+    elsewhere: to copy it, or through another SQLite library, as that of Python's `sqlite3`. Then
+    whoever closes the database as the last one removes the log, and what is committed to it
+    afterwards is lost. So there is a second lock, of the kind that belongs to an open file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open it.
+
+        Raises:
+            UnknownStoreError: it cannot be read, or was removed.
+        """
+        try:
+            self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise UnknownStoreError(f"{path} cannot be opened: {error.strerror}") from error
+        found = os.fstat(self.file)
+        self.inode = (found.st_dev, found.st_ino)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Let nobody remove the log. To be left before SQLite closes the file, and so after it."""
+        self._lock(F_RDLCK)
+        try:
+            yield
+        finally:
+            self._lock(F_UNLCK)
+
+    def _lock(self, kind: int) -> None:
+        if self in _open and hasattr(fcntl, "F_OFD_SETLK"):
+            with suppress(OSError):  # a file system that has none
+                fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, flock(kind, *_SHARED))
 
 
 @contextmanager
-def open_here(path: Path) -> Iterator[None]:
+def open_here(path: Path) -> Iterator[OpenFile]:
     """Keep whoever is forked meanwhile from opening the file at ``path``."""
-    file, opened = path.stat(), object()
-    _open[opened] = (file.st_dev, file.st_ino)
+    one = OpenFile(path)
+    _open.add(one)
     try:
-        yield
+        yield one
     finally:
-        _open.pop(opened, None)  # in a forked child it is not there any more
+        if one in _open:  # not in a forked child
+            _open.remove(one)
+            os.close(one.file)
 
 
 def _note_inherited() -> None:
-    _inherited.update(dict.fromkeys(_open.values(), os.getppid()))
+    _inherited.update(dict.fromkeys((one.inode for one in _open), os.getppid()))
+    for one in _open:  # or its lock would last as long as this process
+        os.close(one.file)
     _open.clear()
 
 

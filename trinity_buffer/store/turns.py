@@ -141,13 +141,18 @@ def _last(file: int, end: int = 0) -> int:
     last = _JOINING
     while last + 1 != end:
         size = end and end - last - 1  # 0: however far
-        asked = {"type": F_WRLCK, "whence": os.SEEK_SET, "start": last + 1, "len": size, "pid": 0}
-        answer = fcntl(file, F_GETLK, _FLOCK.pack(*map(asked.__getitem__, _FIELDS)))
+        answer = fcntl(file, F_GETLK, flock(F_WRLCK, last + 1, size))
         found = dict(zip(_FIELDS, _FLOCK.unpack(answer), strict=True))
         if found["type"] == F_UNLCK:
             break
         last = found["start"] + found["len"] - 1
     return last
+
+
+def flock(kind: int, start: int, size: int) -> bytes:
+    """Return what asks the kernel for a lock of ``size`` bytes from ``start`` on."""
+    asked = {"type": kind, "whence": os.SEEK_SET, "start": start, "len": size, "pid": 0}
+    return _FLOCK.pack(*map(asked.__getitem__, _FIELDS))
 
 
 def _unlock(file: int, byte: int) -> None:
