@@ -346,10 +346,3 @@ async def test_a_step_that_is_committed_without_weights_after_one_with_them_is_w
             assert stream.resume.checkpoint is None
         (said,) = caplog.messages
         assert "goes on after step 3, whose commit names no checkpoint" in said
-
-
-async def test_a_commit_of_something_else_than_a_step_is_refused(sqlite_url: str) -> None:
-    async with annotated(sqlite_url) as experiment, experiment.train_stream(**OPTIONS) as stream:
-        step: Any = await anext(stream)
-        with pytest.raises(InvalidArgumentError, match=r"takes a step of the stream, not 1$"):
-            await stream.commit(step.step)

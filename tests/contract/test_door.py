@@ -60,16 +60,6 @@ def nested(dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.nested.nested_tensor([torch.ones(4, dtype=dtype)] * 2)
 
 
-NO_EXPERIENCES: dict[str, Any] = {
-    "takes a list of experiences, not Experience": rollout(),
-    "takes a list of experiences, not 3": 3,
-    "takes a list of experiences, not None": None,
-    "item 1 is None": [rollout(), None],
-    "item 0 is [Experience": [[rollout()]],
-    "item 0 is 'batch'": {"batch": [rollout()]},
-}
-"""What is given to a writer by mistake."""
-
 UNREADABLE: dict[str, Callable[[], Experience]] = {
     "messages is a tuple": lambda: changed(messages=({"role": "user"},)),
     "tools is a str": lambda: changed(tools="x"),
@@ -400,10 +390,3 @@ async def test_a_question_with_a_number_that_no_store_holds_is_refused(store_url
         ):
             with pytest.raises(InvalidArgumentError, match="larger than any that a store holds"):
                 await anext(question)
-
-
-@pytest.mark.parametrize("told", NO_EXPERIENCES)
-async def test_what_is_no_list_of_experiences_is_named(sqlite_url: str, told: str) -> None:
-    async with opened(sqlite_url) as experiment:
-        with pytest.raises(InvalidArgumentError, match=re.escape(told)):
-            await experiment.writer("e0").write(NO_EXPERIENCES[told])

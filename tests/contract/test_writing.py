@@ -392,24 +392,3 @@ async def test_changing_what_was_read_does_not_change_the_store(store_url: str) 
         for experience in [e async for e in experiment.read()]:
             experience.tokens.fill_(0)
         assert all(int(e.tokens.sum()) for e in [e async for e in experiment.read()])
-
-
-async def test_logprobs_above_zero_are_doubted_once(
-    sqlite_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    sound, without, wrong = (rollout(run=run) for run in range(3))
-    without.logprobs = None
-    wrong.logprobs = torch.tensor([-0.5, 0.0, 0.7, 0.9, 0.1])
-    rounded = rollout(task=1)
-    rounded.logprobs = torch.full((5,), 1e-3)
-    async with opened(sqlite_url) as experiment:
-        writer = experiment.writer("e0")
-        await writer.write([rounded])
-        assert not caplog.messages
-        await writer.write([sound, without, wrong])
-        (said,) = caplog.messages
-        assert said.startswith("experience b/0/2/0/: logprobs up to 0.9: ")
-        again = rollout(task=2)
-        again.logprobs = torch.ones(5)
-        await writer.write([again])
-    assert caplog.messages == [said]

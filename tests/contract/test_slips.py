@@ -1,0 +1,58 @@
+"""What is given by mistake is named, or doubted."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.making import opened, rollout
+from tests.contract.test_committing import OPTIONS, annotated
+from trinity_buffer.errors import InvalidArgumentError
+
+NO_EXPERIENCES: dict[str, Any] = {
+    "takes a list of experiences, not Experience": rollout(),
+    "takes a list of experiences, not 3": 3,
+    "takes a list of experiences, not None": None,
+    "item 1 is None": [rollout(), None],
+    "item 0 is [Experience": [[rollout()]],
+    "item 0 is 'batch'": {"batch": [rollout()]},
+}
+"""What is given to a writer by mistake."""
+
+
+@pytest.mark.parametrize("told", NO_EXPERIENCES)
+async def test_what_is_no_list_of_experiences_is_named(sqlite_url: str, told: str) -> None:
+    async with opened(sqlite_url) as experiment:
+        with pytest.raises(InvalidArgumentError, match=re.escape(told)):
+            await experiment.writer("e0").write(NO_EXPERIENCES[told])
+
+
+async def test_a_commit_of_something_else_than_a_step_is_refused(sqlite_url: str) -> None:
+    async with annotated(sqlite_url) as experiment, experiment.train_stream(**OPTIONS) as stream:
+        step: Any = await anext(stream)
+        with pytest.raises(InvalidArgumentError, match=r"takes a step of the stream, not 1$"):
+            await stream.commit(step.step)
+
+
+async def test_logprobs_above_zero_are_doubted_once(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sound, without, wrong = (rollout(run=run) for run in range(3))
+    without.logprobs = None
+    wrong.logprobs = torch.tensor([-0.5, 0.0, 0.7, 0.9, 0.1])
+    rounded = rollout(task=1)
+    rounded.logprobs = torch.full((5,), 1e-3)
+    async with opened(sqlite_url) as experiment:
+        writer = experiment.writer("e0")
+        await writer.write([rounded])
+        assert not caplog.messages
+        await writer.write([sound, without, wrong])
+        (said,) = caplog.messages
+        assert said.startswith("experience b/0/2/0/: logprobs up to 0.9: ")
+        again = rollout(task=2)
+        again.logprobs = torch.ones(5)
+        await writer.write([again])
+    assert caplog.messages == [said]
