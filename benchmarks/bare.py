@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,17 @@ def inserts(transaction: Transaction) -> dict[str, str]:
     }
 
 
-def time_writes(folder: Path, schema: Sequence[str], transactions: Sequence[Transaction]) -> float:
-    """Return the seconds in which ``transactions`` are committed in turn to a new file."""
+def time_writes(
+    folder: Path,
+    schema: Sequence[str],
+    transactions: Sequence[Transaction],
+    before: Callable[[int], None] = lambda _: None,
+) -> float:
+    """Return the seconds in which ``transactions`` are committed in turn to a new file.
+
+    Args:
+        before: is called before each one, with its number; its time counts.
+    """
     folder.mkdir()
     path = folder / "bare.db"
     empty_copy(path)
@@ -101,7 +110,8 @@ def time_writes(folder: Path, schema: Sequence[str], transactions: Sequence[Tran
             connection.execute(statement)
         statements = inserts(transactions[0])
         began = time.perf_counter()
-        for transaction in transactions:
+        for number, transaction in enumerate(transactions):
+            before(number)
             connection.execute("BEGIN IMMEDIATE")
             for table, rows in transaction.items():
                 connection.executemany(statements[table], rows)

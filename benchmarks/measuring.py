@@ -46,13 +46,20 @@ class Figure:
 def interleaved(
     ours: Callable[[], float], limit: Callable[[], float], repetitions: int
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds that both took, in turns; who begins changes, one round is for warmth."""
-    pairs: tuple[list[float], list[float]] = ([], [])
+    """Return the seconds that both took, as `in_turns` does."""
+    first, second = in_turns((ours, limit), repetitions)
+    return first, second
+
+
+def in_turns(runs: Sequence[Callable[[], float]], repetitions: int) -> list[list[float]]:
+    """Return the seconds that each took, in turns; who begins changes, one round is for warmth."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    order = range(len(runs))
     with frozen():
         for round_number in range(repetitions + 1):
-            for which in (0, 1) if round_number % 2 else (1, 0):
-                pairs[which].append((ours, limit)[which]())
-    return pairs[0][1:], pairs[1][1:]
+            for which in order if round_number % 2 else reversed(order):
+                seconds[which].append(runs[which]())
+    return [some[1:] for some in seconds]
 
 
 @contextmanager

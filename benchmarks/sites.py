@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -78,10 +78,15 @@ class SQLiteSite(Site):
         return bare.written(self.path(url), kind, projection)
 
     @override
-    def time_writes(self, url: str, transactions: Sequence[Transaction]) -> float:
-        """Return the seconds of bare inserts."""
+    def time_writes(
+        self,
+        url: str,
+        transactions: Sequence[Transaction],
+        before: Callable[[int], None] = lambda _: None,
+    ) -> float:
+        """Return the seconds of bare inserts, and of ``before``, see `bare.time_writes`."""
         folder = self._folder / f"bare-{next(self._numbers)}"
-        return bare.time_writes(folder, bare.schema_of(self.path(url)), transactions)
+        return bare.time_writes(folder, bare.schema_of(self.path(url)), transactions, before)
 
     @override
     def time_reads(

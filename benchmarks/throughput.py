@@ -46,7 +46,8 @@ async def _filled(url: str, given: Sequence[Sequence[Experience]], callers: int)
         return time.perf_counter() - began
 
 
-def _write_once(site: Site, given: Sequence[Sequence[Experience]], callers: int) -> float:
+def write_once(site: Site, given: Sequence[Sequence[Experience]], callers: int) -> float:
+    """Return the seconds in which so many callers write ``given`` to a new store."""
     url = site.new_url()
     try:
         return asyncio.run(_filled(url, given, callers))
@@ -64,11 +65,11 @@ def write(site: Site, tasks: int, repetitions: int) -> Iterator[Figure]:
     for per_call, callers in WRITES:
         some = every if per_call * callers >= 64 else every[: len(every) * per_call // 16]
         given = calls(some, per_call)
-        with _store(site, given, callers=callers) as url:
+        with written_store(site, given, callers=callers) as url:
             events = site.written(url, "ExperiencesRecorded", "experience")
             transactions = merged(events, max(1, callers * len(events) // len(given)))
             seconds = interleaved(
-                partial(_write_once, site, given, callers),
+                partial(write_once, site, given, callers),
                 partial(site.time_writes, url, transactions),
                 repetitions,
             )
@@ -78,10 +79,10 @@ def write(site: Site, tasks: int, repetitions: int) -> Iterator[Figure]:
 
 
 @contextmanager
-def _store(
+def written_store(
     site: Site, given: Sequence[Sequence[Experience]], *, grpo: bool = False, callers: int = 1
 ) -> Iterator[str]:
-    """Have a store with what ``given`` says."""
+    """Have a store with what ``given`` says; ``grpo``: annotated by it."""
     url = site.new_url()
     try:
         asyncio.run(_filled(url, given, callers))
@@ -105,7 +106,7 @@ async def _annotate(url: str, name: str) -> float:
 def annotate(site: Site, tasks: int, repetitions: int) -> Iterator[Figure]:
     """Measure GRPO over all groups; the limit reads the light columns and writes the same rows."""
     given = calls(experiences(tasks), STORED_PER_CALL)
-    with _store(site, given, grpo=True) as url:
+    with written_store(site, given, grpo=True) as url:
         recorded = site.written(url, "ExperiencesRecorded", "experience")
         annotated = site.written(url, "ExperiencesAnnotated", "annotation")
         keys = [_keys(some) for some in _together(recorded, 2048 // STORED_PER_CALL)]
@@ -145,7 +146,7 @@ def _stream_once(url: str, consumer: str, layout: LayoutName, expected: int) -> 
 def stream(site: Site, tasks: int, repetitions: int) -> Iterator[Figure]:
     """Measure collated batches of 256, each leased; the limit reads the same segments' bytes."""
     given = calls(experiences(tasks), STORED_PER_CALL)
-    with _store(site, given, grpo=True) as url:
+    with written_store(site, given, grpo=True) as url:
         recorded = site.written(url, "ExperiencesRecorded", "experience")
         keys = [_keys(some) for some in _together(recorded, ROWS_PER_STEP // STORED_PER_CALL)]
         for layout in get_args(LayoutName):
