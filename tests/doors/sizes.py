@@ -58,6 +58,7 @@ SIZES = {
         "--experiences 2048 --steps 2 --pairs 1 --store runs/watching.db"
     ),
     "python -m benchmarks.watching --store": "--experiences 2048 --steps 2 --pairs 1",
+    "python -m benchmarks.write_floor": "--tasks 16 --repetitions 1",
     "python -m benchmarks.writers": "--writers 2 --seconds 0.3",
     "python -m benchmarks.verify": "--experiences 64 --repetitions 1 --store runs/verify.db",
 }
