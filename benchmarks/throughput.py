@@ -127,7 +127,8 @@ def _keys(transactions: Sequence[Transaction]) -> list[bytes]:
     return list(dict.fromkeys(bytes(row[0]) for one in transactions for row in one["segment"]))
 
 
-def _stream_once(url: str, consumer: str, layout: LayoutName, expected: int) -> float:
+def stream_once(url: str, consumer: str, layout: LayoutName, expected: int) -> float:
+    """Return the seconds in which a new trainer gets all of its steps; opening is outside."""
     with open_train_stream(
         url,
         experiment=EXPERIMENT,
@@ -147,14 +148,19 @@ def stream(site: Site, tasks: int, repetitions: int) -> Iterator[Figure]:
     """Measure collated batches of 256, each leased; the limit reads the same segments' bytes."""
     given = calls(experiences(tasks), STORED_PER_CALL)
     with written_store(site, given, grpo=True) as url:
-        recorded = site.written(url, "ExperiencesRecorded", "experience")
-        keys = [_keys(some) for some in _together(recorded, ROWS_PER_STEP // STORED_PER_CALL)]
+        keys = keys_of_steps(site, url)
         for layout in get_args(LayoutName):
             names = (f"{layout}-{number}" for number in range(repetitions + 1))
             seconds = interleaved(
-                lambda: _stream_once(url, next(names), layout, tasks * RUNS),  # noqa: B023
+                lambda: stream_once(url, next(names), layout, tasks * RUNS),  # noqa: B023
                 partial(site.time_reads, url, keys, READ_FAMILIES),
                 repetitions,
             )
             case = f"batches of {ROWS_PER_STEP}, {layout}"
             yield figure_of_rates("stream", case, site.backend, tasks * RUNS, seconds)
+
+
+def keys_of_steps(site: Site, url: str) -> list[list[bytes]]:
+    """Return the keys of the segments that each step reads."""
+    recorded = site.written(url, "ExperiencesRecorded", "experience")
+    return [_keys(some) for some in _together(recorded, ROWS_PER_STEP // STORED_PER_CALL)]

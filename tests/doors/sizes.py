@@ -29,6 +29,7 @@ SIZES = {
     "python -m benchmarks.earlier": "--only write --repetitions 1",
     "python -m benchmarks.long_rows": "--rows 2 --calls 2 --repetitions 1 --steps 1",
     "python -m benchmarks.sharing": "--processes 1,2 --tasks 64",
+    "python -m benchmarks.floors": "--tasks 32 --repetitions 1",
     "python -m benchmarks.growth": (
         "--first 1024 --experiences 1024 --rounds 1 --batches 16 --store runs/growth.db"
     ),
@@ -58,7 +59,6 @@ SIZES = {
         "--experiences 2048 --steps 2 --pairs 1 --store runs/watching.db"
     ),
     "python -m benchmarks.watching --store": "--experiences 2048 --steps 2 --pairs 1",
-    "python -m benchmarks.write_floor": "--tasks 16 --repetitions 1",
     "python -m benchmarks.writers": "--writers 2 --seconds 0.3",
     "python -m benchmarks.verify": "--experiences 64 --repetitions 1 --store runs/verify.db",
 }
