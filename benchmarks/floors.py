@@ -33,7 +33,7 @@ import torch
 from xxhash import xxh3_64_digest
 
 from benchmarks import bare
-from benchmarks.bare import Transaction, merged
+from benchmarks.bare import Transaction
 from benchmarks.measuring import in_turns
 from benchmarks.sites import SQLiteSite
 from benchmarks.throughput import (
@@ -42,6 +42,7 @@ from benchmarks.throughput import (
     keys_of_steps,
     stream_once,
     write_once,
+    written_calls,
     written_store,
 )
 from benchmarks.workload import (
@@ -121,11 +122,8 @@ def measure(site: SQLiteSite, tasks: int, repetitions: int) -> Iterator[dict[str
     """Yield a line for each case: the ratios of ours and of the floor to bare SQLite."""
     every = experiences(tasks)
     for per_call, callers in CASES:
-        some = every if per_call * callers >= 64 else every[: len(every) * per_call // 16]
-        given = calls(some, per_call)
-        with written_store(site, given, callers=callers) as url:
-            events = site.written(url, "ExperiencesRecorded", "experience")
-            transactions = merged(events, max(1, callers * len(events) // len(given)))
+        with written_calls(site, every, per_call, callers) as (url, given, transactions):
+            some = list(chain.from_iterable(given))
             runs = (
                 partial(write_once, site, given, callers),
                 partial(floor_once, site, url, transactions, some),

@@ -63,11 +63,7 @@ def write(site: Site, tasks: int, repetitions: int) -> Iterator[Figure]:
     """
     every = experiences(tasks)
     for per_call, callers in WRITES:
-        some = every if per_call * callers >= 64 else every[: len(every) * per_call // 16]
-        given = calls(some, per_call)
-        with written_store(site, given, callers=callers) as url:
-            events = site.written(url, "ExperiencesRecorded", "experience")
-            transactions = merged(events, max(1, callers * len(events) // len(given)))
+        with written_calls(site, every, per_call, callers) as (url, given, transactions):
             seconds = interleaved(
                 partial(write_once, site, given, callers),
                 partial(site.time_writes, url, transactions),
@@ -75,7 +71,19 @@ def write(site: Site, tasks: int, repetitions: int) -> Iterator[Figure]:
             )
         who = "one caller" if callers == 1 else f"{callers} callers"
         case = f"{per_call} per call, {who}"
-        yield figure_of_rates("write", case, site.backend, len(some), seconds)
+        yield figure_of_rates("write", case, site.backend, sum(map(len, given)), seconds)
+
+
+@contextmanager
+def written_calls(
+    site: Site, every: Sequence[Experience], per_call: int, callers: int
+) -> Iterator[tuple[str, list[Sequence[Experience]], list[Transaction]]]:
+    """Have a store with as many of ``every`` as one case writes, its calls and transactions."""
+    some = every if per_call * callers >= 64 else every[: len(every) * per_call // 16]
+    given = calls(some, per_call)
+    with written_store(site, given, callers=callers) as url:
+        events = site.written(url, "ExperiencesRecorded", "experience")
+        yield url, given, merged(events, max(1, callers * len(events) // len(given)))
 
 
 @contextmanager
