@@ -5,7 +5,8 @@ python -m benchmarks.floors                  # a line for each case, medians in 
 The floor of a write is the bare transaction of `benchmarks.run`, and before it, for the same
 experiences, what no writer with our promises can leave out, each in the fewest calls: the fields of
 each experience are looked up, the tensors of each field are copied into one block, and each row
-goes through SHA-256. It checks nothing, makes no event, and never leaves its thread.
+goes through SHA-256. It checks nothing and makes no event. Of several callers, a
+second thread does this beside the transaction before.
 
 The floor of a stream is the bare read, and for each step the checksums of its bytes, the tensors of
 a padded batch filled from them, and a transaction with a row as long as the event of a lease.
