@@ -19,8 +19,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "trinity_buffer"
 FOLDERS = (PACKAGE, "migrations", "tools", "benchmarks", "tests")
-MAX_FUNCTION_LINES = 50
-MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+MAX_FILE_LINES = 800
 MAX_NESTING = 3
 
 # The exceptions: the file, or ``file:function``, and why.
@@ -147,7 +147,7 @@ def test_no_file_is_longer_than_one_can_keep_in_mind() -> None:
     complain([Breach(file, n, f"{n} lines") for file, n in long.items()], LONG_FILES)
 
 
-def test_no_function_is_longer_than_a_screen() -> None:
+def test_no_function_is_longer_than_eighty_lines() -> None:
     breaches = []
     for file, node in functions():
         assert node.end_lineno is not None
