@@ -17,15 +17,22 @@ from trinity_buffer.pipeline.store import open_store
 
 NOBODY = 65534
 
-# Imports first: the checkout may be closed to nobody.
+# A store of its own first: it imports all that this needs. The checkout and the environment may then
+# be closed to the user that the process becomes, as they are below /root.
 STEP_DOWN_AND_OPEN = f"""
-import os, sys, anyio
+import os, sys, tempfile, anyio
 import trinity_buffer.pipeline.store as s
 from trinity_buffer.errors import ReadOnlyStoreError
-import sqlalchemy.dialects.sqlite
 async def open_it(read_only):
     async with s.open_store(sys.argv[1], read_only=read_only) as store:
         print(await store.experiments())
+async def import_all(path):
+    for read_only in (False, True):
+        async with s.open_store(path, read_only=read_only) as store:
+            await store.experiments()
+with tempfile.TemporaryDirectory() as folder:
+    anyio.run(import_all, folder + "/own.db")
+imported = set(sys.modules)
 if os.geteuid() == 0:
     os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
 anyio.run(open_it, True)
@@ -33,6 +40,8 @@ try:
     anyio.run(open_it, False)
 except ReadOnlyStoreError as error:
     print(error)
+late = set(sys.modules) - imported
+assert not late, f"imported by a user who may not read them: {{late}}"
 """
 
 

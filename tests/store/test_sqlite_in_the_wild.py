@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -189,6 +190,80 @@ async def test_a_file_of_two_names_is_refused_under_both(
     (tmp_path / "other.db").unlink()
     async with opened(sqlite_store_url) as experiment:
         assert (await experiment.writer("e0").write([rollout()])).written == 1
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
+def test_a_file_that_is_mounted_by_itself_is_refused(
+    sqlite_store_url: str, tmp_path: Path, suffix: str, *, read_only: bool
+) -> None:
+    """A container's ``-v FILE:FILE``: its log would lie elsewhere than that of the file itself."""
+    path, mounts = tmp_path / "store.db", tmp_path / "mounts"
+    mounts.write_text(f"/dev/vda / ext4 rw 0 0\n/dev/vda {path}{suffix} ext4 rw 0 0\n")
+    with pytest.raises(UnsafeStoreError, match=r"mounted as a single file.*Mount the folder"):
+        sqlite.check_path(path, read_only=read_only, mounts=mounts)
+    mounts.write_text(f"/dev/vda / ext4 rw 0 0\n/dev/vda {tmp_path} ext4 rw 0 0\n")
+    assert sqlite.check_path(path, read_only=read_only, mounts=mounts)
+
+
+MOUNT_AND_OPEN = """
+import subprocess, sys, anyio
+from tests.torture.sites import _hide_mounts
+from trinity_buffer.errors import UnsafeStoreError
+from trinity_buffer.pipeline.store import open_store
+async def open_it(path):
+    async with open_store(path) as store:
+        print(await store.experiments())
+_hide_mounts()
+subprocess.run(["mount", "--bind", *sys.argv[1:]], check=True)
+anyio.run(open_it, sys.argv[1])
+try:
+    anyio.run(open_it, sys.argv[2])
+except UnsafeStoreError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_mount_over_another_file_is_seen(sqlite_store_url: str, tmp_path: Path) -> None:
+    path, other = tmp_path / "store.db", tmp_path / "with space" / "store.db"
+    other.parent.mkdir()
+    other.touch()
+    command = [sys.executable, "-c", MOUNT_AND_OPEN, str(path), str(other)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "no mounts of our own" in done.stderr:
+        pytest.skip("root may not mount in this container")
+    assert done.stdout.startswith(f"[]\n{other} is mounted as a single file"), done
+
+
+def _make_a_page(connection: sqlite.dbapi2.Connection) -> None:
+    connection.execute("PRAGMA page_size=16384")
+    connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+    connection.execute("PRAGMA user_version=0")
+
+
+def _enter_wal(connection: sqlite.dbapi2.Connection) -> None:
+    _make_a_page(connection)
+    connection.execute("PRAGMA journal_mode=WAL")
+
+
+@pytest.mark.parametrize("until", [_make_a_page, _enter_wal])
+async def test_a_store_whose_maker_was_killed_is_made_again(
+    sqlite_url: str, tmp_path: Path, until: Callable[[sqlite.dbapi2.Connection], None]
+) -> None:
+    """A kill between the statements that make the file leaves a page without tables."""
+    path = tmp_path / "store.db"
+    with closing(dbapi2.connect(str(path), isolation_level=None)) as connection:
+        until(connection)
+    assert path.stat().st_size == 16384
+    async with opened(sqlite_url) as experiment:
+        assert (await experiment.writer("e0").write([rollout()])).written == 1
+    with closing(dbapi2.connect(str(path))) as connection:
+        found = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in MADE_WITH]
+    assert found == list(MADE_WITH.values())
+
+
+MADE_WITH = {"page_size": 16384, "journal_mode": "wal", "application_id": sqlite.APPLICATION_ID}
 
 
 async def test_no_new_store_is_made_beside_the_log_of_one_that_was_moved(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fcntl import F_RDLCK, F_UNLCK
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from trinity_buffer.errors import (
@@ -74,22 +75,41 @@ def require_safe_library(library: ModuleType = dbapi2) -> str:
     return str(library.sqlite_version)
 
 
+class Mount(NamedTuple):
+    """A line of the kernel's table of mounts."""
+
+    source: str
+    point: str
+    file_system: str
+
+
+def mount_table(path: Path = Path("/proc/self/mounts")) -> list[Mount]:
+    """Return what is mounted, in order; nothing where the system does not tell."""
+    try:
+        lines = path.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+    columns = [[_ESCAPED.sub(_unescaped, word) for word in line.split(" ")] for line in lines]
+    return [Mount(*words[:3]) for words in columns]
+
+
+_ESCAPED = re.compile(r"\\([0-7]{3})")  # the kernel writes spaces, tabs and backslashes in octal
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    return chr(int(match[1], 8))
+
+
 def file_system_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     """Return the type of the file system of ``path``, or "" where the system does not tell."""
-    try:
-        lines = mounts.read_text().splitlines()
-    except OSError:
-        return ""
     target = str(path.resolve())
     best, kind = -1, ""
-    for line in lines:
-        source, mount_point, file_system, *_ = line.split(" ")
-        mount_point = mount_point.replace("\\040", " ")
-        inside = target == mount_point or target.startswith(mount_point.rstrip("/") + "/")
-        if inside and len(mount_point) >= best:
+    for source, point, file_system in mount_table(mounts):
+        inside = target == point or target.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= best:
             # One of FUSE that names no type may name itself as its source, as mountpoint-s3 does.
             kind = f"fuse.{source}" if file_system == "fuse" else file_system
-            best = len(mount_point)
+            best = len(point)
     return kind
 
 
@@ -100,7 +120,8 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
         UnknownStoreError: no such folder, a folder in place of a file, or nothing to read.
         ReadOnlyStoreError: the file or its folder cannot be written.
         UnsafeStoreError: the folder is on a network file system, where SQLite's locks and shared
-            memory do not hold; or the file has other names, or lies not beside its log.
+            memory do not hold; or the file has other names (hard links, or it is mounted by
+            itself), or lies not beside its log.
         StoreUseError: this process was forked from one that had the file open.
     """
     folder = path.parent
@@ -128,6 +149,7 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
             "store on a local disk, or use PostgreSQL (postgresql://...)"
         )
     _require_one_name(path)
+    _require_not_mounted(path, mounts)
     _require_not_inherited(path)
     if not read_only and not os.access(path if exists else folder, os.W_OK):
         raise ReadOnlyStoreError(
@@ -154,6 +176,23 @@ def _require_one_name(path: Path) -> None:
             f"{path} is gone or empty, but its log {log.name} may hold the last commits, which a "
             "new store would throw away: put the store back beside its log, or move the log away"
         )
+
+
+def _require_not_mounted(path: Path, mounts: Path) -> None:
+    """Refuse a file that is mounted by itself, as ``docker -v FILE:FILE`` does.
+
+    Its log then lies beside the mount point, and the log of another process beside the file: one
+    loses what the other writes.
+    """
+    whole = path.resolve()
+    names = {str(whole), f"{whole}-wal", f"{whole}-shm"}
+    for mount in mount_table(mounts):
+        if mount.point in names:
+            raise UnsafeStoreError(
+                f"{mount.point} is mounted as a single file (docker -v FILE:FILE): SQLite keeps "
+                "the log beside each path of the file, and loses under one path what is written "
+                f"under another. Mount the folder instead (docker -v {whole.parent}:/store)"
+            )
 
 
 _SHARED = (0x40000002, 510)
@@ -337,13 +376,14 @@ CREATION_PRAGMAS = (
 
 
 def prepare_file(path: Path) -> None:
-    """Give an empty file its page size and journal mode, which must precede the first table.
+    """Give a file without tables its page size and journal mode, which must precede the first one.
 
     A store that was given another journal mode (``VACUUM INTO`` does so to a copy) gets ours again.
     """
     connection = dbapi2.connect(str(path), isolation_level=None, timeout=BUSY_TIMEOUT_MS / 1000)
     try:
-        if connection.execute("PRAGMA page_count").fetchone()[0] == 0:
+        # Not by its size: a process that was killed here leaves a page, and an older journal mode.
+        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
             for statement in CREATION_PRAGMAS:
                 connection.execute(statement)
         elif connection.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID:

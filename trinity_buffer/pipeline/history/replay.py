@@ -36,7 +36,7 @@ from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.url import StoreURL
 
 
-async def replayed_steps(  # noqa: PLR0913 - all by keyword, as `open_train_stream` has them
+async def replayed_steps(
     experiment: Experiment,
     *,
     consumer: str = "trainer",
