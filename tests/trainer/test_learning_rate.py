@@ -1,12 +1,19 @@
-"""The learning rate of each step: it rises, falls, and stays at its lowest."""
+"""The learning rate of each step, and what a restart with other settings changes."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import anyio
 import pytest
+import torch
+from torch.optim import AdamW
 
 import trinity_buffer as tb
+from tests.trainer.data import policy, prepared
+from tests.trainer.gradients import train
+from trinity_buffer.algorithm import build
 
 SETTINGS = tb.TrainerSettings(
     checkpoints=Path("unused"),
@@ -38,3 +45,74 @@ def test_the_rate_of_a_step_rises_falls_and_stays(step: int) -> None:
 def test_a_rate_without_a_schedule_is_one_number() -> None:
     settings = tb.TrainerSettings(checkpoints=Path("unused"), learning_rate=0.5)
     assert {settings.rate_at(step) for step in (1, 2, 1000)} == {0.5}
+
+
+OTHERS: dict[str, Any] = {"learning_rate": 0.25, "weight_decay": 0.5, "betas": (0.5, 0.6)}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_setting_changed_at_a_restart_holds_from_there_on(
+    name: str, sqlite_url: str, tmp_path: Path
+) -> None:
+    """The step after the restart is the one of AdamW itself with the other setting."""
+    anyio.run(prepared, sqlite_url, build("ppo"))
+    same: dict[str, Any] = {}
+    other = {name: OTHERS[name]}
+    trained = {}
+    for consumer, changed in (("same", same), ("other", other)):
+        train(sqlite_url, build("ppo"), tmp_path / consumer, max_steps=1, consumer=consumer)
+        trainer, _ = train(
+            sqlite_url,
+            build("ppo"),
+            tmp_path / consumer,
+            max_steps=2,
+            consumer=consumer,
+            **changed,
+        )
+        trained[consumer] = trainer
+    for part in ("policy", "critic"):
+        weights = [_weights(trainer, part) for trainer in trained.values()]
+        is_rate_of_policy = name == "learning_rate" and part == "critic"
+        assert torch.equal(*weights) == is_rate_of_policy  # the critic has a rate of its own
+    state = trained["other"].state
+    assert state.critic is not None
+    for optimizer in (state.optimizer, state.critic[1]):
+        group = optimizer.param_groups[0]
+        assert tuple(group["betas"]) == other.get("betas", (0.9, 0.999))
+        assert group["weight_decay"] == other.get("weight_decay", 0.0)
+    assert state.optimizer.param_groups[0]["lr"] == other.get("learning_rate", 1e-3)
+
+
+def _weights(trainer: tb.Trainer, part: str) -> torch.Tensor:
+    critic = trainer.state.critic
+    assert critic is not None
+    model = trainer.policy if part == "policy" else critic[0]
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+def test_the_settings_of_a_given_optimizer_stay_and_a_warning_names_those_that_differ(
+    sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    anyio.run(prepared, sqlite_url, build("grpo"))
+
+    def trainer(max_steps: int, **given: Any) -> torch.optim.Optimizer:
+        model = policy()
+        optimizer = AdamW(model.parameters(), **given)
+        settings = tb.TrainerSettings(checkpoints=tmp_path, max_steps=max_steps)
+        with tb.open_train_stream(
+            sqlite_url, experiment="run", strategy="grpo", groups_per_step=2
+        ) as stream:
+            tb.Trainer(stream, model, build("grpo"), settings, optimizer=optimizer).run()
+        return optimizer
+
+    trainer(1, lr=0.01, weight_decay=0.1)
+    trainer(2, lr=0.01, weight_decay=0.1)
+    assert not caplog.records
+    group = trainer(3, lr=0.02, weight_decay=0.3).param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.01, 0.1)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "the settings of the given AdamW are those of the checkpoint: param_groups[0]['lr'] = 0.01 "
+        "(not 0.02), param_groups[0]['weight_decay'] = 0.1 (not 0.3); to change them, assign to "
+        "optimizer.param_groups once the Trainer is made"
+    )

@@ -27,6 +27,7 @@ from trinity_buffer.extras import extra
 from trinity_buffer.own_code import failed, kind_of, look_in
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.trainer.causal_lm import CausalLM
+from trinity_buffer.trainer.policy import in_eval_mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +129,13 @@ class OwnEnds:
             return None
         evaluate = self._named("evaluate", self.config.evaluate)
         tokenizer = load_tokenizer(self._model_path)
-        training = policy.model.training
-        model = LocalModel(
-            policy.model, tokenizer, temperature=0, max_tokens=self.config.exploring.max_tokens
-        )
+        most = self.config.exploring.max_tokens
         try:
-            returned = anyio.run(evaluate, model)
+            with in_eval_mode(policy.model):
+                model = LocalModel(policy.model, tokenizer, temperature=0, max_tokens=most)
+                returned = anyio.run(evaluate, model)
         except Exception as error:
             raise failed(f"evaluate {self.config.evaluate!r}", error) from error
-        finally:
-            policy.model.train(training)
         try:
             accuracy = float(returned)
         except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of torch

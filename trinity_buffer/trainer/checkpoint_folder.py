@@ -207,6 +207,7 @@ def load_checkpoint(
     critic: Critic | None = None,
     *,
     rank: int = 0,
+    takes_groups: bool = True,
 ) -> TrainerState[AnyPolicy]:
     """Return the state in ``folder`` and restore torch's random numbers of ``rank``.
 
@@ -214,6 +215,7 @@ def load_checkpoint(
         optimizer_of: returns the optimizer of a model.
         policy: of the kind that was saved; it takes the saved weights.
         critic: likewise, where one was saved.
+        takes_groups: the policy's optimizer takes the saved settings, see `OptimizerState.restore`.
 
     Raises:
         CheckpointError: a file is missing or cannot be read.
@@ -234,12 +236,13 @@ def load_checkpoint(
         _restore_random(tensors, rank)
         numbers = state.get("optimizer_numbers", {})  # older checkpoints have none
         kept = OptimizerState(tensors.without(_RANDOM), numbers, state["optimizer"])
-        kept.restore(optimizer)
+        kept.restore(optimizer, takes_groups=takes_groups)
     trained = None
     if trains_critic and critic is not None:
         critic.restore(folder / CRITIC_FILE)
         trained = (critic, optimizer_of(critic, is_critic=True))
-        OptimizerState(of_critic, {}, state["critic_optimizer"]).restore(trained[1])
+        kept = OptimizerState(of_critic, {}, state["critic_optimizer"])
+        kept.restore(trained[1], takes_groups=False)
     coefficients = state.get("coefficients", {})
     step, head = state["step"], read_head(folder).hex()
     return TrainerState(policy, optimizer, step, manifests, trained, coefficients, head)

@@ -16,7 +16,7 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.streaming.train_step import Reduce, TrainStep
 from trinity_buffer.trainer.parallel import is_sharded
-from trinity_buffer.trainer.policy import Critic, Policy
+from trinity_buffer.trainer.policy import Critic, Policy, in_eval_mode
 from trinity_buffer.trainer.token_scores import stand_in
 
 
@@ -135,8 +135,8 @@ def prepare(
 ) -> dict[str, Any]:
     """Put everything into the micro-batches that the loss reads and the store does not hold.
 
-    Log-probabilities of the policy before the step, of reference and teacher, and values; then,
-    over the whole step, the penalty on rewards and the advantages.
+    Log-probabilities of the policy before the step, of reference and teacher, and values, all of
+    them without dropout; then, over the whole step, the penalty on rewards and the advantages.
 
     Args:
         step: changed in place.
@@ -149,11 +149,12 @@ def prepare(
     Raises:
         InvalidArgumentError: a tensor is missing; the message names it.
     """
-    for microbatch in step.microbatches:
-        if recompute_old_logprob:
-            microbatch.drop("old_logprob")
-        with noted(microbatch):
-            _score(microbatch, algorithm, models, recompute_old_logprob=recompute_old_logprob)
+    with in_eval_mode(models.policy, models.critic, models.reference, models.teacher):
+        for microbatch in step.microbatches:
+            if recompute_old_logprob:
+                microbatch.drop("old_logprob")
+            with noted(microbatch):
+                _score(microbatch, algorithm, models, recompute_old_logprob=recompute_old_logprob)
     metrics: dict[str, Any] = {}
     if algorithm.choices["kl_penalty_fn"].name != "none":
         metrics |= step.apply(lambda batch, layout: _penalize(algorithm, batch, layout))

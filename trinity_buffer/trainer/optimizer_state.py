@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.trainer.policy import all_finite
 from trinity_buffer.trainer.sharded import part_like
+
+_logger = logging.getLogger(__name__)
 
 
 class OptimizerState(NamedTuple):
@@ -56,8 +59,13 @@ class OptimizerState(NamedTuple):
         plain = all(value is None or math.isfinite(value) for value in self.numbers.values())
         return plain and all_finite([*self.tensors.values()])
 
-    def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put the state into ``optimizer``; of weights that ranks hold in parts, this rank's."""
+    def restore(self, optimizer: torch.optim.Optimizer, *, takes_groups: bool = True) -> None:
+        """Put the state into ``optimizer``; of weights that ranks hold in parts, this rank's.
+
+        Args:
+            takes_groups: its parameter groups take the saved settings, such as the learning rate;
+                a warning names those that were others. False: they keep their own.
+        """
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         state: dict[int, dict[str, Any]] = {}
         for key, value in (*self.tensors.items(), *self.numbers.items()):
@@ -66,7 +74,37 @@ class OptimizerState(NamedTuple):
             if isinstance(value, torch.Tensor) and value.shape == weights[index].shape:
                 value = part_like(value, weights[index])
             state.setdefault(index, {})[name] = value
-        optimizer.load_state_dict({"state": state, "param_groups": self.groups})
+        own = optimizer.state_dict()["param_groups"]
+        if takes_groups:
+            self._say_what_differs(optimizer, own)
+            groups = self.groups
+        else:
+            pairs = zip(own, self.groups, strict=True)
+            groups = [{**group, "params": saved["params"]} for group, saved in pairs]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _say_what_differs(
+        self, optimizer: torch.optim.Optimizer, own: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Name the settings of ``optimizer`` that those of the checkpoint replace."""
+        differing = [
+            f"param_groups[{number}][{name!r}] = {value!r} (not {mine!r})"
+            for number, (saved, group) in enumerate(zip(self.groups, own, strict=False))
+            for name, value in saved.items()
+            if name in group and name != "params" and (mine := _as_saved(group[name])) != value
+        ]
+        if differing:
+            _logger.warning(
+                "the settings of the given %s are those of the checkpoint: %s; to change them, "
+                "assign to optimizer.param_groups once the Trainer is made",
+                type(optimizer).__name__,
+                ", ".join(differing),
+            )
+
+
+def _as_saved(value: Any) -> Any:
+    """Return ``value`` as JSON gives it back: a list for a tuple."""
+    return json.loads(json.dumps(value, default=str))
 
 
 def _entries(state: Mapping[Any, Any], optimizer: str) -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -19,6 +20,34 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     flags = [tensor.detach().isfinite().all() for tensor in held]
     # An optimizer keeps its count of steps on the processor, and the rest beside the weights.
     return not flags or bool(torch.stack([flag.to(flags[-1].device) for flag in flags]).all())
+
+
+@contextmanager
+def in_eval_mode(*models: Any) -> Iterator[None]:
+    """Compute without dropout inside the context; afterwards each module has its own mode again.
+
+    Args:
+        models: modules, objects with a method ``modules()``, or objects that hold modules as their
+            attributes; None is passed over.
+    """
+    modules = {module for model in models for module in _modules_of(model) if module.training}
+    try:
+        for module in modules:
+            module.training = False  # not eval(), which a module may override to do more
+        yield
+    finally:
+        for module in modules:
+            module.training = True
+
+
+def _modules_of(model: Any) -> Iterator[nn.Module]:
+    find = getattr(model, "modules", None)
+    if find is not None:
+        yield from find()
+        return
+    for held in getattr(model, "__dict__", {}).values():
+        if isinstance(held, nn.Module):
+            yield from held.modules()
 
 
 class TokenScores(NamedTuple):

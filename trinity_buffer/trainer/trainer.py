@@ -57,7 +57,8 @@ class Trainer:
             `Policy`. It is trained in place; where there is a commit, it takes the weights of that.
         algorithm: what `trinity_buffer.algorithm.build` made.
         settings: everything else.
-        optimizer: of the model's parameters, at its own rates; None: AdamW, by ``settings``.
+        optimizer: of the model's parameters, at its own rates; after a restart those of the
+            checkpoint. None: AdamW, by ``settings`` as they are now.
         reference: a frozen model that divergences are measured from; None: a copy of ``model``.
         teacher: a frozen policy to distil; None: its log-probabilities are in the store, or the
             algorithm needs none.
@@ -118,7 +119,12 @@ class Trainer:
         critic = new_critic(policy) if self._algorithm.type.use_critic else None
         if resume is not None and resume.checkpoint is not None:
             return load_checkpoint(
-                resume.checkpoint, self._optimizer_of, policy, critic, rank=self._processes.rank
+                resume.checkpoint,
+                self._optimizer_of,
+                policy,
+                critic,
+                rank=self._processes.rank,
+                takes_groups=self._optimizer is not None,
             )
         pair = None if critic is None else (critic, self._optimizer_of(critic, is_critic=True))
         return TrainerState(policy, self._optimizer_of(policy), 0, GoneThrough(), pair)
