@@ -17,8 +17,8 @@ from trinity_buffer.pipeline.store import open_store
 
 NOBODY = 65534
 
-# A store of its own first: it imports all that this needs. The checkout and the environment may then
-# be closed to the user that the process becomes, as they are below /root.
+# A store of its own first: it imports all that this needs. The checkout and the environment may
+# then be closed to the user that the process becomes, as they are below /root.
 STEP_DOWN_AND_OPEN = f"""
 import os, sys, tempfile, anyio
 import trinity_buffer.pipeline.store as s
