@@ -47,7 +47,8 @@ def scripted() -> Starlette:
         "logprobs": {"content": [{"token": "word", "logprob": -0.5} for _ in range(TOKENS)]},
     }
     answer = {"id": "x", "object": "chat.completion", "choices": [choice]}
-    body = json.dumps({**answer, "prompt_token_ids": list(range(64))}).encode()
+    counts = {"usage": {"completion_tokens": TOKENS}}
+    body = json.dumps({**answer, **counts, "prompt_token_ids": list(range(64))}).encode()
 
     async def chat(_: Request) -> Response:
         await anyio.sleep(DELAY_S)  # what is measured against

@@ -102,6 +102,33 @@ async def test_an_answer_that_cannot_be_trained_is_refused(url: str, vllm: VLLM,
         assert (await model.chat(HELLO)).finish_reason
 
 
+async def test_an_answer_that_lacks_sampled_tokens_is_refused(
+    url: str, vllm: VLLM, tiny: Path
+) -> None:
+    vllm.drops = 1
+    both = r"sampled 3 tokens .* answered with 2 token ids"
+    async with asking(url, max_tokens=3) as model:
+        with pytest.raises(InferenceServerError, match=both):
+            await model.chat(HELLO)
+        with pytest.raises(InferenceServerError, match=both):
+            await model.complete([1])
+    async with asking(url, dialect="sglang", tokenizer=str(tiny), max_tokens=3) as model:
+        with pytest.raises(InferenceServerError, match=both):
+            await model.complete([1])
+    async with asking(url, max_tokens=3, require_ids=False) as model:
+        assert len((await model.complete([1])).token_ids) == 2
+
+
+async def test_a_server_that_counts_no_tokens_is_named_once(
+    url: str, vllm: VLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm.forgets = {"usage"}
+    async with asking(url) as model:
+        for _ in range(2):
+            assert (await model.complete([1])).token_ids
+    assert caplog.text.count(f"{url} does not say how many tokens it sampled") == 1
+
+
 @pytest.mark.parametrize(
     "bent",
     [

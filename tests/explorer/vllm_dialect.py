@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,13 @@ from starlette.routing import Route
 from trinity_buffer.explorer.conversation import Completion
 from trinity_buffer.explorer.local_model import LocalModel
 
-USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
-
 
 class VLLM:
     """What such a server does with a model.
 
     Attributes:
         forgets: keys that its answers lack, as of a server that does not know them.
+        drops: tokens at the end of each choice that its answers lack, with their log-probs.
         asked: bodies of the requests for completions.
         said: paths of the control endpoints, in the order they were called.
         before_answer: called before a completion leaves.
@@ -43,6 +43,7 @@ class VLLM:
         self.model = LocalModel(folder, max_tokens=8)
         self.version = "0"
         self.forgets: set[str] = set()
+        self.drops = 0
         self.asked: list[dict[str, Any]] = []
         self.said: list[str] = []
         self.before_answer: list[Any] = []
@@ -94,6 +95,9 @@ class VLLM:
 
     def _answer(self, body: dict[str, Any], many: list[Completion], kind: str) -> Response:
         top = {"id": "x", "object": kind, "created": 1, "model": "tiny"}
+        said = sum(len(made.token_ids) for made in many)
+        usage = None if "usage" in self.forgets else _usage(len(many[0].prompt_ids), said)
+        many = [self._dropping(made) for made in many]
         choices = [self._choice(body, index, made) for index, made in enumerate(many)]
         if body.get("return_token_ids"):
             for part in [top] if "messages" in body else choices:
@@ -102,13 +106,19 @@ class VLLM:
             for key in self.forgets:
                 part.pop(key, None)
         if body.get("stream"):
-            usage = (body.get("stream_options") or {}).get("include_usage")
-            chunks = self._chunks(top, choices, USAGE if usage else None)
+            wanted = (body.get("stream_options") or {}).get("include_usage")
+            chunks = self._chunks(top, choices, usage if wanted else None)
             return StreamingResponse(chunks, media_type="text/event-stream")
         if body.get("stream_options"):
             told = "Stream options can only be defined when `stream=True`."
             return JSONResponse({"error": {"message": told}}, status_code=400)
-        return JSONResponse({**top, "choices": choices, "usage": USAGE})
+        return JSONResponse({**top, "choices": choices, "usage": usage})
+
+    def _dropping(self, made: Completion) -> Completion:
+        end = len(made.token_ids) - self.drops
+        return replace(
+            made, token_ids=made.token_ids[:end], logprobs=list(made.logprobs or ())[:end]
+        )
 
     def _choice(self, body: dict[str, Any], index: int, made: Completion) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": made.finish_reason}
@@ -157,8 +167,11 @@ class VLLM:
         body = await request.json()
         most = body["sampling_params"].get("max_new_tokens")
         made = await self._made(body, self.model.complete(body["input_ids"], max_tokens=most))
+        said = len(made.token_ids)
+        made = self._dropping(made)
         pairs = zip(made.logprobs or (), made.token_ids, strict=True)
         meta = {
+            "completion_tokens": said,
             "finish_reason": {"type": made.finish_reason},
             "weight_version": self.version,
             "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
@@ -218,6 +231,11 @@ class VLLM:
     def _load(self, path: str) -> None:
         """Take the weights at ``path``, and fail where there are none."""
         self.model = self.model.load(path)
+
+
+def _usage(prompt: int, completion: int) -> dict[str, int]:
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+    return {**counts, "total_tokens": prompt + completion}
 
 
 @contextmanager

@@ -155,8 +155,8 @@ async def test_a_stream_brings_the_same_and_is_recorded(
             )
         ]
     last = chunks.pop()
-    assert (last.choices, last.usage and last.usage.total_tokens) == ([], 7)
     (turn,) = await stored(store_url, "agent.turns")
+    assert (last.choices, last.usage and last.usage.total_tokens) == ([], turn.length)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert turn.messages is not None
     assert text == turn.messages[-1]["content"]

@@ -218,6 +218,81 @@ async def test_an_answer_that_is_none_is_told_as_the_upstreams_fault(
     assert await stored(sqlite_store_url, "agent.turns") == []
 
 
+def lines(answer: Any) -> list[Any]:
+    """Return what a stream says, without its end."""
+    *said, end = answer.text.strip().split("\n\n")
+    assert end == "data: [DONE]"
+    return [json.loads(one.removeprefix("data: ")) for one in said]
+
+
+def usage(tokens: int) -> dict[str, Any]:
+    return {"usage": {"completion_tokens": tokens}}
+
+
+async def test_an_answer_that_lacks_sampled_tokens_is_no_turn(
+    store_url: str, upstream: str, scripted: Scripted
+) -> None:
+    both = "sampled 3 tokens (completion_tokens) and answered with 2 token ids"
+    async with recording(store_url, upstream) as url:
+        scripted.answer = {**whole(choice()), **usage(3)}
+        told = await chat(url, "t/0")
+        assert (told.status_code, both in told.text) == (502, True)
+        for ends in ([{**piece("stop"), **usage(3)}], [piece("stop"), {**whole(), **usage(3)}]):
+            scripted.chunks = [*ends, "[DONE]"]
+            *_, last = (await chat(url, "t/0", stream=True)).text.strip().split("\n\n")
+            assert both in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert (await reward(url, "t/0", 1.0)).status_code == 400  # nothing was said in it
+    assert await stored(store_url, "agent.turns") == []
+
+
+async def test_of_several_choices_all_tokens_are_counted(
+    sqlite_store_url: str, upstream: str, scripted: Scripted
+) -> None:
+    many = whole(choice(), choice(index=1))
+    async with recording(sqlite_store_url, upstream) as url:
+        for sampled, status in ((2, 502), (3, 502), (4, 200)):
+            scripted.answer = {**many, **usage(sampled)}
+            assert (await chat(url, "t/0", n=2)).status_code == status
+    assert len(await stored(sqlite_store_url, "agent.turns")) == 2
+
+
+@pytest.mark.parametrize("logprobs", [None, {"content": [LOGPROB]}, {"content": [LOGPROB] * 3}])
+async def test_ids_need_a_log_prob_each(
+    sqlite_store_url: str, upstream: str, scripted: Scripted, logprobs: Any
+) -> None:
+    async with recording(sqlite_store_url, upstream) as url:
+        scripted.answer = whole(choice(logprobs=logprobs))
+        assert (await chat(url, "t/0")).status_code == 502
+        scripted.chunks = [piece("stop", logprobs=logprobs), "[DONE]"]
+        assert "2 ids and" in (await chat(url, "t/0", stream=True)).text
+    assert await stored(sqlite_store_url, "agent.turns") == []
+
+
+async def test_the_usage_of_a_stream_goes_to_who_asked_for_it(
+    sqlite_store_url: str, upstream: str, scripted: Scripted
+) -> None:
+    scripted.chunks = [{**piece(), **usage(2)}, piece("stop"), {**whole(), **usage(4)}, "[DONE]"]
+    options = {"continuous_usage_stats": True}
+    async with recording(sqlite_store_url, upstream) as url:
+        for asks in ({}, {"stream_options": options}, {"stream_options": None}):
+            chunks = lines(await chat(url, "t/0", stream=True, **asks))
+            assert [(len(one["choices"]), "usage" in one) for one in chunks] == [(1, False)] * 2
+        options["include_usage"] = True
+        *_, last = lines(await chat(url, "t/0", stream=True, stream_options=options))
+        assert (last["choices"], last["usage"]) == ([], {"completion_tokens": 4})
+        wrong = await chat(url, "t/0", stream=True, stream_options=[1])
+        assert (wrong.status_code, "stream_options" in wrong.text) == (400, True)
+
+
+async def test_an_upstream_that_counts_no_tokens_is_named_once(
+    sqlite_store_url: str, upstream: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with recording(sqlite_store_url, upstream) as url:
+        for _ in range(2):
+            assert (await chat(url, "t/0")).status_code == 200
+    assert caplog.text.count(f"{upstream} does not say how many tokens it sampled") == 1
+
+
 async def test_a_request_of_the_wrong_form_is_refused_before_it_is_passed_on(
     sqlite_store_url: str, upstream: str, scripted: Scripted
 ) -> None:

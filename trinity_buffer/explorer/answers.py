@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
 from trinity_buffer.explorer.conversation import Completion
+
+_LOG = logging.getLogger(__name__)
 
 ASKED_FOR_CHAT = {"logprobs": True, "return_token_ids": True}
 """Keys of a chat request that make vLLM answer with ids and log-probs."""
@@ -95,6 +99,42 @@ def require_ids(completion: Completion, url: str, remedy: str = LEAVE_OUT) -> No
     raise InferenceServerError(
         f"{url} answered with {has}: to train on it, all must be there, and text is never "
         f"tokenised again. vLLM returns them from 0.10.2 on; {remedy}"
+    )
+
+
+def require_all_sampled(
+    answer: Mapping[str, Any],
+    completions: Sequence[Completion],
+    url: str,
+    remedy: str = LEAVE_OUT,
+) -> None:
+    """Return if the choices of an answer hold as many ids as the server says it sampled.
+
+    What parses reasoning and tool calls in a server may drop tokens of a stream. Of a server that
+    says no number, a warning tells once.
+
+    Raises:
+        InferenceServerError: they hold more or fewer; the message ends with the ``remedy``.
+    """
+    usage = answer.get("usage") or answer.get("meta_info")
+    sampled = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
+    ids = sum(len(one.token_ids) for one in completions)
+    if sampled is None:
+        _warn_of_no_usage(url)
+    elif sampled != ids:
+        raise InferenceServerError(
+            f"{url} sampled {sampled!r:.40} tokens (completion_tokens) and answered with {ids} "
+            "token ids, which is not what the model said. A stream may lose tokens where the "
+            f"server parses reasoning or tool calls: ask without stream. {remedy}"
+        )
+
+
+@cache  # once for a server
+def _warn_of_no_usage(url: str) -> None:
+    _LOG.warning(
+        "%s does not say how many tokens it sampled (usage.completion_tokens): should its answers "
+        "lack token ids, that cannot be noticed",
+        url,
     )
 
 

@@ -13,6 +13,7 @@ from trinity_buffer.explorer.answers import (
     chat_completion,
     generated,
     pinned,
+    require_all_sampled,
     require_ids,
     require_sampled,
     text_completion,
@@ -95,7 +96,7 @@ class OpenAIModel:
             body["tools"] = [dict(tool) for tool in tools]
         before = await self._weights()
         answer = await self._asked("/v1/chat/completions", body, max_tokens)
-        return await self._checked(chat_completion(answer, _first(answer)), before)
+        return await self._checked(answer, chat_completion(answer, _first(answer)), before)
 
     async def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int | None = None
@@ -112,7 +113,7 @@ class OpenAIModel:
         answer = await self._asked(
             "/v1/completions", {"prompt": given, **ASKED_FOR_TEXT}, max_tokens
         )
-        return await self._checked(text_completion(answer, _first(answer)), before)
+        return await self._checked(answer, text_completion(answer, _first(answer)), before)
 
     async def close(self) -> None:
         """Let go of the connections."""
@@ -142,14 +143,19 @@ class OpenAIModel:
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
         answer = await self.server.post("/generate", body)
         made = replace(generated(answer, prompt), logprobs_mode=self._logprobs_mode)
-        if self._require_ids:
-            require_ids(made, self.server.root)
+        self._require_whole(answer, made)
         return made
 
-    async def _checked(self, made: Completion, before: str | None) -> Completion:
-        """Return a completion that says which weights made it, if it may be trained."""
+    def _require_whole(self, answer: Mapping[str, Any], made: Completion) -> None:
         if self._require_ids:
             require_ids(made, self.server.root)
+            require_all_sampled(answer, [made], self.server.root)
+
+    async def _checked(
+        self, answer: Mapping[str, Any], made: Completion, before: str | None
+    ) -> Completion:
+        """Return a completion that says which weights made it, if it may be trained."""
+        self._require_whole(answer, made)
         after = before if before is None else await self._weights()
         return replace(
             made,

@@ -25,7 +25,7 @@ from trinity_buffer.errors import (
     StoreError,
     TrinityBufferError,
 )
-from trinity_buffer.explorer.answers import require_ids, require_sampled
+from trinity_buffer.explorer.answers import require_all_sampled, require_ids, require_sampled
 from trinity_buffer.explorer.server import Server
 from trinity_buffer.recorder.recording import Recording, Rollout, Said
 from trinity_buffer.recorder.upstream import (
@@ -36,9 +36,11 @@ from trinity_buffer.recorder.upstream import (
     asked_of_upstream,
     completions_of,
     event,
+    is_usage,
     require_request,
     stripped,
     understanding,
+    wants_usage,
 )
 
 HEADER = "x-trinity-rollout"
@@ -64,6 +66,9 @@ MUST_RETURN = (
     "where the request says return_token_ids"
 )
 """What one may do about an upstream whose answers lack ids."""
+
+NO_TURN = "nothing of this answer is stored"
+"""What became of an answer that lacks tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,9 +220,7 @@ class Recorder:
             return _error(499, "the client went away: it never saw the answer, which is no turn")
         await self._record(path, answer, body, rollout)
         if body.get("stream"):
-            options = body.get("stream_options")
-            usage = isinstance(options, dict) and bool(options.get("include_usage"))
-            pieces = [*as_chunks(stripped(answer, body), usage=usage), DONE]
+            pieces = [*as_chunks(stripped(answer, body), usage=wants_usage(body)), DONE]
             return Response(b"".join(pieces), headers=headers, media_type="text/event-stream")
         return JSONResponse(stripped(answer, body), headers=headers)
 
@@ -246,6 +249,7 @@ class Recorder:
             made = [replace(one, logprobs_mode=mode) for one in completions_of(path, answer)]
         for one in made:
             require_ids(one, self._upstream.root, MUST_RETURN)
+        require_all_sampled(answer, made, self._upstream.root, NO_TURN)
         messages, tools = body.get("messages") or (), body.get("tools") or ()
         turns = [Said(messages, tools, one) for one in made]
         # Whoever hangs up now has asked for it all the same.
@@ -265,7 +269,10 @@ class Recorder:
             async for chunk in self._upstream.chunks(path, asked):
                 with understanding(self._upstream.root):
                     ends = whole.take(chunk)
+                    is_ours = is_usage(chunk) and not wants_usage(body)
                     piece = event(stripped(chunk, body))
+                if is_ours:
+                    continue
                 if ends or not chunk.get("choices"):
                     held.append(piece)
                 else:

@@ -30,6 +30,8 @@ def require_request(body: Any) -> None:
     """
     if not isinstance(body, dict):
         raise InvalidArgumentError("a request must be a JSON object")
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise InvalidArgumentError("stream_options must be a JSON object")
     for key in ("messages", "tools"):
         if not _is_objects(body.get(key)):
             raise InvalidArgumentError(f"{key} must be a list of JSON objects")
@@ -64,13 +66,26 @@ def understanding(root: str) -> Iterator[None]:
 
 def asked_of_upstream(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request that brings ids and log-probs, with no default left to the server."""
-    asked = dict(ASKED_FOR_CHAT if path == CHAT else ASKED_FOR_TEXT)
+    asked: dict[str, Any] = dict(ASKED_FOR_CHAT if path == CHAT else ASKED_FOR_TEXT)
     if body.get("logprobs"):
         asked.pop("logprobs")  # the client wants as many as it says
     if body.get("tools") and body.get("stream"):
         asked["stream"] = False  # a streamed tool call would lose its ids
         body = {key: value for key, value in body.items() if key != "stream_options"}
+    elif body.get("stream"):
+        # By its count of tokens, lost ids are noticed.
+        asked["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
     return {**pinned(body), **asked}
+
+
+def wants_usage(body: Mapping[str, Any]) -> bool:
+    """Return whether a client asks that its stream ends with the usage."""
+    return bool((body.get("stream_options") or {}).get("include_usage"))
+
+
+def is_usage(chunk: Mapping[str, Any]) -> bool:
+    """Return whether a chunk of a stream brings nothing but the usage."""
+    return bool(chunk.get("usage")) and not chunk.get("choices")
 
 
 def completions_of(path: str, answer: Mapping[str, Any]) -> list[Completion]:
@@ -96,6 +111,7 @@ def stripped(answer: dict[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
     """Take out of an answer, or a chunk of one, what the client has not asked for."""
     gone = [] if body.get("return_token_ids") else [*OURS]
     gone += [] if body.get("logprobs") else ["logprobs"]
+    gone += ["usage"] if body.get("stream") and not wants_usage(body) else []
     for part in (answer, *(answer.get("choices") or ())):
         for key in gone:
             part.pop(key, None)
@@ -147,6 +163,8 @@ class StreamedAnswer:
             raise ValueError(f"it broke off by {json.dumps(chunk['error']):.300}")
         if chunk.get("prompt_token_ids"):
             self._top["prompt_token_ids"] = chunk["prompt_token_ids"]
+        if chunk.get("usage"):
+            self._top["usage"] = chunk["usage"]
         ends = False
         for part in chunk.get("choices") or ():
             ends = self._take_choice(part) or ends
