@@ -13,6 +13,7 @@ TrinityBufferError
 ├── TrainingError (RuntimeError)        a run that cannot go on: more of the same would not mend it
 │   └── NonFiniteError                  a loss, gradient or weight that is NaN or infinite
 ├── InferenceServerError (ConnectionError)  no answer of a server, or one that cannot be trained
+│   └── RefusedRequestError             an answer that would be the same if it was asked again
 ├── CodecError (ValueError)             bytes that are not ours, or damaged
 │   └── CodecVersionError               bytes of a newer version
 └── StoreError (RuntimeError)
@@ -99,6 +100,16 @@ class InferenceServerError(TrinityBufferError, ConnectionError):
     """An inference server gave no answer, or one that cannot be used; trying again may mend it."""
 
     __str__ = Exception.__str__
+
+
+class RefusedRequestError(InferenceServerError):
+    """An inference server refused a request, with a status 4xx; the same again will be refused.
+
+    Attributes:
+        status: the server's answer.
+    """
+
+    status: int = 400
 
 
 class CodecError(TrinityBufferError, ValueError):

@@ -105,7 +105,10 @@ class ExploringConfig(Section):
     concurrency: int = Field(32, ge=1, description="concurrent rollouts of one explorer")
     timeout_s: float | None = Field(None, gt=0, description="time limit of one rollout; null: none")
     attempts: int = Field(
-        3, ge=1, description="tries of a rollout that loses its connection or exceeds `timeout_s`"
+        3,
+        ge=1,
+        description="tries of a rollout that loses its connection, exceeds `timeout_s`, or returns "
+        "what the store refuses",
     )
     on_failure: Literal["raise", "leave_out"] = Field(
         "raise",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import math
 from collections.abc import (
     AsyncIterator,
@@ -21,7 +22,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
@@ -31,7 +31,13 @@ from typing import Any, Literal, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from trinity_buffer.errors import BatchTakenError, InvalidArgumentError, TrainingError
+from trinity_buffer.errors import (
+    BatchTakenError,
+    InvalidArgumentError,
+    InvalidExperienceError,
+    RefusedRequestError,
+    TrainingError,
+)
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.acknowledgements import Acknowledgements
 from trinity_buffer.explorer.explorer import BatchReport
@@ -40,9 +46,13 @@ from trinity_buffer.explorer.weights import Loadable, Weights
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.own_code import kind_of
 from trinity_buffer.pipeline.background import running, task_group
+from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.spoken_wait import one_line
 from trinity_buffer.pipeline.writing.planning import require_same_contents
 from trinity_buffer.store.rows import BatchRow
+
+_logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -54,6 +64,9 @@ DIGEST_BYTES = 16
 
 BATCHES_PER_LOOK = 256
 """Of how many batches one query asks who has them."""
+
+REFUSED_TO_ALL = (401, 403, 404)
+"""Statuses of a server that every rollout would get: a wrong key, URL or name of a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +81,13 @@ class ExploreOptions:
         concurrency: rollouts at the same time; a kill of the process loses at most this many.
         timeout_s: seconds that one attempt at a rollout may take; then it is a TimeoutError.
         attempts: how often a rollout is tried while it fails with an error of ``retry_on``.
-        retry_on: errors that another attempt may mend, TimeoutError among them. Any other error
-            ends `explore` at once.
+        retry_on: errors that another attempt may mend: TimeoutError among them, and that the store
+            refuses what the rollout returned. Any other error ends `explore` at once. What a server
+            has refused is not tried again (see `RefusedRequestError`).
         retry_delay_s: seconds before the second attempt; doubled before each one after it.
         on_failure: what becomes of a rollout whose last attempt failed too: ``"raise"`` ends
             `explore`, and the next one makes what is missing; ``"leave_out"`` seals the batch
-            without it.
+            without it, and warns.
         max_batches: end after this call has begun so many batches; None: at the end of the list.
         acknowledgements: file that records what the store has acknowledged; None: no file.
         report: called with each batch once it is sealed.
@@ -85,7 +99,7 @@ class ExploreOptions:
     concurrency: int = 32
     timeout_s: float | None = None
     attempts: int = 3
-    retry_on: tuple[type[Exception], ...] = (OSError,)
+    retry_on: tuple[type[Exception], ...] = (OSError, InvalidExperienceError)
     retry_delay_s: float = 1.0
     on_failure: Literal["raise", "leave_out"] = "raise"
     max_batches: int | None = None
@@ -154,7 +168,8 @@ async def explore(
     Raises:
         ConflictingPlanError: these batches were planned with other tasks or other sizes.
         InvalidArgumentError: a rollout is not async, or returned something else than experiences.
-        InvalidExperienceError: a rollout returned an invalid experience.
+        InvalidExperienceError: a rollout returned an invalid experience, at each attempt.
+        InferenceServerError: a server gave a rollout no answer, at each attempt.
         TrainingError: a rollout was cancelled from within.
     """
     sizes = ("groups_per_batch", "rollouts_per_group")
@@ -296,10 +311,6 @@ class _Exploration:
     async def _make(self, batch: _Batch, run: EID) -> None:
         """Make one run and write it; seal the batch after its last one."""
         made = await self._attempted(run)
-        if made:
-            receipt = await self._writer.write(made)
-            if self._acknowledgements is not None:
-                self._acknowledgements.note(receipt)
         # Only now: so a kill costs no more rollouts than run at the same time.
         self._slots.release()
         batch.take(made)
@@ -307,18 +318,47 @@ class _Exploration:
             await self._seal(batch)
 
     async def _attempted(self, run: EID) -> list[Experience]:
-        """Return the experiences of a run; none if it is to be left out."""
+        """Return the experiences of a run, which are stored; none if it is left out."""
         options = self._options
-        for attempt in range(options.attempts - 1):
-            with suppress(*options.retry_on):
-                return await self._once(run)
-            await anyio.sleep(options.retry_delay_s * 2**attempt)
-        try:
-            return await self._once(run)
-        except options.retry_on:
-            if options.on_failure == "leave_out":
+        attempts = 1
+        while isinstance(made := await self._attempt(run), Exception):
+            if attempts == options.attempts or isinstance(made, RefusedRequestError):
+                self._leave_out(run, made, attempts)
                 return []
-            raise
+            await anyio.sleep(options.retry_delay_s * 2 ** (attempts - 1))
+            attempts += 1
+        return made
+
+    def _leave_out(self, run: EID, failure: Exception, attempts: int) -> None:
+        is_of_all = isinstance(failure, RefusedRequestError) and failure.status in REFUSED_TO_ALL
+        if self._options.on_failure == "raise" or is_of_all:
+            raise failure
+        why = f"{type(failure).__name__}: {failure}"
+        _logger.warning(
+            "%s",
+            one_line(f"rollout {run.rid} is left out after {counted(attempts, 'attempt')}: {why}"),
+        )
+
+    async def _attempt(self, run: EID) -> list[Experience] | Exception:
+        """Return the experiences of a run, which are stored, or an error of ``retry_on``."""
+        try:
+            made = await self._once(run)
+        except self._options.retry_on as error:
+            return error
+        try:
+            await self._write(made)
+        except InvalidArgumentError as error:  # of what was made; others are not the rollout's
+            error.add_note(f"in the rollout {run.rid}")
+            if not isinstance(error, self._options.retry_on):
+                raise
+            return error
+        return made
+
+    async def _write(self, made: Sequence[Experience]) -> None:
+        if made:
+            receipt = await self._writer.write(made)
+            if self._acknowledgements is not None:
+                self._acknowledgements.note(receipt)
 
     async def _once(self, run: EID) -> list[Experience]:
         model, version = self._model, None

@@ -7,10 +7,17 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Literal, Self
 
-from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
+from trinity_buffer.errors import (
+    InferenceServerError,
+    InvalidArgumentError,
+    RefusedRequestError,
+)
 from trinity_buffer.extras import extra
 
 NOT_FOUND = 404
+
+WAIT_AND_ASK_AGAIN = (408, 429)
+"""Statuses 4xx that blame the server's load, not the request."""
 
 Dialect = Literal["vllm", "sglang"]
 
@@ -57,7 +64,7 @@ class Server:
         """Return the answer to a POST of ``body`` to ``path``.
 
         Raises:
-            InferenceServerError: it cannot be reached, or refuses.
+            InferenceServerError: it cannot be reached, or refuses (see `RefusedRequestError`).
         """
         return await self._ask("POST", path, body or {}, query)
 
@@ -76,7 +83,7 @@ class Server:
         if answer.status_code == NOT_FOUND and method == "GET":
             return None
         if answer.is_error:
-            raise InferenceServerError(f"{answer.url}: {answer.status_code} {answer.text[:300]}")
+            raise _refusal(str(answer.url), answer.status_code, answer.text)
         return _json(answer)
 
     async def _sent(
@@ -117,7 +124,7 @@ class Server:
             async with self._client.stream("POST", url, json=dict(body)) as answer:
                 if answer.is_error:
                     text = (await answer.aread()).decode(errors="replace")
-                    raise InferenceServerError(f"{url}: {answer.status_code} {text[:300]}")
+                    raise _refusal(url, answer.status_code, text)
                 async for line in answer.aiter_lines():
                     data = line.removeprefix("data: ")
                     is_done = is_done or data == "[DONE]"
@@ -151,6 +158,16 @@ class Server:
     async def close(self) -> None:
         """Let go of the connections."""
         await self._client.aclose()
+
+
+def _refusal(url: str, status: int, text: str) -> InferenceServerError:
+    """Return the error for an answer that is none; only some may be asked for again."""
+    message = f"{url}: {status} {text[:300]}"
+    if not 400 <= status < 500 or status in WAIT_AND_ASK_AGAIN:
+        return InferenceServerError(message)
+    error = RefusedRequestError(message)
+    error.status = status
+    return error
 
 
 def _json(answer: Any) -> Any:
