@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,31 @@ def test_another_explorer_brings_nothing_of_one_that_is_gone(cli: Cli, sqlite_ur
     assert found["remedy"] == (
         "start explorer 'e0' again, which generates what is missing; or seal the batch as it is"
     )
+
+
+def test_a_trainer_that_publishes_no_weights_is_named(
+    cli: Cli, sqlite_url: str, tmp_path: Path
+) -> None:
+    async def train(steps: int, *, publishes: bool) -> None:
+        async with opened(sqlite_url, max_staleness=1, rollouts_per_group=4) as experiment:
+            for step in range(steps):
+                batch = f"{publishes}{step}"
+                await experiment.writer("e0").write(group(batch=batch))
+                await run_strategy(experiment, "grpo")
+                async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
+                    (weights := tmp_path / batch).write_text("w")
+                    await stream.commit(await anext(stream), weights, None if publishes else False)
+
+    anyio.run(partial(train, 2, publishes=False))
+    (found,) = stuck(cli, sqlite_url)
+    assert found["what"] == (
+        "trainer 'trainer' has committed step 2, and the newest published weights are those of "
+        "version 0, so that max_staleness=1 cannot hold; the newest rollout was made with version 0"
+    )
+    assert found["since"] > 1.7e9
+    assert found["remedy"].startswith("commit(step, checkpoint=PATH) publishes the checkpoint")
+    anyio.run(partial(train, 1, publishes=True))
+    assert stuck(cli, sqlite_url) == []
 
 
 def test_a_trainer_that_waits_for_a_set_is_stuck_since_it_began(cli: Cli, sqlite_url: str) -> None:

@@ -21,6 +21,8 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.history.replay import recorded_end
+from trinity_buffer.pipeline.proof.checkpoint import digest_of
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.pipeline.verifying.verify import verify
@@ -163,6 +165,45 @@ async def test_a_commit_takes_in_every_step_before_it_and_is_one_event(
         assert policy.version == 3
 
 
+async def test_a_checkpoint_is_the_new_policy_unless_the_commit_says_otherwise(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with annotated(store_url) as experiment, experiment.train_stream(**OPTIONS) as stream:
+        first, second, third, last = [await anext(stream) for _ in range(4)]
+        saved = checkpoint_of(tmp_path, 1)
+        for _ in range(2):  # the same again is a no-op
+            await stream.commit(first, saved)
+        policy = await experiment.newest_policy()
+        assert policy is not None
+        assert (policy.version, policy.uri) == (1, str(saved))
+        (commit,) = [e async for e in experiment.events(kinds=["StepsCommitted"])]
+        assert policy.digest == commit.body["checkpoint_digest"]
+        await stream.commit(second, checkpoint_of(tmp_path, 2), policy=False)
+        with pytest.raises(InvalidArgumentError, match="without a policy"):
+            await stream.commit(second, tmp_path / "step-2")
+        await stream.commit(third)
+        assert await experiment.newest_policy() == policy
+        other = checkpoint_of(tmp_path, 4) / "weights"
+        with pytest.raises(InvalidArgumentError, match="policy=True: leave it out"):
+            await stream.commit(last, other.parent, policy=True)  # type: ignore[arg-type]
+        await stream.commit(last, other.parent, policy=other)
+        newest = await experiment.newest_policy()
+        assert newest is not None
+        assert (newest.version, newest.uri) == (4, str(other))
+
+
+async def test_a_replay_compares_no_weights_with_a_checkpoint_that_was_published_whole(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with annotated(store_url) as experiment, experiment.train_stream(**OPTIONS) as stream:
+        first, second = [await anext(stream) for _ in range(2)]
+        await stream.commit(first, checkpoint_of(tmp_path, 1))
+        assert (await recorded_end(experiment, "trainer", 1)).digest is None
+        weights = checkpoint_of(tmp_path, 2) / "weights"
+        await stream.commit(second, weights.parent, policy=weights)
+        assert (await recorded_end(experiment, "trainer", 2)).digest == digest_of(weights)
+
+
 async def test_what_cannot_be_committed_changes_nothing(store_url: str, tmp_path: Path) -> None:
     async with annotated(store_url) as experiment, experiment.train_stream(**OPTIONS) as stream:
         step = await anext(stream)
@@ -296,7 +337,7 @@ async def test_a_checkpoint_of_a_step_that_is_committed_without_it_is_refused(
                 await stream.commit(second, late)  # covered by the commit of the third
             with pytest.raises(InvalidArgumentError, match=r"step-1: .*with .*step-3"):
                 await stream.commit(third, late)
-            with pytest.raises(InvalidArgumentError, match="without a policy"):
+            with pytest.raises(InvalidArgumentError, match=r"with policy .*step-1.*with .*step-3"):
                 await stream.commit(third, policy=late / "weights")
             await stream.commit(third, str(tmp_path / "step-3"))  # the same again
             await stream.commit(third)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import anyio
 import pytest
 
-from tests.contract.making import kinds, opened
+from tests.contract.making import group, kinds, opened
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 
 
 @pytest.mark.parametrize(("own", "behind"), [(5, 2), (0, 7)])
@@ -31,3 +35,48 @@ async def test_weights_that_grow_too_old_while_they_wait_are_refused(store_url: 
             tasks.start_soon(other.publish_policy, 1, "weights-1")
             with pytest.raises(InvalidArgumentError, match="load the weights of version 1"):
                 await experiment.writer("e0").plan("c", [0], 1, policy_version=0)
+
+
+@pytest.mark.parametrize(
+    ("bound", "own", "said"),
+    [
+        (None, 0, "has committed step 2, and the newest published weights are those of version 0:"),
+        (2, 0, "step 3, .* of version 0, so that max_staleness=2 cannot hold: commit(step, "),
+        (2, None, "step 3, .* of version 0, so that max_staleness=2 cannot hold: commit(step, "),
+        (None, None, ""),  # who generates with what is not known
+    ],
+)
+async def test_an_explorer_says_once_that_steps_are_committed_and_no_weights_come(
+    store_url: str,
+    caplog: pytest.LogCaptureFixture,
+    bound: int | None,
+    own: int | None,
+    said: str,
+) -> None:
+    async with opened(store_url, max_staleness=bound, rollouts_per_group=4) as experiment:
+        writer, spoken = experiment.writer("e0"), list[str]()
+        for step in range(5):
+            await writer.plan(f"b{step}", [0], 4, policy_version=own)
+            spoken = [line for line in caplog.messages if "published weights" in line]
+            due = said and step > max(bound or 0, 1)
+            assert len(spoken) == bool(due), step
+            await writer.write(group(batch=f"b{step}"))
+            await run_strategy(experiment, "grpo")
+            async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
+                await stream.commit(await anext(stream))
+    assert all(re.search(said.replace("(", r"\("), line) for line in spoken)
+
+
+async def test_published_weights_need_no_word(
+    store_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(store_url, max_staleness=1, rollouts_per_group=4) as experiment:
+        writer = experiment.writer("e0")
+        for step in range(4):
+            await writer.plan(f"b{step}", [0], 4, policy_version=step)
+            await writer.write(group(batch=f"b{step}"))
+            await run_strategy(experiment, "grpo")
+            async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
+                (weights := tmp_path / f"step-{step}").write_text(str(step))
+                await stream.commit(await anext(stream), weights)
+    assert "published weights" not in caplog.text

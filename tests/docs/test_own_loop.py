@@ -1,4 +1,4 @@
-"""The loop that the page about training prints resumes with the weights of an undisturbed one."""
+"""The loop that the page about training prints resumes, and explorers follow its weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import trinity_buffer as tb
+from trinity_buffer.demo.tiny_model import make_tiny_model
+from trinity_buffer.explorer.local_model import load_causal_lm
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 (LOOP,) = re.findall(
@@ -22,19 +24,16 @@ Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 
 
 def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    scores = model(batch["input_ids"]).squeeze(-1)
-    loss: torch.Tensor = (scores * batch["advantages"] * batch["action_mask"]).sum()
+    scores = tb.token_scores(model, batch).logprob
+    loss: torch.Tensor = -(scores * batch["advantages"] * batch["action_mask"]).sum()
     return loss
 
 
-def train(loss: Loss, url: str, folder: Path) -> dict[str, torch.Tensor]:
-    """Run the printed loop in a fresh model; return its weights."""
+def train(loss: Loss, url: str, folder: Path, start: Path) -> None:
+    """Run the printed loop."""
     names: dict[str, Any] = {"my_loss": loss, "Path": Path}
     exec(LOOP, names)
-    torch.manual_seed(0)
-    model = torch.nn.Embedding(16, 1)
-    names["train"](model, url, folder)
-    return model.state_dict()
+    names["train"](start, url, folder)
 
 
 async def fill(url: str) -> None:
@@ -47,22 +46,44 @@ async def fill(url: str) -> None:
         await tb.run_strategy(experiment, "grpo")
 
 
-def test_the_loop_of_the_page_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+def weights(url: str) -> tuple[int, Any]:
+    """Return the version that explorers are offered, and what they generate with then."""
+
+    async def newest() -> tuple[int, str]:
+        async with tb.open_store(url) as store:
+            policy = await (await store.experiment("sort")).newest_policy()
+            assert policy is not None
+            return policy.version, policy.uri
+
+    version, uri = anyio.run(newest)
+    return version, load_causal_lm(uri).state_dict()
+
+
+@pytest.mark.long
+def test_the_loop_of_the_page_goes_on_from_what_it_saved_and_explorers_follow(
+    tmp_path: Path,
+) -> None:
+    make_tiny_model(start := tmp_path / "start", width=16, layers=1, heads=2)
     urls = [f"sqlite:///{tmp_path}/{name}.db" for name in ("whole", "killed")]
     for url in urls:
         anyio.run(fill, url)
-    (tmp_path / "whole").mkdir()
-    whole = train(loss_of, urls[0], tmp_path / "whole")
+    train(loss_of, urls[0], tmp_path / "whole", start)
     steps: list[int] = []
 
     def dying(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         steps.append(1)
-        if len(steps) == 4:  # the third step is trained, and not saved
+        if len(steps) == 3:  # the third step is not saved
             raise KeyboardInterrupt
         return loss_of(model, batch)
 
+    killed = tmp_path / "killed"
     with pytest.raises(KeyboardInterrupt):
-        train(dying, urls[1], tmp_path)
-    again = train(loss_of, urls[1], tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-2.pt", "step-4.pt"]
-    assert all(torch.equal(again[name], whole[name]) for name in whole)
+        train(dying, urls[1], killed, start)
+    assert weights(urls[1])[0] == 2
+    train(loss_of, urls[1], killed, start)
+    assert sorted(path.name for path in killed.glob("step-*")) == [
+        f"step-{n}" for n in (1, 2, 3, 4)
+    ]
+    (version, again), (_, whole) = weights(urls[1]), weights(urls[0])
+    assert version == 4
+    assert all(torch.equal(again[name], weight) for name, weight in whole.items())

@@ -35,6 +35,9 @@ async def test_a_step_without_rows_is_passed_over_and_committed_with_the_next_on
             assert await experiment.committed_step() == 2
             await steps.commit(3, weights_of(tmp_path, 3))
             assert await experiment.committed_step() == 4
+            policy = await experiment.newest_policy()
+            assert policy is not None
+            assert (policy.version, policy.uri) == (4, str(tmp_path / "global_step_3"))
         async with checkpointed_steps(experiment, 3, **ONE) as steps:
             with pytest.raises(StopAsyncIteration):
                 await steps.take()

@@ -121,6 +121,14 @@ def test_what_was_added_comes_back_once_also_after_a_restart(slime: Any, tmp_pat
     with tb.open_replay_stream(f"sqlite:///{tmp_path}/run.db", experiment="run") as replay:
         rows = [row for step in replay for row in step.manifest.experiences]
     assert len(rows) == len(set(rows)) == GROUPS * RUNS
+    uris = anyio.run(published, f"sqlite:///{tmp_path}/run.db")
+    assert [Path(uri).name for uri in uris] == [f"iter_{rollout:07d}" for rollout in (1, 3, 5)]
+
+
+async def published(url: str) -> list[str]:
+    async with tb.open_store(url) as store:
+        experiment = await store.experiment("run")
+        return [e.body["uri"] async for e in experiment.events(kinds=["PolicyPublished"])]
 
 
 def test_a_rollout_of_which_every_row_was_dropped_is_passed_over(

@@ -90,6 +90,30 @@ def test_a_worker_hands_over_the_tensors_and_commits_the_last_step(url: str) -> 
     assert list(loaded(dataset(url), workers=0)) == []
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_explorers_get_the_weights_of_what_is_committed(
+    url: str, tmp_path: Path, workers: int
+) -> None:
+    steps = dataset(url)
+    reader = loaded(steps, workers)
+    steps.commit(next(reader), checkpoint(tmp_path, 1))
+    steps.commit(next(reader), checkpoint(tmp_path, 2), policy=False)
+    steps.commit(next(reader), saved := checkpoint(tmp_path, 3))
+    del reader
+    assert published(url) == [(1, str(tmp_path / "step-1")), (3, str(saved))]
+
+
+def published(url: str) -> list[tuple[int, str]]:
+    """Return the policies that explorers are offered: version and place."""
+
+    async def look() -> list[tuple[int, str]]:
+        async with tb.open_store(url) as store:
+            events = (await store.experiment("run")).events(kinds=["PolicyPublished"])
+            return [(e.body["version"], e.body["uri"]) async for e in events]
+
+    return anyio.run(look)
+
+
 def test_a_state_leads_back_to_where_its_checkpoint_was_made(url: str, tmp_path: Path) -> None:
     steps = dataset(url)
     reader = loaded(steps, workers=0)

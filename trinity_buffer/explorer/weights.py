@@ -54,13 +54,18 @@ class Weights(Generic[M]):
                 return
             try:
                 model = await anyio.to_thread.run_sync(self._load, found)
-            except CheckpointError:
+            except CheckpointError as error:
                 # The trainer keeps only its newest checkpoints: between the event and the file, a
                 # newer one came. Gone, half there or another's file: all mean to ask again.
                 if (
                     newer := await self._experiment.newest_policy()
                 ) and newer.position > found.position:
                     continue
+                error.add_note(
+                    f"the trainer published it as policy version {found.version}: its commit can "
+                    "name another path of the same weights that this model loads (policy=PATH), or "
+                    "publish nothing (policy=False)"
+                )
                 raise
             self.model, self.version, self._position = model, found.version, found.position
 

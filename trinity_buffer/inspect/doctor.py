@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from shlex import quote
+from typing import Any
 
 from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.diagnosis import Lack, Surroundings, counted, lacks_of
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.presence import is_unheard, place_of
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.store import counters, log, promises, queries, trainer_queries
+from trinity_buffer.pipeline.writing.planning import (
+    PUBLISHING,
+    Admission,
+    is_unpublished,
+    unpublished,
+)
+from trinity_buffer.store import counters, log, promises, queries, reads, trainer_queries
 from trinity_buffer.store.asking import conservation, tallies
 from trinity_buffer.store.promises import PresenceRow
 from trinity_buffer.store.rows import ConsumerRow
@@ -132,6 +139,7 @@ class _Look:
                 for one in self._of_strategy(tx, around, row)
             ),
             *(one for row in trainers for one in self._of_trainer(tx, around, row)),
+            *self._of_unpublished(tx, config[0]),
             *self._of_waiting(around),
             *self._of_unheard(tx, around),
         ]
@@ -219,6 +227,17 @@ class _Look:
             yield Stuck(
                 self._name, f"no process trains as {row.name!r}: {rows} ready", since, again
             )
+
+    def _of_unpublished(self, tx: Transaction, config: dict[str, Any]) -> Iterator[Stuck]:
+        """Yield the trainer that commits steps and publishes no weights, if rollouts show that."""
+        rules = Admission.of(config)
+        backlog = trainer_queries.backlog(tx, self._key, rules.trainer)
+        version = reads.newest_version(tx, self._key)
+        if is_unpublished(rules, backlog) and version is not None and version <= backlog.published:
+            step = trainer_queries.step_at(tx, self._key, rules.trainer, backlog.published + 1)
+            since = self._since(tx, None if step is None else step.committed_at)
+            made = f"the newest rollout was made with version {version}"
+            yield Stuck(self._name, f"{unpublished(rules, backlog)}; {made}", since, PUBLISHING)
 
     def _of_waiting(self, around: Surroundings) -> Iterator[Stuck]:
         """Yield the trainers that wait for a set that is not there."""

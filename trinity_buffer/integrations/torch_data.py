@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError, StoreError, TrinityBufferError
+from trinity_buffer.pipeline.streaming.committing import PolicyPath
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
 
@@ -82,23 +83,30 @@ class StepDataset(IterableDataset[TrainStep]):
             options["resume_from"] = self._go_on_after.value
         return open_train_stream(self._url, experiment=self._experiment, **options)
 
-    def commit(self, step: TrainStep, checkpoint: str | Path | None = None) -> None:
+    def commit(
+        self,
+        step: TrainStep,
+        checkpoint: str | Path | None = None,
+        policy: PolicyPath = None,
+    ) -> None:
         """Record that every step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`.
+
+        The checkpoint is published to explorers, unless ``policy`` is another path or False.
 
         Raises:
             StoreError: nobody iterates over the dataset, or its worker could not commit, or did not
                 say so in time: the same commit again then is the remedy, and a no-op if it did.
         """
         if self._here is not None:
-            self._here.commit(step, checkpoint)
+            self._here.commit(step, checkpoint, policy)
         else:
-            self._ask(step, checkpoint)
+            self._ask(step, checkpoint, policy)
         self._committed = step.step
         self._go_on_after.value = NOWHERE  # a pass that begins now supersedes nothing
 
-    def _ask(self, step: TrainStep, checkpoint: str | Path | None) -> None:
+    def _ask(self, step: TrainStep, checkpoint: str | Path | None, policy: PolicyPath) -> None:
         request = self._waited_for.value = next(self._requests)
-        self._asking.send((request, step.step, None if checkpoint is None else str(checkpoint)))
+        self._asking.send((request, step.step, checkpoint, policy))
         try:
             failure = self._answer(request)
         except TimeoutError:
@@ -170,22 +178,22 @@ class _Worker:
 
     def _commit_all(self) -> None:
         while True:
-            request, number, checkpoint = self._asked.recv()
+            request, number, checkpoint, policy = self._asked.recv()
             with self._lock:
                 # A request that came too late, or to a worker that is gone, is not for this one.
                 if request != self._waited_for.value:
                     continue
-                failure = self._commit(number, checkpoint)
+                failure = self._commit(number, checkpoint, policy)
             self._asked.send((request, failure))
 
-    def _commit(self, number: int, checkpoint: str | None) -> str | None:
+    def _commit(self, number: int, checkpoint: str | Path | None, policy: PolicyPath) -> str | None:
         """Commit a step; return why that failed."""
         if number <= self._committed:
             return None
         if self._stream is None or number not in self._handed:
             return "it was handed out by an earlier pass; this one hands it out again"
         try:
-            self._stream.commit(self._handed[number], checkpoint)
+            self._stream.commit(self._handed[number], checkpoint, policy)
         except TrinityBufferError as error:
             return str(error)
         self._committed = number

@@ -19,7 +19,7 @@ from trinity_buffer.errors import UnknownExperimentError
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.committing import Commit
+from trinity_buffer.pipeline.streaming.committing import Commit, PolicyPath
 from trinity_buffer.pipeline.streaming.stream_options import (
     Resume,
     StreamKeywords,
@@ -51,7 +51,7 @@ class StepStream(Protocol):
         self,
         step: TrainStep,
         checkpoint: str | Path | None = None,
-        policy: str | Path | None = None,
+        policy: PolicyPath = None,
         environment: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         skipped: Mapping[int, Sequence[str]] | None = None,

@@ -56,6 +56,12 @@ def addresses_in_batch(
     return tuple(tx.execute(query.limit(limit)).scalars())
 
 
+def newest_version(tx: Transaction, experiment: int) -> int | None:
+    """Return the policy version of the experience that was stored last, None if nothing says."""
+    query = select(experience.c.policy_version).where(experience.c.experiment == experiment)
+    return tx.execute(query.order_by(experience.c.address.desc()).limit(1)).scalar()
+
+
 def experiences(
     tx: Transaction, experiment: int, wanted: Filter, *, after: int, limit: int
 ) -> list[ExperienceRow]:

@@ -203,11 +203,13 @@ class Backlog:
         uncommitted: planned groups whose gradient step is not committed; rejected ones do not
             count.
         published: the newest policy version, 0 before the first.
+        committed_step: the trainer's last one, 0 before the first.
     """
 
     undelivered: int
     uncommitted: int
     published: int
+    committed_step: int = 0
 
 
 def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:
@@ -228,7 +230,10 @@ def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:
         delivered, committed = totals.get(row.leased_step, 0), totals.get(row.committed_step, 0)
     newest = newest_policy(tx, experiment)
     return Backlog(
-        planned - rejected - delivered, planned - rejected - committed, newest[0] if newest else 0
+        planned - rejected - delivered,
+        planned - rejected - committed,
+        newest[0] if newest else 0,
+        row.committed_step if row is not None else 0,
     )
 
 

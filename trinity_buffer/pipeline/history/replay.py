@@ -142,7 +142,8 @@ class RecordedEnd:
 
     Attributes:
         step: the last one that is run again.
-        digest: of the weights that were published after it; None: none were.
+        digest: of the weights that were published after it; None: none were, or a checkpoint as a
+            whole was, optimizer and all, which no other weights can be compared with.
         environment: in which the trainer made its last commit.
         without_heads: the last step that was committed before the log had heads; 0: none.
     """
@@ -173,6 +174,7 @@ async def recorded_end(experiment: Experiment, consumer: str, last: int | None) 
     digest = None
     if found is not None:
         digest = await database.read(trainer_queries.weights_after, key, found)
+        digest = None if digest == found.checkpoint_digest else digest
     without_heads = await database.read(trainer_queries.steps_without_heads, key, consumer)
     return RecordedEnd(end, digest, environment, without_heads)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import anyio.to_thread
 import torch
@@ -28,16 +28,34 @@ from trinity_buffer.store.segments import SegmentRow, SegmentStore
 _logger = logging.getLogger(__name__)
 
 
+PolicyPath = str | Path | Literal[False] | None
+"""What a commit publishes: a path, None for the checkpoint, False for nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Commit:
     """What is recorded of trained steps beside their manifests; see `TrainStream.commit`."""
 
     checkpoint: str | Path | None = None
-    policy: str | Path | None = None
+    policy: PolicyPath = None
     environment: Mapping[str, Any] | None = None
     metrics: Mapping[str, float] | None = None
     skipped: Mapping[int, Sequence[str]] | None = None
     digests: Mapping[Path, str] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy, bool) and self.policy:
+            raise InvalidArgumentError(
+                "policy=True: leave it out to publish the checkpoint, give another path of the "
+                "same weights, or False to publish nothing"
+            )
+
+    @property
+    def published(self) -> str | Path | None:
+        """Where explorers shall load the weights from; None: nothing is published."""
+        if self.policy is False:
+            return None
+        return self.checkpoint if self.policy is None else self.policy
 
 
 class _Delivered(NamedTuple):
@@ -174,7 +192,7 @@ class LastCommits:
 
 
 def _named_by(kept: Commit) -> tuple[Path | None, Path | None]:
-    given = (kept.checkpoint, kept.policy)
+    given = (kept.checkpoint, kept.published)
     first, second = (None if path is None else Path(path).absolute() for path in given)
     return first, second
 
@@ -216,8 +234,8 @@ async def commit_records(
 
     Args:
         commit: without its checkpoint.
-        kept: the file or folder that holds the weights after its last step, and the file with those
-            that explorers shall load as the version of that step.
+        kept: the file or folder that holds the weights after its last step, and where explorers
+            shall load those of that version from.
         store: where what was measured is put.
         measured: of its steps.
 
@@ -229,8 +247,8 @@ async def commit_records(
     if kept.checkpoint is not None:
         path, content = await anyio.to_thread.run_sync(_make_durable, kept.checkpoint, known)
     events = [new_event(replace(commit, checkpoint=path, checkpoint_digest=content))]
-    if kept.policy is not None:
-        uri, digest = await anyio.to_thread.run_sync(_make_durable, kept.policy, known)
+    if kept.published is not None:
+        uri, digest = await anyio.to_thread.run_sync(_make_durable, kept.published, known)
         published = PolicyPublished(number=commit.steps[-1], uri=uri, digest=digest)
         events.append(new_event(published))
     if not measured:

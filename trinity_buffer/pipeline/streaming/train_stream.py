@@ -16,7 +16,12 @@ from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.row_loader import RowLoader
 from trinity_buffer.pipeline.step_measures import StepMeasures
-from trinity_buffer.pipeline.streaming.committing import Commit, DeliveredSteps, LastCommits
+from trinity_buffer.pipeline.streaming.committing import (
+    Commit,
+    DeliveredSteps,
+    LastCommits,
+    PolicyPath,
+)
 from trinity_buffer.pipeline.streaming.following_rank import FollowingRank
 from trinity_buffer.pipeline.streaming.leading_rank import LeadingRank
 from trinity_buffer.pipeline.streaming.rehearsal import rehearse_training
@@ -126,7 +131,7 @@ class TrainStream:
         self,
         step: TrainStep,
         checkpoint: str | Path | None = None,
-        policy: str | Path | None = None,
+        policy: PolicyPath = None,
         environment: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         skipped: Mapping[int, Sequence[str]] | None = None,
@@ -142,8 +147,9 @@ class TrainStream:
         Args:
             checkpoint: file or folder that holds the weights after ``step``; None where there is
                 none to tie to.
-            policy: file with the weights that explorers shall load; publishes policy version
-                ``step.step``.
+            policy: what explorers shall load as policy version ``step.step``: None publishes the
+                checkpoint, a path another file or folder with the same weights, and False
+                nothing. Without a checkpoint, only a path publishes anything.
             environment: what replay must restore; by default that of `environment_of_run`.
             metrics: numbers to remember with the step; those that are not finite are left out.
             skipped: steps that the weights did not go through -> uids of the rows to look at.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,11 +21,13 @@ from trinity_buffer.pipeline import diagnosis
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.rejection_watch import FAULTS, MAX_REJECTED_STEPS, WARN_AFTER_STEPS
-from trinity_buffer.pipeline.spoken_wait import SpokenWait
+from trinity_buffer.pipeline.spoken_wait import SpokenWait, one_line
 from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.transaction import Transaction, lock_experiment
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +145,61 @@ class Look:
         )
 
 
+class UnpublishedWatch:
+    """Says, once, that the trainer commits steps and publishes no weights.
+
+    Args:
+        actor: the explorer that goes on with old ones.
+    """
+
+    def __init__(self, actor: str) -> None:
+        self._actor = actor
+        self._told = False
+
+    def look(self, look: Look, policy_version: int | None) -> None:
+        """Say so if it is the case, and was not said."""
+        rules, backlog = look.rules, look.backlog
+        concerned = policy_version is not None or rules.max_staleness is not None
+        if self._told or not concerned or not is_unpublished(rules, backlog):
+            return
+        self._told = True
+        what = f"explorer {self._actor!r}: {unpublished(rules, backlog)}: {PUBLISHING}"
+        _logger.warning("%s", one_line(what))
+
+
+def is_unpublished(rules: Admission, backlog: trainer_queries.Backlog) -> bool:
+    """Return whether more steps than one, and than the bound, are committed after the weights."""
+    return backlog.committed_step - backlog.published > max(rules.max_staleness or 0, 1)
+
+
+def unpublished(rules: Admission, backlog: trainer_queries.Backlog) -> str:
+    """Return that the trainer publishes no weights, as people say it."""
+    bound = rules.max_staleness
+    broken = "" if bound is None else f", so that max_staleness={bound} cannot hold"
+    return (
+        f"trainer {rules.trainer!r} has committed step {backlog.committed_step}, and the newest "
+        f"published weights are those of version {backlog.published}{broken}"
+    )
+
+
+PUBLISHING = (
+    "commit(step, checkpoint=PATH) publishes the checkpoint (policy=PATH another path of the same "
+    "weights, policy=False nothing)"
+)
+"""What makes a trainer's weights those of the explorers."""
+
+
 async def plan(
     database: Database,
     experiment: int,
+    watch: UnpublishedWatch,
     presence: Presence,
     wanted: BatchPlanned,
     policy_version: int | Callable[[], int] | None,
 ) -> bool:
     """Plan a batch as soon as admission allows; see `SQLWriter.plan`.
 
-    ``presence`` is that of the actor whose batch it is.
+    ``presence`` and ``watch`` are those of the actor whose batch it is.
     """
     actor, batch = presence.name, wanted.batch
     _check(batch, wanted.tasks, wanted.rollouts_per_group)
@@ -175,6 +223,7 @@ async def plan(
         state = await database.changes.state()
         own = policy_version() if callable(policy_version) else policy_version
         look = await database.read(_look, experiment, actor, wanted, own)
+        watch.look(look, own)
         if look.answer is Answer.PLAN:
             reached("before-plan")
             look = await database.write(append, own)

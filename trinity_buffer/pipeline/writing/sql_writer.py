@@ -57,6 +57,7 @@ class SQLWriter(BufferWriter):
         self._to_doubt = DOUBTED_CALLS
         self.actor = actor
         self._presence = group_commit.presence_of(experiment, actor)
+        self._unpublished = planning.UnpublishedWatch(actor)
 
     @override
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
@@ -132,7 +133,12 @@ class SQLWriter(BufferWriter):
             contents=contents,
         )
         return await planning.plan(
-            self._database, self._experiment, self._presence, wanted, policy_version
+            self._database,
+            self._experiment,
+            self._unpublished,
+            self._presence,
+            wanted,
+            policy_version,
         )
 
     @override
