@@ -85,8 +85,9 @@ class StepDealt:
     """A step that was leased and not committed is served otherwise from here on.
 
     To another number of ranks: rows, groups and denominators stay those of its `BatchLeased`. Or
-    without rows that can never be read, which the trainer rejects in the same transaction. What
-    ranks had reported of the step before is void.
+    without rows that can never be read, that the trainer was told to drop, or that are too long for
+    it, which it rejects in the same transaction. What ranks had reported of the step before is
+    void.
 
     Attributes:
         token: fences the trainers before it.

@@ -115,6 +115,26 @@ class EID:
         return self.uid
 
 
+def parse_uid(uid: str) -> EID:
+    """Return the address that a uid writes; ``suffix`` and its slash may be left out.
+
+    A task may contain slashes, a batch may not.
+
+    Raises:
+        InvalidArgumentError: not ``batch/task/run/step/suffix``.
+    """
+    batch, _, rest = uid.partition("/")
+    parts = rest.rsplit("/", 3)
+    if len(parts) == 3 and parts[2].isdigit():
+        parts.append("")
+    if len(parts) != 4 or not (parts[1].isdigit() and parts[2].isdigit()):
+        raise InvalidArgumentError(
+            f"{uid!r} is no uid; one is batch/task/run/step/suffix, as 'e0-7/3/1/0/'"
+        )
+    task, run, step, suffix = parts
+    return EID(batch, task, int(run), int(step), suffix)
+
+
 def order_of(key: Key) -> tuple[int, int, str]:
     """Return a sort key in which numbers sort as numbers, before texts."""
     return (0, key, "") if isinstance(key, int) else (1, 0, key)

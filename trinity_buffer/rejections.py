@@ -4,6 +4,12 @@ from __future__ import annotations
 
 INVALID = "invalid"
 
+DROPPED = "dropped"
+"""A trainer was told to leave it out."""
+
+OVERSIZE = "oversize"
+"""It is longer than a trainer takes."""
+
 
 def invalid(*fields: str) -> str:
     """Return the reason for rejecting what lacks ``fields``, or has them broken."""

@@ -91,6 +91,22 @@ def test_training_goes_on_without_rows_that_were_deleted_if_it_is_told_to(
     assert command("verify", "--store", run, "--checkpoint", last)[0] == 0
 
 
+def test_training_goes_on_without_a_row_that_it_is_told_to_drop(run: str, tmp_path: Path) -> None:
+    _, fourth, _ = command("blame", "4", "--store", run)
+    uid = fourth["rows"][0]["uid"]
+    words = ["train", "--store", run, "--checkpoints", str(tmp_path / "checkpoints")]
+    refused = CliRunner().invoke(app, [*words, "--drop", uid])
+    assert "was trained in step 4" in str(refused.exception)
+    refused = CliRunner().invoke(app, [*words, "--drop", "e9-0/0/0/0/"])
+    assert "no row e9-0/0/0/0/" in str(refused.exception)
+    done = CliRunner().invoke(app, [*words, "--resume-from", "3", "--drop", uid])
+    assert done.exit_code == 0, done.exception
+    _, again, _ = command("blame", "4", "--store", run)
+    assert [row["uid"] for row in again["rows"]] == [row["uid"] for row in fourth["rows"][1:]]
+    last = str(max((tmp_path / "checkpoints").glob("step-*")))
+    assert command("verify", "--store", run, "--checkpoint", last)[0] == 0
+
+
 def test_a_second_set_stands_beside_the_first_and_old_tensors_leave(
     run: str, tmp_path: Path
 ) -> None:

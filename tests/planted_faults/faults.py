@@ -608,6 +608,20 @@ FAULTS = [
         "tests/trainer/test_damaged_steps.py::test_ranks_come_and_go_before_and_behind_what_is_dropped",
     ),
     Fault(
+        "a row that is dropped by name stays in a step that was handed out",
+        "pipeline/streaming/dealing.py",
+        "if unwanted or self._drops or",
+        "if self._drops or",
+        "tests/trainer/test_dropped_rows.py::test_a_row_that_is_dropped_leaves_its_leased_step_and_the_rest_is_trained",
+    ),
+    Fault(
+        "what is left of a step is cut as large as the row that left it",
+        "pipeline/streaming/dealing.py",
+        "height * max(kept, default=0) if padded",
+        "(plan.stop - plan.start) * plan.width if padded",
+        "tests/trainer/test_dropped_rows.py::test_what_is_left_needs_no_more_memory_than_the_other_pieces_did",
+    ),
+    Fault(
         "a segment that lacks a column family is whole",
         "pipeline/loading/experiences.py",
         "return bool(blobs) and blobs.keys() >= set(families)",

@@ -29,13 +29,13 @@ from trinity_buffer.cli.printing import (
 )
 from trinity_buffer.cli.running import INTERRUPTED
 from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.identity import parse_uid
 from trinity_buffer.inspect import (
     EventLine,
     ExperienceView,
     GroupView,
     TensorSummary,
 )
-from trinity_buffer.inspect.experience_view import parse_uid
 from trinity_buffer.inspect.group_views import Order as GroupOrder
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.step_lines import blame

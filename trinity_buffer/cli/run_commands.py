@@ -286,6 +286,13 @@ def train(
     drop_damaged_rows: Annotated[
         bool, typer.Option("--drop-damaged-rows", help="Continue without unreadable rows.")
     ] = False,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="UID",
+            help="Never train this row, and go on with the rest of its step; may be repeated.",
+        ),
+    ] = None,
     keep_checkpoints: Annotated[
         str, typer.Option(help="How many of the newest checkpoints stay on disk: a number, or all.")
     ] = "2",
@@ -316,6 +323,7 @@ def train(
             follow=follow,
             resume_from=resume_from,
             damaged_rows="drop" if drop_damaged_rows else "refuse",
+            drop=tuple(drop or ()),
             say=roles.plain,
         )
     )

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_buffer.codec import Segment
-from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.events import ExperiencesRecorded
-from trinity_buffer.identity import EID, FAMILIES
+from trinity_buffer.identity import FAMILIES, parse_uid
 from trinity_buffer.inspect.blobs import EventWithSegment, events_with_segments
 from trinity_buffer.inspect.fates import AnnotationRow, Fate, StepOfRow, fates
 from trinity_buffer.inspect.measured import Measured, measured
@@ -132,26 +132,6 @@ async def _measured(source: Source, found: Sequence[Fate]) -> dict[tuple[str, in
             steps.setdefault(one.trainer, set()).add(one.step)
     every = {name: await measured(source, name, sorted(some)) for name, some in steps.items()}
     return {(name, step): one for name, some in every.items() for step, one in some.items()}
-
-
-def parse_uid(uid: str) -> EID:
-    """Return the address that a uid writes; ``suffix`` and its slash may be left out.
-
-    A task may contain slashes, a batch may not.
-
-    Raises:
-        InvalidArgumentError: not ``batch/task/run/step/suffix``.
-    """
-    batch, _, rest = uid.partition("/")
-    parts = rest.rsplit("/", 3)
-    if len(parts) == 3 and parts[2].isdigit():
-        parts.append("")
-    if len(parts) != 4 or not (parts[1].isdigit() and parts[2].isdigit()):
-        raise InvalidArgumentError(
-            f"{uid!r} is no uid; one is batch/task/run/step/suffix, as 'e0-7/3/1/0/'"
-        )
-    task, run, step, suffix = parts
-    return EID(batch, task, int(run), int(step), suffix)
 
 
 def _view(

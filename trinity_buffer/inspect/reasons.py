@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.identity import EID
-from trinity_buffer.inspect.experience_view import parse_uid
+from trinity_buffer.identity import EID, parse_uid
 from trinity_buffer.inspect.fates import Fate, StepOfRow, fates
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.store import queries, trainer_queries

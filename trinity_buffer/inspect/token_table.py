@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from trinity_buffer.codec import Segment
 from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.identity import parse_uid
 from trinity_buffer.inspect.blobs import events_with_segments
-from trinity_buffer.inspect.experience_view import parse_uid
 from trinity_buffer.inspect.fates import Fate, fates
 from trinity_buffer.inspect.measured import measured
 from trinity_buffer.inspect.source import Source

@@ -8,7 +8,7 @@ from typing import Literal
 
 from trinity_buffer.errors import TrainingError
 from trinity_buffer.pipeline.spoken_wait import one_line
-from trinity_buffer.rejections import INVALID
+from trinity_buffer.rejections import INVALID, OVERSIZE
 
 WARN_AFTER_STEPS = 3
 """Steps in a row of which everything was rejected, before that is said."""
@@ -22,7 +22,7 @@ USUAL_GROUPS_PER_STEP = 16
 FAULTS = (INVALID, "damaged")
 """How reasons begin that more rows of the same kind will not mend; a filter or an age may."""
 
-UNREAD = frozenset({"stale", "oversize"})
+UNREAD = frozenset({"stale", OVERSIZE})
 """Reasons that say nothing of what a row holds: nobody looked."""
 
 _logger = logging.getLogger(__name__)

@@ -32,7 +32,34 @@ def noting(step: TrainStep, uids: Uids, microbatch: MicroBatch) -> Iterator[None
                 f"in step {step.step}, in the micro-batch of {len(places)} rows of up to {width} "
                 f"tokens, {first}"
             )
+            if places and _lacked_memory(error):
+                lengths = _lengths(microbatch)
+                longest = max(range(len(places)), key=lengths.__getitem__)
+                uid = uids(step, [places[longest]])[0]
+                error.add_note(
+                    f"memory was too small for it; its longest row, {uid}, has {lengths[longest]} "
+                    f"tokens. {without(uid)}; max_tokens= leaves out all rows that are longer, and "
+                    "a smaller tokens_per_microbatch= makes the steps to come of smaller pieces"
+                )
         raise
+
+
+def without(uid: str) -> str:
+    """Return how to go on without a row."""
+    return f"Go on without the row: `trinity-buffer train --drop {uid}`, or drop=[{uid!r}]"
+
+
+def _lacked_memory(error: Exception) -> bool:
+    """Return whether ``error`` says that there was too little memory; torch has no type for all."""
+    words = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or any(one in str(error) for one in words)
+
+
+def _lengths(microbatch: MicroBatch) -> list[int]:
+    """Return how many tokens each row of a micro-batch has."""
+    if "cu_seqlens" in microbatch:
+        return [int(size) for size in microbatch["cu_seqlens"].diff()]
+    return [int(size) for size in microbatch["attention_mask"].sum(dim=1)]
 
 
 def require_known(step: TrainStep, uids: Uids, models: Models) -> None:
@@ -59,9 +86,10 @@ def require_known(step: TrainStep, uids: Uids, models: Models) -> None:
     at = int(torch.stack(largest).argmax())
     row = rows_of_tokens(filled[at])[filled[at]["input_ids"].argmax()]
     place = int(filled[at]["sample_index"][row])
+    (uid,) = uids(step, [place])
     remedy = "call its resize_token_embeddings first" if name == "model" else "give another one"
     raise TrainingError(
-        f"step {step.step}: row {uids(step, [place])[0]} holds token {int(largest[at])}, and the "
+        f"step {step.step}: row {uid} holds token {int(largest[at])}, and the "
         f"{name} has the tokens 0 to {vocabulary - 1}: take a {name} whose tokenizer made the "
-        f"rows, or {remedy}"
+        f"rows, or {remedy}. {without(uid)}"
     )

@@ -222,6 +222,23 @@ class RowLoader:
             found |= {p: bad[k] for p in places if (k := events[at[p]].segment) in bad}
         return found
 
+    def lengths(self, s: ReadSession, manifest: Manifest) -> list[int]:
+        """Return how many tokens each row of a manifest has, by the log alone; of a pair, one half.
+
+        Raises:
+            CodecError: the body of an event cannot be read.
+        """
+        lengths = [0] * len(manifest.groups)
+        for number, name in enumerate(("", *manifest.sources)):
+            places = manifest.rows_of(number)
+            if places:
+                loader = self if number == 0 else self._other(s, name)
+                addresses = [manifest.experiences[place] for place in places]
+                events = loader.events.events(s, set(map(position_of, addresses)))
+                for place, length in zip(places, facts_of(addresses, events).lengths, strict=True):
+                    lengths[place] = length
+        return lengths
+
     def eid_of(self, s: ReadSession, address: int) -> EID:
         """Return the name of an experience of this experiment."""
         (row,) = s.read(queries.experience_rows, self.events.experiment, [address])

@@ -6,8 +6,10 @@ their order within a group and the denominators stay, so that the gradient does.
 
 Rows that were damaged or deleted since the step was leased can never be served again. By default
 that ends the trainer; where it is told to drop them, they leave the step by the same event, and the
-trainer rejects them in its transaction. What is left of their groups is trained, as it is of groups
-that lost rows before they were leased: denominators count what is left, advantages stay.
+trainer rejects them in its transaction. So do rows that the trainer is told to drop by name, and
+those that are longer than it takes now: else a row that no memory holds would come back for ever.
+What is left of their groups is trained, as it is of groups that lost rows before they were leased:
+denominators count what is left, advantages stay.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ from trinity_buffer.pipeline.proof.manifest import (
 )
 from trinity_buffer.pipeline.spoken_wait import one_line
 from trinity_buffer.pipeline.streaming.collate import row_lengths
+from trinity_buffer.pipeline.streaming.resuming import Dropped
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
+from trinity_buffer.rejections import DROPPED, OVERSIZE
 from trinity_buffer.store import log, trainer_queries
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
@@ -131,7 +135,8 @@ def dealt_to(
 ) -> tuple[list[int], list[MicroBatchPlan]]:
     """Return an order of the rows of a manifest, and micro-batches over it for so many ranks.
 
-    No micro-batch computes more than the largest one that was recorded.
+    No micro-batch computes more than the largest one that was recorded, without the rows that are
+    gone: one of them may have been more than the budget.
 
     Args:
         world_size: how many ranks there are.
@@ -144,22 +149,31 @@ def dealt_to(
         return places, [*first.microbatches]
     left = first.dealt(places, first.microbatches)
     pairs = bool(rows.field("chosen").blocks)
-    padded = first.layout == "padded"
-    height = 2 if pairs else 1
-    sizes = [
-        height * (plan.stop - plan.start) * plan.width if padded else plan.width
-        for plan in first.microbatches
-    ]
+    lengths = row_lengths(left, rows) if pairs else rows.facts.lengths
     order, plans = plan_microbatches(
-        row_lengths(left, rows) if pairs else rows.facts.lengths,
+        lengths,
         left.groups,
         layout=first.layout,
-        tokens_per_microbatch=max(*sizes, 1),
+        tokens_per_microbatch=_largest(first, dict(zip(places, lengths, strict=True)), pairs=pairs),
         world_size=world_size,
         pairs=pairs,
         by_length=False,  # rows of a group stay in their order
     )
     return [places[row] for row in order], plans
+
+
+def _largest(first: Manifest, lengths: Mapping[int, int], *, pairs: bool) -> int:
+    """Return what the largest micro-batch of a manifest computes, of the rows that are kept.
+
+    Args:
+        lengths: place of a row that is kept -> its tokens, of a pair as in `plan_microbatches`.
+    """
+    padded, largest = first.layout == "padded", 1
+    for plan in first.microbatches:
+        kept = [lengths[row] for row in range(plan.start, plan.stop) if row in lengths]
+        height = len(kept) * (2 if pairs else 1)
+        largest = max(largest, height * max(kept, default=0) if padded else sum(kept))
+    return largest
 
 
 class Dealer:
@@ -170,6 +184,7 @@ class Dealer:
         lease: of the trainer.
         loader: of its rows.
         options: of the stream.
+        dropped: the rows that it drops.
     """
 
     def __init__(
@@ -178,12 +193,16 @@ class Dealer:
         lease: TrainerLease,
         loader: RowLoader,
         options: StreamOptions,
+        dropped: Dropped,
     ) -> None:
         self._experiment = experiment
         self._lease = lease
         self._loader = loader
         self._world_size = options.world_size
         self._drops = options.damaged_rows == "drop"
+        self._dropped = dropped
+        self._max_tokens = options.max_tokens
+        self._pairs = experiment.config.get("schema") == "dpo"
 
     async def dealt(self, steps: Sequence[StepRow]) -> list[StepRow]:
         """Return ``steps``, each dealt to the ranks that there are; record how, where it is new.
@@ -202,12 +221,39 @@ class Dealer:
     def _deal(self, s: Session, steps: Sequence[StepRow]) -> None:
         for row in steps:
             found = leased_step(s, self._experiment, row)
-            if self._drops or found.manifest.world_size != self._world_size:
-                self._deal_anew(s, found)
+            unwanted = self._unwanted(s, found)
+            if unwanted or self._drops or found.manifest.world_size != self._world_size:
+                self._deal_anew(s, found, unwanted)
 
-    def _deal_anew(self, s: Session, found: LeasedStep) -> None:
+    def _unwanted(self, s: ReadSession, found: LeasedStep) -> dict[int, str]:
+        """Return the rows of a step that this stream does not train: place in it first -> why."""
+        manifest = found.manifest
+        names = ("", *manifest.sources)
+        source = manifest.source or (0,) * len(manifest.groups)
+        unwanted = dict.fromkeys(self._too_long(s, manifest, source), OVERSIZE)
+        for place, (of, address) in enumerate(zip(source, manifest.experiences, strict=True)):
+            if address in self._dropped.get(names[of], ()):
+                unwanted[place] = DROPPED
+        return {found.order[place]: why for place, why in unwanted.items()}
+
+    def _too_long(self, s: ReadSession, manifest: Manifest, source: Sequence[int]) -> list[int]:
+        """Return the places of the rows that `StepSampler` would reject as too long."""
+        if self._max_tokens is None:
+            return []
+        if not self._pairs:
+            lengths = self._loader.lengths(s, manifest)
+            return [place for place, length in enumerate(lengths) if length > self._max_tokens]
+        try:
+            rows = self._loader.load(s, manifest)
+        except UNREADABLE:  # which is said when the step is served
+            return []
+        lengths = row_lengths(manifest, rows, longest=True)
+        long = (place for place, length in enumerate(lengths) if length > self._max_tokens)
+        return [place for place in long if not source[place]]
+
+    def _deal_anew(self, s: Session, found: LeasedStep, unwanted: Mapping[int, str]) -> None:
         """Record how a step is served from here on, if that is new."""
-        kept, rows, lost = self._readable(s, found)
+        kept, rows, lost = self._readable(s, found, unwanted)
         if not lost and found.manifest.world_size == self._world_size:
             return
         order, plans = s.compute(dealt_to, self._world_size, found.first, rows, kept)
@@ -220,14 +266,16 @@ class Dealer:
             _logger.warning("trainer %r drops %s of step %d (%s): %s", self._lease.consumer, *told)
 
     def _readable(
-        self, s: ReadSession, found: LeasedStep
+        self, s: ReadSession, found: LeasedStep, unwanted: Mapping[int, str]
     ) -> tuple[list[int], LoadedRows, dict[int, str]]:
         """Return the rows of a step that can be read, and those that it loses here.
 
         By their places in its first manifest: those that stay, in order; their columns; place ->
-        why of the others.
+        why of the others, the ``unwanted`` ones among them.
         """
         kept, lost = sorted(found.order), dict[int, str]()
+        lost |= unwanted
+        kept = [place for place in kept if place not in lost]
         while True:
             manifest = found.first.dealt(kept, found.first.microbatches)
             try:

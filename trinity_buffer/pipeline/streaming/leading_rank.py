@@ -36,6 +36,7 @@ from trinity_buffer.pipeline.streaming.resuming import (
     last_commit,
     register,
     require_checkpoint_of,
+    rows_to_drop,
     steps_at_start,
     wait_for_set,
 )
@@ -129,10 +130,11 @@ class LeadingRank:
         if done:
             self.resume = await last_commit(self._experiment, row.name, done[-1], chain)
             self._say_without_checkpoint(self.resume)
-        dealer = Dealer(self._experiment, self._lease, self._loader, self._options)
+        dropped = await rows_to_drop(self._experiment, self._expert, self._options)
+        dealer = Dealer(self._experiment, self._lease, self._loader, self._options, dropped)
         self._recorded = deque(await dealer.dealt(leased))
         self._next_step = row.leased_step + 1
-        await self._database.read(self._sampler.start)
+        await self._database.read(self._sampler.start, dropped)
         await self._ranks.assemble(self._lease, row.committed_step)
         self._begun = True
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import anyio.to_thread
 
 from trinity_buffer.algorithm.arguments import did_you_mean
-from trinity_buffer.errors import CheckpointError, ConflictingStrategyError, UnknownNameError
+from trinity_buffer.errors import (
+    CheckpointError,
+    ConflictingStrategyError,
+    InvalidArgumentError,
+    UnknownNameError,
+)
 from trinity_buffer.events import ConsumerRegistered, StepsCommitted
+from trinity_buffer.identity import parse_uid
 from trinity_buffer.pipeline.events import fact_at, new_event, now_us
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.presence import Presence
@@ -16,8 +23,10 @@ from trinity_buffer.pipeline.proof.checkpoint import digest_of, found_again, req
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
 from trinity_buffer.store import log, queries, trainer_queries
+from trinity_buffer.store.asking import inspection
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.rows import ConsumerRow, StepRow
+from trinity_buffer.store.rows import ConsumerRow, ExperienceRow, StepRow
+from trinity_buffer.store.transaction import Transaction
 
 
 async def steps_at_start(
@@ -126,6 +135,56 @@ async def register(experiment: ExperimentHandle, consumer: str, annotation_set: 
             f"trainer on {annotation_set!r}: give this one a name of its own, consumer="
         )
     return row
+
+
+Dropped = Mapping[str, Collection[int]]
+"""Name of an experiment, "" for the trainer's own -> addresses of experiences that are dropped."""
+
+
+async def rows_to_drop(
+    experiment: ExperimentHandle, expert: ExperimentHandle | None, options: StreamOptions
+) -> Dropped:
+    """Return the rows that a stream shall drop.
+
+    Raises:
+        InvalidArgumentError: what is named is no uid, or its row is in a committed step.
+        UnknownNameError: there is no row of this uid.
+    """
+    eids = {uid: parse_uid(uid) for uid in options.drop}
+    sources = {"": experiment} if expert is None else {"": experiment, expert.name: expert}
+
+    def find(tx: Transaction) -> Dropped:
+        dropped: dict[str, set[int]] = {source: set() for source in sources}
+        for uid, eid in eids.items():
+            for source, of in sources.items():
+                row = inspection.find(tx, of.key, eid)
+                if row is not None:
+                    _require_not_committed(tx, experiment.key, options.consumer, uid, row, source)
+                    dropped[source].add(row.address)
+                    break
+            else:
+                where = " and ".join(repr(of.name) for of in sources.values())
+                raise UnknownNameError(f"drop: no row {uid} is stored in experiment {where}")
+        return dropped
+
+    return await experiment.database.read(find) if eids else {}
+
+
+def _require_not_committed(
+    tx: Transaction, experiment: int, trainer: str, uid: str, row: ExperienceRow, source: str
+) -> None:
+    consumer = queries.consumer_row(tx, experiment, trainer)
+    of = experiment if not source else log.find_experiment(tx, source)
+    assert consumer is not None  # it is registered
+    assert of is not None  # the row is of it
+    noted = [one.annotation or 0 for one in inspection.annotation_rows(tx, of, [row.address])]
+    for held in inspection.deliveries(tx, experiment, [trainer], noted, source):
+        step = held.step or 0
+        if step <= consumer.committed_step:
+            raise InvalidArgumentError(
+                f"drop: row {uid} was trained in step {step} of trainer {trainer!r}, which is "
+                f"committed: go back before it too, resume_from={step - 1}"
+            )
 
 
 async def has_set(experiment: ExperimentHandle, options: StreamOptions) -> bool:

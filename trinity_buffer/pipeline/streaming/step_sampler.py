@@ -5,7 +5,7 @@ What cannot be trained is rejected with a reason, and the step takes the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -29,9 +29,10 @@ from trinity_buffer.pipeline.loading.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.proof.manifest import Manifest, plan_microbatches
 from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.pipeline.streaming.collate import row_lengths
+from trinity_buffer.pipeline.streaming.resuming import Dropped
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
-from trinity_buffer.rejections import invalid
+from trinity_buffer.rejections import DROPPED, OVERSIZE, invalid
 from trinity_buffer.store import queries
 from trinity_buffer.store.trainer_queries import Reader, guest_name
 from trinity_buffer.store.transaction import Session, Transaction
@@ -71,6 +72,7 @@ class StepSampler:
         self._set = options.annotation_set
         self._sampling = options.sampling()
         self._num_ready: list[int] = []
+        self._dropped: list[Collection[int]] = []
         self._experiments = [experiment]
         self._readers = [Reader(experiment.key, options.consumer, "", options.consumer)]
         self._ready = [ReadyGroups(self._set, self._readers[0], loader.events, 0)]
@@ -83,8 +85,9 @@ class StepSampler:
                 ReadyGroups(RECORDED, reader, EventCache(expert.key, expert.name), 1)
             )
 
-    def start(self, tx: Transaction) -> None:
-        """Find the place behind everything that was handed out before."""
+    def start(self, tx: Transaction, dropped: Dropped | None = None) -> None:
+        """Find the place behind everything that was handed out before; reject the rows dropped."""
+        self._dropped = [(dropped or {}).get(reader.source, ()) for reader in self._readers]
         for ready in self._ready:
             ready.start(tx)
 
@@ -174,7 +177,8 @@ class StepSampler:
         if not whole and not (partial_ok and min(here[driving], wanted[driving])):
             return None
         popped = (ready.pop(number) for ready, number in zip(self._ready, wanted, strict=True))
-        return self._without_oversize(s, list(chain.from_iterable(popped)))
+        taken = self._without_dropped(s, list(chain.from_iterable(popped)))
+        return self._without_oversize(s, taken)
 
     def _ready_groups(self, s: Session, source: int, number: int, min_version: int) -> int:
         """Have ``number`` groups of a source ready, none too old; return how many there are."""
@@ -192,14 +196,25 @@ class StepSampler:
             self._reject(s, gone, "stale", [])
             self._say(s, gone, "stale")
 
+    def _without_dropped(self, s: Session, taken: list[ReadyGroup]) -> list[ReadyGroup]:
+        if not any(self._dropped):
+            return taken
+
+        def stays(group: ReadyGroup) -> list[bool]:
+            return [at not in self._dropped[group.source] for at in group.experiences]
+
+        kept, dropped = _parted(taken, stays)
+        self._reject(s, dropped, DROPPED, kept)
+        return kept
+
     def _without_oversize(self, s: Session, taken: list[ReadyGroup]) -> list[ReadyGroup]:
         limit = self._options.max_tokens
         if limit is None or all(max(group.lengths) <= limit for group in taken):
             return taken
         kept, large = _parted(taken, lambda group: [size <= limit for size in group.lengths])
-        self._reject(s, large, "oversize", kept)
+        self._reject(s, large, OVERSIZE, kept)
         if not kept:
-            self._say(s, large, "oversize")
+            self._say(s, large, OVERSIZE)
         return kept
 
     def _say(self, s: Session, gone: Sequence[ReadyGroup], reason: str) -> None:
@@ -259,7 +274,7 @@ class StepSampler:
                 for place, size in enumerate(sizes)
                 if size > limit and not _source_of(manifest, place)
             ]
-            unfit |= _by_row(manifest, dict.fromkeys(large, "oversize"))
+            unfit |= _by_row(manifest, dict.fromkeys(large, OVERSIZE))
         return unfit
 
     def _require_advantages(self, s: Session, rows: LoadedRows, manifest: Manifest) -> None:

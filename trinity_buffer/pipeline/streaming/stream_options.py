@@ -7,7 +7,7 @@ and its default, is said once, in `StreamOptions`; a test holds the two together
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Required, TypedDict, TypeVar
@@ -29,6 +29,8 @@ DamagedRows = Literal["refuse", "drop"]
 class StreamOptions:
     """How a train stream forms its steps; steps that are already recorded are served as recorded.
 
+    They lose only rows that ``damaged_rows``, ``drop`` or ``max_tokens`` takes out of them.
+
     ``groups_per_step``, ``tokens_per_microbatch``, ``layout`` and ``lease_ttl_s`` default to the
     experiment's configuration, if it has them.
 
@@ -40,8 +42,8 @@ class StreamOptions:
             one micro-batch.
         layout: ``"padded"`` (right-padded rows) or ``"packed"``.
         device: where the tensors of a micro-batch are put.
-        max_tokens: an experience with more is rejected (``oversize``); also the default normalizer
-            of the losses.
+        max_tokens: an experience with more is rejected (``oversize``), from an uncommitted step
+            too; also the default normalizer of the losses.
         follow: wait for more; otherwise end, with a smaller last step, when what is stored has been
             served.
         prefetch: how many steps are leased and decoded ahead.
@@ -53,6 +55,10 @@ class StreamOptions:
             and can never be read again: ``"refuse"`` ends the trainer with an error that names
             them; ``"drop"`` takes them out of the step, which a `StepDealt` records, and rejects
             them (``damaged``, ``deleted``). What is left of the step is trained.
+        drop: uids of rows that shall not be trained, such as one that is too long for the memory:
+            they are rejected (``dropped``), and the rest of an uncommitted step that holds them is
+            dealt anew, which a `StepDealt` records. A uid of the expert's experiment is looked for
+            where the trainer's own has none.
         resume_from: rewind to this committed step first; later commits are superseded.
         rank, world_size: this process of a data-parallel trainer. Rank 0 leases, the others read
             the manifests from the log; all must open the stream, and all must commit. The number
@@ -83,6 +89,7 @@ class StreamOptions:
     wait_for_lease: bool = True
     wait_for_set: bool = True
     damaged_rows: DamagedRows = "refuse"
+    drop: Sequence[str] = ()
     resume_from: int | None = None
     rank: int = 0
     world_size: int = 1
@@ -102,6 +109,8 @@ class StreamOptions:
             raise InvalidArgumentError(
                 f"damaged_rows={self.damaged_rows!r}: accepted are 'refuse' and 'drop'"
             )
+        if isinstance(self.drop, str):
+            raise InvalidArgumentError(f"drop={self.drop!r}: write it as a list, drop=[UID]")
         _require_count("groups_per_step", self.groups_per_step)
         _require_count("prefetch", self.prefetch)
         _require_count("tokens_per_microbatch", self.tokens_per_microbatch or 1)
@@ -184,6 +193,7 @@ class GoingOn(TypedDict, total=False):
     """How a stream goes on from what its trainer was handed before."""
 
     damaged_rows: DamagedRows
+    drop: Sequence[str]
     resume_from: int | None
 
 
