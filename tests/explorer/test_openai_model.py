@@ -58,6 +58,36 @@ NEUTRAL = {
 """What a request says of sampling: a model's generation_config may say another."""
 
 
+RESTRICTING: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {}}},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"guided_choice": ["yes", "no"]},
+    {"guided_json": {}},
+    {"tool_choice": "required"},
+    {"tool_choice": {"type": "function", "function": {"name": "look"}}},
+    {"tools": [{"type": "function", "function": {"name": "look", "strict": True}}]},
+    {"function_call": {"name": "look"}},
+    {"logits_processors": ["mine.Greedy"]},
+    {"vllm_xargs": {"processor": 1}},
+    {"thinking_token_budget": 16},
+    {"watermarking": True},
+    {"use_beam_search": True},
+    {"length_penalty": 0.5},
+    {"best_of": 4},
+    {"echo": True},
+    {"suffix": "}"},
+    {"prompt_embeds": "AAAA"},
+    {"kv_transfer_params": {"do_remote_prefill": True}},
+    {"json_schema": "{}"},
+    {"regex": "[0-9]"},
+    {"ebnf": "root ::= 'a'"},
+    {"custom_params": {}},
+    {"made_up_tomorrow": 0},
+]
+"""Options that could restrict what is sampled, or choose from it, in any log-prob mode."""
+
+
 async def test_ids_and_log_probs_come_with_what_was_said(url: str, vllm: VLLM) -> None:
     async with asking(url) as model:
         said = [await model.chat(HELLO), await model.complete("hel"), await model.complete([9, 8])]
@@ -161,9 +191,29 @@ def test_neutral_values_are_not_refused() -> None:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_a_beam_search_is_refused(mode: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"use_beam_search: .*leave it out"):
-        OpenAIModel("http://nobody", logprobs_mode=mode, use_beam_search=True)
+@pytest.mark.parametrize("option", RESTRICTING, ids=lambda option: next(iter(option)))
+async def test_what_restricts_sampling_is_refused_in_every_mode(
+    mode: Any, option: dict[str, Any]
+) -> None:
+    (key,) = option
+    with pytest.raises(InvalidArgumentError, match=rf"{key}: .*leave it out.*require_ids=False"):
+        OpenAIModel("http://nobody", logprobs_mode=mode, **option)
+    OpenAIModel("http://nobody", require_ids=False, **option)
+    nothing: dict[str, Any] = {key: None}
+    OpenAIModel("http://nobody", **nothing)
+
+
+async def test_a_tool_that_is_forced_into_its_schema_is_refused(url: str, vllm: VLLM) -> None:
+    tool = {"type": "function", "function": {"name": "look", "strict": True}}
+    async with asking(url) as model:
+        with pytest.raises(InvalidArgumentError, match=r"tools: strict=True .*'look'"):
+            await model.chat(HELLO, tools=[tool])
+    assert vllm.asked == []
+
+
+def test_one_call_returns_one_answer() -> None:
+    with pytest.raises(InvalidArgumentError, match="n=4"):
+        OpenAIModel("http://nobody", n=4)
 
 
 async def test_a_server_that_is_not_there_may_be_asked_again(url: str) -> None:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.explorer.test_openai_model import RESTRICTING
 from tests.explorer.vllm_dialect import served
 from tests.recorder.test_recorder import HELLO, plain_http, recording, reward, stored
 
@@ -291,6 +292,40 @@ async def test_an_upstream_that_counts_no_tokens_is_named_once(
         for _ in range(2):
             assert (await chat(url, "t/0")).status_code == 200
     assert caplog.text.count(f"{upstream} does not say how many tokens it sampled") == 1
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+async def test_what_restricts_sampling_is_refused_by_name(
+    sqlite_store_url: str, upstream: str, scripted: Scripted, mode: str
+) -> None:
+    async with recording(sqlite_store_url, upstream, logprobs_mode=mode) as url:
+        for option in RESTRICTING:
+            (key,) = option
+            told = await chat(url, "t/0", **option)
+            said = told.json()["error"]["message"]
+            assert (told.status_code, said.startswith(f"{key}: ")) == (400, True)
+            assert "leave it out" in said
+            assert "send it to the inference server itself" in said
+            nothing: dict[str, Any] = {key: None}
+            assert (await chat(url, f"{key}/0", **nothing)).status_code == 200
+        assert scripted.asked == len(RESTRICTING)
+
+
+async def test_what_leaves_the_choice_to_the_model_passes(
+    sqlite_store_url: str, upstream: str, scripted: Scripted
+) -> None:
+    options: list[dict[str, Any]] = [
+        {"response_format": {"type": "text"}, "tool_choice": "auto", "parallel_tool_calls": False},
+        {"stop": ["."], "stop_token_ids": [3], "max_completion_tokens": 8, "seed": 1, "n": 1},
+        {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+        {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
+        {"tools": [{"type": "function", "function": {"name": "look", "strict": False}}]},
+        {"top_logprobs": 2, "logprobs": True, "use_beam_search": False, "logit_bias": {}},
+    ]
+    async with recording(sqlite_store_url, upstream) as url:
+        for option in options:
+            assert (await chat(url, "t/0", **option)).status_code == 200
+    assert scripted.asked == len(options)
 
 
 async def test_a_request_of_the_wrong_form_is_refused_before_it_is_passed_on(

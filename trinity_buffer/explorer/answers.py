@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
 from trinity_buffer.explorer.conversation import Completion
@@ -38,8 +38,48 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Options that are applied behind raw log-probs, and the values at which they change nothing."""
 
+FREE = frozenset(
+    {
+        # what the prompt is: its ids come with the answer
+        *("model", "messages", "prompt", "tools", "documents", "chat_template"),
+        *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+        *(
+            "verbosity",
+            "add_special_tokens",
+            "truncate_prompt_tokens",
+            "truncation_side",
+            "reasoning_effort",
+        ),
+        # where an answer ends, and how many there are
+        *("max_tokens", "max_completion_tokens", "max_new_tokens", "n", "seed", "sampling_seed"),
+        *("stop", "stop_token_ids", "stop_regex", "ignore_eos", "repetition_detection"),
+        # what is returned of it
+        *("stream", "stream_options", "stream_interval", "logprobs", "top_logprobs"),
+        *("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "include_reasoning"),
+        *("return_prompt_text", "parallel_tool_calls", "include_stop_str_in_output"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
+        # whose it is, and when its turn comes
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "priority"),
+        *("request_id", "session_id", "cache_salt", "prompt_cache_key", "prompt_cache_retention"),
+        *("prompt_cache_options",),
+    }
+)
+"""Keys of a request that leave the choice of each token to the model, whatever their value is."""
+
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "watermarking": (False,),
+}
+"""Keys that may have these values; any other would restrict what is sampled, or choose from it."""
+
 LEAVE_OUT = "pass require_ids=False if nothing of this shall be trained"
-"""What one may do about an answer without ids in Python."""
+"""What one may do in Python about what cannot be trained."""
 
 
 def chat_completion(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Completion:
@@ -144,22 +184,21 @@ def pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {**{key: NEUTRAL[key][0] for key in PINNED}, **given}
 
 
-def require_sampled(sampling: Mapping[str, Any], mode: str) -> None:
-    """Return if the server's log-probs are those of what it samples.
+def require_sampled(sampling: Mapping[str, Any], mode: str, remedy: str = LEAVE_OUT) -> None:
+    """Return if the server's log-probs are those of what it samples; None counts as not given.
 
     Raises:
-        InvalidArgumentError: with these options they are not, in the log-prob ``mode``.
+        InvalidArgumentError: with these options they are not, in the log-prob ``mode``, or it is
+            not known; where no mode would help, the message ends with the ``remedy``.
     """
-    if sampling.get("use_beam_search"):
-        raise InvalidArgumentError(
-            "use_beam_search: the log-probs are those of beams that were searched, not of what is "
-            "sampled; leave it out"
-        )
-    bent = {
-        key: sampling[key]
-        for key, neutral in NEUTRAL.items()
-        if sampling.get(key) is not None and sampling[key] not in neutral
-    }
+    given = {key: value for key, value in sampling.items() if value is not None}
+    for key, value in given.items():
+        if key not in FREE and key not in NEUTRAL and value not in ALLOWED.get(key, ()):
+            _refuse(f"{key}: {value!r:.80}", ALLOWED.get(key, ()), remedy)
+    for tool in given.get("tools") or ():
+        if any(isinstance(part, Mapping) and part.get("strict") for part in (tool, *tool.values())):
+            _refuse(f"tools: strict=True of {tool!r:.80}", (), remedy)
+    bent = {k: v for k, v in given.items() if k in NEUTRAL and v not in NEUTRAL[k]}
     if bent and mode != "processed_logprobs":
         said = ", ".join(f"{key}={value!r:.80}" for key, value in bent.items())
         raise InvalidArgumentError(
@@ -167,3 +206,11 @@ def require_sampled(sampling: Mapping[str, Any], mode: str) -> None:
             "not those of what is sampled. Leave it out, or start the server with "
             "--logprobs-mode processed_logprobs and give logprobs_mode='processed_logprobs'"
         )
+
+
+def _refuse(said: str, allowed: tuple[Any, ...], remedy: str) -> NoReturn:
+    instead = "".join(f" or say {value!r}" for value in allowed)
+    raise InvalidArgumentError(
+        f"{said} may restrict what is sampled, or choose from it, which log-probs of no "
+        f"--logprobs-mode show: leave it out{instead}, or {remedy}"
+    )

@@ -40,7 +40,8 @@ class OpenAIModel:
         logprobs_mode: what the server was started with (vLLM's ``--logprobs-mode``).
         require_ids: refuse an answer without ids and log-probs, which cannot be trained.
         sampling: keys of every request, such as ``temperature``, ``top_p``, ``max_tokens``,
-            ``stop``; further ``api_key`` and ``timeout_s`` of a `Server`.
+            ``stop``; further ``api_key`` and ``timeout_s`` of a `Server`. With ``require_ids``,
+            keys that could restrict the choice of tokens are refused.
 
     Raises:
         InvalidArgumentError: log-probs would not be those of what is sampled.
@@ -69,6 +70,10 @@ class OpenAIModel:
         self._tells_weights = True
         if require_ids:
             require_sampled(self._sampling, logprobs_mode)
+            if (choices := sampling.get("n") or 1) != 1:
+                raise InvalidArgumentError(
+                    f"n={choices!r:.40}: a call returns one answer; call it so often"
+                )
 
     async def __aenter__(self) -> Self:
         return self
@@ -123,7 +128,10 @@ class OpenAIModel:
         if self.name is None:
             self.name = await self._only_model()
         said = {} if max_tokens is None else {"max_tokens": max_tokens}
-        return await self.server.post(path, {"model": self.name, **self._sampling, **said, **body})
+        asked = {"model": self.name, **self._sampling, **said, **body}
+        if self._require_ids:
+            require_sampled(asked, self._logprobs_mode)
+        return await self.server.post(path, asked)
 
     async def _only_model(self) -> str:
         found = await self.server.get("/v1/models") or {}

@@ -67,6 +67,9 @@ MUST_RETURN = (
 )
 """What one may do about an upstream whose answers lack ids."""
 
+ASK_ITSELF = "send it to the inference server itself, where it is not recorded"
+"""What one may do about a request whose answer cannot be trained."""
+
 NO_TURN = "nothing of this answer is stored"
 """What became of an answer that lacks tokens."""
 
@@ -207,7 +210,7 @@ class Recorder:
         path = CHAT if request.url.path.endswith("/chat/completions") else "/v1/completions"
         require_request(body)
         asked = asked_of_upstream(path, body)
-        require_sampled(asked, self._settings.logprobs_mode)
+        require_sampled(asked, self._settings.logprobs_mode, ASK_ITSELF)
         rollout = await self._rollout(request, body)
         headers = {HEADER: str(rollout)}
         if asked.get("stream"):
