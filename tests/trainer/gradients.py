@@ -58,7 +58,7 @@ def gradient(
                 scores.logprob, microbatch, entropy=scores.entropy, layout=microbatch.layout
             )
             loss.backward()
-        ranks.average_gradients(models.policy)
+        ranks.average_gradients(models.policy, [*models.policy.parameters()])
         stream.commit(step)
     return torch.cat([p.grad.flatten() for p in models.policy.parameters() if p.grad is not None])
 

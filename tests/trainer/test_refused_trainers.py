@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 import trinity_buffer as tb
 from tests.trainer.data import policy, prepared, rollouts
@@ -86,6 +86,9 @@ def test_rows_to_come_may_bring_advantages_that_the_stream_asks_for(
         tb.Trainer(stream, policy(), build("grpo"), settings)
 
 
+MODEL = policy()
+
+
 @pytest.mark.parametrize(
     ("model", "given", "said"),
     [
@@ -94,6 +97,11 @@ def test_rows_to_come_may_bring_advantages_that_the_stream_asks_for(
         (policy().requires_grad_(requires_grad=False), {}, "no parameter of the model requires"),
         (policy(), {"optimizer": AdamW}, "AdamW'> is no optimizer: make one of the model's"),
         (policy(), {"optimizer": AdamW(policy().parameters())}, "holds no parameter of this model"),
+        (
+            MODEL,
+            {"optimizer": AdamW([*MODEL.parameters(), torch.ones(1)])},
+            "1 parameters that are",
+        ),
         (policy(), {"reference": "gpt2"}, "'gpt2' is no model"),
     ],
 )
@@ -108,13 +116,37 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(
         tb.Trainer(stream, model, build("grpo"), tb.TrainerSettings(checkpoints=tmp_path), **given)
 
 
-def test_an_optimizer_of_some_of_the_weights_is_taken(sqlite_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_an_optimizer_of_some_of_the_weights_trains_as_if_the_others_were_frozen(
+    layout: Any, sqlite_url: str, tmp_path: Path
+) -> None:
     anyio.run(prepared, sqlite_url, build("grpo"))
-    model = policy()
-    name, weight = next(iter(model.named_parameters()))
-    settings = tb.TrainerSettings(checkpoints=tmp_path, max_steps=1)
-    with tb.open_train_stream(sqlite_url, experiment="run", strategy="grpo") as stream:
-        tb.Trainer(stream, model, build("grpo"), settings, optimizer=AdamW([weight])).run()
+    norms: dict[str, list[float]] = {"frozen": [], "free": []}
+    trained = {}
+    for consumer, seen in norms.items():
+        model = trained[consumer] = policy()
+        some = [*model.head.parameters()]
+        for weight in model.parameters():
+            if consumer == "frozen":
+                weight.requires_grad_(any(weight is one for one in some))
+        settings = tb.TrainerSettings(checkpoints=tmp_path / consumer)
+        with tb.open_train_stream(
+            sqlite_url,
+            experiment="run",
+            strategy="grpo",
+            consumer=consumer,
+            groups_per_step=2,
+            layout=layout,
+        ) as stream:
+            optimizer = SGD(some, lr=10.0)
+            tb.Trainer(stream, model, build("grpo"), settings, optimizer=optimizer).run(
+                lambda report, seen=seen: seen.append(report.gradient_norm)  # type: ignore[misc]
+            )
+        assert {n for n, w in model.named_parameters() if w.grad is not None} == {"head.weight"}
+    assert len(norms["free"]) == 3
+    assert norms["free"] == norms["frozen"]
     before = policy().state_dict()
-    changed = {n for n, w in model.state_dict().items() if not torch.equal(w, before[n])}
-    assert changed == {name}
+    frozen = trained["frozen"].state_dict()
+    for name, weight in trained["free"].state_dict().items():
+        assert torch.equal(weight, frozen[name]), name
+        assert torch.equal(weight, before[name]) == (name != "head.weight"), name

@@ -81,6 +81,15 @@ class CausalLM:
         weights = self._own.state_dict()
         return {name: weights[name] for name in dict.fromkeys(self._names().values())}
 
+    def unsaved(self) -> dict[str, nn.Parameter]:
+        """Return the trainable weights that `save` leaves out: those beside the active adapter."""
+        if not self.is_adapted:
+            return {}
+        weights = dict(self._own.named_parameters(remove_duplicate=False))
+        kept = {id(weight) for weight in _adapter_of(self._own, weights).values()}
+        trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        return {name: weight for name, weight in trained.items() if id(weight) not in kept}
+
     def save(self, path: str | Path) -> None:
         """Write config and weights into the new folder ``path``.
 
@@ -174,10 +183,14 @@ def _is_adapted(model: Any) -> bool:
     return hasattr(model, "disable_adapter")  # a PeftModel has it, a plain model has not
 
 
-def _adapter_of(model: Any) -> dict[str, Tensor]:
-    """Return the weights of the active adapter, under the names that peft gives them."""
+def _adapter_of(model: Any, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return the weights of the active adapter, under the names that peft gives them.
+
+    Args:
+        weights: of the model, by name; None: what its `state_dict` returns.
+    """
     found: dict[str, Tensor] = extra("peft", "lora").get_peft_model_state_dict(
-        model, adapter_name=model.active_adapter, save_embedding_layers=False
+        model, weights, adapter_name=model.active_adapter, save_embedding_layers=False
     )
     return found
 

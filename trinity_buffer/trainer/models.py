@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.algorithm.layout import BatchLayout
@@ -56,7 +56,7 @@ def require_models(algorithm: Algorithm, models: Models) -> None:
 
 
 def require_trained(policy: Policy, optimizer: torch.optim.Optimizer | None) -> None:
-    """Return if steps of ``optimizer`` can change ``policy``.
+    """Return if steps of ``optimizer`` can change ``policy``, and a checkpoint keeps the change.
 
     Args:
         policy: what is trained.
@@ -82,19 +82,43 @@ def require_trained(policy: Policy, optimizer: torch.optim.Optimizer | None) -> 
             "no parameter of the model requires a gradient, so that nothing can be trained: call "
             "model.requires_grad_(), or add an adapter"
         )
-    if optimizer is None:
-        return
+    own = {id(weight) for weight in weights}
+    held = own if optimizer is None else _held_of(optimizer, weights)
+    unsaved: Mapping[str, Tensor] = getattr(policy, "unsaved", dict)()
+    if lost := [name for name, weight in unsaved.items() if id(weight) in held]:
+        raise InvalidArgumentError(
+            f"a checkpoint keeps the active adapter alone, and {len(lost)} weights outside it "
+            f"would be trained and lost, such as {lost[0]}: name their modules in modules_to_save "
+            "of the adapter's configuration, freeze them (requires_grad_(False)), or leave them "
+            "out of optimizer="
+        )
+
+
+def _held_of(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> set[int]:
+    """Return the ``id`` of what ``optimizer`` holds, if that is some of the model's weights."""
     if not hasattr(optimizer, "param_groups"):
         raise InvalidArgumentError(
             f"optimizer={optimizer!r:.80} is no optimizer: make one of the model's parameters, "
             "such as torch.optim.AdamW(model.parameters(), lr=1e-6)"
         )
-    own = {id(weight) for weight in weights}
-    if not any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
+    held = held_by(optimizer)
+    if not any(id(weight) in held and weight.requires_grad for weight in weights):
         raise InvalidArgumentError(
-            "optimizer= holds no parameter of this model, so that its steps would change nothing: "
-            "make it of model.parameters() of the very model that the Trainer is given"
+            "optimizer= holds no parameter of this model that requires a gradient, so that its "
+            "steps would change nothing: make it of model.parameters() of the very model that the "
+            "Trainer is given"
         )
+    if foreign := held - {id(weight) for weight in weights}:
+        raise InvalidArgumentError(
+            f"optimizer= holds {len(foreign)} parameters that are not this model's, which no "
+            "checkpoint would keep: make it of model.parameters(), all or some of them"
+        )
+    return held
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the ``id`` of every weight that ``optimizer`` steps."""
+    return {id(weight) for group in optimizer.param_groups for weight in group["params"]}
 
 
 def new_critic(policy: Policy) -> Critic:

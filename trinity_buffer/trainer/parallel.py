@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -75,8 +76,8 @@ class Processes(Protocol):
         """Return ``value`` of each rank, of one shape; every rank must call it."""
         ...
 
-    def average_gradients(self, model: Trainable) -> None:
-        """Replace the gradients of ``model`` by their mean over all ranks."""
+    def average_gradients(self, model: Trainable, weights: Sequence[Tensor]) -> None:
+        """Replace the gradients of ``weights``, which are ``model``'s, by their mean over ranks."""
         ...
 
 
@@ -101,7 +102,7 @@ class OneProcess:
         """Return ``value`` alone."""
         return [value]
 
-    def average_gradients(self, model: Trainable) -> None:
+    def average_gradients(self, model: Trainable, weights: Sequence[Tensor]) -> None:
         """Do nothing."""
 
 
@@ -146,14 +147,14 @@ class TorchProcesses:
         torch.distributed.all_gather(found, own, group=self._group)
         return [one.to(value.device) for one in found]
 
-    def average_gradients(self, model: Trainable) -> None:
-        """Replace the gradients by their mean over all ranks, in one exchange.
+    def average_gradients(self, model: Trainable, weights: Sequence[Tensor]) -> None:
+        """Replace the gradients of ``weights`` by their mean over all ranks, in one exchange.
 
         Of a model that averages them itself (DDP, FSDP2) they stay as they are.
         """
         if averages_itself(model):
             return
-        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        weights = [weight for weight in weights if weight.requires_grad]
         # A rank whose rows reach no weight still takes part: its gradient is 0.
         own = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
         joined = self.sum(torch.cat([gradient.flatten() for gradient in own])) / self.world_size

@@ -29,6 +29,7 @@ from trinity_buffer.trainer.critic import ValueLossFn
 from trinity_buffer.trainer.measuring import StepMeter
 from trinity_buffer.trainer.models import (
     Models,
+    held_by,
     new_critic,
     prepare,
     require_models,
@@ -248,14 +249,15 @@ class Trainer:
                 loss, metrics = self._gradient(microbatch, meter)
             parts.append({"loss": loss, **metrics})
         found |= combined(parts, step.microbatches, self._row_metrics)
-        deciding = [found["loss"].value, self._clipped(self.state.policy)]
-        found["gradient_norm"] = Number(deciding[1])
+        norm = self._clipped(self.state.policy, self.state.optimizer)
+        deciding = [found["loss"].value, norm]
+        found["gradient_norm"] = Number(norm)
         found["learning_rate"] = Number(self._rate(step))
         found[REWARD] = Number(reward_share(step))
         if self.state.critic is not None:
-            of_critic, norm = self._critic_gradient(step, *self.state.critic)
+            of_critic, of_critic_norm = self._critic_gradient(step, *self.state.critic)
             found |= of_critic
-            deciding += [of_critic["critic/value_loss"].value, norm]
+            deciding += [of_critic["critic/value_loss"].value, of_critic_norm]
         finite, numbers = self._numbers.read(deciding, found)
         if finite and not step.skipped:
             self._step(step)
@@ -345,13 +347,23 @@ class Trainer:
             )
             loss.backward()
             parts.append(metrics)
-        return combined(parts, step.microbatches), self._clipped(critic)
+        return combined(parts, step.microbatches), self._clipped(critic, optimizer)
 
-    def _clipped(self, model: Trainable) -> Tensor:
-        """Average the gradients over the ranks, scale them down to the limit, return their norm."""
-        self._processes.average_gradients(model)
+    def _clipped(self, model: Trainable, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Average the gradients over the ranks, scale them down to the limit, return their norm.
+
+        Only those of weights that the optimizer holds: nothing would ever clear the others.
+        """
+        held = held_by(optimizer)
+        weights = []
+        for weight in model.parameters():
+            if id(weight) in held:
+                weights.append(weight)
+            else:
+                weight.grad = None
+        self._processes.average_gradients(model, weights)
         limit = self._settings.max_gradient_norm
-        return whole(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).detach())
+        return whole(torch.nn.utils.clip_grad_norm_(weights, limit).detach())
 
     def _adapt(self, step: TrainStep, numbers: Mapping[str, float]) -> None:
         """Let an adaptive coefficient of the loss take its step; that of a penalty has done so."""
