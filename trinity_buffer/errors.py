@@ -69,7 +69,13 @@ class ConflictError(TrinityBufferError, ValueError):
 
 
 class ConflictingExperienceError(ConflictError):
-    """An EID is already stored with other content."""
+    """An EID is already stored with other content.
+
+    Attributes:
+        uid: the EID as a text; "" where that is not known.
+    """
+
+    uid: str = ""
 
 
 class ConflictingPlanError(ConflictError):

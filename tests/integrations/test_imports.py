@@ -33,7 +33,7 @@ from trinity_buffer.integrations.imports.formats import (
     require_readable,
 )
 from trinity_buffer.integrations.imports.plain_pickle import plain
-from trinity_buffer.integrations.imports.rows import rows
+from trinity_buffer.integrations.imports.rows import Rows
 from trinity_buffer.integrations.imports.texts import Texts
 from trinity_buffer.store.sqlite import dbapi2
 
@@ -113,7 +113,7 @@ def test_a_buffer_of_trinity_is_trained_as_it_was_recorded(sqlite_url: str) -> N
     assert imported(sqlite_url, "trinity-rft", DUMPS / "trinity.db").written == 8
     again = imported(sqlite_url, "trinity-rft", DUMPS / "trinity.db")
     assert (again.written, again.duplicates, again.batches) == (0, 8, 2)
-    given = list(trinity.read(DUMPS / "trinity.db", Texts(None)))
+    given = list(trinity.read(DUMPS / "trinity.db", Texts(None), Rows("experience")))
     found = anyio.run(annotated, sqlite_url)
     for one, other in zip(given, found, strict=True):
         assert one.eid == other.eid
@@ -245,11 +245,11 @@ def _read(url: str) -> list[tb.Experience]:
 @pytest.mark.parametrize(
     ("name", "row", "says"),
     [
-        ("preferences", {"chosen": "a"}, "x.jsonl:1: a pair has chosen and rejected"),
+        ("preferences", {"chosen": "a"}, "x.jsonl:1: .*a pair has chosen and rejected"),
         ("preferences", {"chosen": "ab", "rejected": "ac"}, "there is no prompt"),
-        ("sft", {"text": "a"}, "x.jsonl:1: a demonstration has messages"),
-        ("verl", {"input": "a"}, "x.jsonl:1: this row lacks output, score, step, which"),
-        ("trinity-rft", {"a": 1}, "x.jsonl:1: an experience of Trinity-RFT has an eid"),
+        ("sft", {"text": "a"}, "x.jsonl:1: .*a demonstration has messages"),
+        ("verl", {"input": "a"}, "x.jsonl:1: .*this row lacks output, score, step, which"),
+        ("trinity-rft", {"a": 1}, "x.jsonl:1: .*an experience of Trinity-RFT has an eid"),
         ("sft", DEMONSTRATIONS["texts"], "give --tokenizer FOLDER"),
         ("sft", [], "x.jsonl:1: a row must be a JSON object"),
     ],
@@ -266,8 +266,12 @@ def test_what_cannot_be_imported_is_told(
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("x.json", b'{"a": 1}\n{"a"', "x.json:2: no JSON"),
-        ("x.jsonl", b'"\xff"', "x.jsonl: it cannot be read (.*utf-8"),
+        ("x.json", b'{"a": 1}\n{"a"\n', "x.json:2: no JSON"),
+        ("x.json", b'[{"a": 1},\n{"a"', "x.json:2: no JSON (Expecting ':' delimiter: column 5)"),
+        ("x.jsonl", b'"\xff"\n', "x.jsonl:1: no JSON in UTF-8 ('utf-8' codec"),
+        ("x.jsonl", '{"a": 1}\n'.encode("utf-16"), "x.jsonl:1: no JSON in UTF-8 ('utf-8' codec"),
+        ("x.jsonl", b"[" * 100_000 + b"\n", "x.jsonl:1: no JSON in UTF-8 ("),
+        ("x.jsonl", b"[]\n", "x.jsonl:1: a row must be a JSON object; --skip-bad-lines"),
         ("x.parquet", b"nothing", "x.parquet: it cannot be read ("),
         ("x.arrow", b"nothing", "x.arrow: it cannot be read ("),
     ],
@@ -276,12 +280,28 @@ def test_what_cannot_be_read_is_told(tmp_path: Path, name: str, content: bytes, 
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(InvalidArgumentError, match=re.escape(says).replace(r"\.\*", ".*")):
-        list(rows(path))
+        list(Rows("sft").of(path))
 
 
-def test_lines_are_read_under_the_name_of_json_too(tmp_path: Path) -> None:
+def test_rows_of_a_file_without_lines_are_counted(tmp_path: Path) -> None:
     path = rows_of(tmp_path / "x.json", [{"a": 1}, {"a": 2}])
-    assert list(rows(path)) == [("x.json:1", {"a": 1}), ("x.json:2", {"a": 2})]
+    found = list(Rows("sft").of(path))
+    assert found == [(0, f"{path}, row 1", {"a": 1}), (1, f"{path}, row 2", {"a": 2})]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_blank_lines_and_a_mark_of_the_byte_order_are_passed_over(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n \t\n{"a": 2}')
+    found = list(Rows("sft").of(path))
+    assert found == [(0, f"{path}:1", {"a": 1}), (1, f"{path}:4", {"a": 2})]
+
+
+def test_a_mark_of_the_byte_order_before_a_list_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(b'\xef\xbb\xbf[{"a": 1}]')
+    assert [row.held for row in Rows("sft").of(tmp_path / "x.json")] == [{"a": 1}]
 
 
 def test_pairs_of_trinity_are_told_where_they_belong(tmp_path: Path) -> None:
@@ -370,7 +390,7 @@ def test_the_command_says_what_it_took(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "8 experiences in 2 batches" in done.output
     told = json.loads(CliRunner().invoke(app, [*asked, "--json"]).output)
-    assert told == {"written": 0, "duplicates": 8, "batches": 2, "late": 0}
+    assert told == {"written": 0, "duplicates": 8, "batches": 2, "late": 0, "left_out": []}
 
 
 def test_rows_that_a_sealed_import_gains_are_told(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from tests.integrations.test_imports import (
     DEMONSTRATIONS,
@@ -21,6 +22,7 @@ from trinity_buffer.cli.main import app
 from trinity_buffer.cli.supervisor import exit_code_of
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.integrations.imports.formats import PER_WRITE, require_readable
+from trinity_buffer.integrations.imports.rows import Rows
 from trinity_buffer.integrations.imports.texts import Texts
 from trinity_buffer.integrations.imports.verl_dumps import read
 
@@ -42,6 +44,8 @@ def without_messages() -> dict[str, Any]:
         ("verl", {**VERL, "score": None}, "score=None"),
         ("verl", {**VERL, "score": "x"}, "could not convert string to float: 'x'"),
         ("verl", {**VERL, "step": None}, "step=None"),
+        ("verl", {**VERL, "step": math.inf}, "step=inf"),
+        ("verl", {**VERL, "score": math.nan}, "reward is nan, it must be finite"),
         ("verl", {**VERL, "input": ["a"]}, "neither a text nor a list of messages: ['a']"),
         ("verl", {**VERL, "output": "three \ud83d"}, "output='three \\ud83d'"),
         ("sft", {**SFT, "prompt": None}, "neither a text nor a list of messages: None"),
@@ -68,7 +72,7 @@ def test_a_wrong_row_is_told_with_its_line_and_what_it_holds(
     file = rows_of(folder / ("stream.jsonl" if name == "prime-rl" else "x.jsonl"), [row])
     with pytest.raises(InvalidArgumentError) as told:
         require_readable(name, folder if name == "prime-rl" else file, tokenizer=tokenizer)
-    assert str(told.value).startswith(f"{file.name}:1: ")
+    assert str(told.value).startswith(f"{file}:1: ")
     assert says in str(told.value)
     assert "\n" not in str(told.value)
     assert exit_code_of(told.value) == 2
@@ -80,19 +84,20 @@ def test_a_wrong_row_far_down_says_how_to_go_on(tmp_path: Path, tokenizer: Path)
     asked += ["--tokenizer", str(tokenizer)]
     rows_of(tmp_path / "x.jsonl", [*good, {**SFT, "prompt": None}])
     told = str(CliRunner().invoke(app, asked).exception)
-    assert told.startswith(f"x.jsonl:{len(good) + 1}: ")
+    assert told.startswith(f"{tmp_path / 'x.jsonl'}:{len(good) + 1}: ")
     assert f"the {PER_WRITE} experiences before it are stored" in told
     assert "import the same again" in told
     rows_of(tmp_path / "x.jsonl", [*good, SFT])
     done = json.loads(CliRunner().invoke(app, [*asked, "--json"]).output)
-    assert done == {"written": 2, "duplicates": PER_WRITE, "batches": 1, "late": 0}
+    counts = {"written": 2, "duplicates": PER_WRITE, "batches": 1, "late": 0}
+    assert done == {**counts, "left_out": []}
     assert trained(url, None) == len(good) + 1
 
 
 def test_a_uid_of_verl_is_a_group_whatever_it_looks_like(tmp_path: Path, tokenizer: Path) -> None:
     uids = ["a", "b", "a", "c_0_0", "", None]
     path = rows_of(tmp_path / "1.jsonl", [{**VERL, "uid": uid} for uid in uids])
-    found = [one.eid for one in read(path, Texts(tokenizer))]
+    found = [one.eid for one in read(path, Texts(tokenizer), Rows("experience"))]
     assert [(one.task, one.run) for one in found] == [
         *[("a", 0), ("b", 0), ("a", 1)],
         *[("c", 0), (2, 0), (2, 1)],
@@ -133,3 +138,81 @@ def test_a_tokenizer_that_is_not_there_is_looked_for_nowhere_else(tmp_path: Path
     path.write_text(json.dumps(VERL))
     with pytest.raises(InvalidArgumentError, match="--tokenizer nowhere: there is no such folder"):
         require_readable("verl", path, tokenizer=Path("nowhere"))
+
+
+def imports(*asked: object) -> Result:
+    return CliRunner().invoke(app, ["import", *map(str, asked)])
+
+
+def test_a_last_line_that_is_torn_is_left_out_and_told(tmp_path: Path, tokenizer: Path) -> None:
+    path = rows_of(tmp_path / "data" / "1.jsonl", [SFT, SFT])
+    path.write_bytes(path.read_bytes() + b'\n{"prompt": "one \xc3')
+    rows_of(tmp_path / "data" / "2.jsonl", [SFT])
+    done = imports("sft", path.parent, "--store", tmp_path / "run.db", "--tokenizer", tokenizer)
+    assert done.exit_code == 0, done.output
+    assert "3 experiences in 1 batch written" in done.stdout
+    assert "1 row left out" in done.stdout
+    assert done.stderr.startswith(f"left out: {path}:3: no JSON in UTF-8 (")
+    assert done.stderr.endswith(", it is torn\n")
+
+
+def test_a_file_of_nothing_but_a_torn_line_is_refused_with_that_line(tmp_path: Path) -> None:
+    path = tmp_path / "1.jsonl"
+    path.write_text('{"prompt"')
+    told = str(imports("sft", path, "--store", tmp_path / "run.db").exception)
+    assert f"{path}: there is nothing to import" in told
+    assert f"{path}:1: no JSON in UTF-8" in told
+
+
+def test_bad_lines_are_counted_and_listed_where_they_shall_be_skipped(
+    store_url: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    path = tmp_path / "x.jsonl"
+    bad = ["{", "[]", json.dumps({**SFT, "prompt": None}), '{"text": "\\ud83d"}', "\0\0"]
+    good = [json.dumps({**SFT, "completion": word}) for word in ("one", "two", "three")]
+    lines = [good[0], *bad[:2], "", good[1], *bad[2:], good[2]]
+    path.write_text("\n".join(lines) + "\n")
+    asked = ("sft", path, "--store", store_url, "--experiment", "run", "--tokenizer", tokenizer)
+    assert "--skip-bad-lines leaves such rows out" in str(imports(*asked).exception)
+    done = json.loads(imports(*asked, "--skip-bad-lines", "--json").stdout)
+    left_out = done.pop("left_out")
+    assert done == {"written": 3, "duplicates": 0, "batches": 1, "late": 0}
+    assert [row.split(": ")[0] for row in left_out] == [
+        f"{path}:{line}" for line in (2, 3, 6, 7, 8)
+    ]
+    assert [(one.eid.task, one.response_text) for one in _read(store_url)] == [
+        *[(0, "one"), (3, "two"), (7, "three")],
+    ]
+    again = imports(*asked, "--skip-bad-lines")
+    assert "3 there already, 5 rows left out" in again.stdout
+    assert again.stderr.count("left out: ") == 5
+
+
+def test_a_row_of_several_experiences_is_left_out_as_a_whole(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    traces, wrong = tmp_path / "traces", episode(1, "a", 1.0)
+    last = wrong["traces"][0]["nodes"][-1]
+    wrong["traces"][0]["nodes"].append(  # a third branch
+        {**last, "token_ids": [-1] * len(last["token_ids"])}
+    )
+    rows_of(traces / "stream.jsonl", [episode(1, "a", 0.0), wrong])
+    asked = ("prime-rl", traces, "--store", sqlite_url, "--experiment", "run")
+    assert "holds negative numbers" in str(imports(*asked).exception)
+    assert imports(*asked, "--skip-bad-lines").exit_code == 0
+    assert [(one.eid.run, one.eid.step) for one in _read(sqlite_url)] == [(0, 0), (0, 1)]
+
+
+def test_two_contents_under_one_address_are_told_with_both_lines(
+    store_url: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    given = [{**VERL, "uid": f"a_{number}_0"} for number in range(3)]
+    path = rows_of(tmp_path / "x.jsonl", [*given, {**given[1], "score": 0.0}])
+    asked = ("verl", path, "--store", store_url, "--experiment", "run", "--tokenizer", tokenizer)
+    told = str(imports(*asked).exception)
+    assert told.startswith(f"{path}:2 and {path}:4: experience step-1/a/1/0/ comes twice")
+    rows_of(path, given)
+    assert imports(*asked).exit_code == 0
+    rows_of(path, [*given[:2], {**given[2], "score": 0.0}])
+    told = str(imports(*asked).exception)
+    assert told.startswith(f"{path}:3: experience step-1/a/2/0/ is stored with other content")

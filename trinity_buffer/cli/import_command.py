@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,9 +37,14 @@ def import_(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of a transformers tokenizer, for files with texts.")
     ] = None,
+    skip_bad_lines: Annotated[
+        bool, typer.Option("--skip-bad-lines", help="Leave out and list what cannot be imported.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Import files of another package into a store, ready to be annotated and trained.
+
+    Blank lines are passed over, and a last line that is torn is left out.
 
     Example: trinity-buffer import trinity-rft buffer.db --store runs/run.db
     """
@@ -48,12 +53,13 @@ def import_(
         raise UnknownNameError(f"no format {name!r} ({known})")
     target = experiment or name_of(path)
     require_name("an experiment's name", target)
-    require_readable(name, path, tokenizer=tokenizer)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "skip_bad_lines": skip_bad_lines}
+    require_readable(name, path, **options)
     made_folder_of(store)
 
     async def main() -> Imported:
         async with open_store(store) as opened:
-            return await import_file(opened, target, name, path, tokenizer=tokenizer)
+            return await import_file(opened, target, name, path, **options)
 
     done: Imported = run(main)
     if as_json:
@@ -62,9 +68,12 @@ def import_(
         typer.echo(
             escaped(
                 f"{counted(done.written, 'experience')} in {counted(done.batches, 'batch')} "
-                f"written to {named(store)}, {done.duplicates} there already"
+                f"written to {named(store)}, {done.duplicates} there already, "
+                f"{counted(len(done.left_out), 'row')} left out"
             )
         )
+    for row in done.left_out:
+        typer.echo(escaped(f"left out: {row}"), err=True)
     if done.late:
         typer.echo(
             f"error: {done.late} of them are of batches that an earlier import sealed: they are "

@@ -15,6 +15,7 @@ from trinity.common.config import StorageConfig
 
 from trinity_buffer.integrations import trinity_rft
 from trinity_buffer.integrations.imports import trinity
+from trinity_buffer.integrations.imports.rows import Rows
 from trinity_buffer.integrations.imports.texts import Texts
 
 
@@ -32,7 +33,7 @@ async def imported_from_sql(folder: Path, given: list[Any]) -> list[Any]:
     path = folder / "trinity.db"
     places = {"storage_type": "sql", "schema_type": "experience", "path": f"sqlite:///{path}"}
     await write(SQLWriter(config(**places)), given)
-    return list(trinity.read(path, Texts(None)))
+    return list(trinity.read(path, Texts(None), Rows("experience")))
 
 
 def test_their_sqlite_comes_back_as_they_gave_it(tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_their_jsonl_holds_what_we_read(tmp_path: Path, monkeypatch: pytest.Monk
     asyncio.run(write(JSONWriter(config(storage_type="file", path=str(path))), given))
     monkeypatch.setattr(Texts, "prompt", lambda _, said: [0] * len(said))
     monkeypatch.setattr(Texts, "answer", lambda _, prompt, said: [1] * len(said))
-    found = list(trinity.read(path, Texts(None)))
+    found = list(trinity.read(path, Texts(None), Rows("experience")))
     assert [one.reward for one in found] == [one.reward for one in given]
     assert [one.response_text for one in found] == [one.response_text for one in given]
     assert [one.info for one in found] == [one.info for one in given]

@@ -6,7 +6,7 @@ import pickletools
 from collections.abc import Callable
 from typing import Any
 
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidExperienceError
 
 _MARK = object()
 _NUMBERS = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"}
@@ -29,7 +29,7 @@ def plain(data: bytes) -> Any:
     """Return what a pickle of dicts, lists, tuples, texts, numbers and None holds.
 
     Raises:
-        InvalidArgumentError: it holds something else, such as a class to call, or is cut off.
+        InvalidExperienceError: it holds something else, such as a class to call, or is cut off.
     """
     stack: list[Any] = []
     memo: list[Any] = []
@@ -37,7 +37,7 @@ def plain(data: bytes) -> Any:
         for op, arg, _ in pickletools.genops(data):
             _step(op.name, arg, stack, memo)
     except (ValueError, IndexError, TypeError) as error:
-        raise InvalidArgumentError(f"a pickle that cannot be read: {error}") from None
+        raise InvalidExperienceError(f"a pickle that cannot be read: {error}") from None
     return stack.pop()
 
 

@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
-from trinity_buffer.integrations.imports.rows import reading, rows
+from trinity_buffer.integrations.imports.rows import Row, Rows
 from trinity_buffer.integrations.imports.texts import Texts
 
 Path_ = list[dict[str, Any]]
 """The nodes of a branch, from the first message to the last."""
 
 
-def read(path: Path, texts: Texts) -> Iterator[Experience]:
+def read(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
     """Yield a rollout for each branch of each trainable trace; ``path``: the run, or ``traces``.
 
     Raises:
@@ -30,23 +30,24 @@ def read(path: Path, texts: Texts) -> Iterator[Experience]:
     del texts  # traces hold token ids
     traces = path / "monitors" / "file" / "traces"
     traces = traces if traces.is_dir() else path
-    notes = _notes(traces / "annotations")
+    notes = _notes(traces / "annotations", rows)
     runs: dict[tuple[str, str], int] = {}
-    for where, episode in _lines(traces / "stream"):
-        with reading(where, episode):
+    for _, where, episode in _lines(traces / "stream", rows):
+        with rows.reading(where, episode) as made:
             work = (episode.get("run") or {}).get("work") or {}
             if work.get("type") == "eval":
                 continue
-            place = (f"step-{work.get('step', 0)}", _group(where, episode))
+            place = (f"step-{work.get('step', 0)}", _group(episode))
             runs[place] = runs.get(place, -1) + 1
-            found = _branches(episode)
-            for step, (trace, index, nodes) in enumerate(found):
+            for step, (trace, index, nodes) in enumerate(_branches(episode)):
                 told = notes.get(trace["id"], {})
                 eid = EID(*place, runs[place], step)
-                yield _experience(eid, trace, nodes, told, index, work.get("policy") or {})
+                policy = work.get("policy") or {}
+                made.append(_experience(eid, trace, nodes, told, index, policy))
+        yield from made
 
 
-def _lines(stream: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _lines(stream: Path, rows: Rows) -> Iterator[Row]:
     """Yield the records of a stream: one file, or a folder of numbered chunks."""
     if any(stream.glob("*.zst")):
         raise InvalidArgumentError(f"{stream}: unpack its chunks first, with zstd -d --rm *.zst")
@@ -56,26 +57,26 @@ def _lines(stream: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             f"{stream.parent}: no folder of prime-rl's file monitor: neither {stream.name} nor "
             f"{single.name} is in it, nor in monitors/file/traces below it"
         )
-    yield from rows(single if single.is_file() else stream)
+    yield from rows.of(single if single.is_file() else stream)
 
 
-def _notes(folder: Path) -> dict[str, dict[int, list[float | None]]]:
+def _notes(folder: Path, rows: Rows) -> dict[str, dict[int, list[float | None]]]:
     """Return per trace and branch the advantages that were noted, one for each token."""
     found: dict[str, dict[int, list[float | None]]] = {}
     names = {one.name.partition(".")[0] for one in folder.glob("*")} if folder.is_dir() else set()
     for name in sorted(names):
-        for where, update in _lines(folder / name):
-            with reading(where, update):
+        for _, where, update in _lines(folder / name, rows):
+            with rows.reading(where, update):
                 told = [one for one in update.get("branches") or [] if one.get("advantages")]
                 own = {branch["index"]: branch["advantages"] for branch in told}
                 found.setdefault(update["trace_id"], {}).update(own)
     return found
 
 
-def _group(where: str, episode: dict[str, Any]) -> str:
+def _group(episode: dict[str, Any]) -> str:
     group = (episode.get("group") or {}).get("id") or episode.get("id")
     if group is None:
-        raise InvalidArgumentError(f"{where}: an episode of prime-rl has an id")
+        raise InvalidExperienceError("an episode of prime-rl has an id")
     return str(group)
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from codecs import BOM_UTF8
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import Any, NamedTuple
 
 from trinity_buffer.errors import (
     InvalidArgumentError,
     InvalidExperienceError,
     TrinityBufferError,
 )
+from trinity_buffer.experience import Experience
 from trinity_buffer.extras import extra
+from trinity_buffer.pipeline.writing.validation import validate
 
 
 def name_of(path: Path) -> str:
@@ -22,49 +25,119 @@ def name_of(path: Path) -> str:
     return path.name if path.is_dir() else path.stem
 
 
-@contextmanager
-def reading(where: str, row: dict[str, Any]) -> Iterator[None]:
-    """Let an error in the reading of one row say where the row stands, and what it holds.
+_OF_A_ROW = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, OverflowError)
+"""What code raises that expects other fields than a row has."""
 
-    Raises:
-        InvalidArgumentError: a field of the row is missing, or is not what it should be.
+
+class Row(NamedTuple):
+    """What stands in one place of a file.
+
+    Attributes:
+        number: how many rows come before it, those that are left out among them.
+        where: file and line.
+        held: its fields.
     """
-    try:
-        yield
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-        if isinstance(error, TrinityBufferError) and not isinstance(error, InvalidExperienceError):
-            raise
-        why = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
-        held = ", ".join(f"{name}={short(value)}" for name, value in row.items())
-        raise InvalidArgumentError(
-            f"{where}: this row cannot be imported ({why}): {held:.500}"
-        ) from error
+
+    number: int
+    where: str
+    held: dict[str, Any]
 
 
-def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where each row stands, as ``file:line``, and what it holds.
+class Rows:
+    """The rows that an import reads, one after the other.
 
-    Raises:
-        InvalidArgumentError: the file is not there, or a line is no JSON object.
+    Args:
+        schema: what is made of them must have.
+        skip_bad: leave out a row that cannot be imported. A last line that is torn always is.
+
+    Attributes:
+        where: file and line of the row that was read last.
+        left_out: where rows were left out, and why.
     """
+
+    def __init__(self, schema: str, *, skip_bad: bool = False) -> None:
+        self._schema = schema
+        self._skip_bad = skip_bad
+        self.where = ""
+        self.left_out: list[str] = []
+
+    def of(self, path: Path) -> Iterator[Row]:
+        """Yield what stands in ``path``, a file or a folder of files.
+
+        Raises:
+            InvalidArgumentError: the file is not there, cannot be read, or has a bad line.
+        """
+        values = (value for file in _files(path) for value in _read(file))
+        for number, (where, value) in enumerate(values):
+            if isinstance(value, dict):
+                yield Row(number, where, value)
+            elif isinstance(value, _NoJSON):
+                self._leave_out(f"{where}: {value.why}", always=value.is_torn)
+            else:
+                self._leave_out(f"{where}: a row must be a JSON object")
+
+    @contextmanager
+    def reading(self, where: str, held: Mapping[str, Any]) -> Iterator[list[Experience]]:
+        """Yield a list for what is made of one row; it is empty if the row is left out.
+
+        Raises:
+            InvalidArgumentError: a field of the row is missing, or is not what it should be; the
+                message says where the row stands, and what it holds.
+        """
+        self.where = where
+        made: list[Experience] = []
+        try:
+            yield made
+            for experience in made:
+                validate(experience, self._schema)
+        except _OF_A_ROW as error:
+            if isinstance(error, TrinityBufferError) and not isinstance(
+                error, InvalidExperienceError
+            ):
+                raise
+            made.clear()
+            why = f"{error} is missing" if isinstance(error, KeyError) else error
+            fields = ", ".join(f"{name}={short(value)}" for name, value in held.items())
+            why = " ".join(str(why).split())
+            self._leave_out(
+                f"{where}: this row cannot be imported ({why}): {fields:.500}", cause=error
+            )
+
+    def _leave_out(
+        self, told: str, *, always: bool = False, cause: Exception | None = None
+    ) -> None:
+        if not (always or self._skip_bad):
+            raise InvalidArgumentError(f"{told}; --skip-bad-lines leaves such rows out") from cause
+        self.left_out.append(told)
+
+
+class _NoJSON(NamedTuple):
+    """A line that cannot be read; one without an end is what a process wrote as it died."""
+
+    why: str
+    is_torn: bool
+
+
+def _files(path: Path) -> Iterator[Path]:
     if not path.exists():
         raise InvalidArgumentError(f"{path}: there is no such file or folder")
     if path.is_dir():
-        for file in sorted(path.rglob("*"), key=_by_number):
-            if file.suffix in READERS:
-                yield from rows(file)
-        return
-    if path.suffix not in READERS:
+        files = sorted(path.rglob("*"), key=_by_number)
+        yield from (file for file in files if file.suffix in READERS and file.is_file())
+    elif path.suffix in READERS:
+        yield path
+    else:
         raise InvalidArgumentError(
             f"{path}: a data set ends in {', '.join(READERS)}, or is a folder"
         )
-    for number, row in enumerate(_read(path), 1):
-        if not isinstance(row, dict):
-            raise InvalidArgumentError(f"{path}:{number}: a row must be a JSON object")
-        yield f"{path.name}:{number}", row
 
 
-def _read(path: Path) -> Iterator[Any]:
+def _by_number(file: Path) -> tuple[int, str]:
+    """Order ``2.jsonl`` before ``10.jsonl``."""
+    return (int(file.stem) if file.stem.isdigit() else 0, str(file))
+
+
+def _read(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         yield from READERS[path.suffix](path)
     except ValueError as error:  # not UTF-8, or what pyarrow says of a file that is none of its own
@@ -73,41 +146,51 @@ def _read(path: Path) -> Iterator[Any]:
         raise InvalidArgumentError(f"{path}: it cannot be read ({error})") from None
 
 
-def _by_number(file: Path) -> tuple[int, str]:
-    """Order ``2.jsonl`` before ``10.jsonl``."""
-    return (int(file.stem) if file.stem.isdigit() else 0, str(file))
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as file:
+        for number, ended in enumerate(file, 1):
+            line = ended.removeprefix(BOM_UTF8) if number == 1 else ended
+            if line.strip():
+                yield f"{path}:{number}", _json(line)
 
 
-def _lines(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise InvalidArgumentError(f"{path}:{number}: no JSON ({error})") from None
+def _json(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode())
+    except (ValueError, RecursionError) as error:
+        is_torn = not line.endswith(b"\n")
+        return _NoJSON(f"no JSON in UTF-8 ({error})" + ", it is torn" * is_torn, is_torn)
 
 
-def _whole(path: Path) -> Iterator[Any]:
+def _whole(path: Path) -> Iterator[tuple[str, Any]]:
     if path.name in ("dataset_info.json", "state.json", "dataset_dict.json"):
         return  # of `save_to_disk`, beside the rows
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     try:
         found = json.loads(text)
-    except ValueError:
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError) and text.lstrip().startswith("["):
+            why = f"{error.msg}: column {error.colno}"
+            raise InvalidArgumentError(f"{path}:{error.lineno}: no JSON ({why})") from None
         yield from _lines(path)  # JSON Lines under another name, or its first slip is told
     else:
-        yield from found if isinstance(found, list) else [found]
+        yield from _numbered(path, found if isinstance(found, list) else [found])
 
 
-def _parquet(path: Path) -> Iterator[Any]:
-    for batch in extra("pyarrow.parquet", "parquet").ParquetFile(path).iter_batches():
-        yield from batch.to_pylist()
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    batches = extra("pyarrow.parquet", "parquet").ParquetFile(path).iter_batches()
+    return _numbered(path, (row for batch in batches for row in batch.to_pylist()))
 
 
-def _arrow(path: Path) -> Iterator[Any]:
+def _arrow(path: Path) -> Iterator[tuple[str, Any]]:
     with extra("pyarrow", "parquet").memory_map(str(path)) as file:
-        for batch in extra("pyarrow.ipc", "parquet").open_stream(file):
-            yield from batch.to_pylist()
+        batches = extra("pyarrow.ipc", "parquet").open_stream(file)
+        yield from _numbered(path, (row for batch in batches for row in batch.to_pylist()))
+
+
+def _numbered(path: Path, values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a file that has no lines."""
+    return ((f"{path}, row {number}", value) for number, value in enumerate(values, 1))
 
 
 READERS = {".jsonl": _lines, ".json": _whole, ".parquet": _parquet, ".arrow": _arrow}

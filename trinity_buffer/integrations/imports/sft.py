@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
-from trinity_buffer.integrations.imports.rows import name_of, reading, rows
+from trinity_buffer.integrations.imports.rows import Rows, name_of
 from trinity_buffer.integrations.imports.texts import Texts
 
 
-def read(path: Path, texts: Texts) -> Iterator[Experience]:
+def read(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
     """Yield a demonstration for each row."""
-    for number, (where, row) in enumerate(rows(path)):
-        with reading(where, row):
+    for number, where, row in rows.of(path):
+        with rows.reading(where, row) as made:
             messages = row.get("messages")
             prompt: Any
             answer: Any
@@ -29,17 +29,19 @@ def read(path: Path, texts: Texts) -> Iterator[Experience]:
             elif {"prompt", "completion"} <= row.keys():
                 prompt, answer = row["prompt"], row["completion"]
             else:
-                raise InvalidArgumentError(
-                    f"{where}: a demonstration has messages, or prompt and completion, not "
-                    f"{sorted(row)}"
+                raise InvalidExperienceError(
+                    f"a demonstration has messages, or prompt and completion, not {sorted(row)}"
                 )
             before = texts.prompt(prompt)
-            yield Experience(
-                eid=EID(name_of(path), number, 0),
-                tokens=before + texts.answer(prompt, answer),
-                prompt_length=len(before),
-                messages=messages or None,
-                tools=row.get("tools"),
-                prompt_text=prompt if isinstance(prompt, str) else None,
-                response_text=answer if isinstance(answer, str) else None,
+            made.append(
+                Experience(
+                    eid=EID(name_of(path), number, 0),
+                    tokens=before + texts.answer(prompt, answer),
+                    prompt_length=len(before),
+                    messages=messages or None,
+                    tools=row.get("tools"),
+                    prompt_text=prompt if isinstance(prompt, str) else None,
+                    response_text=answer if isinstance(answer, str) else None,
+                )
             )
+        yield from made

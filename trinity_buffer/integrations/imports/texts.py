@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.explorer.local_model import load_tokenizer
 
 Said = str | Sequence[Mapping[str, Any]]
@@ -41,7 +41,7 @@ class Texts:
         """Return the tokens of an answer to ``prompt``, with the one that ends it.
 
         Raises:
-            InvalidArgumentError: the chat template changes the prompt once it is answered.
+            InvalidExperienceError: the chat template changes the prompt once it is answered.
         """
         if isinstance(said, str):
             if not isinstance(prompt, str):
@@ -52,7 +52,7 @@ class Texts:
         asked = [] if isinstance(prompt, str) else _messages(prompt)
         before, whole = self.prompt(prompt), self._chat([*asked, *_messages(said)], ask=False)
         if whole[: len(before)] != before:
-            raise InvalidArgumentError(
+            raise InvalidExperienceError(
                 "the chat template writes the prompt otherwise once it is answered: its answer has "
                 "no tokens of its own"
             )

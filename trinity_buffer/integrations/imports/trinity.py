@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import CustomField, Experience
 from trinity_buffer.identity import EID
 from trinity_buffer.integrations.imports.plain_pickle import plain
-from trinity_buffer.integrations.imports.rows import reading, rows
+from trinity_buffer.integrations.imports.rows import Rows
 from trinity_buffer.integrations.imports.texts import Texts
 from trinity_buffer.store.sqlite import dbapi2
 
@@ -31,13 +31,14 @@ AS_PREFERENCES = (
 )
 
 
-def read(path: Path, texts: Texts) -> Iterator[Experience]:
+def read(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
     """Yield what the file holds; steps of one run that only a random suffix told apart are counted.
 
     Raises:
         InvalidArgumentError: it is no buffer of Trinity-RFT.
     """
-    found = _from_text(path, texts) if path.suffix in (".json", ".jsonl") else _from_sql(path)
+    are_texts = path.suffix in (".json", ".jsonl")
+    found = _from_text(path, texts, rows) if are_texts else _from_sql(path, rows)
     seen: dict[tuple[Any, ...], int] = {}
     for one in found:
         place = (one.eid.batch, one.eid.task, one.eid.run, one.eid.step)
@@ -46,7 +47,7 @@ def read(path: Path, texts: Texts) -> Iterator[Experience]:
         yield one
 
 
-def _from_sql(path: Path) -> Iterator[Experience]:
+def _from_sql(path: Path, rows: Rows) -> Iterator[Experience]:
     if path.is_dir():
         raise InvalidArgumentError(f"{path} is a folder: name the file of the buffer in it")
     connection = dbapi2.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
@@ -57,14 +58,14 @@ def _from_sql(path: Path) -> Iterator[Experience]:
         if not held:
             raise InvalidArgumentError(f"{path}: no table of experiences of Trinity-RFT is there")
         for table in held:
-            yield from _from_table(connection, table.replace('"', '""'))
+            yield from _from_table(connection, path, table.replace('"', '""'), rows)
     except (dbapi2.DatabaseError, UnicodeDecodeError) as error:  # the latter of a damaged schema
         raise InvalidArgumentError(f"{path}: {error}") from error
     finally:
         connection.close()
 
 
-def _from_table(connection: Any, table: str) -> Iterator[Experience]:
+def _from_table(connection: Any, path: Path, table: str, rows: Rows) -> Iterator[Experience]:
     known = {row[1] for row in connection.execute(f'pragma table_info("{table}")')}
     reward = "reward" if "reward" in known else "null"
     found = connection.execute(
@@ -72,29 +73,31 @@ def _from_table(connection: Any, table: str) -> Iterator[Experience]:
         f' join "{table}_blob" using (id) order by id'
     )
     for number, given, blob in found:
-        where = f"{table} {number}"
-        with reading(where, {"id": number, "reward": given}):
-            for one in _from_blob(where, bytes(blob)):
+        with rows.reading(f"{path}, {table} {number}", {"id": number, "reward": given}) as made:
+            made += _from_blob(bytes(blob))
+            for one in made:
                 one.reward = given if reward == "reward" else one.reward
-                yield one
+        yield from made
 
 
-def _from_blob(where: str, blob: bytes) -> Iterator[Experience]:
+def _from_blob(blob: bytes) -> Iterator[Experience]:
     if not blob.startswith(MAGIC):
-        raise InvalidArgumentError(
-            f"{where}: a pickle of a class, as Trinity-RFT wrote before 0.6; write it anew with 0.6"
+        raise InvalidExperienceError(
+            "a pickle of a class, as Trinity-RFT wrote before 0.6; write it anew with 0.6"
         )
-    version, told, _ = HEADER.unpack_from(blob, len(MAGIC))
     start = len(MAGIC) + HEADER.size
+    if len(blob) < start:
+        raise InvalidExperienceError("its blob ends within its header")
+    version, told, _ = HEADER.unpack_from(blob, len(MAGIC))
     if version != 1:
-        raise InvalidArgumentError(f"{where}: version {version} of Trinity-RFT's format is unknown")
+        raise InvalidExperienceError(f"version {version} of Trinity-RFT's format is unknown")
     items = plain(blob[start : start + told])["items"]
     tensors = _tensors(blob[start + told :])
     for index, item in enumerate(items):
         prefix = f"{index}:"
         own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         if "chosen" in own:
-            raise InvalidArgumentError(f"{where}: a preference pair; {AS_PREFERENCES}")
+            raise InvalidExperienceError(f"a preference pair; {AS_PREFERENCES}")
         yield _experience(item, own)
 
 
@@ -130,28 +133,31 @@ def _eid(said: dict[str, Any]) -> EID:
     return EID(said["batch"], said["task"], said["run"], said["step"])
 
 
-def _from_text(path: Path, texts: Texts) -> Iterator[Experience]:
-    for where, row in rows(path):
-        with reading(where, row):
+def _from_text(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
+    for _, where, row in rows.of(path):
+        with rows.reading(where, row) as made:
             if not isinstance(row.get("eid"), dict):
-                raise InvalidArgumentError(f"{where}: an experience of Trinity-RFT has an eid")
-            prompt, answer = _said(where, row)
+                raise InvalidExperienceError("an experience of Trinity-RFT has an eid")
+            prompt, answer = _said(row)
             before = texts.prompt(prompt)
-            yield Experience(
-                eid=_eid(row["eid"]),
-                tokens=before + texts.answer(prompt, answer),
-                prompt_length=len(before),
-                reward=row.get("reward"),
-                **{name: row.get(name) for name in PLAIN},
+            made.append(
+                Experience(
+                    eid=_eid(row["eid"]),
+                    tokens=before + texts.answer(prompt, answer),
+                    prompt_length=len(before),
+                    reward=row.get("reward"),
+                    **{name: row.get(name) for name in PLAIN},
+                )
             )
+        yield from made
 
 
-def _said(where: str, row: dict[str, Any]) -> tuple[Any, Any]:
+def _said(row: dict[str, Any]) -> tuple[Any, Any]:
     if row.get("messages"):
         *prompt, last = row["messages"]
         return prompt, [last]
     if row.get("prompt_text") is None or row.get("response_text") is None:
-        raise InvalidArgumentError(
-            f"{where}: neither messages nor prompt_text and response_text; {AS_PREFERENCES}"
+        raise InvalidExperienceError(
+            f"neither messages nor prompt_text and response_text; {AS_PREFERENCES}"
         )
     return row["prompt_text"], row["response_text"]

@@ -10,38 +10,45 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID, Key
-from trinity_buffer.integrations.imports.rows import reading, rows
+from trinity_buffer.integrations.imports.rows import Rows
 from trinity_buffer.integrations.imports.texts import Texts
 
 NEEDED = ("input", "output", "score", "step")
 OWN = (*NEEDED, "uid")
 
 
-def read(path: Path, texts: Texts) -> Iterator[Experience]:
+def read(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
     """Yield a rollout for each line; a step is a batch, what else a line holds is in ``info``."""
     seen: dict[int, dict[str, tuple[Key, int]]] = {}
-    for where, row in rows(path):
-        with reading(where, row):
-            if missing := [name for name in NEEDED if name not in row]:
-                raise InvalidArgumentError(
-                    f"{where}: this row lacks {', '.join(missing)}, which a row of verl's dumps has"
-                )
-            prompt = texts.prompt(row["input"])
-            yield Experience(
-                eid=_eid(row, seen),
-                tokens=prompt + texts.answer(row["input"], row["output"]),
-                prompt_length=len(prompt),
-                reward=float(row["score"]),
-                prompt_text=row["input"],
-                response_text=row["output"],
-                info={
-                    "model_version": int(row["step"]) - 1,
-                    **{name: value for name, value in row.items() if name not in OWN},
-                },
-            )
+    for _, where, row in rows.of(path):
+        with rows.reading(where, row) as made:
+            made.append(_rollout(row, texts, seen))
+        yield from made
+
+
+def _rollout(
+    row: dict[str, Any], texts: Texts, seen: dict[int, dict[str, tuple[Key, int]]]
+) -> Experience:
+    if missing := [name for name in NEEDED if name not in row]:
+        raise InvalidExperienceError(
+            f"this row lacks {', '.join(missing)}, which a row of verl's dumps has"
+        )
+    prompt = texts.prompt(row["input"])
+    return Experience(
+        eid=_eid(row, seen),
+        tokens=prompt + texts.answer(row["input"], row["output"]),
+        prompt_length=len(prompt),
+        reward=float(row["score"]),
+        prompt_text=row["input"],
+        response_text=row["output"],
+        info={
+            "model_version": int(row["step"]) - 1,
+            **{name: value for name, value in row.items() if name not in OWN},
+        },
+    )
 
 
 def _eid(row: dict[str, Any], seen: dict[int, dict[str, tuple[Key, int]]]) -> EID:

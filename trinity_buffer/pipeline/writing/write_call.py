@@ -288,9 +288,10 @@ def _distinct(experiences: Sequence[Experience]) -> list[Experience]:
     for experience in experiences:
         first = by_key.setdefault(_as_stored(experience.eid), experience)
         if first is not experience and content_digest_of(first) != content_digest_of(experience):
-            raise ConflictingExperienceError(
-                f"experience {experience.eid.uid} comes twice in one write, with two contents; "
-                "give a deliberate second attempt another suffix, such as 'a1'"
+            raise _conflict(
+                experience,
+                "comes twice in one write, with two contents; give a deliberate second attempt "
+                "another suffix, such as 'a1'",
             )
     return list(by_key.values())
 
@@ -314,9 +315,16 @@ def without_known(
             if experience.eid not in known:
                 new.append(experience)
             elif known[experience.eid][1] != digest:
-                raise ConflictingExperienceError(
-                    f"experience {experience.eid.uid} is stored with other content; nothing of "
-                    "this call was written. Give a deliberate second attempt another suffix, such "
-                    "as 'a1', and each explorer an actor name of its own"
+                raise _conflict(
+                    experience,
+                    "is stored with other content; nothing of this call was written. Give a "
+                    "deliberate second attempt another suffix, such as 'a1', and each explorer an "
+                    "actor name of its own",
                 )
     return new
+
+
+def _conflict(experience: Experience, what: str) -> ConflictingExperienceError:
+    error = ConflictingExperienceError(f"experience {experience.eid.uid} {what}")
+    error.uid = experience.eid.uid
+    return error
