@@ -20,7 +20,6 @@ from sqlalchemy import (
     Text,
     bindparam,
     case,
-    exists,
     func,
     select,
     update,
@@ -43,6 +42,7 @@ from trinity_buffer.store.transaction import (
     dialect_module,
     given,
     given_rows,
+    has_row,
     rows_given,
 )
 
@@ -243,8 +243,8 @@ def _stored_of(dialect: str) -> Prepared:
 def _late(dialect: str) -> Prepared:
     key, task, run = rows_given(dialect, (Text(), Text(), BigInteger()))
     of = bindparam("of", type_=Integer())
-    planned = exists().where(plan.c.experiment == of, plan.c.batch == key, plan.c.task == task)
-    before = exists().where(
+    planned = has_row(plan.c.experiment == of, plan.c.batch == key, plan.c.task == task)
+    before = has_row(
         experience.c.experiment == of,
         experience.c.batch == key,
         experience.c.task == task,

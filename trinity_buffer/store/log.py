@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -215,7 +214,8 @@ def read_after(
     up_to: int | None = None,
 ) -> list[StoredEvent]:
     """Return up to ``limit`` events above ``after`` (and at most at ``up_to``), in order."""
-    query = _after(None if kinds is None else tuple(kinds), bounded=up_to is not None)
+    wanted = None if kinds is None else tuple(kinds)
+    query = _after(tx.dialect.name, wanted, up_to is not None)
     rows = query.rows(tx, of=experiment_id, after=after, most=limit, last=up_to)
     return list(map(_stored, rows))
 
@@ -224,8 +224,8 @@ _STORED = select(*(column for column in event.c if column is not event.c.experim
 _STORED = _STORED.where(event.c.experiment == bindparam("of"))
 
 
-@cache
-def _after(kinds: tuple[str, ...] | None, *, bounded: bool) -> Prepared:
+@by_dialect
+def _after(dialect: str, kinds: tuple[str, ...] | None, bounded: bool) -> Prepared:  # noqa: FBT001 - looked up by it
     """Return the statement; what is rare is looked up kind by kind, however long the log is."""
     span = [event.c.position > bindparam("after")]
     if bounded:
@@ -240,7 +240,13 @@ def _after(kinds: tuple[str, ...] | None, *, bounded: bool) -> Prepared:
     each = [select(rare.where(event.c.kind == kind).subquery()) for kind in kinds]
     found = union_all(*each).subquery()
     first = select(found.c.position).order_by(found.c.position).limit(bindparam("most"))
-    return Prepared(_STORED.where(event.c.position.in_(first)).order_by(event.c.position))
+    # Of a subquery PostgreSQL may make a join with every event; of an array it looks up each.
+    each_of_them = (
+        event.c.position.in_(first)
+        if dialect == "sqlite"
+        else event.c.position == func.any(func.array(first.scalar_subquery()))
+    )
+    return Prepared(_STORED.where(each_of_them).order_by(event.c.position))
 
 
 FEW_KINDS = 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, bindparam, exists, func, select
+from sqlalchemy import ColumnElement, bindparam, func, select
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import EID, Key
@@ -36,6 +36,7 @@ from trinity_buffer.store.transaction import (
     among_given,
     by_dialect,
     given,
+    has_row,
     lock_experiment,
     one_statement,
 )
@@ -87,28 +88,22 @@ def _by_batch(groups: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str
 def _of_tasks(dialect: str, what: Literal["stored", "decided", "refused"]) -> Prepared:
     """Return what is asked of the experiences of some tasks of a batch.
 
-    One batch at a time, and in two steps: asked at once, SQLite, which has no statistics, looks at
-    every experience of the run.
+    One batch at a time: of several, SQLite, which has no statistics, looks at every experience of
+    the run.
     """
     columns = {
         "stored": (experience.c.address, experience.c.digest, *_WITHIN_BATCH),
         "decided": (experience.c.task,),
         "refused": (experience.c.task, experience.c.run),
     }
-    addresses = select(experience.c.address).where(
-        experience.c.experiment == bindparam("of"),
-        experience.c.batch == bindparam("batch"),
-        among_given(dialect, experience.c.task, "tasks"),
-    )
-    query = select(*columns[what]).where(
-        experience.c.experiment == bindparam("of"), experience.c.address.in_(addresses)
-    )
+    some = among_given(dialect, experience.c.task, "tasks")
+    query = select(*columns[what]).where(*of_batch(dialect, some))
     if what == "stored":
         return Prepared(query)
     query = query.where(experience.c.address < bindparam("end"))
     if what == "refused":
         return Prepared(query.where(experience.c.refused.is_not(None)))
-    still = exists().where(
+    still = has_row(
         waiting.c.experiment == bindparam("of"),
         waiting.c.consumer == bindparam("by"),
         waiting.c.address == experience.c.address,
@@ -117,6 +112,23 @@ def _of_tasks(dialect: str, what: Literal["stored", "decided", "refused"]) -> Pr
 
 
 _WITHIN_BATCH = (experience.c.task, experience.c.run, experience.c.step, experience.c.suffix)
+
+
+def of_batch(dialect: str, *more: ColumnElement[bool]) -> tuple[ColumnElement[bool], ...]:
+    """Return the conditions of the experiences of the batch that ``batch`` is bound to.
+
+    Args:
+        dialect: of the statement.
+        more: conditions of other columns of the index of EIDs.
+    """
+    mine = experience.c.experiment == bindparam("of")
+    named = (experience.c.batch == bindparam("batch"), *more)
+    if dialect == "sqlite":
+        # In two: in one, it takes the primary key and looks at every experience of the run.
+        addresses = select(experience.c.address).where(mine, *named)
+        return mine, experience.c.address.in_(addresses)
+    # In one: of two, PostgreSQL compares each row with each, as long as it has no statistics.
+    return mine, *named
 
 
 def sealed_among(tx: Transaction, experiment: int, batches: Sequence[str]) -> set[str]:
@@ -213,20 +225,13 @@ def runs_of(tx: Transaction, experiment: int, key: Key) -> set[tuple[str, int]]:
 
 def count_in_batch(tx: Transaction, experiment: int, key: Key) -> int:
     """Return how many experiences of a batch are stored and not refused as late."""
-    # In two: in one, SQLite takes the primary key and looks at every experience of the run.
-    of_batch = select(experience.c.address).where(
-        experience.c.experiment == experiment, experience.c.batch == str(key)
-    )
-    query = (
-        select(func.count())
-        .select_from(experience)
-        .where(
-            experience.c.experiment == experiment,
-            experience.c.address.in_(of_batch),
-            experience.c.refused.is_distinct_from("late"),
-        )
-    )
-    return int(tx.execute(query).scalar_one())
+    return int(_in_batch(tx.dialect.name).value(tx, of=experiment, batch=str(key)))
+
+
+@by_dialect
+def _in_batch(dialect: str) -> Prepared:
+    stays = experience.c.refused.is_distinct_from("late")
+    return Prepared(select(func.count(experience.c.address)).where(*of_batch(dialect), stays))
 
 
 def consumers(tx: Transaction, experiment: int) -> dict[str, ConsumerRow]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, exists, select
+from sqlalchemy import ColumnElement, select
 
 from trinity_buffer.identity import Key
 from trinity_buffer.store.rows import (
@@ -23,7 +23,7 @@ from trinity_buffer.store.tables import (
     rejection,
     waiting,
 )
-from trinity_buffer.store.transaction import Transaction, among
+from trinity_buffer.store.transaction import Transaction, among, has_row
 
 State = Literal["unseen", "waiting", "annotated", "rejected"]
 
@@ -70,11 +70,7 @@ def experiences(
         experience.c.experiment == experiment, experience.c.address > after
     )
     equal = ((experience.c.run, wanted.run), (experience.c.policy_version, wanted.policy_version))
-    texts = ((experience.c.batch, wanted.batch), (experience.c.task, wanted.task))
-    for column, value in (
-        *equal,
-        *((column, None if key is None else str(key)) for column, key in texts),
-    ):
+    for column, value in (*equal, *_keys(wanted)):
         if value is not None:
             query = query.where(column == value)
     if wanted.reward_min is not None:
@@ -91,6 +87,16 @@ def experiences(
     return [experience_row(row) for row in rows.all()]
 
 
+def _keys(wanted: Filter) -> Iterator[tuple[ColumnElement[str], str | None]]:
+    """Yield the columns of the keys, and what each must be.
+
+    Where addresses are given, these are looked up: no index of the keys is to be walked.
+    """
+    for column, key in ((experience.c.batch, wanted.batch), (experience.c.task, wanted.task)):
+        compared = column if wanted.addresses is None else column.concat("")
+        yield compared, None if key is None else str(key)
+
+
 def _is(state: State, name: str) -> ColumnElement[bool]:
     """Return the condition that an experience is in ``state`` for the annotation set ``name``."""
     if state == "unseen":
@@ -104,7 +110,7 @@ def _is(state: State, name: str) -> ColumnElement[bool]:
     else:
         table = waiting if state == "waiting" else rejection
         place = table.c.address
-    return exists().where(
+    return has_row(
         table.c.experiment == experience.c.experiment,
         table.c.consumer == name,
         place == experience.c.address,

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import CTE, Select, and_, exists, func, literal, select
+from sqlalchemy import CTE, Select, func, literal, select
 
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT
 from trinity_buffer.store.tables import (
@@ -19,7 +19,7 @@ from trinity_buffer.store.tables import (
 )
 from trinity_buffer.store.tables import experiment as experiments
 from trinity_buffer.store.trainer_queries import Reader, guest_name
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Transaction, has_row
 
 EXPERTS_SET = "recorded"
 """The set of an expert's experiment that other experiments mix in."""
@@ -122,7 +122,7 @@ def needs_of(tx: Transaction, experiment: int, *, keep_steps: int) -> list[Need]
     """Return who reads the experiences of an experiment: its trainers, and those that mix it in."""
     read = experiments.alias("read")  # apart from that of the trainer
     name = select(read.c.name).where(read.c.id == experiment).scalar_subquery()
-    mixes = exists().where(
+    mixes = has_row(
         delivery.c.experiment == consumer.c.experiment,
         delivery.c.consumer == consumer.c.name,
         delivery.c.source == name,
@@ -187,22 +187,17 @@ def _done_by(tx: Transaction, experiment: int, need: Need, after: int, last: int
         annotation.c.experience > after,
         annotation.c.experience <= last,
     )
-    held = and_(
+    held = has_row(
         *reader.held(),
         delivery.c.address == annotation.c.address,
         delivery.c.step <= need.horizon,
     )
-    left_out = and_(
+    left_out = has_row(
         rejection.c.experiment == experiment,
         rejection.c.consumer == reader.rejecting,
         rejection.c.address == annotation.c.address,
     )
-    pending = (
-        select(annotation.c.experience)
-        .outerjoin(delivery, held)
-        .outerjoin(rejection, left_out)
-        .where(*of_set, delivery.c.address.is_(None), rejection.c.address.is_(None))
-    )
+    pending = select(annotation.c.experience).where(*of_set, ~held, ~left_out)
     decided = select(rejection.c.address).where(
         rejection.c.experiment == experiment,
         rejection.c.consumer == need.annotation_set,

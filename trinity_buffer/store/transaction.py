@@ -27,6 +27,7 @@ from sqlalchemy import (
     column,
     func,
     literal,
+    literal_column,
     select,
     text,
 )
@@ -298,6 +299,15 @@ _TEXTS = ARRAY(Text())
 def _array(texts: ColumnElement[Any], kind: TypeEngine[Any]) -> ColumnElement[Any]:
     """Return ``texts``, an array of texts for PostgreSQL, as one of texts or of numbers."""
     return cast(texts, _TEXTS if isinstance(kind, Text) else ARRAY(BigInteger()))
+
+
+def has_row(*conditions: ColumnElement[bool]) -> ColumnElement[bool]:
+    """Return the condition that a row exists, which is looked up by its key for each row that asks.
+
+    Of a plain EXISTS PostgreSQL makes a join: of tables without statistics, until their first
+    ANALYZE, one that compares every row with every other. Of one with an OFFSET it makes none.
+    """
+    return select(literal_column("1")).where(*conditions).offset(literal_column("0")).exists()
 
 
 def upsert(tx: Transaction, table: Table) -> Any:

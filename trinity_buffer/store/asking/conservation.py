@@ -17,13 +17,12 @@ from sqlalchemy import (
     and_,
     bindparam,
     case,
-    exists,
     func,
     select,
 )
 
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store.queries import is_open
+from trinity_buffer.store.queries import is_open, waiting_addresses
 from trinity_buffer.store.rows import ConsumerRow, first_address, position_of
 from trinity_buffer.store.tables import (
     annotation,
@@ -35,7 +34,7 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
-from trinity_buffer.store.transaction import Prepared, Transaction
+from trinity_buffer.store.transaction import Prepared, Transaction, among, has_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +148,11 @@ def of_trainer(tx: Transaction, experiment: int, row: ConsumerRow) -> TrainerCou
         delivery.c.consumer == name,
         delivery.c.source == "",  # rows of an expert's experiment are none of this set
     )
-    held = exists().where(
+    held = has_row(
         *own,
         delivery.c.address == annotation.c.address,
     )
-    left_out = exists().where(
+    left_out = has_row(
         rejection.c.experiment == experiment,
         rejection.c.consumer == name,
         rejection.c.address == annotation.c.address,
@@ -240,7 +239,7 @@ def unrewarded(tx: Transaction, turns: int, experiment: int) -> tuple[int, int]:
     """Return how many rollouts of ``turns`` are not in ``experiment``, and the first's position."""
     rollout = (experience.c.batch, experience.c.task, experience.c.run)
     closed = experience.alias()
-    told = exists(select(closed.c.step)).where(
+    told = has_row(
         closed.c.experiment == experiment,
         *(closed.c[column.name] == column for column in rollout),
     )
@@ -264,20 +263,19 @@ def open_groups(
     that has decided nothing since has committed nothing, however much it has read.
     """
     most = sizes().waiting_rows_per_page
-    seen = select(waiting.c.address).where(
-        waiting.c.experiment == experiment, waiting.c.consumer == strategy.name
+    seen = waiting_addresses(
+        tx, experiment, strategy.name, after=-1, up_to=strategy.cursor, limit=most
     )
-    behind = select(experience.c.address).where(
-        experience.c.experiment == experiment,
-        experience.c.address >= first_address(strategy.cursor + 1),
-        experience.c.refused.is_(None),
-    )
+    behind = experience.c.address >= first_address(strategy.cursor + 1)
     found: dict[str, dict[str, set[int]]] = {}
-    for addresses, column in ((seen, waiting.c.address), (behind, experience.c.address)):
-        rows = addresses.order_by(column).limit(most).subquery()
-        of_row = and_(experience.c.experiment == experiment, experience.c.address == rows.c.address)
+    for some in (
+        (among(tx, experience.c.address, seen),),
+        (behind, experience.c.refused.is_(None)),
+    ):
         query = select(experience.c.batch, experience.c.task, experience.c.run)
-        for key, task, run in tx.execute(query.select_from(rows.join(experience, of_row))).all():
+        query = query.where(experience.c.experiment == experiment, *some)
+        rows = tx.execute(query.order_by(experience.c.address).limit(most))
+        for key, task, run in rows.all():
             found.setdefault(key, {}).setdefault(task, set()).add(int(run))
     return {key: {task: len(runs) for task, runs in some.items()} for key, some in found.items()}
 

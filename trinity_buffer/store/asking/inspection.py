@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, bindparam, exists, func, or_, select, text
+from sqlalchemy import ColumnElement, Select, bindparam, func, or_, select, text
 
 from trinity_buffer.identity import EID
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import log
+from trinity_buffer.store import log, queries
 from trinity_buffer.store.rows import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
 from trinity_buffer.store.tables import (
     annotation,
@@ -23,7 +23,7 @@ from trinity_buffer.store.tables import (
     waiting,
 )
 from trinity_buffer.store.trainer_queries import guest_name
-from trinity_buffer.store.transaction import Prepared, Transaction, among
+from trinity_buffer.store.transaction import Prepared, Transaction, among, has_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def newest_groups(
 def _goes_on(address: int) -> ColumnElement[bool]:
     """Return the condition that the group of an experience has one at ``address`` or later."""
     later = experience.alias()
-    return exists().where(
+    return has_row(
         later.c.experiment == experience.c.experiment,
         later.c.batch == experience.c.batch,
         later.c.task == experience.c.task,
@@ -131,21 +131,16 @@ def members(
     tx: Transaction, experiment: int, groups: Sequence[tuple[str, str]]
 ) -> list[ExperienceRow]:
     """Return the experiences of (batch, task) groups, by address."""
-    # A batch at a time, and in two steps: asked at once, SQLite looks at every experience.
+    # A batch at a time: of several at once, SQLite looks at every experience.
     tasks_of: dict[str, list[str]] = {}
     for batch_key, task in groups:
         tasks_of.setdefault(batch_key, []).append(task)
     found: list[ExperienceRow] = []
     for batch_key, tasks in tasks_of.items():
-        addresses = select(experience.c.address).where(
-            experience.c.experiment == experiment,
-            experience.c.batch == batch_key,
-            among(tx, experience.c.task, tasks),
-        )
-        query: Select[Any] = select(*EXPERIENCE_COLUMNS).where(
-            experience.c.experiment == experiment, experience.c.address.in_(addresses)
-        )
-        found += [experience_row(row) for row in tx.execute(query).all()]
+        some = queries.of_batch(tx.dialect.name, among(tx, experience.c.task, tasks))
+        query: Select[Any] = select(*EXPERIENCE_COLUMNS).where(*some)
+        rows = tx.execute(query, {"of": experiment, "batch": batch_key}).all()
+        found += [experience_row(row) for row in rows]
     return sorted(found, key=lambda row: row.address)
 
 

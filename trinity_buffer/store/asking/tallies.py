@@ -16,7 +16,6 @@ from sqlalchemy import (
     Select,
     and_,
     bindparam,
-    exists,
     func,
     select,
 )
@@ -39,7 +38,7 @@ from trinity_buffer.store.tables import (
     rejection,
     step,
 )
-from trinity_buffer.store.transaction import Prepared, Transaction
+from trinity_buffer.store.transaction import Prepared, Transaction, has_row
 
 
 class LogCounts(NamedTuple):
@@ -244,7 +243,7 @@ _LEFT_OUT = Prepared(
         rejection.c.experiment == bindparam("of"),
         rejection.c.consumer == bindparam("by"),
         rejection.c.address >= bindparam("start"),
-        exists().where(
+        has_row(
             annotation.c.experiment == rejection.c.experiment,
             annotation.c.consumer == bindparam("set"),
             annotation.c.address == rejection.c.address,
