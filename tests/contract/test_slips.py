@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
@@ -56,3 +57,33 @@ async def test_logprobs_above_zero_are_doubted_once(
         again.logprobs = torch.ones(5)
         await writer.write([again])
     assert caplog.messages == [said]
+
+
+async def test_logprobs_above_zero_are_doubted_in_calls_that_share_an_event(
+    store_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    some = [rollout(run=run) for run in range(32)]
+    for one in some:
+        one.logprobs = torch.full((5,), 0.7)
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        async with anyio.create_task_group() as tasks:
+            for one in some:
+                tasks.start_soon(writer.write, [one])
+        kinds = [event.kind async for event in experiment.events()]
+    assert kinds.count("ExperiencesRecorded") == 1
+    (said,) = caplog.messages
+    assert re.match(r"experience b/0/\d+/0/: logprobs up to 0\.7: ", said)
+
+
+async def test_logprobs_above_zero_are_doubted_in_every_type_of_number(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(sqlite_url) as experiment:
+        for task, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32, torch.float64)):
+            one = rollout(task=task)
+            one.logprobs = torch.tensor([-0.5, 0.0, 0.005, 0.75, -3.0], dtype=dtype)
+            await experiment.writer(f"e{task}").write([one])
+    assert [said.partition(": natural")[0] for said in caplog.messages] == [
+        f"experience b/{task}/0/0/: logprobs up to 0.75" for task in range(4)
+    ]

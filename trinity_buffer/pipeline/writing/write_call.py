@@ -82,6 +82,7 @@ class WriteCall:
         self._pending: list[Experience] | None = None
         self._invalid: dict[EID, str] = {}
         self._parts: list[_Part] | None = None
+        self._written: Sequence[_Part] = ()  # perhaps with what other calls brought
         self._digests: list[bytes] = []  # of what is pending
         self._known: dict[tuple[Any, ...], bytes] = {}  # of what turned out to be stored
 
@@ -109,6 +110,7 @@ class WriteCall:
             self._pending = _distinct(self.given) if self._parts is None else self.given
         if self._parts is None:
             self._parts = [_encoded(some) for some in _events_of(self._pending)]
+        self._written = self._parts
         self._digests = _digests_of(self._parts)
         return self._as_write(self._pending, self._parts)
 
@@ -124,12 +126,18 @@ class WriteCall:
             return None
         digests = iter(_digests_of(parts))
         for call in calls:
-            call.found_sound(list(islice(digests, len(call.given))))
+            call.found_sound(list(islice(digests, len(call.given))), parts)
         return self._as_write(together, parts)
 
-    def found_sound(self, digests: list[bytes]) -> None:
-        """Take note that all of it is valid, and there once, and of the digests of its content."""
+    def found_sound(self, digests: list[bytes], parts: Sequence[_Part]) -> None:
+        """Take note that all of it is valid, and there once.
+
+        Args:
+            digests: of its content.
+            parts: what it is written in, together with other calls.
+        """
         self._pending = self.given
+        self._written = parts
         self._digests = digests
 
     def learn(self, outcome: Outcome) -> None:
@@ -146,8 +154,11 @@ class WriteCall:
             self._known |= {_as_stored(eid): digest for eid, (_, digest) in stored}
 
     def doubt(self) -> str | None:
-        """Return what is right by its form and yet most likely a mistake, as people say it."""
-        for part in self._parts or ():
+        """Return what is right by its form and yet most likely a mistake, as people say it.
+
+        Of all that is written with this call, so that one look tells of every call of an event.
+        """
+        for part in self._written:
             for column in part.encoded.columns.get("logprobs", ()):
                 found = first_above_zero(column)
                 if found is not None:
