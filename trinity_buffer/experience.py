@@ -38,6 +38,7 @@ ExperienceType = Literal["single_turn", "multi_turn", "dpo"]
 TensorLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any]"
 Messages: TypeAlias = "list[dict[str, Any]]"
 
+_COMPUTED = ("advantages", "returns", "token_level_reward")
 _FAMILY_OF = {field: family for family, fields in FAMILIES.items() for field in fields}
 
 
@@ -89,7 +90,7 @@ class Experience:
         metrics: numbers for people; not part of the content.
         response_text: the response, decoded.
         prompt_text: the prompt, decoded.
-        action_mask: ``[R]`` bool unless a tensor: which tokens are trained.
+        action_mask: ``[R]`` bool unless a tensor, which holds 0 and 1: which tokens are trained.
         messages: the conversation.
         tools: the tools that were offered.
         chosen_messages: the preferred conversation.
@@ -235,6 +236,13 @@ class Experience:
         else:
             found = self.info.get("finish_reason") or self.truncate_status
         return None if found is None else str(found)
+
+    def own_numbers(self) -> None:
+        """Put what a strategy computed (advantages, returns) into memory that nobody else has."""
+        for name in _COMPUTED:
+            value = self.__dict__.get(name)
+            if isinstance(value, Tensor):
+                self.__dict__[name] = value.detach().clone()
 
     def to_dict(self) -> dict[str, Any]:
         """Return what people want to read of it, ready for JSON; no tensors."""

@@ -11,6 +11,9 @@ from torch import Tensor
 from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.identity import EID
 
+ZERO_OR_ONE = "it must be 1 where a token is trained and 0 elsewhere"
+"""What is said of a mask that holds something else."""
+
 
 def refused(eid: EID, field: str, what: str) -> InvalidExperienceError:
     """Return the error that says what is wrong with a field."""
@@ -36,13 +39,16 @@ def tensor_of(eid: EID, name: str, value: Any, dtype: torch.dtype | None) -> Any
     """Return ``value`` as a tensor, a list as one of ``dtype``; None stays None.
 
     Raises:
-        InvalidExperienceError: it cannot be one; or token ids, which are int32, are no integers.
+        InvalidExperienceError: it cannot be one; or token ids, which are int32, are no integers; or
+            a mask, which is bool, holds something else than 0 and 1.
     """
     if value is None or isinstance(value, Tensor):
         return value
     try:
         if isinstance(value, np.ndarray):
             return torch.from_numpy(value)
+        if dtype is torch.bool:
+            _check_mask(eid, name, value)
         ids = _token_ids(eid, name, value) if dtype is torch.int32 else None
         return torch.tensor(value, dtype=dtype) if ids is None else ids
     except InvalidExperienceError:
@@ -54,6 +60,16 @@ def tensor_of(eid: EID, name: str, value: Any, dtype: torch.dtype | None) -> Any
             f"cannot be made a tensor ({error}); give a list of numbers, all rows of one length, "
             "or a tensor",
         ) from error
+
+
+def _check_mask(eid: EID, name: str, value: Any) -> None:
+    """Return if a list holds nothing but 0 and 1, of which torch would make True as well."""
+    try:
+        others = set(value) - {0, 1}
+    except TypeError:  # lists in it, or no list at all: the next look says what is wrong
+        return
+    if others:
+        raise refused(eid, name, f"holds {others.pop()!r:.40}, {ZERO_OR_ONE}")
 
 
 def _token_ids(eid: EID, name: str, value: Any) -> Tensor | None:

@@ -93,6 +93,9 @@ class BufferWriter(ABC):
 class StagedWriter(BufferWriter):
     """Keeps what a strategy writes until the consumer commits all of it, with its cursor.
 
+    The numbers of each experience get memory of their own: a strategy may use its own memory again
+    for the next unit.
+
     ``groups`` holds one list per ``write`` call, in the order of the calls: that is how a strategy
     says which experiences belong together.
     """
@@ -104,6 +107,8 @@ class StagedWriter(BufferWriter):
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
         """Keep ``experiences`` as one group."""
         if experiences:
+            for experience in experiences:
+                experience.own_numbers()
             self.groups.append(list(experiences))
         return WriteReceipt(0, len(experiences), 0, 0, tuple(e.eid.uid for e in experiences))
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from trinity_buffer.algorithm.annotating import annotate
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.encoding import encode_experiences
@@ -41,7 +42,9 @@ GOOD = {
     "an int as reward": rollout(reward=-3),
     "the least int as reward": rollout(reward=1 - 2**63),
     "a mask of ints": rollout(action_mask=torch.tensor([1, 0, 1])),
-    "a mask of weights": rollout(action_mask=torch.tensor([0.5, 0.0, 2.0])),
+    "a mask of floats": rollout(action_mask=torch.tensor([1.0, -0.0, 1.0])),
+    "a mask of bfloat16": rollout(action_mask=torch.tensor([1, 0, 1]).bfloat16()),
+    "a mask of unsigned ints": rollout(action_mask=torch.tensor([1, 0, 1]).to(torch.uint16)),
     "a mask that selects nothing": rollout(action_mask=[0, 0, 0]),
     "a text as batch and task": rollout(eid=EID("b", "a/b")),
     "a name of 255 characters": rollout(eid=EID("b" * 255, 1)),
@@ -129,7 +132,21 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a long mask": ({"action_mask": [1] * 5}, "action_mask has 5 elements, the response has 3"),
     "a mask in rows": ({"action_mask": [[1, 0, 1]]}, "action_mask has the shape"),
     "a complex mask": ({"action_mask": torch.zeros(3) * 1j}, "action_mask is torch.complex64"),
-    "NaN in the mask": ({"action_mask": torch.tensor([1, NAN, 1])}, "action_mask holds NaN"),
+    "NaN in the mask": (
+        {"action_mask": torch.tensor([1, NAN, 1])},
+        "action_mask holds nan at token 1",
+    ),
+    "a mask of 255": (
+        {"action_mask": torch.tensor([1, 255, 0], dtype=torch.uint8)},
+        "action_mask holds 255 at token 1 of the response, it must be 1 where a token is trained",
+    ),
+    "a mask of -1": ({"action_mask": torch.tensor([-1, 0, 1])}, "action_mask holds -1 at token 0"),
+    "a mask of -1.0": ({"action_mask": torch.tensor([0.0, 1, -1])}, "action_mask holds -1.0 at"),
+    "a mask of weights": ({"action_mask": torch.tensor([0.5, 0, 2])}, "action_mask holds 0.5 at"),
+    "a weight among bfloat16": (
+        {"action_mask": torch.tensor([1, 0, 0.5]).bfloat16()},
+        "action_mask holds 0.5 at token 2",
+    ),
     "short log-probs": ({"logprobs": [0.0]}, "logprobs has 1 elements, the response has 3"),
     "int log-probs": ({"logprobs": torch.zeros(3).int()}, "logprobs is torch.int32"),
     "NaN in the log-probs": ({"logprobs": [0.0, NAN, 0.0]}, "logprobs holds NaN or Inf"),
@@ -173,6 +190,20 @@ def test_what_is_wrong_is_refused_by_its_field(name: str) -> None:
         validate(rollout(**changed))
     assert str(caught.value).startswith("experience e0-7/3/1/0/: ")
     assert not passes_as_a_column(rollout(**changed))
+
+
+@pytest.mark.parametrize("mask", [[1, -100, 0], [1, 0.5, 0], [1, "0", 0], (1, 2, 0)])
+def test_a_list_that_is_no_mask_is_refused_where_it_is_given(mask: Any) -> None:
+    with pytest.raises(InvalidExperienceError, match=r"e0-7/3/1/0/: action_mask holds .*, it must"):
+        rollout(action_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
+def test_a_mask_that_an_older_store_holds_selects_and_does_not_multiply(dtype: torch.dtype) -> None:
+    one = rollout(action_mask=torch.tensor([-1, 0, 255]).to(dtype))
+    annotate(one, 0.5)
+    assert one.advantages is not None
+    assert one.advantages.tolist() == [0.5, 0.0, 0.5]
 
 
 ASSIGNED = {

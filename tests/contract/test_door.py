@@ -13,6 +13,8 @@ import pytest
 import torch
 from sqlalchemy import select, update
 
+from tests.codec.test_validation import BAD
+from tests.codec.test_validation import rollout as of_five_tokens
 from tests.contract.making import group, kinds, opened, rollout, rows
 from tests.pipeline.planting import unguarded
 from trinity_buffer.errors import (
@@ -123,6 +125,17 @@ async def test_quarantine_keeps_what_can_be_read_back(sqlite_url: str, problem: 
     assert found[-1].eid == bad.eid
     if problem != "size is":
         assert bad.eid.uid in found[-1].info["invalid"]
+
+
+@pytest.mark.parametrize("problem", BAD)
+async def test_what_is_refused_by_its_field_is_quarantined(sqlite_url: str, problem: str) -> None:
+    fields, _ = BAD[problem]
+    bad = of_five_tokens(**fields, eid=EID("b", 0, 4))
+    async with opened(sqlite_url) as experiment:
+        writer = experiment.writer("e0", on_invalid="quarantine")
+        receipt = await writer.write([*group(), bad])
+        assert (receipt.written, receipt.rejected) == (5, 1)
+        assert (await writer.write([*group(), bad])).duplicates == 5
 
 
 async def test_an_address_that_cannot_be_named_is_refused_in_quarantine_too(

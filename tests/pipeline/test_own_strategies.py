@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,11 +15,14 @@ from typing_extensions import override
 
 from tests.contract.making import group, opened
 from trinity_buffer.algorithm.add_strategy import AddStrategy, RewardStrategy
+from trinity_buffer.algorithm.annotating import annotate
+from trinity_buffer.algorithm.copies import copy_experience
 from trinity_buffer.algorithm.group_scores import Rewards
 from trinity_buffer.algorithm.reward_scores import ScoredGroups
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.writer import StagedWriter
 
 
@@ -183,3 +189,132 @@ async def test_a_reason_that_is_no_text_is_refused(
     error = await failure(sqlite_url, strategy, lambda r: ScoredGroups(kept=r > 2))
     with pytest.raises(InvalidArgumentError, match=f"rejects with the reason {reason!r}: it must"):
         raise error
+
+
+class Handing(AddStrategy):
+    """Hands out views of memory that it uses again."""
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+    memory: ClassVar[torch.Tensor] = torch.zeros(2, 5)
+
+    @override
+    async def add(self, experiences: list[Experience], step: int) -> Any:
+        """Write all."""
+        self.memory[:] = 10.0 * step + torch.tensor([[one.reward] for one in experiences])
+        for one, row in zip(experiences, self.memory, strict=True):
+            one.advantages = one.returns = row
+        await self.writer.write(experiences)
+        return len(experiences), {}
+
+
+class Masking(AddStrategy):
+    """Drops a token from the mask that it was given."""
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+
+    @override
+    async def add(self, experiences: list[Experience], step: int) -> Any:
+        """Write all."""
+        for one in experiences:
+            one.action_mask = torch.tensor([True, True, False, True, True])
+            annotate(one, 2.0)
+        await self.writer.write(experiences)
+        return len(experiences), {}
+
+
+async def advantages(experiment: Experiment) -> list[list[float]]:
+    """Return those of the only annotation set, in the order of the log."""
+    async with experiment.train_stream(strategy="s", groups_per_step=9) as stream:
+        (step,) = [step async for step in stream]
+    found = [microbatch["advantages"][:, -5:] for microbatch in step.microbatches]
+    rows: list[list[float]] = torch.cat(found).tolist()
+    return rows
+
+
+async def test_memory_that_a_strategy_uses_again_is_of_one_unit(store_url: str) -> None:
+    async with opened(store_url, rollouts_per_group=2) as experiment:
+        for task in range(3):
+            await experiment.writer("e0").write(group(task=task, runs=2))
+        await run_strategy(experiment, Handing, name="s")
+        found = [row[-1] for row in await advantages(experiment)]
+        assert found == [0.0, 1.0, 10.0, 11.0, 20.0, 21.0]
+
+
+async def test_advantages_are_those_of_the_mask_that_is_stored(sqlite_url: str) -> None:
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write(group(runs=2))
+        await run_strategy(experiment, Masking, name="s")
+        assert await advantages(experiment) == [[2.0, 2.0, 0.0, 2.0, 2.0]] * 2
+
+
+def renamed(one: Experience, **changed: Any) -> Experience:
+    one.eid = replace(one.eid, **changed)
+    return one
+
+
+MISNAMED: dict[str, tuple[Callable[[list[Experience]], list[Experience]], str]] = {
+    "all twice": (lambda some: some * 2, "wrote b/0/0/0/ twice: a copy is made by"),
+    "one twice": (lambda some: [*some, some[1]], "wrote b/0/1/0/ twice: a copy is made by"),
+    "a copy of the same name": (lambda some: [*some, copy.copy(some[1])], "wrote b/0/1/0/ twice"),
+    "another group": (
+        lambda some: [renamed(one, task="other") for one in some],
+        "wrote b/0/0/0/ as b/other/0/0/: what it keeps stays under its own address",
+    ),
+    "another run": (lambda some: [renamed(some[0], run=7)], "wrote b/0/0/0/ as b/0/7/0/"),
+    "another row": (
+        lambda some: [renamed(some[0], run=1), renamed(some[1], run=0)],
+        "wrote b/0/0/0/ as b/0/1/0/",
+    ),
+    "a copy in a group of others": (
+        lambda some: [*some, copy_experience(some[1], task=1, suffix="c1")],
+        "wrote b/0/1/0/ as b/1/1/0/c1",
+    ),
+    "two copies of one name": (
+        lambda some: [*some, *[copy_experience(some[1], task="0~c1", suffix="c1")] * 2],
+        "wrote b/0~c1/1/0/c1 twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISNAMED)
+async def test_who_is_written_twice_or_under_another_name_is_named(
+    sqlite_url: str, name: str
+) -> None:
+    change, said = MISNAMED[name]
+
+    class Misnaming(AddStrategy):
+        families: ClassVar[tuple[str, ...]] = ("light",)
+
+        @override
+        async def add(self, experiences: list[Experience], step: int) -> Any:
+            some = change(experiences) if step == 0 else experiences
+            for one in some:
+                annotate(one, 1.0)
+            await self.writer.write(some)
+            return len(some), {}
+
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write(group(task=0, runs=2) + group(task=1, runs=2))
+        with pytest.raises(InvalidArgumentError, match=re.escape(f"'s' {said}")):
+            await run_strategy(experiment, Misnaming, name="s")
+        assert [e async for e in experiment.events(kinds=("ExperiencesAnnotated",))] == []
+
+
+async def test_a_copy_under_a_name_of_its_own_is_written(sqlite_url: str) -> None:
+    class Copying(AddStrategy):
+        families: ClassVar[tuple[str, ...]] = ("light",)
+
+        @override
+        async def add(self, experiences: list[Experience], step: int) -> Any:
+            copies = [copy_experience(one, task="0~c1", suffix="c1") for one in experiences]
+            beside = copy_experience(experiences[0], task=0, suffix="c1")
+            for number, one in enumerate((*experiences, beside, *copies)):
+                annotate(one, float(number))
+                await self.writer.write([one])
+            return 5, {}
+
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write(group(runs=2))
+        assert (await run_strategy(experiment, Copying, name="s")).annotated == 5
+        found = [row[0] for row in await advantages(experiment)]
+        assert sorted(found) == [0.0, 1.0, 2.0, 3.0, 4.0]

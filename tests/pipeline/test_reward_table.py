@@ -131,7 +131,7 @@ def by_experiences(
             members = sorted((by_address[address] for address in one.members), key=place)
             _, found = await strategy.add(members, step)
             verdicts.metrics.append({name: float(value) for name, value in found.items()})
-            verdicts.given.update(one.members)
+            verdicts.given.update((e.address or 0, e.action_mask) for e in members)
 
     asyncio.run(add_all())
     return verdicts.decision(verdicts.taken_from(staged), seen=9, calls=len(groups))
@@ -283,8 +283,8 @@ async def test_a_scoring_takes_the_place_of_recorded_rewards_on_both_roads(store
 @pytest.mark.parametrize(
     "changed",
     [
-        {"action_mask": torch.tensor([1, 2, 1, 0, 1])},
-        {"action_mask": torch.tensor([1.0, 0.5, 1.0, 0.0, 1.0])},
+        {"action_mask": torch.tensor([1, 1, 1, 0, 1])},
+        {"action_mask": torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0])},
         {"token_level_reward": torch.ones(5)},
     ],
 )

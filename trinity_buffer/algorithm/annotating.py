@@ -49,8 +49,10 @@ def annotate(experience: Experience, score: float) -> None:
         raise InvalidExperienceError(
             f"{experience.eid.uid}: advantages need an action_mask, it is None"
         )
-    # A bool or int mask times a Python number is float32; a float mask keeps its own type.
-    experience.advantages = mask * score
+    # A mask selects: 255 and -1, which older stores may hold, are no weights. A bool mask times a
+    # Python number is float32; a float mask keeps its own type.
+    chosen = mask if mask.dtype == torch.bool else mask != 0
+    experience.advantages = (chosen.to(mask.dtype) if mask.is_floating_point() else chosen) * score
     experience.returns = experience.advantages.clone()
 
 

@@ -150,7 +150,8 @@ class Decider:
                 addresses = [row.address for row in rows if row.address in loaded]
                 if not addresses:
                     continue
-                verdicts.given.update(addresses)  # whatever the strategy does with its list
+                # Whatever the strategy does with its list, and with the fields of who is in it.
+                verdicts.given.update((a, loaded[a].__dict__.get("action_mask")) for a in addresses)
                 with noting(setup.name, partial(_uid, loaded[addresses[0]])):
                     answer = await setup.strategy.add([loaded[a] for a in addresses], self.calls)
                     verdicts.metrics.append(metrics_of(answer))

@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from trinity_buffer.algorithm.copies import original_uid
 from trinity_buffer.codec import ANNOTATED, content_digest
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRejected
@@ -30,6 +31,10 @@ from trinity_buffer.writer import StagedWriter
 
 _Kept = Mapping[str, Sequence[Experience]]
 """What a strategy wrote, by group."""
+
+_COPYING = (
+    "a copy is made by `trinity_buffer.algorithm.copies.copy_experience`, under a task of its own"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ class Verdicts:
         store: where what is annotated is put.
         reasons: address of an experience -> why it is rejected.
         planned: tid of a group -> whether it was planned.
-        given: addresses that the strategy saw.
+        given: addresses that the strategy saw, and the action mask of each.
         metrics: what each of its calls returned.
     """
 
@@ -90,7 +95,7 @@ class Verdicts:
     store: SegmentStore
     reasons: dict[int, str] = field(default_factory=dict)
     planned: dict[str, bool] = field(default_factory=dict)
-    given: set[int] = field(default_factory=set)
+    given: dict[int, Tensor | None] = field(default_factory=dict)
     metrics: list[dict[str, float]] = field(default_factory=list)
 
     def reject(self, addresses: Sequence[int], reason: str) -> None:
@@ -114,9 +119,11 @@ class Verdicts:
         self.reasons.update({self._address(e): reason for e, reason in rejected})
         kept: dict[str, list[Experience]] = {}
         for experience in (e for some in written for e in some):
+            # The advantages are read again beside the mask that is stored.
+            experience.action_mask = self.given[self._address(experience)]
             kept.setdefault(experience.eid.tid, []).append(experience)  # a copy has another tid
         addresses = {self._address(e) for group in kept.values() for e in group}
-        for address in self.given - addresses - self.reasons.keys():
+        for address in self.given.keys() - addresses - self.reasons.keys():
             self.reasons[address] = "filtered"
         contradictory = addresses & self.reasons.keys()
         if contradictory:
@@ -127,11 +134,12 @@ class Verdicts:
         return kept
 
     def require_fitting(self, kept: _Kept, rows: Mapping[int, ExperienceRow]) -> None:
-        """Return if what was computed for each experience are numbers, one for each token.
+        """Return if each experience is there once, as itself, with one number for each token.
 
         Raises:
             InvalidArgumentError: names the first that is not.
         """
+        self._require_own_addresses(kept, rows)
         for experience in (e for group in kept.values() for e in group):
             row = rows[self._address(experience)]
             tokens = row.length - row.prompt_length
@@ -142,6 +150,28 @@ class Verdicts:
                         f"strategy {self.strategy!r} gave {experience.eid.uid} {name} {problem}: "
                         f"its response has {tokens} tokens, so give [{tokens}]"
                     )
+
+    def _require_own_addresses(self, kept: _Kept, rows: Mapping[int, ExperienceRow]) -> None:
+        """Return if each experience has its own address, and each copy one that is nobody's.
+
+        Raises:
+            InvalidArgumentError: names the first that has not.
+        """
+        there = set[str]()
+        for experience in (e for group in kept.values() for e in group):
+            own, uid = rows[self._address(experience)].eid, experience.eid.uid
+            is_copy = original_uid(experience) == own.uid
+            in_other = experience.eid.tid != own.tid and experience.eid.tid in self.planned
+            if uid != own.uid and (in_other or not is_copy):
+                raise InvalidArgumentError(
+                    f"strategy {self.strategy!r} wrote {own.uid} as {uid}: what it keeps stays "
+                    f"under its own address, and {_COPYING}"
+                )
+            if uid in there:
+                raise InvalidArgumentError(
+                    f"strategy {self.strategy!r} wrote {uid} twice: {_COPYING}"
+                )
+            there.add(uid)
 
     def _leave_out_broken(self, kept: _Kept) -> _Kept:
         """Return what is finite; reject the others as ``invalid``, with all copies of theirs."""
@@ -165,7 +195,7 @@ class Verdicts:
         if address is None or address not in self.given:
             raise InvalidArgumentError(
                 f"strategy {self.strategy!r} wrote {experience.eid.uid}, which it was not given; a "
-                "strategy may keep, copy (copy.copy) or leave out experiences, not make them"
+                f"strategy may keep, copy or leave out experiences, not make them, and {_COPYING}"
             )
         return address
 

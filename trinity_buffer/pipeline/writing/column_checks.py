@@ -89,26 +89,31 @@ def numbers_pass(columns: Mapping[str, Sequence[Column]], sizes: Iterable[int]) 
     """
     if sum(sizes) > MAX_BYTES:  # more than one of them may have
         return False
-    finite = ("action_mask", *PER_TOKEN)
-    return all(map(_none_is_negative, columns.get("tokens", ()))) and all(
-        map(_all_are_finite, [column for field in finite for column in columns.get(field, ())])
+    return (
+        all(map(_none_is_negative, columns.get("tokens", ())))
+        and all(map(_all_are_0_or_1, columns.get("action_mask", ())))
+        and all(
+            map(_all_are_finite, [one for field in PER_TOKEN for one in columns.get(field, ())])
+        )
     )
 
 
 def first_above_zero(column: Column) -> tuple[int, float] | None:
     """Return the first row of log-probabilities with one well above 0, and the largest of all.
 
-    None if there is none, or NumPy does not know their type.
+    None if there is none. What was quarantined may hold NaN, which is not above anything.
     """
-    if not column.dtype.startswith("float"):
-        return None
     numbers = column.elements
-    largest = float(numbers.max(initial=0))
-    if largest <= ROUNDING:
+    if column.dtype == "bfloat16":  # the upper half of a float32, of which NumPy knows no type
+        numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
+    elif column.dtype not in ("float16", "float32", "float64"):
         return None
-    at = int(np.flatnonzero(numbers > ROUNDING)[0])
-    index = int(np.searchsorted(column.offsets, at, side="right")) - 1
-    return index if column.rows is None else int(column.rows[index]), largest
+    above = np.flatnonzero(numbers > ROUNDING)
+    if not len(above):
+        return None
+    index = int(np.searchsorted(column.offsets, above[0], side="right")) - 1
+    row = index if column.rows is None else int(column.rows[index])
+    return row, float(numbers[above].max())
 
 
 def _responses(fields: Fields) -> list[int] | None:
@@ -200,6 +205,13 @@ def _infos_pass(fields: Fields) -> bool:
 
 def _none_is_negative(column: Column) -> bool:
     return DTYPES[column.dtype].kind != "i" or int(column.elements.min(initial=0)) >= 0
+
+
+def _all_are_0_or_1(column: Column) -> bool:
+    if column.dtype == "bool":
+        return True
+    numbers = column.elements
+    return column.dtype != "bfloat16" and bool(((numbers == 0) | (numbers == 1)).all())
 
 
 def _all_are_finite(column: Column) -> bool:

@@ -13,6 +13,7 @@ from trinity_buffer.codec import ObjectPacker
 from trinity_buffer.codec.dtypes import MAX_DIMENSIONS
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import CustomField, Experience, ExperienceType
+from trinity_buffer.given_fields import ZERO_OR_ONE
 from trinity_buffer.identity import EID, problem_of_key, problem_of_name, problem_of_text
 from trinity_buffer.pipeline.tensor_columns import DTYPE_NAMES, raw_tensor
 
@@ -296,9 +297,24 @@ def _check_response(experience: Experience) -> int:
             f"has {mask.numel()} elements, the response has {response} "
             f"({size} tokens - prompt_length {prompt})",
         )
-    if mask.is_floating_point() and not _all_finite(mask):
-        raise _refuse(experience, "action_mask", "holds NaN or infinite weights")
+    other = _neither_0_nor_1(mask)
+    if other is not None:
+        raise _refuse(
+            experience,
+            "action_mask",
+            f"holds {mask[other].item()} at token {other} of the response, {ZERO_OR_ONE}",
+        )
     return response
+
+
+def _neither_0_nor_1(mask: Tensor) -> int | None:
+    """Return the first place at which a mask holds something else than 0 or 1, or None."""
+    if mask.dtype == torch.bool:
+        return None
+    floats = mask.detach().float() if mask.dtype == torch.bfloat16 else mask.detach()
+    numbers = floats.numpy(force=True)
+    others = (numbers != 0) & (numbers != 1)
+    return int(others.argmax()) if others.any() else None
 
 
 def _check_per_token(experience: Experience, response: int | None) -> None:
