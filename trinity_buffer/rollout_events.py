@@ -233,6 +233,8 @@ class RewardsAssigned:
         scoring: its name.
         experiences: addresses.
         rewards: one per address.
+        seen: everything that was recorded up to this position was scored; None (older events): up
+            to the position of this event.
     """
 
     version: ClassVar[int] = 1
@@ -240,6 +242,7 @@ class RewardsAssigned:
     scoring: str
     experiences: Sequence[int]
     rewards: Sequence[float]
+    seen: int | None = optional(None)
 
 
 @dataclass(frozen=True, kw_only=True)

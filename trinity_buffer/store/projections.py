@@ -342,6 +342,8 @@ def _scored(tx: Transaction, experiment: int, fact: RewardsAssigned) -> None:
         {"experiment": experiment, "scoring": fact.scoring, "address": address, "reward": reward}
         for address, reward in zip(fact.experiences, fact.rewards, strict=True)
     ]
+    if not made:
+        return
     statement = upsert(tx, assigned_reward)
     keys = ["experiment", "scoring", "address"]
     replace = {"reward": statement.excluded.reward}

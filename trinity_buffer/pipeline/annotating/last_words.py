@@ -23,6 +23,7 @@ def say_rejected(name: str, annotated: int, reasons: Mapping[str, int]) -> None:
 
 
 def say_waiting(name: str, experiences: int, groups: int, *, why: str) -> None:
-    """Say what was left undecided."""
-    left = f"{counted(experiences, 'experience')} of {counted(groups, 'group')}"
-    _logger.warning("strategy %r ended and left %s waiting: %s", name, left, one_line(why))
+    """Say what was left undecided, or that something was not even read (``experiences`` is 0)."""
+    left = f"{counted(experiences, 'experience')} of {counted(groups, 'group')} waiting"
+    left = left if experiences else "what it cannot read yet"
+    _logger.warning("strategy %r ended and left %s: %s", name, left, one_line(why))

@@ -1,7 +1,9 @@
 """Rewards of a later scoring: a new reward function over stored rollouts, beside what was recorded.
 
 A scoring has a name. Its rewards are events (`RewardsAssigned`); a strategy that is run with
-``rewards=NAME`` sees them in place of the recorded ones, in an annotation set of its own.
+``rewards=NAME`` sees them in place of the recorded ones, in an annotation set of its own. All
+events of a call are one transaction, so that no strategy meets a group of which a part is scored,
+or scored by two functions.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.experiences import load_experiences
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, reads
+from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.transaction import Transaction
 
 
@@ -32,28 +35,24 @@ async def assign_rewards(
 ) -> int:
     """Score every stored experience under the scoring ``name``; return how many were.
 
-    What was recorded stays as it is. Scoring again under the same name replaces its rewards.
+    What was recorded stays as it is. Scoring again under the same name replaces its rewards. The
+    rewards are recorded together, once all are there. A strategy that is run with this scoring
+    waits for experiences that were recorded later, until they are scored by another call.
 
     Args:
         reward: the new reward function; None leaves an experience without a reward in this scoring,
-            as one does that cannot be read.
+            as one does that cannot be read: the strategy rejects it.
         families: column families that it reads.
 
     Raises:
-        InvalidArgumentError: a reward that is not finite; nothing of that page was recorded.
+        InvalidArgumentError: a reward that is not finite; nothing was recorded.
     """
     cache = EventCache(experiment.key, experiment.name)
-    wanted, after, scored = reads.Filter(), -1, 0
+    after, pages = -1, list[dict[int, float]]()
     while True:
-        rows = await experiment.database.read(
-            reads.experiences,
-            experiment.key,
-            wanted,
-            after=after,
-            limit=sizes().experiences_per_page,
-        )
+        rows, seen = await experiment.database.read(_page, experiment.key, after)
         if not rows:
-            return scored
+            break
         after = rows[-1].address
         experiences = await load_experiences(experiment.database, cache, rows, families)
         found = [(e, reward(e)) for e in experiences if e.damaged is None]
@@ -62,17 +61,30 @@ async def assign_rewards(
             for e, value in found
             if value is not None
         }
-        if rewards:
-            scored_anew = RewardsAssigned(
-                scoring=name, experiences=list(rewards), rewards=list(rewards.values())
+        pages.append(rewards)
+    if not pages:
+        return 0
+    events = [
+        new_event(
+            RewardsAssigned(
+                scoring=name, experiences=list(page), rewards=list(page.values()), seen=seen
             )
-            event = new_event(scored_anew)
-            await experiment.database.write(_append, experiment.key, event, actor)
-        scored += len(rewards)
+        )
+        for page in [*filter(None, pages)] or pages[-1:]
+    ]
+    await experiment.database.write(_append, experiment.key, events, actor)
+    return sum(map(len, pages))
 
 
-def _append(tx: Transaction, experiment: int, event: log.NewEvent, actor: str) -> None:
-    log.append(tx, experiment, [event], actor=actor, now_us=now_us())
+def _page(tx: Transaction, experiment: int, after: int) -> tuple[list[ExperienceRow], int]:
+    """Return the next experiences, and where the log ends: all up to there, if there are none."""
+    limit = sizes().experiences_per_page
+    rows = reads.experiences(tx, experiment, reads.Filter(), after=after, limit=limit)
+    return rows, log.head(tx, experiment)
+
+
+def _append(tx: Transaction, experiment: int, events: Sequence[log.NewEvent], actor: str) -> None:
+    log.append(tx, experiment, events, actor=actor, now_us=now_us())
 
 
 def _checked(experience: Experience, name: str, value: float) -> float:

@@ -135,7 +135,8 @@ class StrategyConsumer:
         )
         self._unit = setup.unit
         cache = EventCache(experiment.key, experiment.name)
-        self._reader = UnitReader(experiment, self.name, self._unit, self.rules, cache)
+        self._rewards = rewards
+        self._reader = UnitReader(experiment, self.name, self._unit, self.rules, cache, rewards)
         self._decider = Decider(experiment, setup, self._reader, cache)
         self._watch = RejectionWatch(
             f"strategy {self.name!r}",
@@ -222,6 +223,11 @@ class StrategyConsumer:
     async def _lacking(self) -> str:
         """Return why it decides nothing, and who would bring what it lacks."""
         experiment = self.experiment
+        if self._reader.unscored is not None:
+            return (
+                f"scoring {self._rewards!r} has no rewards for what is recorded from position "
+                f"{self._reader.unscored} on; `tb.assign_rewards` again under this name brings them"
+            )
         return await experiment.database.read(
             diagnosis.of_strategy,
             experiment.key,
@@ -231,7 +237,7 @@ class StrategyConsumer:
 
     async def _say_what_is_left(self) -> None:
         say_rejected(self.name, self._annotated, self._reasons)
-        if self._reader.num_waiting[0]:
+        if self._reader.num_waiting[0] or self._reader.unscored is not None:
             say_waiting(self.name, *self._reader.num_waiting, why=await self._lacking())
 
     def _report(self) -> ConsumerReport:

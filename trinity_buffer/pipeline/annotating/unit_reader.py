@@ -8,7 +8,13 @@ from functools import partial
 from typing import assert_never
 
 from trinity_buffer.errors import CodecError, CodecVersionError
-from trinity_buffer.events import BatchPlanned, BatchSealed, ExperiencesRecorded, kinds_of
+from trinity_buffer.events import (
+    BatchPlanned,
+    BatchSealed,
+    ExperiencesRecorded,
+    RewardsAssigned,
+    kinds_of,
+)
 from trinity_buffer.pipeline.annotating.grouping import (
     Grouping,
     GroupingRules,
@@ -49,6 +55,8 @@ class UnitReader:
         seen: position up to which the log was read; goes into the strategy's next commit.
         cursor: where the last commit that we know of has moved the cursor.
         behind: whether the last page was full: there is more to read at once.
+        unscored: position of the next experiences, where the scoring that takes the place of their
+            rewards does not reach so far yet; else None. Nothing is read from there on.
     """
 
     def __init__(
@@ -58,8 +66,10 @@ class UnitReader:
         unit: Unit,
         rules: GroupingRules,
         cache: EventCache,
+        rewards: str | None = None,
     ) -> None:
         self._cache = cache
+        self._scoring = None if rewards is None else _Scoring(experiment, rewards)
         self._experiment = experiment
         self._name = name
         self._unit: Unit = unit
@@ -68,6 +78,7 @@ class UnitReader:
         self.seen = 0
         self.cursor = 0
         self.behind = False
+        self.unscored: int | None = None
 
     @property
     def num_waiting(self) -> tuple[int, int]:
@@ -159,7 +170,12 @@ class UnitReader:
             page = log.read_after(
                 tx, key, self.seen, limit=limit, kinds=kinds_of(Reads), up_to=head
             )
-            return head, page
+            if self._scoring is None:
+                return head, page
+            self.unscored = self._scoring.first_beyond(tx, page, head)
+            if self.unscored is None:
+                return head, page
+            return self.unscored - 1, [one for one in page if one.position < self.unscored]
 
         head, page = s.read(look)
         self.behind = len(page) == limit
@@ -260,6 +276,41 @@ class UnitReader:
         for group, run in refused:
             self._grouping.know_run(group, run)
         return new & set(self._grouping.batches)
+
+
+class _Scoring:
+    """How far a scoring reaches.
+
+    Args:
+        experiment: whose log is read.
+        name: of the scoring.
+    """
+
+    def __init__(self, experiment: ExperimentHandle, name: str) -> None:
+        self._experiment, self._name = experiment, name
+        self._read = self._seen = 0
+
+    def first_beyond(self, tx: Transaction, page: Sequence[StoredEvent], head: int) -> int | None:
+        """Return where the first event of ``page`` is whose experiences are not scored, or None."""
+        recorded = kinds_of(ExperiencesRecorded)
+        places = [one.position for one in page if one.kind in recorded]
+        if places and places[-1] > self._seen:
+            self._look(tx, head)
+        return next((place for place in places if place > self._seen), None)
+
+    def _look(self, tx: Transaction, head: int) -> None:
+        """Take in what was assigned up to ``head``."""
+        kinds, limit = kinds_of(RewardsAssigned), sizes().tail_events
+        while self._read < head:
+            page = log.read_after(
+                tx, self._experiment.key, self._read, limit=limit, kinds=kinds, up_to=head
+            )
+            for stored in page:
+                fact = decoded(self._experiment.name, stored).fact
+                assert isinstance(fact, RewardsAssigned)
+                if fact.scoring == self._name:
+                    self._seen = stored.position if fact.seen is None else fact.seen
+            self._read = page[-1].position if len(page) == limit else head
 
 
 def _read_page(
