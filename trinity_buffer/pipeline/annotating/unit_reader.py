@@ -310,7 +310,7 @@ class _Scoring:
                 assert isinstance(fact, RewardsAssigned)
                 if fact.scoring == self._name:
                     self._seen = stored.position if fact.seen is None else fact.seen
-            self._read = page[-1].position if len(page) == limit else head
+            self._read = head if len(page) < limit else page[-1].position
 
 
 def _read_page(
