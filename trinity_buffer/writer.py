@@ -106,9 +106,9 @@ class StagedWriter(BufferWriter):
     @override
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
         """Keep ``experiences`` as one group."""
+        for experience in experiences:
+            experience.own_numbers()
         if experiences:
-            for experience in experiences:
-                experience.own_numbers()
             self.groups.append(list(experiences))
         return WriteReceipt(0, len(experiences), 0, 0, tuple(e.eid.uid for e in experiences))
 
