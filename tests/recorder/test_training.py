@@ -105,6 +105,15 @@ def test_what_the_command_recorded_is_trained_with_a_file_that_names_a_model(
     assert (checked.code, "compared with 2 acknowledged uids" in checked.out) == (0, True)
 
 
+def test_an_empty_token_is_no_token(tmp_path: Path, cli: Cli) -> None:
+    store = tmp_path / "no" / "agent.db"
+    for host in ("127.0.0.1", "0.0.0.0"):
+        words = ["record", "--upstream", "http://127.0.0.1:9", "--store", store]
+        told = cli(*words, "--host", host, "--token", "")
+        assert (told.code, "--token is empty" in told.err) == (2, True)
+    assert not store.parent.exists()
+
+
 def test_a_recorder_keeps_the_turns_of_what_is_asked_for(tmp_path: Path, cli: Cli) -> None:
     async def make() -> None:
         async with open_store(f"sqlite:///{tmp_path / 'two.db'}") as store:

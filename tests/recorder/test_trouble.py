@@ -399,3 +399,83 @@ async def test_an_answer_that_nobody_waited_for_is_no_turn(
         assert (await chat(url, "t/0")).status_code == 200
         await anyio.sleep(0.6)
         assert len((await reward(url, "t/0", 1.0)).json()["uids"]) == 1
+
+
+POSTS = (
+    "/rollouts/t/0/v1/chat/completions",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/rollouts/t/0/reward",
+    "/rollouts/t/0/v1/seal",
+    "/v1/batches/recorded/seal",
+)
+FORM = "application/x-www-form-urlencoded"
+
+
+@pytest.mark.parametrize("token", [None, "secret"])
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "http://attacker.example", "content-type": "text/plain"}, 403),
+        ({"origin": "http://attacker.example"}, 403),
+        ({"origin": "http://localhost:1"}, 403),
+        ({"origin": "null", "content-type": "application/json"}, 403),
+        ({"content-type": "text/plain;charset=UTF-8"}, 415),
+        ({"content-type": FORM}, 415),
+        ({"content-type": "multipart/form-data; boundary=x"}, 415),
+    ],
+)
+async def test_a_page_of_a_browser_can_make_a_recorder_do_nothing(
+    sqlite_store_url: str,
+    upstream: str,
+    scripted: Scripted,
+    headers: dict[str, str],
+    status: int,
+    token: str | None,
+) -> None:
+    known = {"authorization": "Bearer secret"}
+    body = json.dumps({"messages": HELLO, "reward": 1_000_000}).encode()
+    async with (
+        recording(sqlite_store_url, upstream, token=token) as url,
+        plain_http(headers=known) as http,
+    ):
+        for path in POSTS:
+            told = await http.post(f"{url}{path}", content=body, headers=headers)
+            assert (told.status_code, told.json()["error"]["type"]) == (status, "recorder")
+    assert scripted.asked == 0
+    assert await stored(sqlite_store_url) == []
+
+
+@pytest.mark.parametrize("host", ["attacker.example", "localhost.attacker.example:80", "[::1", ""])
+async def test_a_foreign_name_that_leads_to_this_machine_is_not_answered(
+    sqlite_store_url: str, upstream: str, scripted: Scripted, host: str
+) -> None:
+    headers = {"host": host, "origin": f"http://{host}"}
+    async with recording(sqlite_store_url, upstream) as url, plain_http() as http:
+        for path in POSTS:
+            told = await http.post(f"{url}{path}", json={"messages": HELLO}, headers=headers)
+            assert (told.status_code, "--token" in told.text) == (421, True)
+        assert (await http.get(f"{url}/v1/models", headers=headers)).status_code == 421
+    assert scripted.asked == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8400", "localhost", "LOCALHOST:1", "[::1]:8400"])
+async def test_this_machine_is_answered_under_each_of_its_names(
+    sqlite_store_url: str, upstream: str, host: str
+) -> None:
+    headers = {"host": host, "content-type": "Application/JSON; charset=utf-8"}
+    body = json.dumps({"messages": HELLO}).encode()
+    async with recording(sqlite_store_url, upstream) as url, plain_http() as http:
+        told = await http.post(f"{url}{POSTS[0]}", content=body, headers=headers)
+    assert told.status_code == 200
+
+
+async def test_with_a_token_any_name_of_the_machine_is_answered(
+    sqlite_store_url: str, upstream: str
+) -> None:
+    headers = {"host": "trainer-3.example:8400", "authorization": "Bearer secret"}
+    async with (
+        recording(sqlite_store_url, upstream, token="secret") as url,
+        plain_http(headers=headers) as http,
+    ):
+        assert (await http.post(f"{url}{POSTS[0]}", json={"messages": HELLO})).is_success

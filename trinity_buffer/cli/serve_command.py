@@ -10,10 +10,10 @@ from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.listening import listening
 from trinity_buffer.cli.options import StoreOption, chosen_store
 from trinity_buffer.cli.running import run
-from trinity_buffer.cli.server_commands import LOCAL
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.extras import extra
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.recorder.guard import LOCAL
 
 GOODBYE_S = 2
 """So long the pages that follow a run may take to end."""

@@ -22,10 +22,10 @@ from trinity_buffer.cli.options import (
 from trinity_buffer.cli.run_file import experiment_in
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.extras import extra
+from trinity_buffer.recorder.guard import LOCAL
 
 MODES = ("wait", "keep", "abort")
 DIALECTS = ("vllm", "sglang")
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
 TokenOption = Annotated[
     str | None,
@@ -166,6 +166,8 @@ def record(
         raise InvalidArgumentError(
             f"--host {host} lets others ask: give --token, which clients bring as their API key"
         )
+    if token == "":
+        raise InvalidArgumentError("--token is empty: anybody could bring it")
     made_folder_of(store)
     settings = {"token": token, "ack": ack, "logprobs_mode": logprobs_mode}
     anyio.run(

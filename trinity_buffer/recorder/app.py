@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -27,6 +26,7 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.explorer.answers import require_all_sampled, require_ids, require_sampled
 from trinity_buffer.explorer.server import Server
+from trinity_buffer.recorder.guard import refusal
 from trinity_buffer.recorder.recording import Recording, Rollout, Said
 from trinity_buffer.recorder.upstream import (
     CHAT,
@@ -80,7 +80,8 @@ class RecorderSettings:
 
     Attributes:
         batch: of rollouts that name none.
-        token: that a request must bring as ``Authorization: Bearer``; None: anybody may ask.
+        token: that a request must bring as ``Authorization: Bearer``; None: it answers all programs
+            of this machine, under a name of this machine.
         ack: ``"after"``: an answer leaves when it is durable; ``"before"``: at once.
         max_in_flight: requests that are answered at the same time; more are told 429.
         logprobs_mode: what the upstream was started with.
@@ -179,12 +180,9 @@ class Recorder:
         return JSONResponse({"expected": await self._recording.seal(request.path_params["batch"])})
 
     def _refused(self, request: Request) -> Response | None:
-        """Return the answer to who may not ask."""
-        token = self._settings.token
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if token is None or hmac.compare_digest(given.encode(), token.encode()):
-            return None
-        return _error(401, "this recorder wants its token as the API key")
+        """Return the answer to a request that is not to be answered."""
+        found = refusal(request.method, request.headers, self._settings.token)
+        return None if found is None else _error(*found)
 
     async def _complete(self, request: Request) -> Response:
         """Answer a request for a completion."""

@@ -9,8 +9,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
+from trinity_buffer.recorder.guard import LOCAL
+
 COOKIE = "trinity_buffer"
-LOCAL = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     b"content-security-policy": b"default-src 'self'; base-uri 'none'; form-action 'self'; "
     b"frame-ancestors 'none'",
