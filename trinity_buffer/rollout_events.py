@@ -116,6 +116,8 @@ class ExperiencesRecorded:
         scorable: that one number per row can stand for what a strategy makes of it: each has a
             boolean action mask, and none has rewards, advantages or returns per token. Nothing:
             only the segment tells.
+        sampling: slot -> how tokens of it were sampled, as lists of the fields of `Sampled`; of
+            the experiences that were not just sampled at temperature 1.
     """
 
     version: ClassVar[int] = 1
@@ -125,6 +127,7 @@ class ExperiencesRecorded:
     columns: ExperienceColumns = named("meta")  # noqa: RUF009 - says how the key is named
     refused: Mapping[int, str]
     scorable: bool | None = optional(None)
+    sampling: Mapping[int, Sequence[Any]] | None = optional(None)
 
     @property
     def rows(self) -> int:

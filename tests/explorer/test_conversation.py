@@ -43,6 +43,23 @@ def test_turns_that_continue_each_other_are_one_experience_masked_on_what_was_sa
     assert made.tools == [{"type": "function"}]
 
 
+def test_each_turn_says_how_its_tokens_were_sampled() -> None:
+    talk = tb.Conversation([QUESTION])
+    hot = {"sampling": {"temperature": 2.0}, "logprobs_mode": "processed_logprobs"}
+    for prompt, said, options in (
+        ([1, 2], [3, 4], hot),
+        ([1, 2, 3, 4, 50], [6], {}),
+        ([1, 2, 3, 4, 50, 6, 7], [8, 9], {"sampling": {"temperature": 0.5, "top_p": 0.9}}),
+    ):
+        talk.said(turn(prompt, said, **options))
+        talk.heard(QUESTION)
+    (made,) = talk.experiences(0.5)
+    assert made.info["sampling_segments"] == [
+        {"begin": 2, "end": 4, "temperature": 2.0, "logprobs_mode": "processed_logprobs"},
+        {"begin": 7, "end": 9, "temperature": 0.5, "top_p": 0.9},
+    ]
+
+
 @pytest.mark.parametrize(
     "prompt",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import anyio
@@ -32,12 +33,15 @@ async def answers(model: LocalModel, prompts: list[str], max_tokens: int = 6) ->
 PROMPTS = ["a", "", "longer than the others", "é"]
 
 
-async def test_recorded_log_probs_are_what_a_trainer_scores(tiny: Path) -> None:
-    model = LocalModel(tiny)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+async def test_recorded_log_probs_are_what_a_trainer_scores(temperature: float, tiny: Path) -> None:
+    model = LocalModel(tiny, temperature=temperature)
     torch.manual_seed(3)
     for said in await answers(model, PROMPTS):
+        assert said.sampling == (None if temperature == 1 else {"temperature": temperature})
         ids = torch.tensor([[*said.prompt_ids, *said.token_ids]])
-        scored = token_scores(model.model, {"input_ids": ids}).logprob[0, len(said.prompt_ids) :]
+        batch = {"input_ids": ids, "temperature": torch.full(ids.shape, temperature)}
+        scored = token_scores(model.model, batch).logprob[0, len(said.prompt_ids) :]
         assert said.logprobs is not None
         torch.testing.assert_close(scored, torch.tensor(said.logprobs), atol=1e-5, rtol=0)
 
@@ -73,6 +77,9 @@ async def test_a_model_with_other_weights_keeps_its_tokenizer(tiny: Path, tmp_pa
         model.load(str(tmp_path / "gone"))
 
 
-def test_another_temperature_is_refused(tiny: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"temperature=0.7: 1, or 0"):
-        LocalModel(tiny, temperature=0.7)
+@pytest.mark.parametrize("temperature", [-1.0, 0.001, math.inf])
+def test_a_temperature_that_servers_do_not_sample_at_is_refused(
+    temperature: float, tiny: Path
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"temperature={temperature}: 0.01 or more"):
+        LocalModel(tiny, temperature=temperature)

@@ -111,6 +111,22 @@ async def test_what_is_asked_for_wins_over_the_neutral_values(url: str, vllm: VL
     assert {key: vllm.asked[0][key] for key in NEUTRAL} == {**NEUTRAL, **said}
 
 
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_the_options_that_change_probabilities_come_with_what_was_said(
+    dialect: Any, url: str, tiny: Path
+) -> None:
+    given: dict[str, Any] = {"dialect": dialect, "tokenizer": str(tiny)}
+    options: dict[str, Any] = {"temperature": 0.7, "top_p": 1, "max_tokens": 3, "stop": ["x"]}
+    async with asking(url, logprobs_mode="processed_logprobs", **given, **options) as model:
+        for said in (await model.chat(HELLO), await model.complete([9, 8])):
+            assert (said.sampling, said.logprobs_mode) == (
+                {"temperature": 0.7},
+                "processed_logprobs",
+            )
+    async with asking(url, **given) as model:
+        assert not (await model.chat(HELLO)).sampling
+
+
 async def test_sglang_is_asked_by_generate(url: str, vllm: VLLM, tiny: Path) -> None:
     async with asking(url, dialect="sglang", tokenizer=str(tiny), max_tokens=3) as model:
         said = await model.chat(HELLO)

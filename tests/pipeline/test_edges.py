@@ -204,9 +204,9 @@ def test_why_a_rollout_ended_is_told_by_its_info_or_by_what_was_cut() -> None:
     write = encode_experiences([ended, cut, never])
     columns = ExperienceColumns(**write.meta)
     decoded = [codec.decode_segment(bytes(blob)) for blob in write.families.values()]
-    assert list(wrong_columns(columns, decoded)) == []
+    assert list(wrong_columns(columns, {}, decoded)) == []
     what = "its policy version and finish reason are"
-    assert list(wrong_columns(replace(columns, finish_reason=[None] * 3), decoded)) == [
+    assert list(wrong_columns(replace(columns, finish_reason=[None] * 3), {}, decoded)) == [
         (0, f"{what} (0, 'stop'), its event says (0, None)"),
         (1, f"{what} (0, 'response_truncated'), its event says (0, None)"),
     ]

@@ -19,6 +19,7 @@ import uvicorn
 from tests.explorer.vllm_dialect import VLLM, served
 from trinity_buffer.demo.tiny_model import make_tiny_model
 from trinity_buffer.experience import Experience
+from trinity_buffer.explorer.local_model import LocalModel
 from trinity_buffer.explorer.server import Server
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.recorder.app import Recorder, RecorderSettings
@@ -134,6 +135,37 @@ async def test_sampling_is_not_left_to_the_defaults_of_the_server(
     assert (first["temperature"], first["top_p"], first["repetition_penalty"]) == (1, 1, 1)
     assert (first["min_p"], first["presence_penalty"], first["frequency_penalty"]) == (0, 0, 0)
     assert (first["top_k"], second["top_k"]) == (-1, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_temperature_of_each_turn_is_recorded_so_that_a_trainer_scores_at_it(
+    store_url: str, upstream: str, vllm: VLLM, tiny: Path, *, stream: bool
+) -> None:
+    messages: list[dict[str, Any]] = [*HELLO]
+    said = {"logprobs_mode": "processed_logprobs"}
+    for temperature in (0.5, 1.0, 2.0):  # a recorder after the other, as after kill -9
+        vllm.model = LocalModel(tiny, temperature=temperature, max_tokens=8)
+        async with recording(store_url, upstream, **said) as url, plain_http() as http:
+            asks = {"messages": messages, "temperature": temperature, "stream": stream}
+            at = f"{url}/rollouts/t0/0/v1/chat/completions"
+            assert (await http.post(at, json=asks)).is_success
+            turn = (await stored(store_url, "agent.turns"))[-1]
+            messages = [*(turn.messages or ()), {"role": "user", "content": "more"}]
+            if temperature == 2.0:
+                assert (await reward(url, "t0/0", 0.5)).is_success
+    seen = set()
+    for made in await stored(store_url):
+        heat = torch.ones(len(made.tokens))
+        for segment in made.info.get("sampling_segments", ()):
+            assert segment["logprobs_mode"] == "processed_logprobs"
+            heat[segment["begin"] : segment["end"]] = segment["temperature"]
+        batch = {"input_ids": made.tokens[None], "temperature": heat[None]}
+        scored = token_scores(vllm.model.model, batch).logprob[0, made.prompt_length :]
+        assert made.logprobs is not None
+        mask = made.action_mask
+        torch.testing.assert_close(scored[mask], made.logprobs[mask], atol=1e-5, rtol=0)
+        seen |= {*heat[made.prompt_length :][mask].tolist()}
+    assert seen == {0.5, 1.0, 2.0}
 
 
 @pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "look"}}]])

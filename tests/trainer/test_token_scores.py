@@ -77,13 +77,26 @@ def packed() -> dict[str, Any]:
     }
 
 
-def naive(model: Any) -> list[tuple[Tensor, Tensor]]:
+def heat() -> list[Tensor]:
+    """Return a temperature of each token."""
+    return list(torch.linspace(0.5, 2.0, sum(LENGTHS)).split(LENGTHS))
+
+
+def with_heat(batch: dict[str, Any]) -> dict[str, Any]:
+    packed = "cu_seqlens" in batch
+    return {
+        **batch,
+        "temperature": torch.cat(heat()) if packed else pad_sequence(heat(), True, 1.0),
+    }
+
+
+def naive(model: Any, *, hot: bool = False) -> list[tuple[Tensor, Tensor]]:
     """Return log-probs and entropies row by row, from all logits."""
     found = []
-    for ids in rows():
+    for ids, temperature in zip(rows(), heat(), strict=True):
         logits = model(ids[None])
-        logits = logits if isinstance(logits, Tensor) else logits.logits
-        every = logits[0].double().log_softmax(-1)[:-1]
+        logits = (logits if isinstance(logits, Tensor) else logits.logits)[0].double()[:-1]
+        every = (logits / temperature[1:, None] if hot else logits).log_softmax(-1)
         logprob = every.gather(1, ids[1:, None]).squeeze(1)
         entropy = -(every.exp() * every).sum(1)
         found.append((logprob, entropy))
@@ -96,8 +109,8 @@ def flat(scores: TokenScores, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return scores.logprob[there], scores.entropy[there]
 
 
-def expected(model: Any) -> tuple[Tensor, Tensor]:
-    pairs = [[nn.functional.pad(one, (1, 0)) for one in row] for row in naive(model)]
+def expected(model: Any, *, hot: bool = False) -> tuple[Tensor, Tensor]:
+    pairs = [[nn.functional.pad(one, (1, 0)) for one in row] for row in naive(model, hot=hot)]
     return torch.cat([row[0] for row in pairs]), torch.cat([row[1] for row in pairs])
 
 
@@ -109,19 +122,23 @@ def gradients(model: nn.Module, scores: tuple[Tensor, Tensor]) -> list[Tensor]:
 
 
 @FAMILY
+@pytest.mark.parametrize("hot", [False, True])
 @pytest.mark.parametrize("layout", [padded, packed])
 def test_scores_and_gradients_are_those_of_all_logits_in_float64(
-    make: Callable[[], nn.Module], layout: Callable[[], dict[str, Any]]
+    make: Callable[[], nn.Module], layout: Callable[[], dict[str, Any]], *, hot: bool
 ) -> None:
     model = make().double()
-    wanted = expected(model)
-    batch = layout()
+    wanted = expected(model, hot=hot)
+    batch = with_heat(layout()) if hot else layout()
     # 26 tokens, 37 words: slices of 1 and 8, 1 for each token, and all at once.
     for chunk_logits in (1, 170, 2**24):
         found = flat(tb.token_scores(model, batch, chunk_logits=chunk_logits), batch)
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)  # their norms are in float32
         torch.testing.assert_close(
-            gradients(model, found), gradients(model, expected(model)), rtol=1e-5, atol=1e-6
+            gradients(model, found),
+            gradients(model, expected(model, hot=hot)),
+            rtol=1e-5,
+            atol=1e-6,
         )
 
 

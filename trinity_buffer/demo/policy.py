@@ -236,6 +236,8 @@ class TransformerPolicy(nn.Module):
         limits = {name: microbatch.get(name) for name in ("cu_seqlens", "max_seqlen")}
         return self.forward(microbatch["input_ids"], **limits)
 
+    takes = frozenset({"temperature"})
+
     def scores(self, microbatch: Mapping[str, Any]) -> TokenScores:
         """Return log-probability and entropy of every token; see `token_scores`.
 

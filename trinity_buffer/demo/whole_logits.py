@@ -23,7 +23,11 @@ def scores_of_logits(logits: Tensor, microbatch: Mapping[str, Any]) -> TokenScor
     ids = microbatch["input_ids"]
     time = ids.dim() - 1
     before = logits.narrow(time, 0, logits.shape[time] - 1)
-    every = torch.log_softmax(before if before.dtype == torch.float64 else before.float(), -1)
+    before = before if before.dtype == torch.float64 else before.float()
+    heat = microbatch.get("temperature")
+    if heat is not None:
+        before = before / heat.narrow(time, 1, ids.shape[time] - 1).unsqueeze(-1)
+    every = torch.log_softmax(before, -1)
     following = ids.narrow(time, 1, ids.shape[time] - 1).long()
     logprob = every.gather(-1, following.unsqueeze(-1)).squeeze(-1)
     entropy = -(every.exp() * every).sum(-1)
@@ -33,4 +37,7 @@ def scores_of_logits(logits: Tensor, microbatch: Mapping[str, Any]) -> TokenScor
 
 def entropy_changes_of_logits(logits: Tensor, microbatch: Mapping[str, Any]) -> Tensor:
     """Return what `entropy_changes` returns, from the logits of a micro-batch."""
+    heat = microbatch.get("temperature")
+    if heat is not None:
+        logits = logits / torch.roll(heat, -1, -1).unsqueeze(-1)
     return torch.roll(expected_entropy_change(logits), 1, -1).where(predicted(microbatch), 0.0)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
 from trinity_buffer.explorer.conversation import Completion
+from trinity_buffer.sampling import NEUTRAL, not_neutral
 
 _LOG = logging.getLogger(__name__)
 
@@ -21,22 +22,6 @@ ASKED_FOR_TEXT = {"logprobs": 1, "return_token_ids": True}
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 PINNED = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)
 """Options that a server may take from the model's generation_config where a request lacks them."""
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "temperature": (1.0,),
-    "top_p": (1.0,),
-    "top_k": (-1, 0),
-    "min_p": (0.0,),
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "min_new_tokens": (0,),  # as SGLang calls it
-    "bad_words": ([], ()),
-    "allowed_token_ids": ([], ()),
-}
-"""Options that are applied behind raw log-probs, and the values at which they change nothing."""
 
 FREE = frozenset(
     {
@@ -198,14 +183,21 @@ def require_sampled(sampling: Mapping[str, Any], mode: str, remedy: str = LEAVE_
     for tool in given.get("tools") or ():
         if any(isinstance(part, Mapping) and part.get("strict") for part in (tool, *tool.values())):
             _refuse(f"tools: strict=True of {tool!r:.80}", (), remedy)
-    bent = {k: v for k, v in given.items() if k in NEUTRAL and v not in NEUTRAL[k]}
+    bent = {k: v for k, v in changes(given).items() if k in NEUTRAL}
     if bent and mode != "processed_logprobs":
         said = ", ".join(f"{key}={value!r:.80}" for key, value in bent.items())
         raise InvalidArgumentError(
             f"{said}: the log-probs of a server with --logprobs-mode {mode} are those before that, "
             "not those of what is sampled. Leave it out, or start the server with "
-            "--logprobs-mode processed_logprobs and give logprobs_mode='processed_logprobs'"
+            "--logprobs-mode processed_logprobs and give logprobs_mode='processed_logprobs'; of "
+            "such options, trainers score a temperature and refuse the others"
         )
+
+
+def changes(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those keys of a request that change the probabilities of tokens, with their values."""
+    own = {k: v for k, v in sampling.items() if k not in FREE and v not in ALLOWED.get(k, ())}
+    return not_neutral(own)
 
 
 def _refuse(said: str, allowed: tuple[Any, ...], remedy: str) -> NoReturn:

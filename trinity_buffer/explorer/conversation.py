@@ -11,6 +11,7 @@ from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
+from trinity_buffer.sampling import MODE, SEGMENTS
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class Completion:
         weight_checksum: of the weights ``weight_version``.
         logprobs_mode: whether the log-probs are those before temperature, top-p and
             their like (``"raw_logprobs"``) or after.
+        sampling: the options that it was sampled with, such as ``{"temperature": 0.7}``, without
+            those that change no probabilities; None: there were none.
     """
 
     prompt_ids: Sequence[int]
@@ -43,6 +46,15 @@ class Completion:
     later_weight_version: str | None = None
     weight_checksum: str | None = None
     logprobs_mode: str | None = None
+    sampling: Mapping[str, Any] | None = None
+
+    def sampling_segment(self) -> dict[str, Any] | None:
+        """Return what ``info["sampling_segments"]`` says of its tokens; None: nothing."""
+        if not self.sampling:
+            return None
+        begin = len(self.prompt_ids)
+        found = {"begin": begin, "end": begin + len(self.token_ids), **self.sampling}
+        return found if self.logprobs_mode is None else {**found, MODE: self.logprobs_mode}
 
     def message(self) -> dict[str, Any]:
         """Return it as a message of the assistant."""
@@ -162,7 +174,8 @@ class Conversation:
         whole run. Its ``info`` gets ``finish_reason`` of its last turn and, where a server told
         them, ``weight_versions``: one for each of its turns; if they are numbers,
         ``model_version`` is the oldest. ``weight_segments`` says which tokens ``[begin, end)`` each
-        version has said, with the checksum of the weights.
+        version has said, with the checksum of the weights, and ``sampling_segments`` with which
+        options those were sampled that have some.
 
         Raises:
             InvalidArgumentError: the model said nothing yet.
@@ -214,6 +227,9 @@ def _origin(stretch: _Stretch) -> dict[str, Any]:
         found["finish_reason"] = turns[-1].finish_reason
     if turns[-1].logprobs_mode is not None:
         found["logprobs_mode"] = turns[-1].logprobs_mode
+    hot = [segment for turn in turns if (segment := turn.sampling_segment()) is not None]
+    if hot:
+        found[SEGMENTS] = hot
     versions = [turn.weight_version for turn in turns if turn.weight_version is not None]
     if versions and len(versions) == len(turns):
         found["weight_versions"] = versions

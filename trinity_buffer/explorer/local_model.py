@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.explorer.conversation import Completion
 from trinity_buffer.extras import extra
+from trinity_buffer.sampling import LEAST_TEMPERATURE
 
 
 @dataclass(eq=False, slots=True)
@@ -46,12 +48,13 @@ class LocalModel:
     Args:
         model: of transformers, or the folder to load it from.
         tokenizer: likewise; None: from the folder of the model.
-        temperature: 1 samples what the trainer scores, 0 takes the likeliest token.
+        temperature: of what is sampled, recorded with it; 0 takes the likeliest token, which no
+            trainer takes for a sample.
         max_tokens: of a completion, where a call does not say.
         max_rows: completions that are sampled at once.
 
     Raises:
-        InvalidArgumentError: there is no such model, or another temperature.
+        InvalidArgumentError: there is no such model, or no such temperature.
     """
 
     def __init__(
@@ -63,10 +66,10 @@ class LocalModel:
         max_tokens: int = 256,
         max_rows: int = 256,
     ) -> None:
-        if temperature not in (0, 1):
+        if temperature != 0 and not LEAST_TEMPERATURE <= temperature < math.inf:
             raise InvalidArgumentError(
-                f"temperature={temperature}: 1, or 0 for the likeliest tokens; at another one the "
-                "log-probs of trainer and explorer would differ"
+                f"temperature={temperature}: {LEAST_TEMPERATURE} or more, or 0 for the likeliest "
+                "tokens"
             )
         if isinstance(model, str | Path):
             tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
@@ -138,6 +141,7 @@ class LocalModel:
             logprobs=asked.logprobs,
             text=text,
             finish_reason=reason,
+            sampling=None if self._temperature == 1 else {"temperature": self._temperature},
         )
 
     def _answer(self, batch: Sequence[_Asked]) -> None:
@@ -163,7 +167,7 @@ class LocalModel:
                 logits_to_keep=1,
             )
             cache = out.past_key_values
-            tokens, logprobs = self._drawn(out.logits[:, -1].float().log_softmax(-1))
+            tokens, logprobs = self._drawn(out.logits[:, -1].float())
             for asked, token, logprob in zip(
                 batch, tokens.tolist(), logprobs.tolist(), strict=True
             ):
@@ -172,8 +176,9 @@ class LocalModel:
             mask = torch.cat([mask, mask.new_ones(len(batch), 1)], 1)
             positions = positions[:, -1:] + 1
 
-    def _drawn(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    def _drawn(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return a token of each row of ``[B, V]``, and its log-prob."""
+        logprobs = (logits / (self._temperature or 1.0)).log_softmax(-1)
         if self._temperature:
             tokens = torch.multinomial(logprobs.exp(), 1)[:, 0]
         else:

@@ -10,6 +10,7 @@ from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
 from trinity_buffer.explorer.answers import (
     ASKED_FOR_CHAT,
     ASKED_FOR_TEXT,
+    changes,
     chat_completion,
     generated,
     pinned,
@@ -150,7 +151,8 @@ class OpenAIModel:
             sampling["max_new_tokens"] = most
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
         answer = await self.server.post("/generate", body)
-        made = replace(generated(answer, prompt), logprobs_mode=self._logprobs_mode)
+        mode, options = self._logprobs_mode, changes(self._sampling)
+        made = replace(generated(answer, prompt), logprobs_mode=mode, sampling=options)
         self._require_whole(answer, made)
         return made
 
@@ -171,6 +173,7 @@ class OpenAIModel:
             later_weight_version=None if after == before else after,
             weight_checksum=None if before is None else self._checksums.get(before),
             logprobs_mode=self._logprobs_mode,
+            sampling=changes(self._sampling),
         )
 
     async def _weights(self) -> str | None:

@@ -47,6 +47,7 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
 
     Raises:
         InvalidArgumentError: settings that the store cannot serve.
+        TrainingError: in a step, rows were sampled at another temperature than that of ``args``.
     """
 
     def __init__(
@@ -100,6 +101,8 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
                 "train from the checkpoint of the last commit"
             )
         self._upcoming = None
+        for microbatch in step.microbatches:
+            microbatch.require_temperature(self.args.temperature)
         return step
 
     @override

@@ -75,6 +75,7 @@ class StoredRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self._rows = rows * args.world_size
+        self._temperature = args.temperature
         self._stream = stream
         self._handed: dict[int, TrainStep] = {}
         self._trained: TrainStep | None = None
@@ -118,6 +119,8 @@ class StoredRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self.rollout_buffer.has_ended = True
 
     def _put(self, step: TrainStep) -> None:
+        for microbatch in step.microbatches:
+            microbatch.require_temperature(self._temperature)
         version = self.rollout_buffer.version + AHEAD + 1
         samples = list(samples_of(step, version))
         if len(samples) > self._rows:

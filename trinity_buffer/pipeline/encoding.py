@@ -30,6 +30,7 @@ from trinity_buffer.pipeline.tensor_columns import (
     columns_of_given,
     raw_tensor,
 )
+from trinity_buffer.sampling import sampled
 
 _KEY, _COUNT, _TEXT = frozenset({int, str}), frozenset({int}), frozenset({str})
 _NONE = frozenset({type(None)})
@@ -82,11 +83,13 @@ class EncodedWrite:
             experience ``length`` is the prompt, ``response_length`` the longer of the two
             responses and ``trained_tokens`` their sum.
         columns: field -> the columns that went into the segments, for whoever checks the numbers.
+        sampling: of `ExperiencesRecorded`.
     """
 
     families: dict[str, Blob]
     meta: dict[str, list[Any]]
     columns: dict[str, list[Column]]
+    sampling: dict[int, list[Any]] | None = None
 
 
 def encode_experiences(
@@ -127,7 +130,8 @@ def encode_experiences(
             contents.add_column(column)
         if columns or packed:
             families[family] = segment_blob(columns, len(experiences), packed)
-    return EncodedWrite(families, _meta(fields, every, contents.digests()), every)
+    meta = _meta(fields, every, contents.digests())
+    return EncodedWrite(families, meta, every, _sampling(fields, meta))
 
 
 def _bytes_to_join(fields: Fields) -> int:
@@ -199,6 +203,15 @@ def _meta(
         digests,
     )
     return dict(zip(META, map(list, found), strict=True))
+
+
+def _sampling(fields: Fields, meta: Mapping[str, list[Any]]) -> dict[int, list[Any]] | None:
+    """Return how those rows were sampled of which a trainer has to know it; None: of none."""
+    if not any(fields.segments):
+        return None
+    sizes = zip(fields["info"], meta["prompt_length"], meta["length"], strict=True)
+    every = ((slot, sampled(*row)) for slot, row in enumerate(sizes))
+    return {slot: [*map(list, said)] for slot, said in every if said} or None
 
 
 def _plain_or(

@@ -8,6 +8,7 @@ from typing import Any
 
 from trinity_buffer.experience import FAMILIES, Experience
 from trinity_buffer.pipeline.tensor_columns import GivenTensors, tensors_given
+from trinity_buffer.sampling import SEGMENTS
 
 _NAMES = (
     *("eid", "experience_type", "prompt_length", "reward"),
@@ -71,6 +72,11 @@ class Fields:
             pairs = zip(self._in_info("finish_reason"), self._of["truncate_status"], strict=True)
             self._said["reasons"] = [said or status for said, status in pairs]
         return self._said["reasons"]
+
+    @property
+    def segments(self) -> list[Any]:
+        """What each ``info`` says of how it was sampled, see `trinity_buffer.sampling`."""
+        return self._in_info(SEGMENTS)
 
     def _in_info(self, key: str) -> list[Any]:
         if key not in self._said:

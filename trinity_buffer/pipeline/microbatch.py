@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.errors import TrainingError
 
 
 class Late:
@@ -89,9 +91,9 @@ class MicroBatch(Mapping[str, Any]):
     ``rollout_logprob``, ``old_logprob`` (the same tensor until the trainer recomputes it; both
     absent where no row of the step recorded any), ``advantages``, ``returns`` and
     ``token_level_rewards`` float32; ``logprob_mask`` bool ``[N]`` (which rows recorded theirs)
-    where only some did; ``sample_index`` (slot in the
-    manifest), ``group_index`` and ``step`` int32 ``[N]``; packed also ``cu_seqlens`` int32
-    ``[N + 1]`` and ``max_seqlen``.
+    where only some did; ``temperature`` float32, one for each token, where some were sampled at
+    another one than 1; ``sample_index`` (slot in the manifest), ``group_index`` and ``step`` int32
+    ``[N]``; packed also ``cu_seqlens`` int32 ``[N + 1]`` and ``max_seqlen``.
 
     Attributes:
         tensors: the mapping itself; assign to it what the trainer computes (``values``,
@@ -102,6 +104,8 @@ class MicroBatch(Mapping[str, Any]):
         policy_versions: one per row, None where unknown.
         unrecorded: ``usual`` or ``expert`` -> uid of a row of the step without log-probabilities,
             where others have some.
+        unscorable: uid of a row of the step -> an option that it was sampled with and no trainer
+            can score, such as ``top_p=0.9``.
         read_zeros: called when ``advantages`` are read that nobody computed; None: there are some.
     """
 
@@ -110,6 +114,7 @@ class MicroBatch(Mapping[str, Any]):
     multi_modal_inputs: list[dict[str, Tensor]] = field(default_factory=list)
     policy_versions: list[int | None] = field(default_factory=list)
     unrecorded: Mapping[str, str] = field(default_factory=dict)
+    unscorable: Mapping[str, str] = field(default_factory=dict)
     read_zeros: Callable[[], None] | None = None
 
     @override
@@ -122,6 +127,45 @@ class MicroBatch(Mapping[str, Any]):
         self.tensors[key] = value
         if key == "advantages":
             self.read_zeros = None
+
+    def require_scorable(self, *, compared: bool | None = None) -> None:
+        """Return if log-probabilities of a trainer can be compared with the recorded ones.
+
+        Args:
+            compared: whether they are; None: they are where ``old_logprob`` is what was recorded.
+
+        Raises:
+            TrainingError: names a row of the step, and the option that forbids it.
+        """
+        if not self.unscorable:
+            return
+        if compared is None:
+            compared = "old_logprob" in self and self["old_logprob"] is self.get("rollout_logprob")
+        for uid, option in self.unscorable.items() if compared else ():
+            raise TrainingError(
+                f"row {uid} was sampled with {option}: no trainer can compute the probabilities "
+                "that its tokens had. Sample with no other option than a temperature of 0.01 or "
+                "more, and processed log-probs; compare with the trainer's own log-probs alone "
+                f"(recompute_old_logprob=True), or go on without the row: drop=[{uid!r}]"
+            )
+
+    def require_temperature(self, temperature: float) -> None:
+        """Return if all that is trained was sampled at the one temperature of a trainer.
+
+        Raises:
+            TrainingError: it was not, or no trainer can score it; see `require_scorable`.
+        """
+        self.require_scorable()
+        mask = self["action_mask"] != 0
+        heat = self.get("temperature")
+        trained = mask.new_ones(mask.shape, dtype=torch.float32) if heat is None else heat
+        others = trained[mask & (trained - temperature).abs().gt(1e-4 * temperature)]
+        if others.numel():
+            raise TrainingError(
+                f"the trainer divides all logits by temperature={temperature:g}, and rows of the "
+                f"step were sampled at {float(others[0]):g}: give the trainer the temperature of "
+                "the rows, and sample all at one"
+            )
 
     def drop(self, key: str) -> None:
         """Let go of a tensor, if it is there: without making it, as ``pop`` would."""

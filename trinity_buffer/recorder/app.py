@@ -24,7 +24,12 @@ from trinity_buffer.errors import (
     StoreError,
     TrinityBufferError,
 )
-from trinity_buffer.explorer.answers import require_all_sampled, require_ids, require_sampled
+from trinity_buffer.explorer.answers import (
+    changes,
+    require_all_sampled,
+    require_ids,
+    require_sampled,
+)
 from trinity_buffer.explorer.server import Server
 from trinity_buffer.recorder.guard import refusal
 from trinity_buffer.recorder.recording import Recording, Rollout, Said
@@ -245,9 +250,12 @@ class Recorder:
         self, path: str, answer: Mapping[str, Any], body: Mapping[str, Any], rollout: Rollout
     ) -> None:
         """Record an answer; it is durable on return, unless it may leave before that."""
-        mode = self._settings.logprobs_mode
+        mode, options = self._settings.logprobs_mode, changes(body)
         with understanding(self._upstream.root):
-            made = [replace(one, logprobs_mode=mode) for one in completions_of(path, answer)]
+            made = [
+                replace(one, logprobs_mode=mode, sampling=options)
+                for one in completions_of(path, answer)
+            ]
         for one in made:
             require_ids(one, self._upstream.root, MUST_RETURN)
         require_all_sampled(answer, made, self._upstream.root, NO_TURN)

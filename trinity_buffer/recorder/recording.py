@@ -31,6 +31,7 @@ from trinity_buffer.identity import EID, TURNS, require_name
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.spoken_wait import one_line
 from trinity_buffer.pipeline.store import Store
+from trinity_buffer.sampling import MODE, SEGMENTS
 from trinity_buffer.writer import WriteReceipt
 
 _logger = logging.getLogger(__name__)
@@ -288,8 +289,10 @@ class Recording:
 def _stored(rollout: Rollout, step: int, turn: Said) -> Experience:
     """Return a turn as it is stored."""
     said = turn.completion
-    info = {key: getattr(said, key) for key in (*KEPT, "logprobs_mode")}
+    info = {key: getattr(said, key) for key in (*KEPT, MODE)}
     info["choices"] = turn.choices if turn.choices > 1 else None
+    segment = said.sampling_segment()
+    info[SEGMENTS] = None if segment is None else [segment]
     return Experience(
         eid=EID(rollout.batch, rollout.task, rollout.run, step),
         tokens=[*said.prompt_ids, *said.token_ids],
@@ -306,6 +309,8 @@ def _said(stored: Experience) -> Said:
     """Return a turn that was stored."""
     tokens, begin = stored.tokens.tolist(), stored.prompt_length
     messages = list(stored.messages or ())
+    (segment,) = stored.info.get(SEGMENTS) or ({},)
+    options = {k: v for k, v in segment.items() if k not in ("begin", "end", MODE)}
     return Said(
         messages[:-1],
         stored.tools or (),
@@ -315,7 +320,8 @@ def _said(stored: Experience) -> Said:
             logprobs=None if stored.logprobs is None else stored.logprobs.tolist(),
             text=stored.response_text or "",
             tool_calls=messages[-1].get("tool_calls") or () if messages else (),
-            **{key: stored.info.get(key) for key in (*KEPT, "logprobs_mode")},
+            **{key: stored.info.get(key) for key in (*KEPT, MODE)},
+            sampling=options,
         ),
         stored.info.get("choices", 1),
     )

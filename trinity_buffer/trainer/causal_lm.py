@@ -44,6 +44,11 @@ class CausalLM:
         resharded(model)
 
     @property
+    def takes(self) -> frozenset[str]:
+        """What it reads that few rows bring: the temperature, and what its model says it takes."""
+        return frozenset({"temperature", *getattr(self._own, "takes", ())})
+
+    @property
     def vocabulary(self) -> int | None:
         """How many tokens the model has; None: its configuration does not say."""
         size: int | None = getattr(self._own.config, "vocab_size", None)

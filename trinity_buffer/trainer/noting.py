@@ -1,12 +1,14 @@
-"""Which rows to look at when a model or a loss fails in a step."""
+"""Which rows to look at when a model or a loss fails in a step, or would read them wrongly."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
+from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.errors import TrainingError
 from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
@@ -16,6 +18,12 @@ from trinity_buffer.trainer.models import Models
 
 Uids = Callable[[TrainStep, Sequence[int]], list[str]]
 """Returns the uids of rows of a step, by their places in its manifest."""
+
+READERS = {
+    "temperature": ("policy", "reference", "teacher"),
+    "multi_modal_inputs": ("policy", "critic", "reference", "teacher"),
+}
+"""What only some models read, and say so (``takes``) -> which models have to."""
 
 
 @contextmanager
@@ -60,6 +68,62 @@ def _lengths(microbatch: MicroBatch) -> list[int]:
     if "cu_seqlens" in microbatch:
         return [int(size) for size in microbatch["cu_seqlens"].diff()]
     return [int(size) for size in microbatch["attention_mask"].sum(dim=1)]
+
+
+def settle_sampling(step: TrainStep, algorithm: Algorithm, *, recomputed: bool) -> None:
+    """Leave in a step what its algorithm has to know of how the rows were sampled.
+
+    That is nothing where rows are imitated, not compared with what sampled them.
+
+    Args:
+        step: changed in place.
+        algorithm: that is trained.
+        recomputed: the trainer computes ``old_logprob`` itself.
+
+    Raises:
+        TrainingError: what was recorded of a row cannot be compared; names it and the option.
+    """
+    corrects = algorithm.choices["importance_correction"].name != "none"
+    for microbatch in step.microbatches:
+        if algorithm.type.schema != "experience":
+            microbatch.drop("temperature")
+            microbatch.unscorable = {}
+        microbatch.require_scorable(compared=corrects or not recomputed)
+
+
+def require_taken(step: TrainStep, uids: Uids, models: Models) -> None:
+    """Return if the models read all that the rows of a step bring.
+
+    Raises:
+        TrainingError: names a row, and the model whose ``takes`` lacks what the row brings.
+    """
+    for microbatch in step.microbatches:
+        for name, row in _brought(microbatch).items():
+            passing = [role for role in READERS[name] if not _takes(getattr(models, role), name)]
+            if passing:
+                (uid,) = uids(step, [int(microbatch["sample_index"][row])])
+                kind = type(getattr(models, passing[0])).__name__
+                raise TrainingError(
+                    f"step {step.step}: row {uid} has {name}, and the {passing[0]}, a {kind}, "
+                    f"would pass over it: give a {passing[0]} that reads it and says so, takes = "
+                    f"{{{name!r}}}. {without(uid)}"
+                )
+
+
+def _takes(model: Any, name: str) -> bool:
+    return model is None or name in getattr(model, "takes", ())
+
+
+def _brought(microbatch: MicroBatch) -> dict[str, int]:
+    """Return what few rows bring -> the first row of the micro-batch that brings it."""
+    found = {}
+    pictures = [row for row, inputs in enumerate(microbatch.multi_modal_inputs) if inputs]
+    if pictures:
+        found["multi_modal_inputs"] = pictures[0]
+    heat = microbatch.get("temperature")
+    if heat is not None and bool((heat != 1).any()):
+        found["temperature"] = int(rows_of_tokens(microbatch)[heat.flatten() != 1][0])
+    return found
 
 
 def require_known(step: TrainStep, uids: Uids, models: Models) -> None:

@@ -106,7 +106,11 @@ class Critic(Trainable, Protocol):
 
 
 class Policy(Trainable, Protocol):
-    """The model that is trained, or one that it is compared with."""
+    """The model that is trained, or one that it is compared with.
+
+    An attribute ``takes`` names what its `scores` reads that few rows bring: ``"temperature"``,
+    ``"multi_modal_inputs"``. Rows that bring more than it takes are refused.
+    """
 
     @property
     def file_name(self) -> str:
@@ -114,7 +118,7 @@ class Policy(Trainable, Protocol):
         ...
 
     def scores(self, microbatch: Mapping[str, Any]) -> TokenScores:
-        """Return log-probability and entropy of every token of a micro-batch, at temperature 1.
+        """Return log-probability and entropy of every token of a micro-batch.
 
         Args:
             microbatch: see `token_scores`; both results are 0 at padding and at the first token of

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.trainer.last_hidden import OutputHead, last_hidden
 from trinity_buffer.trainer.policy import TokenScores
 
@@ -26,20 +27,22 @@ CHUNK_LOGITS = 2**24
 def token_scores(
     model: Any, microbatch: Mapping[str, Any], *, chunk_logits: int = CHUNK_LOGITS
 ) -> TokenScores:
-    """Return log-probability and entropy of every token of a micro-batch, at temperature 1.
+    """Return log-probability and entropy of every token of a micro-batch.
 
-    Element t describes token t and comes from what precedes it; it is 0 at the first token of a
-    sequence and at padding. float32, or float64 of a model in float64.
+    They are those at the temperature that each token was sampled at, which is 1 unless the
+    micro-batch says otherwise. Element t describes token t and comes from what precedes it; it is 0
+    at the first token of a sequence and at padding. float32, or float64 of a model in float64.
 
     Args:
         model: a causal language model of transformers, or one that has ``last_hidden``.
         microbatch: ``input_ids`` ``[N, T]`` right-padded, with ``attention_mask`` if there is
             padding; or ``[T]`` packed, with ``cu_seqlens`` ``[N + 1]``, ``position_ids`` and
-            ``max_seqlen``.
+            ``max_seqlen``; with ``temperature``, like ``input_ids``, if some is not 1.
         chunk_logits: how many logits are held at a time; less memory, more passes.
 
     Raises:
         InvalidArgumentError: the logits of the model are not those of a linear output head.
+        TrainingError: the step has recorded log-probabilities that no model's can be compared with.
     """
     ids = microbatch["input_ids"]
     if not ids.numel():
@@ -47,8 +50,9 @@ def token_scores(
         return TokenScores(
             *(part.flatten()[:0].view(ids.shape) for part in (one.logprob, one.entropy))
         )
-    hidden, head, places = _predictions(model, microbatch)
-    found = head_scores(hidden, head, ids.flatten()[places].long(), chunk_logits)
+    hidden, head, places, heat = _predictions(model, microbatch)
+    targets = ids.flatten()[places].long()
+    found = head_scores(hidden, head, targets, chunk_logits, temperature=heat)
     return TokenScores(*(_placed(one, places, ids) for one in found))
 
 
@@ -64,15 +68,24 @@ def entropy_changes(
     if not ids.numel():
         one = entropy_changes(model, stand_in(microbatch), chunk_logits=chunk_logits)
         return one.flatten()[:0].view(ids.shape)
-    hidden, head, places = _predictions(model, microbatch)
-    return _placed(head_entropy_changes(hidden, head, chunk_logits), places, ids)
+    hidden, head, places, heat = _predictions(model, microbatch)
+    return _placed(head_entropy_changes(hidden, head, chunk_logits, heat), places, ids)
 
 
-def _predictions(model: Any, microbatch: Mapping[str, Any]) -> tuple[Tensor, OutputHead, Tensor]:
-    """Return the hidden state ``[T, D]`` before each predicted token, the head, their places."""
+def _predictions(
+    model: Any, microbatch: Mapping[str, Any]
+) -> tuple[Tensor, OutputHead, Tensor, Tensor | None]:
+    """Return the hidden state ``[T, D]`` before each predicted token, the head, their places.
+
+    Last, ``[T]``, what the logits are divided by; None: by nothing.
+    """
+    if isinstance(microbatch, MicroBatch):
+        microbatch.require_scorable()
     hidden, head = last_hidden(model, microbatch)
     places = predicted(microbatch).flatten().nonzero().squeeze(-1)
-    return hidden.flatten(0, -2)[places - 1], head, places
+    heat = microbatch.get("temperature")
+    heat = None if heat is None else heat.flatten()[places]
+    return hidden.flatten(0, -2)[places - 1], head, places, heat
 
 
 def _placed(values: Tensor, places: Tensor, ids: Tensor) -> Tensor:
@@ -98,22 +111,33 @@ def stand_in(microbatch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def head_scores(
-    hidden: Tensor, head: OutputHead, targets: Tensor, chunk_logits: int
+    hidden: Tensor,
+    head: OutputHead,
+    targets: Tensor,
+    chunk_logits: int,
+    *,
+    temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probability and entropy ``[T]`` of ``targets`` under ``hidden`` ``[T, D]``."""
-    columns = _columns(hidden, chunk_logits)
-    return _HeadScores.apply(hidden, head.weight, head.bias, targets, (head, columns))  # type: ignore[no-any-return,no-untyped-call]  # autograd.Function has no types
+    """Return log-probability and entropy ``[T]`` of ``targets`` under ``hidden`` ``[T, D]``.
+
+    Args:
+        temperature: ``[T]``, what the logits are divided by; None: by nothing.
+    """
+    how = (head, _columns(hidden, chunk_logits), temperature)
+    return _HeadScores.apply(hidden, head.weight, head.bias, targets, how)  # type: ignore[no-any-return,no-untyped-call]  # autograd.Function has no types
 
 
 @torch.no_grad()
-def head_entropy_changes(hidden: Tensor, head: OutputHead, chunk_logits: int) -> Tensor:
-    """Return the sum over the vocabulary of ``p^2 (H + log p)``, ``[T]``, under ``hidden``."""
+def head_entropy_changes(
+    hidden: Tensor, head: OutputHead, chunk_logits: int, temperature: Tensor | None = None
+) -> Tensor:
+    """Return the sum over the vocabulary of ``p^2 (H + log p)``, ``[T]``; see `head_scores`."""
     columns = _columns(hidden, chunk_logits)
-    sums = _Sums.over(hidden, head, columns)
+    sums = _Sums.over(hidden, head, columns, temperature=temperature)
     normalizer, entropy = sums.normalizer(), sums.entropy()
     change = torch.zeros_like(entropy)
     for part in _parts(head.weight, columns):
-        below = _logits(hidden, head, part)[0].sub_(normalizer.unsqueeze(1))
+        below = _logits(hidden, head, part, temperature)[0].sub_(normalizer.unsqueeze(1))
         squares = (below * 2).exp_()
         change += below.add_(entropy.unsqueeze(1)).mul_(squares).sum(1)
     return change
@@ -141,10 +165,11 @@ class _HeadScores(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        how: tuple[OutputHead, int],
+        how: tuple[OutputHead, int, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
-        head, ctx.columns = how[0]._replace(weight=weight, bias=bias), how[1]
-        sums = _Sums.over(hidden, head, ctx.columns, targets)
+        head, ctx.columns, ctx.temperature = how
+        head = head._replace(weight=weight, bias=bias)
+        sums = _Sums.over(hidden, head, ctx.columns, targets, temperature=ctx.temperature)
         normalizer, entropy = sums.normalizer(), sums.entropy()
         ctx.scale, ctx.softcap = head.scale, head.softcap
         ctx.set_materialize_grads(False)  # entropy is often only looked at: half the work is left
@@ -162,7 +187,7 @@ class _HeadScores(torch.autograd.Function):
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         of_bias = None if bias is None else torch.empty_like(bias)
         for part in _parts(weight, ctx.columns):
-            found = _of_part(hidden, head, part, targets, known)
+            found = _of_part(hidden, head, part, targets, known, ctx.temperature)
             if of_bias is not None:
                 of_bias[part] = found.sum(0)
             found = found.to(hidden.dtype)
@@ -189,8 +214,13 @@ def _parts(weight: Tensor, columns: int) -> Iterator[slice]:
     return (slice(begin, min(begin + columns, size)) for begin in range(0, size, columns))
 
 
-def _logits(hidden: Tensor, head: OutputHead, part: slice) -> tuple[Tensor, Tensor | None]:
-    """Return the logits ``[T, columns]`` of a part of the vocabulary, and the slope of a cap."""
+def _logits(
+    hidden: Tensor, head: OutputHead, part: slice, temperature: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the logits ``[T, columns]`` of a part of the vocabulary, and the slope of a cap.
+
+    The logits are divided by the ``temperature`` ``[T]``, the slope is not.
+    """
     with torch.autocast(hidden.device.type, enabled=False):
         raw = hidden @ head.weight[part].to(hidden.dtype).T
         logits = raw if raw.dtype == torch.float64 else raw.float()
@@ -198,10 +228,11 @@ def _logits(hidden: Tensor, head: OutputHead, part: slice) -> tuple[Tensor, Tens
             logits = logits + head.bias[part]
         if head.scale != 1:
             logits = logits * head.scale
-        if head.softcap is None:
-            return logits, None
-        bent = torch.tanh(logits / head.softcap)
-        return bent * head.softcap, 1 - bent.square()
+        slope = None
+        if head.softcap is not None:
+            bent = torch.tanh(logits / head.softcap)
+            logits, slope = bent * head.softcap, 1 - bent.square()
+        return logits if temperature is None else logits / temperature.unsqueeze(1), slope
 
 
 class _Sums(NamedTuple):
@@ -221,7 +252,13 @@ class _Sums(NamedTuple):
 
     @classmethod
     def over(
-        cls, hidden: Tensor, head: OutputHead, columns: int, targets: Tensor | None = None
+        cls,
+        hidden: Tensor,
+        head: OutputHead,
+        columns: int,
+        targets: Tensor | None = None,
+        *,
+        temperature: Tensor | None,
     ) -> _Sums:
         """Return the sums over the whole vocabulary, ``columns`` of it at a time."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -229,7 +266,7 @@ class _Sums(NamedTuple):
         sums = cls(torch.full_like(zero, torch.finfo(dtype).min), zero, zero, zero)
         places = torch.zeros_like(zero, dtype=torch.long) if targets is None else targets
         for part in _parts(head.weight, columns):
-            sums = sums.add(_logits(hidden, head, part)[0], places - part.start)
+            sums = sums.add(_logits(hidden, head, part, temperature)[0], places - part.start)
         return sums
 
     def add(self, logits: Tensor, targets: Tensor) -> _Sums:
@@ -261,11 +298,18 @@ class _Known(NamedTuple):
 
 
 def _of_part(
-    hidden: Tensor, head: OutputHead, part: slice, targets: Tensor, known: _Known
+    hidden: Tensor,
+    head: OutputHead,
+    part: slice,
+    targets: Tensor,
+    known: _Known,
+    temperature: Tensor | None,
 ) -> Tensor:
     """Return the gradient with respect to ``hidden @ weight[part].T``."""
-    logits, slope = _logits(hidden, head, part)
+    logits, slope = _logits(hidden, head, part, temperature)
     found = _of_logits(logits, targets - part.start, known)
+    if temperature is not None:
+        found = found.div_(temperature.unsqueeze(1))
     return (found if slope is None else found.mul_(slope)).mul_(head.scale)
 
 

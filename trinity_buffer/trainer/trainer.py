@@ -37,7 +37,7 @@ from trinity_buffer.trainer.models import (
     values_of,
 )
 from trinity_buffer.trainer.non_finite import largest_rows
-from trinity_buffer.trainer.noting import noting, require_known
+from trinity_buffer.trainer.noting import noting, require_known, require_taken, settle_sampling
 from trinity_buffer.trainer.parallel import processes_here, whole
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
 from trinity_buffer.trainer.reports import StepReport, report_of, reward_share
@@ -229,6 +229,9 @@ class Trainer:
         if not step.microbatches:  # every row was dropped: it changes nothing
             self._skipped_in_a_row = 0
             return {"loss": 0.0, "gradient_norm": 0.0, REWARD: 0.0}
+        recomputed = self._settings.recompute_old_logprob
+        settle_sampling(step, self._algorithm, recomputed=recomputed)
+        require_taken(step, self._stream.uids, self._models)
         require_known(step, self._stream.uids, self._models)
         noted = partial(noting, step, self._stream.uids)
         coefficients = self._coefficients()
@@ -238,7 +241,7 @@ class Trainer:
             self._models,
             noted=noted,
             reduce=self._processes.sum if self._processes.world_size > 1 else None,
-            recompute_old_logprob=self._settings.recompute_old_logprob,
+            recompute_old_logprob=recomputed,
         )
         rows = sum(len(microbatch["sample_index"]) for microbatch in step.microbatches)
         found = {name: Number(value, rows) for name, value in prepared.items()}

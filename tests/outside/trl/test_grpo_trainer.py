@@ -21,6 +21,7 @@ from trl import GRPOConfig
 
 import trinity_buffer as tb
 from trinity_buffer.algorithm.policy_loss_fn import POLICY_LOSS_FN
+from trinity_buffer.errors import TrainingError
 from trinity_buffer.integrations.trl import StoredGRPOTrainer
 
 GROUPS, RUNS = 40, 4
@@ -39,11 +40,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
 
 
-async def record(url: str, *, at_once: int = RUNS) -> None:
+async def record(url: str, *, at_once: int = RUNS, temperature: float = 1.0) -> None:
     """Write prompts and answers of several lengths, each with a token that nobody trains.
 
     Args:
         at_once: so many rows of a group are a segment.
+        temperature: that all are said to be sampled at.
     """
     draw = torch.Generator().manual_seed(1)
     async with tb.open_store(url) as store:
@@ -64,6 +66,7 @@ async def record(url: str, *, at_once: int = RUNS) -> None:
                         action_mask=mask,
                         logprobs=-4 + torch.rand(answer, generator=draw),
                         reward=float(torch.rand((), generator=draw)),
+                        info={"sampling_segments": [{"temperature": temperature}]},
                     )
                 )
             for first in range(0, RUNS, at_once):
@@ -131,6 +134,28 @@ def test_the_loss_of_each_step_is_ours(recorded: bytes, tmp_path: Path, loss_typ
         trainer.expected = []
         trainer.train()
     assert len(losses(trainer)) == 20
+    assert losses(trainer) == pytest.approx(trainer.expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("given", [0.5, 1.0])
+def test_rows_are_trained_at_the_temperature_that_they_were_sampled_at_and_no_other(
+    tmp_path: Path, given: float
+) -> None:
+    url = f"sqlite:///{tmp_path}/run.db"
+    anyio.run(partial(record, url, temperature=0.5))
+    with tb.open_train_stream(url, experiment="run", strategy="grpo", groups_per_step=2) as stream:
+        trainer = Watched(
+            fresh_model(),
+            stream=stream,
+            args=settings(tmp_path / "out", temperature=given, max_steps=2),
+            processing_class=tokenizer(),
+        )
+        trainer.expected = []
+        if given != 0.5:
+            with pytest.raises(TrainingError, match=r"sampled at 0\.5"):
+                trainer.train()
+            return
+        trainer.train()
     assert losses(trainer) == pytest.approx(trainer.expected, rel=1e-5, abs=1e-5)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from trinity_buffer.errors import CodecError
 from trinity_buffer.events import ExperiencesRecorded, WithSegment
@@ -30,6 +31,7 @@ class Facts:
     prompt_lengths: list[int]
     lengths: list[int]
     trained_tokens: list[int]
+    sampling: list[Sequence[Sequence[Any]] | None]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -46,11 +48,12 @@ class Facts:
         self.prompt_lengths.extend(other.prompt_lengths[first:stop])
         self.lengths.extend(other.lengths[first:stop])
         self.trained_tokens.extend(other.trained_tokens[first:stop])
+        self.sampling.extend(other.sampling[first:stop])
 
 
 def no_facts() -> Facts:
     """Return those of no rows, to be added to."""
-    return Facts([], [], [], [], [])
+    return Facts([], [], [], [], [], [])
 
 
 def facts_of(experiences: Sequence[int], events: Mapping[int, WithSegment]) -> Facts:
@@ -65,6 +68,7 @@ def facts_of(experiences: Sequence[int], events: Mapping[int, WithSegment]) -> F
         found.prompt_lengths.extend(columns.prompt_length[chosen])
         found.lengths.extend(columns.length[chosen])
         found.trained_tokens.extend(columns.trained_tokens[chosen])
+        found.sampling.extend(map((event.sampling or {}).get, range(first, first + z - a)))
     return found
 
 

@@ -53,12 +53,14 @@ class LoadedRows:
         multi_modal: of each row, name -> tensor with memory of its own.
         unrecorded: where only some rows have log-probabilities: ``usual`` or ``expert`` -> uid of a
             row of that kind that has none.
+        unscorable: uid of a row that no trainer can score -> the option that it was sampled with.
     """
 
     facts: Facts
     fields: Mapping[str, Field]
     multi_modal: Sequence[Mapping[str, Tensor]]
     unrecorded: Mapping[str, str]
+    unscorable: Mapping[str, str]
 
     def reordered(self, order: Sequence[int]) -> LoadedRows:
         """Return them with row ``order[i]`` as row ``i``."""
@@ -66,7 +68,7 @@ class LoadedRows:
         places[list(order)] = np.arange(len(order))
         fields = {name: field.moved(places) for name, field in self.fields.items()}
         modal = [self.multi_modal[row] for row in order]
-        return LoadedRows(self.facts.reordered(order), fields, modal, self.unrecorded)
+        return replace(self, facts=self.facts.reordered(order), fields=fields, multi_modal=modal)
 
     def field(self, name: str) -> Field:
         """Return the column ``name``, which may be empty."""
@@ -157,9 +159,13 @@ class RowLoader:
             UnknownExperimentError: rows come from an experiment that the store does not hold.
         """
         if not manifest.groups:
-            return LoadedRows(no_facts(), {}, [], {})
+            return LoadedRows(no_facts(), {}, [], {}, {})
         found = self._load(s, manifest)
-        return replace(found, unrecorded=self._unrecorded(s, manifest, found))
+        return replace(
+            found,
+            unrecorded=self._unrecorded(s, manifest, found),
+            unscorable=self._unscorable(s, manifest, found),
+        )
 
     def _unrecorded(
         self, s: ReadSession, manifest: Manifest, rows: LoadedRows
@@ -179,6 +185,16 @@ class RowLoader:
             for kind, places in kinds.items()
             if len(places)
         }
+
+    def _unscorable(
+        self, s: ReadSession, manifest: Manifest, rows: LoadedRows
+    ) -> Mapping[str, str]:
+        """Return the first row of the policy's own that no trainer can score, and why."""
+        for place, said in enumerate(rows.facts.sampling if any(rows.facts.sampling) else ()):
+            options = [option for *_, option in said or () if option is not None]
+            if options and not (manifest.source and manifest.source[place]):
+                return {self.uids(s, manifest, [place])[0]: options[0]}
+        return {}
 
     def _load(self, s: ReadSession, manifest: Manifest) -> LoadedRows:
         if not any(manifest.source):
@@ -302,7 +318,7 @@ class RowLoader:
         self._segments.shrink()
         if not len(facts) or fields.get("tokens", Field()).missing(len(facts)):
             raise DamagedSegmentError("an experience of the step has no tokens: run `verify`")
-        return LoadedRows(facts, fields, modal, {})
+        return LoadedRows(facts, fields, modal, {}, {})
 
     def _fields(
         self,
@@ -366,7 +382,7 @@ def _merged(parts: Sequence[tuple[Sequence[int], LoadedRows]], total: int) -> Lo
     for part, i in order:
         facts.append(parts[part][1].facts, i, i + 1)
     modal = [parts[part][1].multi_modal[i] for part, i in order]
-    return LoadedRows(facts, fields, modal, {})
+    return LoadedRows(facts, fields, modal, {}, {})
 
 
 async def experiences_of(experiment: ExperimentHandle, manifest: Manifest) -> list[Experience]:

@@ -69,7 +69,9 @@ def collate_step(
     plans = [plan for plan in manifest.microbatches if plan.rank == rank]
     wide = [replace(plan, start=size * plan.start, stop=size * plan.stop) for plan in plans]
     places = _places(columns, wide, padded=manifest.layout == "padded")
-    flat = columns_of_step(columns, places, memory or StepMemory())
+    flat = dict(columns_of_step(columns, places, memory or StepMemory()))
+    if any(rows.facts.sampling):
+        flat |= _temperature(manifest, rows, places)
     batches = []
     for plan, part in zip(plans, places.parts, strict=True):
         tensors = {name: _tensor(column, part, device) for name, column in flat.items()}
@@ -85,8 +87,34 @@ def collate_step(
         modal = [_on(device, inputs) for inputs in _each(rows.multi_modal[chosen], size)]
         versions = list(_each(rows.facts.policy_versions[chosen], size))
         mine = replace(layout, cu_seqlens=tensors.get("cu_seqlens"))
-        batches.append(MicroBatch(LateTensors(tensors), mine, modal, versions, rows.unrecorded))
+        batches.append(
+            MicroBatch(
+                LateTensors(tensors), mine, modal, versions, rows.unrecorded, rows.unscorable
+            )
+        )
     return batches
+
+
+def _temperature(manifest: Manifest, rows: LoadedRows, places: Places) -> dict[str, Array]:
+    """Return the column of temperatures, if some row of the step has another one than 1.
+
+    An expert's rows have none: they were not the policy's.
+    """
+    expert = manifest.source or [0] * len(rows.facts)
+    hot = [
+        (row, begin, end, temperature)
+        for row, said in enumerate(rows.facts.sampling)
+        for begin, end, temperature, _ in (() if expert[row] else said or ())
+        if temperature != 1
+    ]
+    if not hot:
+        return {}
+    column = np.ones(places.size, np.float32)
+    for row, begin, end, temperature in hot:
+        first = int(places.begins[row])
+        if first >= 0:  # on this rank
+            column[first + begin : first + end] = temperature
+    return {"temperature": column}
 
 
 def _require_ranks(manifest: Manifest, world: int) -> None:

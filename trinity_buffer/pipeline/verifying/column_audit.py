@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trinity_buffer.codec import Segment, unpack_object
 from trinity_buffer.events import ExperienceColumns
+from trinity_buffer.sampling import SEGMENTS, sampled
 
 Integers = npt.NDArray[np.int64]
 _UNKNOWN = -1
 
 
 def wrong_columns(
-    columns: ExperienceColumns, segments: Sequence[Segment]
+    columns: ExperienceColumns, sampling: Mapping[int, Any], segments: Sequence[Segment]
 ) -> Iterator[tuple[int, str]]:
     """Yield (slot, what is wrong) where a column is not what the decoded segments hold.
+
+    Args:
+        columns, sampling: of the event.
+        segments: of it.
 
     Raises:
         CodecError: an object is damaged.
@@ -39,6 +45,7 @@ def wrong_columns(
         for slot in np.flatnonzero((wanted != _UNKNOWN) & (said != wanted)).tolist():
             yield slot, f"its {name} is {wanted[slot]}, its event says {said[slot]}"
     yield from _wrong_of_info(columns, segments)
+    yield from _wrong_sampling(columns, sampling, segments)
 
 
 def _sizes(segments: Sequence[Segment], field: str, columns: ExperienceColumns) -> Integers:
@@ -75,6 +82,20 @@ def _wrong_of_info(
         if known[pieces] != recorded:
             what = "its policy version and finish reason are"
             yield slot, f"{what} {known[pieces]}, its event says {recorded}"
+
+
+def _wrong_sampling(
+    columns: ExperienceColumns, sampling: Mapping[int, Any], segments: Sequence[Segment]
+) -> Iterator[tuple[int, str]]:
+    """Compare how rows were sampled with what ``info`` says of it."""
+    key = SEGMENTS.encode()
+    infos = _pieces(segments, "info", columns)
+    for slot in sorted({*sampling, *(slot for slot, info in enumerate(infos) if key in info)}):
+        said = unpack_object(infos[slot]) if infos[slot] else None
+        sizes = columns.prompt_length[slot], columns.length[slot]
+        wanted = [*map(list, sampled(said if isinstance(said, dict) else {}, *sizes) or ())]
+        if [*map(list, sampling.get(slot, ()))] != wanted:
+            yield slot, f"it was sampled with {wanted}, its event says {sampling.get(slot)}"
 
 
 def _pieces(segments: Sequence[Segment], name: str, columns: ExperienceColumns) -> list[bytes]:

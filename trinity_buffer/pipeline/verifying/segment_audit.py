@@ -132,7 +132,7 @@ def _check_digests(
         if fact.scorable and not is_scorable({k: v for s in decoded for k, v in s.columns.items()}):
             what = "its event says that one number per row can stand for an annotation: it cannot"
             yield Problem("segments", f"segment {fact.segment.hex()} of position {position}", what)
-        for slot, what in wrong_columns(columns, decoded):
+        for slot, what in wrong_columns(columns, fact.sampling or {}, decoded):
             where = f"experience {written_as(address_of(position, slot))} ({uids[slot]})"
             yield Problem("segments", where, what)
     except (CodecError, TypeError, ValueError) as error:

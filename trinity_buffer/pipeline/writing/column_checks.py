@@ -34,6 +34,7 @@ from trinity_buffer.pipeline.writing.validation import (
     TEXTS,
     is_custom_field,
 )
+from trinity_buffer.sampling import problem_of_segments
 
 _INT, _FLOAT, _TEXT, _DICT = (frozenset({kind}) for kind in (int, float, str, dict))
 _LIST, _EID, _TENSOR, _NONE = (frozenset({kind}) for kind in (list, EID, Tensor, type(None)))
@@ -198,6 +199,11 @@ def _infos_pass(fields: Fields) -> bool:
     versions, reasons = fields.versions, fields.reasons
     if not _are(_INT | _NONE, versions) or not _are(_TEXT | _NONE, reasons):
         return False
+    if any(segments is not None for segments in fields.segments):
+        sizes = fields.tensors("tokens").sizes
+        rows = zip(fields.segments, fields["prompt_length"], sizes, strict=True)
+        if any(s is not None and problem_of_segments(s, *sizes) for s, *sizes in rows):
+            return False
     return all(
         version is None or abs(version) <= MAX_INT64 for version in set(versions)
     ) and _no_problem(problem_of_text, set(reasons) - {None})

@@ -16,6 +16,7 @@ from trinity_buffer.experience import CustomField, Experience, ExperienceType
 from trinity_buffer.given_fields import ZERO_OR_ONE
 from trinity_buffer.identity import EID, problem_of_key, problem_of_name, problem_of_text
 from trinity_buffer.pipeline.tensor_columns import DTYPE_NAMES, raw_tensor
+from trinity_buffer.sampling import SEGMENTS, problem_of_segments
 
 MAX_BYTES = 64 << 20
 """Of all that one experience holds: more would not fit one part of a segment."""
@@ -364,6 +365,11 @@ def _check_info(experience: Experience) -> None:
     version = experience.info.get("model_version")
     if version is not None and (type(version) is not int or abs(version) > MAX_INT64):
         raise _refuse(experience, "info['model_version']", f"is {version!r:.40}, it must be an int")
+    size, prompt = experience.tokens.numel(), experience.prompt_length
+    segments = experience.info.get(SEGMENTS)
+    problem = None if segments is None else problem_of_segments(segments, prompt, size)
+    if problem is not None:
+        raise _refuse(experience, f"info[{SEGMENTS!r}]", problem)
     reason = experience.info.get("finish_reason") or experience.truncate_status
     problem = None if reason is None else problem_of_text(reason)
     if problem is not None:

@@ -229,6 +229,7 @@ class WriteCall:
             columns=ExperienceColumns(**part.encoded.meta),
             refused=refused,
             scorable=is_scorable(part.encoded.columns) or None,
+            sampling=part.encoded.sampling,
         )
         return new_event(fact)
 

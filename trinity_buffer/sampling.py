@@ -1,0 +1,114 @@
+"""How the tokens of a response were sampled, where that changes their probabilities.
+
+``info["sampling_segments"]`` of an experience says it, as a list of mappings: the options of the
+tokens ``[begin, end)``, without both of the whole response, and ``logprobs_mode``. Tokens in none
+of them, and all of an experience without the list, were sampled at temperature 1 with no option.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+SEGMENTS = "sampling_segments"
+"""The key in ``info``."""
+
+MODE = "logprobs_mode"
+LEAST_TEMPERATURE = 0.01
+"""Below it servers take the likeliest token, or another temperature than they were asked for."""
+
+RAW = "raw_logprobs"
+"""Log-probabilities from before temperature, top-p and their like."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (1.0,),
+    "top_p": (1.0,),
+    "top_k": (-1, 0),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "min_new_tokens": (0,),  # as SGLang calls it
+    "bad_words": ([], ()),
+    "allowed_token_ids": ([], ()),
+}
+"""Options that are applied behind raw log-probs, and the values at which they change nothing."""
+
+_NO_OPTIONS = frozenset({"begin", "end", MODE})
+
+
+class Sampled(NamedTuple):
+    """How some tokens were sampled.
+
+    Attributes:
+        begin, end: which, counted from the first token of the prompt.
+        temperature: that their logits were divided by.
+        unscorable: an option that no trainer can score, with its value; None: there is none.
+    """
+
+    begin: int
+    end: int
+    temperature: float
+    unscorable: str | None
+
+
+def not_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``options`` without those that change nothing; None counts as not given."""
+    return {
+        key: value
+        for key, value in options.items()
+        if value is not None and value not in NEUTRAL.get(key, ())
+    }
+
+
+def problem_of_segments(segments: object, prompt_length: int, length: int) -> str | None:
+    """Return what is wrong with ``info["sampling_segments"]`` of an experience; None: nothing."""
+    if not isinstance(segments, Sequence) or not all(isinstance(one, dict) for one in segments):
+        return f"is {segments!r:.80}: make it a list of mappings, such as {{'temperature': 0.7}}"
+    last = prompt_length
+    for one in segments:
+        begin, end = one.get("begin", prompt_length), one.get("end", length)
+        if type(begin) is not int or type(end) is not int or not last <= begin < end <= length:
+            return (
+                f"has the tokens {begin!r:.40} to {end!r:.40}: each begin and end must lie in the "
+                f"response ({prompt_length} to {length}), behind the segment before"
+            )
+        heat = one.get("temperature", 1.0)
+        if not isinstance(heat, int | float) or not 0 <= heat < math.inf:
+            return f"has the temperature {heat!r:.40}: it must be a number, 0 or more"
+        last = end
+    return None
+
+
+def sampled(info: Mapping[str, Any], prompt_length: int, length: int) -> list[Sampled] | None:
+    """Return what a trainer has to know of how a response was sampled; None: nothing.
+
+    Args:
+        info: of an experience; segments that have a problem are passed over.
+        prompt_length, length: its tokens.
+    """
+    segments = info.get(SEGMENTS)
+    if not segments or problem_of_segments(segments, prompt_length, length) is not None:
+        return None
+    found = []
+    for one in segments:
+        bent = not_neutral({key: value for key, value in one.items() if key not in _NO_OPTIONS})
+        if bent:
+            begin, end = one.get("begin", prompt_length), one.get("end", length)
+            mode = one.get(MODE, info.get(MODE))
+            found.append(Sampled(begin, end, *_scored(bent, mode)))
+    return found or None
+
+
+def _scored(bent: Mapping[str, Any], mode: object) -> tuple[float, str | None]:
+    """Return the temperature at which a trainer scores, and what it cannot score."""
+    heat = float(bent.get("temperature", 1.0))
+    cannot = [f"{key}={value!r:.80}" for key, value in bent.items() if key != "temperature"]
+    if heat < LEAST_TEMPERATURE:  # the likeliest token: it was not drawn at all
+        return 1.0, f"temperature={heat:g}"
+    if mode == RAW and not cannot:
+        cannot = [f"temperature={heat:g} and raw log-probs"]
+    return heat, cannot[0] if cannot else None
