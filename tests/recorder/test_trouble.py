@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import httpx2
 import pytest
 from starlette.applications import Starlette
@@ -19,6 +22,7 @@ from tests.explorer.vllm_dialect import served
 from tests.recorder.test_recorder import HELLO, plain_http, recording, reward, stored
 
 LOGPROB = {"token": "?", "logprob": -0.5}
+LOGPROBS = {"content": [LOGPROB]}
 
 
 def choice(text: str = "ok", **other: Any) -> dict[str, Any]:
@@ -399,6 +403,101 @@ async def test_an_answer_that_nobody_waited_for_is_no_turn(
         assert (await chat(url, "t/0")).status_code == 200
         await anyio.sleep(0.6)
         assert len((await reward(url, "t/0", 1.0)).json()["uids"]) == 1
+
+
+class Endless:
+    """An upstream that never ends an answer by itself.
+
+    Attributes:
+        asked: set when it is asked.
+        left: set when the one who asked has gone.
+    """
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.left = threading.Event()
+
+    async def chat(self, request: Request) -> Response:
+        """Answer until the client goes."""
+        streams = (await request.json()).get("stream")
+        self.asked.set()
+        if streams:
+            return StreamingResponse(self._lines(), media_type="text/event-stream")
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.left.set()
+        return Response()
+
+    async def _lines(self) -> AsyncIterator[bytes]:
+        try:
+            yield f"data: {json.dumps(piece())}\n\n".encode()
+            await anyio.sleep_forever()
+        finally:
+            self.left.set()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"stream": True}, {"stream": True, "tools": [{"type": "function", "function": {}}]}],
+    ids=["whole", "stream", "stream with tools"],
+)
+async def test_a_client_that_leaves_stops_the_generation(
+    sqlite_store_url: str, body: dict[str, Any]
+) -> None:
+    endless = Endless()
+    routes = [Route("/v1/chat/completions", endless.chat, methods=["POST"])]
+    with served(Starlette(routes=routes)) as upstream:
+        async with recording(sqlite_store_url, upstream) as url:
+            async with anyio.create_task_group() as group:
+                group.start_soon(partial(chat, url, "t/0", **body))
+                assert await anyio.to_thread.run_sync(endless.asked.wait, 20)
+                group.cancel_scope.cancel()
+            assert await anyio.to_thread.run_sync(endless.left.wait, 20)
+            assert (await reward(url, "t/0", 1.0)).status_code == 400  # nothing was said in it
+
+
+async def test_a_closed_rollout_is_told_so_before_anything_is_generated(
+    store_url: str, upstream: str, scripted: Scripted
+) -> None:
+    async with recording(store_url, upstream) as url:
+        for run in (1, 3):
+            assert (await chat(url, f"t/{run}")).status_code == 200
+            assert (await reward(url, f"t/{run}", 1.0)).status_code == 200
+        for rollout, body in (
+            ("t/1", {}),
+            ("t/1", {"stream": True}),
+            ("t/0", {"n": 2}),
+            ("t/2", {"n": 2}),
+        ):
+            told = await chat(url, rollout, **body)
+            assert (told.status_code, "is closed" in told.text) == (409, True)
+        assert scripted.asked == 2
+    async with recording(store_url, upstream) as url:  # and one that knows it from the store
+        assert (await chat(url, "t/1", stream=True)).status_code == 409
+        assert (await chat(url, "t/0", n=1)).status_code == 200
+    assert scripted.asked == 3
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
+async def test_the_reasoning_is_kept_in_the_messages(
+    store_url: str, upstream: str, scripted: Scripted, key: str
+) -> None:
+    said = {"role": "assistant", "content": "4", key: "two and two"}
+    scripted.answer = whole(choice(message=said))
+    scripted.chunks = [
+        whole(choice(delta={key: "two "}, finish_reason=None, token_ids=[4], logprobs=LOGPROBS)),
+        whole(choice(delta={key: "and two"}, finish_reason=None, token_ids=[5], logprobs=LOGPROBS)),
+        whole(choice(delta={"content": "4"}, token_ids=[6], logprobs=LOGPROBS)),
+        "[DONE]",
+    ]
+    async with recording(store_url, upstream) as url:
+        assert (await chat(url, "t/0")).json()["choices"][0]["message"] == said
+        assert (await chat(url, "t/1", stream=True)).text.endswith("data: [DONE]\n\n")
+    async with recording(store_url, upstream) as url:  # which knows the turns from the store
+        for run in range(2):
+            assert (await reward(url, f"t/{run}", 1.0)).status_code == 200
+    made = await stored(store_url)
+    assert [one.messages and one.messages[-1] for one in made] == [said, said]
 
 
 POSTS = (

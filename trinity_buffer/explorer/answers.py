@@ -63,6 +63,9 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
 }
 """Keys that may have these values; any other would restrict what is sampled, or choose from it."""
 
+REASONING = ("reasoning", "reasoning_content")
+"""Where a message holds the reasoning; vLLM has used both names."""
+
 LEAVE_OUT = "pass require_ids=False if nothing of this shall be trained"
 """What one may do in Python about what cannot be trained."""
 
@@ -77,8 +80,14 @@ def chat_completion(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Com
         logprobs=None if content is None else [float(one["logprob"]) for one in content],
         text=message.get("content") or "",
         tool_calls=message.get("tool_calls") or (),
+        reasoning=reasoning_in(message),
         finish_reason=choice.get("finish_reason"),
     )
+
+
+def reasoning_in(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a server took out of the text of a message as the reasoning before it."""
+    return {key: message[key] for key in REASONING if message.get(key)}
 
 
 def text_completion(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Completion:

@@ -26,6 +26,7 @@ class Completion:
         logprobs: of each of ``token_ids``, as sampled; None: not known.
         text: what it said, decoded.
         tool_calls: tools that it called, in the form of the OpenAI dialect.
+        reasoning: what a server took out of the text as its reasoning, under the server's key.
         finish_reason: why it stopped: ``"stop"``, ``"length"``, ``"tool_calls"``, ...
         weight_version: name of the weights, as the server tells; None: it does not.
         later_weight_version: name of the weights at the end, if they changed meanwhile.
@@ -41,6 +42,7 @@ class Completion:
     logprobs: Sequence[float] | None
     text: str = ""
     tool_calls: Sequence[Mapping[str, Any]] = ()
+    reasoning: Mapping[str, Any] = field(default_factory=dict)
     finish_reason: str | None = None
     weight_version: str | None = None
     later_weight_version: str | None = None
@@ -59,7 +61,7 @@ class Completion:
     def message(self) -> dict[str, Any]:
         """Return it as a message of the assistant."""
         calls = [dict(call) for call in self.tool_calls]
-        said: dict[str, Any] = {"role": "assistant", "content": self.text}
+        said: dict[str, Any] = {"role": "assistant", "content": self.text, **self.reasoning}
         return {**said, "tool_calls": calls} if calls else said
 
 

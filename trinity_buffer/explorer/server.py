@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Literal, Self
 
 from trinity_buffer.errors import (
@@ -112,7 +112,7 @@ class Server:
         headers = {} if after is None else {"retry-after": after}
         return answer.status_code, _json(answer), headers
 
-    async def chunks(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+    async def chunks(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """Yield the chunks of a streamed answer.
 
         Raises:

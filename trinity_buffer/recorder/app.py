@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from uuid import uuid4
@@ -31,6 +31,7 @@ from trinity_buffer.explorer.answers import (
     require_sampled,
 )
 from trinity_buffer.explorer.server import Server
+from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.recorder.guard import refusal
 from trinity_buffer.recorder.recording import Recording, Rollout, Said
 from trinity_buffer.recorder.upstream import (
@@ -215,20 +216,39 @@ class Recorder:
         asked = asked_of_upstream(path, body)
         require_sampled(asked, self._settings.logprobs_mode, ASK_ITSELF)
         rollout = await self._rollout(request, body)
+        await self._recording.require_open(rollout, body.get("n"))
         headers = {HEADER: str(rollout)}
         if asked.get("stream"):
             chunks = self._streamed(path, asked, body, rollout)
             return StreamingResponse(chunks, headers=headers, media_type="text/event-stream")
-        status, answer, told = await self._upstream.passed(path, asked)
+        passed = await self._passed(request, path, asked)
+        if passed is None or await request.is_disconnected():
+            return _error(499, "the client went away: it never saw the answer, which is no turn")
+        status, answer, told = passed
         if status >= 400:
             return JSONResponse(answer, status_code=status, headers=told)
-        if await request.is_disconnected():
-            return _error(499, "the client went away: it never saw the answer, which is no turn")
         await self._record(path, answer, body, rollout)
         if body.get("stream"):
             pieces = [*as_chunks(stripped(answer, body), usage=wants_usage(body)), DONE]
             return Response(b"".join(pieces), headers=headers, media_type="text/event-stream")
         return JSONResponse(stripped(answer, body), headers=headers)
+
+    async def _passed(
+        self, request: Request, path: str, asked: Mapping[str, Any]
+    ) -> tuple[int, Any, dict[str, str]] | None:
+        """Return what the upstream answers; None: the client went away, and it need not go on."""
+        passed = None
+
+        async def stop_if_client_goes(scope: anyio.CancelScope) -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            scope.cancel()
+
+        async with task_group() as group:
+            group.start_soon(stop_if_client_goes, group.cancel_scope)
+            passed = await self._upstream.passed(path, asked)
+            group.cancel_scope.cancel()
+        return passed
 
     async def _rollout(self, request: Request, body: Mapping[str, Any]) -> Rollout:
         """Return the rollout that the request names, else one of its own."""
@@ -275,17 +295,19 @@ class Recorder:
         """Yield the chunks as they come; the last of each choice when all is durable."""
         whole, held = StreamedAnswer(), []
         try:
-            async for chunk in self._upstream.chunks(path, asked):
-                with understanding(self._upstream.root):
-                    ends = whole.take(chunk)
-                    is_ours = is_usage(chunk) and not wants_usage(body)
-                    piece = event(stripped(chunk, body))
-                if is_ours:
-                    continue
-                if ends or not chunk.get("choices"):
-                    held.append(piece)
-                else:
-                    yield piece
+            # A client that goes away closes this, and so the connection to the upstream.
+            async with aclosing(self._upstream.chunks(path, asked)) as chunks:
+                async for chunk in chunks:
+                    with understanding(self._upstream.root):
+                        ends = whole.take(chunk)
+                        is_ours = is_usage(chunk) and not wants_usage(body)
+                        piece = event(stripped(chunk, body))
+                    if is_ours:
+                        continue
+                    if ends or not chunk.get("choices"):
+                        held.append(piece)
+                    else:
+                        yield piece
             await self._record(path, whole.answer(), body, rollout)
             for piece in held:
                 yield piece

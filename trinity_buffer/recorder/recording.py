@@ -26,6 +26,7 @@ from trinity_buffer.errors import (
     TrinityBufferError,
 )
 from trinity_buffer.experience import Experience
+from trinity_buffer.explorer.answers import reasoning_in
 from trinity_buffer.explorer.conversation import Completion, experiences_of
 from trinity_buffer.identity import EID, TURNS, require_name
 from trinity_buffer.pipeline.experiment import Experiment
@@ -180,6 +181,17 @@ class Recording:
                 found.count += 1
                 found.last = turn.completion.message()
 
+    async def require_open(self, rollout: Rollout, choices: Any = 1) -> None:
+        """Return if ``rollout``, and of several choices each run from its run on, takes a turn.
+
+        Raises:
+            ConflictError: one is closed, or lacks a turn.
+        """
+        count = choices if isinstance(choices, int) else 1
+        for number in range(max(1, min(count, MOST_OPEN))):
+            async with self._taken(rollout._replace(run=rollout.run + number)):
+                pass
+
     @asynccontextmanager
     async def _taken(self, rollout: Rollout) -> AsyncIterator[_Open]:
         """Yield a rollout that is not closed; nobody else has it meanwhile."""
@@ -320,6 +332,7 @@ def _said(stored: Experience) -> Said:
             logprobs=None if stored.logprobs is None else stored.logprobs.tolist(),
             text=stored.response_text or "",
             tool_calls=messages[-1].get("tool_calls") or () if messages else (),
+            reasoning=reasoning_in(messages[-1] if messages else {}),
             **{key: stored.info.get(key) for key in (*KEPT, MODE)},
             sampling=options,
         ),

@@ -14,6 +14,7 @@ from trinity_buffer.explorer.answers import (
     ASKED_FOR_TEXT,
     chat_completion,
     pinned,
+    reasoning_in,
     text_completion,
 )
 from trinity_buffer.explorer.conversation import Completion
@@ -173,8 +174,12 @@ class StreamedAnswer:
     def _take_choice(self, part: Mapping[str, Any]) -> bool:
         index = part.get("index", 0)
         empty: dict[str, Any] = {"index": index, "text": "", "token_ids": [], "logprobs": None}
+        empty["reasoning"] = {}
         choice = self._choices.setdefault(index, empty)
-        choice["text"] += part.get("text") or (part.get("delta") or {}).get("content") or ""
+        delta = part.get("delta") or {}
+        choice["text"] += part.get("text") or delta.get("content") or ""
+        for key, text in reasoning_in(delta).items():
+            choice["reasoning"][key] = choice["reasoning"].get(key, "") + text
         choice["token_ids"] += part.get("token_ids") or []
         if part.get("prompt_token_ids"):
             choice["prompt_token_ids"] = part["prompt_token_ids"]
@@ -189,7 +194,10 @@ class StreamedAnswer:
     def answer(self) -> dict[str, Any]:
         """Return the whole answer, as it would have come without streaming."""
         choices = [
-            {**choice, "message": {"role": "assistant", "content": choice["text"]}}
+            {
+                **choice,
+                "message": {"role": "assistant", "content": choice["text"], **choice["reasoning"]},
+            }
             for choice in self._choices.values()
         ]
         return {**self._top, "choices": choices}
