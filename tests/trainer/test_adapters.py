@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.trainer.data import prepared
 from tests.trainer.qwen import qwen2
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.trainer.causal_lm import CausalLM, reference_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks by an old name
 
@@ -22,9 +24,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks by
 def adapted(**config: Any) -> Any:
     """Return a model with a fresh adapter."""
     peft = import_module("peft")
-    torch.manual_seed(1)
     wanted = {"r": 2, "target_modules": ["q_proj", "v_proj"]} | config
-    return peft.get_peft_model(qwen2(), peft.LoraConfig(**wanted))
+    model = qwen2()
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(**wanted))
 
 
 def with_a_free_embedding(model: Any) -> str:
@@ -92,3 +95,31 @@ def test_all_that_an_adapter_trains_is_restored(
     assert resumed.state.step == 1
     for name, weight in fresh.named_parameters():
         assert torch.equal(weight, dict(model.named_parameters())[name]), name
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", False])
+def test_a_model_that_is_another_one_without_its_adapter_needs_a_reference(
+    init: Any, sqlite_url: str, tmp_path: Path
+) -> None:
+    anyio.run(prepared, sqlite_url, build("grpo"))
+    model = adapted(init_lora_weights=init, target_modules=["q_proj", "v_proj", "up_proj"])
+    settings = tb.TrainerSettings(checkpoints=tmp_path, max_steps=1, learning_rate=0.1)
+    reports: list[Any] = []
+    with tb.open_train_stream(
+        sqlite_url, experiment="run", strategy="grpo", groups_per_step=2
+    ) as stream:
+        algorithm = build("grpo", kl_loss_fn="k2")
+        with pytest.raises(InvalidArgumentError, match=r"without its adapter .* give reference="):
+            tb.Trainer(stream, model, algorithm, settings)
+        trainer = tb.Trainer(stream, model, algorithm, settings, reference=deepcopy(model))
+        trainer.run(reports.append)
+    assert reports[0].metrics["actor/kl_loss"] == 0.0  # it is the policy of version 0
+
+
+@pytest.mark.parametrize("config", [{}, {"init_lora_weights": "gaussian"}, {"use_dora": True}])
+def test_a_fresh_adapter_is_left_out_of_its_reference(config: dict[str, Any]) -> None:
+    model = adapted(lora_dropout=0.1, **config).train()
+    batch = {"input_ids": torch.arange(3, 12)[None]}
+    reference = reference_of(CausalLM(model)).scores(batch).logprob
+    assert model.training
+    assert torch.equal(reference, CausalLM(qwen2()).scores(batch).logprob)

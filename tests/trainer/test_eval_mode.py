@@ -110,7 +110,8 @@ def test_each_module_has_its_own_mode_again(sqlite_url: str, tmp_path: Path) -> 
         sqlite_url, experiment="run", strategy="grpo", groups_per_step=2
     ) as stream:
         tb.Trainer(stream, trained, build("grpo"), settings).run(reports.append)
-    assert seen == [False, False, True]  # before the step; the reference, a copy; the trained pass
+    # Before the step, and the reference, a copy: both are tried out first; then the trained pass.
+    assert seen == [False] * 4 + [False] * 4 + [True]
     assert {name: module.training for name, module in trained.named_modules()} == before
 
 

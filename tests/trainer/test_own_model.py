@@ -116,6 +116,16 @@ def test_what_is_published_is_what_from_pretrained_reads(sqlite_url: str, tmp_pa
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
+def test_a_compiled_model_is_saved_under_the_names_that_from_pretrained_reads(
+    tmp_path: Path,
+) -> None:
+    model = qwen3(1)
+    CausalLM(torch.compile(model, backend="eager")).save(tmp_path / "policy")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, loaded.state_dict()[name]), name
+
+
 @pytest.mark.parametrize("make", [qwen2, qwen3])
 def test_a_saved_model_is_restored_in_place_and_its_bytes_are_its_own(
     make: type, tmp_path: Path

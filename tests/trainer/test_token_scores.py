@@ -169,6 +169,26 @@ def test_a_compiled_model_scores_the_same_without_being_compiled_for_each_batch(
     assert 1 <= len(graphs) <= 2
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_model_that_was_compiled_and_used_before_is_refused_with_the_remedy(
+    in_place: bool,
+) -> None:
+    torch.compiler.reset()
+    model = qwen2()
+    compiled: Any = model
+    if in_place:
+        model.compile(backend="eager")
+    else:
+        compiled = torch.compile(model, backend="eager")
+    compiled(input_ids=padded()["input_ids"], use_cache=False)
+    with pytest.raises(InvalidArgumentError, match=r"Qwen2ForCausalLM was compiled and called"):
+        tb.token_scores(compiled, padded())
+    if not in_place:
+        assert tb.token_scores(model, padded()).logprob.abs().sum() > 0
+    torch.compiler.reset()
+    assert tb.token_scores(compiled, padded()).logprob.abs().sum() > 0
+
+
 @pytest.mark.parametrize("make", [qwen2, qwen3])
 def test_padded_and_packed_are_one_gradient_in_float32(make: Callable[[], nn.Module]) -> None:
     model, both = make(), []

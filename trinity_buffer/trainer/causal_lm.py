@@ -15,10 +15,12 @@ from typing_extensions import override
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.extras import extra
+from trinity_buffer.trainer.last_hidden import last_hidden
 from trinity_buffer.trainer.parallel import is_sharded, resharded, unwrapped
-from trinity_buffer.trainer.policy import TokenScores, all_finite
+from trinity_buffer.trainer.policy import TokenScores, all_finite, in_eval_mode
 from trinity_buffer.trainer.sharded import opened, part_like
 from trinity_buffer.trainer.token_scores import entropy_changes, token_scores
+from trinity_buffer.trainer.trying_out import difference, noise_of
 
 WEIGHTS, ADAPTER = "model", "adapter_model"
 """How the files of the weights begin."""
@@ -131,8 +133,13 @@ class CausalLM:
         """Return the policy as it is now; of one with an adapter, the policy without it.
 
         That costs no memory, and is the same as long as the adapter is fresh.
+
+        Raises:
+            InvalidArgumentError: the adapter changes the model already, or its making has changed
+                the weights below it (PiSSA); or ranks hold the weights in parts.
         """
         if _is_adapted(self._own):
+            self._require_fresh_adapter()
             return _Unadapted(self.model)
         if any(map(is_sharded, self.parameters())):
             raise InvalidArgumentError(
@@ -140,6 +147,22 @@ class CausalLM:
                 "ranks hold in parts (FSDP2) is not copied: give reference=, sharded likewise"
             )
         return CausalLM(deepcopy(self._own))
+
+    def _require_fresh_adapter(self) -> None:
+        """Return if the model scores as it does without its adapter."""
+        with torch.no_grad(), in_eval_mode(self._own):
+            ids = torch.tensor([[3, 4, 5, 6, 7, 8]], device=next(self.parameters()).device)
+            batch = {"input_ids": ids % (self.vocabulary or 9)}
+            adapted, _ = last_hidden(self.model, batch)
+            with self._own.disable_adapter():
+                base, _ = last_hidden(self.model, batch)
+        if difference(adapted, base) > noise_of(base):
+            raise InvalidArgumentError(
+                "the algorithm measures a divergence from the model as it is now, and without its "
+                "adapter it is another one: the adapter is trained already, or its making has "
+                "changed the weights below it (init_lora_weights='pissa' and the like do): give "
+                "reference=, such as a copy of the model (copy.deepcopy)"
+            )
 
     def _take(self, kept: Mapping[str, Tensor], file: Path) -> None:
         """Copy what was saved over what is held, one tensor after the other."""

@@ -6,8 +6,7 @@ Nothing here imports transformers: whoever has such a model has imported it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
-from weakref import WeakSet
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +14,9 @@ from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.trainer.parallel import unwrapped, whole
+from trinity_buffer.trainer.trying_out import OutputHead, hidden_and_logits, require_known
 
-
-class OutputHead(NamedTuple):
-    """A linear layer from hidden states to logits z, and what follows it.
-
-    Attributes:
-        weight: ``[vocabulary, D]``.
-        bias: ``[vocabulary]``, or None.
-        scale: z is multiplied with it.
-        softcap: z then becomes softcap tanh(z / softcap); None: it stays.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    scale: float = 1.0
-    softcap: float | None = None
+__all__ = ["HiddenModel", "OutputHead", "last_hidden"]
 
 
 @runtime_checkable
@@ -45,29 +31,19 @@ class HiddenModel(Protocol):
 def last_hidden(model: Any, microbatch: Mapping[str, Any]) -> tuple[Tensor, OutputHead]:
     """Return the last hidden states of a micro-batch, and the head; see `HiddenModel`.
 
+    A model of transformers is tried out first, once in each layout (`require_known`).
+
     Raises:
-        InvalidArgumentError: not a causal language model with a linear output head.
+        InvalidArgumentError: not a causal language model with a linear output head; its rows would
+            change each other; or it was compiled, and used, before it was scored.
     """
     if isinstance(model, HiddenModel):
         return model.last_hidden(microbatch)
     layer, head = _head_of(unwrapped(model))
-    # What the head is given, taken at its door: what lies around the model (an adapter, a wrapper
-    # of data-parallel ranks) is called as ever. The head itself gets one token, for `_require_own`.
-    seen: list[Tensor] = []
-
-    def keep(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor]:
-        seen.append(given[0])
-        return (given[0][:, :1],)
-
-    handle = layer.register_forward_pre_hook(keep)
-    try:
-        said = model(**_inputs(model, microbatch))
-    finally:
-        handle.remove()
-    (hidden,) = seen
-    _require_own(model, said.logits, hidden, head)
+    require_known(model, layer, head, microbatch)
+    hidden, logits = hidden_and_logits(model, layer, microbatch, lambda states: states[:, :1])
     if hasattr(unwrapped(model), "reshard"):  # FSDP2 begins to go backward at what a model says
-        hidden = _Beside.apply(hidden, said.logits)  # type: ignore[no-untyped-call]  # of torch
+        hidden = _Beside.apply(hidden, logits)  # type: ignore[no-untyped-call]  # of torch
     return hidden.view(*microbatch["input_ids"].shape, -1), head
 
 
@@ -108,45 +84,3 @@ def _head_of(model: Any) -> tuple[nn.Linear, OutputHead]:
 def _whole_bias(layer: nn.Linear) -> Tensor | None:
     bias: Tensor | None = layer.bias
     return None if bias is None else whole(bias)
-
-
-def _inputs(model: Any, microbatch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a model of transformers.
-
-    Padding needs no mask: it is on the right, and what follows a token changes nothing of it.
-    Packed sequences are told apart by their positions, which begin anew; attention of variable
-    length takes the limits.
-    """
-    ids, limits = microbatch["input_ids"], microbatch.get("cu_seqlens")
-    if limits is None:
-        return {"input_ids": ids, "use_cache": False}
-    positions = microbatch["position_ids"]
-    given = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
-    if "flash" in str(getattr(unwrapped(model).config, "_attn_implementation", None)):
-        longest = microbatch["max_seqlen"]
-        given |= {"cu_seq_lens_q": limits, "cu_seq_lens_k": limits}
-        given |= {"max_length_q": longest, "max_length_k": longest}
-    return given
-
-
-_CHECKED: WeakSet[nn.Module] = WeakSet()
-
-
-@torch.no_grad()
-def _require_own(model: nn.Module, logits: Tensor, hidden: Tensor, head: OutputHead) -> None:
-    """Return if the model's own logits of a first token are those of ``head``; asked once."""
-    if model in _CHECKED:
-        return
-    with torch.autocast(hidden.device.type, enabled=False):
-        ours = hidden[:, :1].float() @ head.weight.float().T
-        ours = ours if head.bias is None else ours + head.bias.float()
-        ours = ours * head.scale
-        ours = ours if head.softcap is None else head.softcap * torch.tanh(ours / head.softcap)
-    theirs = logits.float()
-    near = 0.02 * float(theirs.abs().nan_to_num().max())
-    if not torch.allclose(ours, theirs, rtol=0.02, atol=near + 1e-6, equal_nan=True):
-        raise InvalidArgumentError(
-            f"the logits of {type(model).__name__} are not those of its output head: it changes "
-            "them in a way that is not known here; give it a method `last_hidden`"
-        )
-    _CHECKED.add(model)

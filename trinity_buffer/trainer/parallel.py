@@ -15,8 +15,10 @@ from trinity_buffer.trainer.policy import Trainable
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside a `DistributedDataParallel`, else the model itself."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """Return the model inside a `DistributedDataParallel` and `torch.compile`, else itself."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    inner = getattr(inner, "_orig_mod", inner)
+    return inner if inner is model else unwrapped(inner)
 
 
 def is_sharded(tensor: Tensor) -> bool:
