@@ -21,6 +21,7 @@ from trinity_buffer.cli.ends import Ends, ends_of
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.expert_check import require_expert
 from trinity_buffer.cli.options import made_folder
+from trinity_buffer.cli.ranks import number_of_rank_0
 from trinity_buffer.cli.run_algorithm import algorithm_of, look_for, parts_of, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment, require_model
 from trinity_buffer.errors import InvalidArgumentError, NonFiniteError, TrainingError
@@ -36,6 +37,7 @@ from trinity_buffer.pipeline.streaming.stream_options import CONFIGURED, GoingOn
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.store import queries
 from trinity_buffer.store.rows import ConsumerRow
+from trinity_buffer.trainer.parallel import OneProcess, Processes
 from trinity_buffer.trainer.requirements import (
     strategies_of,
     strategy_of,
@@ -236,9 +238,15 @@ def train(
     keep_checkpoints: int | None = KEPT_CHECKPOINTS,
     follow: bool,
     say: Say,
+    processes: Processes | None = None,
     **going_on: Unpack[GoingOn],
 ) -> None:
-    """Train until the target is reached or the stream ends; then finish the experiment."""
+    """Train until the target is reached or the stream ends; then finish the experiment.
+
+    Args:
+        processes: the ranks of this trainer, which all call this; None: it is on its own.
+    """
+    processes = processes or OneProcess()
     use_one_thread()
     config, _ = anyio.run(partial(config_of, url, experiment, expert_rows=not follow))
     ends_of(config).require_trainable()
@@ -251,6 +259,8 @@ def train(
         max_tokens=ends_of(config).max_tokens,
         follow=follow,
         expert_experiment=config.expert_experiment,
+        rank=processes.rank,
+        world_size=processes.world_size,
         **going_on,
         **config.model_dump(include=set(CONFIGURED)),
         **stream_options(
@@ -262,8 +272,9 @@ def train(
         settings = settings_of(config, made_folder(checkpoints), keep_checkpoints)
         trainer = trainer_on(stream, config, algorithm, settings)
         begin = "begins" if stream.resume is None else f"resumes after step {stream.resume.step}"
-        say(f"trains {experiment} as {config.trainer}: {begin}")
-        measured = _Evaluation(config, ends_of(config), trainer)
+        among = f", {processes.world_size} ranks" if processes.world_size > 1 else ""
+        say(f"trains {experiment} as {config.trainer}{among}: {begin}")
+        measured = _Evaluation(config, ends_of(config), trainer, processes)
         num_skipped = 0 if stream.resume is None else stream.resume.skipped
 
         def tell(report: StepReport) -> bool:
@@ -275,7 +286,7 @@ def train(
         with own_code(parts_of(algorithm)):
             trainer.run(tell, measure=measured)
         _require_trained(experiment, config, trainer.state.step, num_skipped)
-        if follow:
+        if follow and not processes.rank:
             _finish(stream, experiment, f"{measured.said}step {trainer.state.step}", say)
 
 
@@ -309,7 +320,10 @@ def _finish(stream: SyncTrainStream, experiment: str, reason: str, say: Say) -> 
 class _Evaluation:
     """Greedy accuracy on fresh problems, every few steps, where there is a way to tell."""
 
-    def __init__(self, config: RunConfig, ends: Ends, trainer: Trainer) -> None:
+    def __init__(
+        self, config: RunConfig, ends: Ends, trainer: Trainer, processes: Processes
+    ) -> None:
+        self._processes = processes
         self._config = config
         self._ends = ends
         self._trainer = trainer
@@ -320,9 +334,12 @@ class _Evaluation:
         rules = self._config.evaluation
         if step % rules.every_steps and step != self._config.max_steps:
             return {}
-        accuracy = self._ends.accuracy(
-            self._trainer.policy, problems=rules.problems, seed=self._config.seed + step
-        )
+
+        def measure() -> float | None:
+            seed = self._config.seed + step
+            return self._ends.accuracy(self._trainer.policy, problems=rules.problems, seed=seed)
+
+        accuracy = number_of_rank_0(self._processes, measure)
         if accuracy is None:
             return {}
         self.said = f"accuracy {accuracy:.3f} at "
@@ -346,3 +363,8 @@ def plain(message: str) -> None:
     """Print a line with the time of day."""
     sys.stdout.write(f"{time.strftime('%H:%M:%S')} {escaped(message)}\n")
     sys.stdout.flush()
+
+
+def silent(message: str) -> None:
+    """Print nothing: rank 0 speaks for all ranks."""
+    del message

@@ -302,31 +302,38 @@ def train(
 ) -> None:
     """Train on annotated groups, and commit each checkpoint with what it was trained on.
 
+    Under torchrun (`torchrun --nproc-per-node 2 --no-python trinity-buffer train`) each process is
+    one rank of the trainer.
+
     Example: trinity-buffer train --store runs/demo.db --follow
     """
-    from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
+    from trinity_buffer.cli import ranks, roles  # noqa: PLC0415 - torch
 
     url = chosen_store(store, config)
     kept = _number_or_all("--keep-checkpoints", keep_checkpoints)
     base = checkpoints or _beside(url)
     if checkpoints is not None:  # before anything is recorded
         require_folder(checkpoints)
-    name = anyio.run(_prepared, url, experiment, config, overrides)
-    folder = checkpoints or anyio.run(folder_of, base, url, name)
-    _until_interrupted(
-        partial(
-            roles.train,
-            url,
-            name,
-            checkpoints=folder,
-            keep_checkpoints=kept,
-            follow=follow,
-            resume_from=resume_from,
-            damaged_rows="drop" if drop_damaged_rows else "refuse",
-            drop=tuple(drop or ()),
-            say=roles.plain,
+    with ranks.ranks_of_environment() as processes:
+        name = ranks.on_rank_0(
+            processes, lambda: anyio.run(_prepared, url, experiment, config, overrides)
         )
-    )
+        folder = checkpoints or anyio.run(folder_of, base, url, name)
+        _until_interrupted(
+            partial(
+                roles.train,
+                url,
+                name,
+                checkpoints=folder,
+                keep_checkpoints=kept,
+                follow=follow,
+                resume_from=resume_from,
+                damaged_rows="drop" if drop_damaged_rows else "refuse",
+                drop=tuple(drop or ()),
+                say=roles.silent if processes.rank else roles.plain,
+                processes=processes,
+            )
+        )
 
 
 def _number_or_all(option: str, said: str) -> int | None:

@@ -85,7 +85,8 @@ async def checkpointed_steps(
                 f"step {committed}: give it the checkpoint, or this trainer another consumer="
             )
         options["resume_from"] = seen
-    async with experiment.train_stream(**options) as stream:
+    # One process hands the steps out, whatever ranks the trainer has.
+    async with experiment.train_stream(**{"rank": 0, "world_size": 1, **options}) as stream:
         steps = CheckpointedSteps(stream, trained)
         if committed < seen:
             await steps.pass_over(seen)

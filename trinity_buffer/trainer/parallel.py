@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import torch.distributed
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.trainer.policy import Trainable
 
 
@@ -116,6 +118,19 @@ def processes_of_writers() -> Processes:
     return TorchProcesses(torch.distributed.new_group(backend="gloo"))
 
 
+@contextmanager
+def _all_ranks_there() -> Iterator[None]:
+    """Say it in our words if an exchange inside the context fails."""
+    try:
+        yield
+    except RuntimeError as error:  # all that torch.distributed raises of the kind
+        raise LeaseLostError(
+            f"rank {torch.distributed.get_rank()} could not exchange numbers with the others, one "
+            f"of which is gone or hangs ({str(error).strip():.200}): start all ranks again; they "
+            "resume from the last commit"
+        ) from error
+
+
 class TorchProcesses:
     """A process group of `torch.distributed`, initialised by whoever starts the ranks.
 
@@ -139,14 +154,16 @@ class TorchProcesses:
     def sum(self, value: Tensor) -> Tensor:
         """Return ``value`` summed over all ranks."""
         total = value.clone()
-        torch.distributed.all_reduce(total, group=self._group)
+        with _all_ranks_there():
+            torch.distributed.all_reduce(total, group=self._group)
         return total
 
     def gather(self, value: Tensor) -> list[Tensor]:
         """Return ``value`` of each rank."""
         own = value.cuda() if torch.distributed.get_backend(self._group) == "nccl" else value
         found = [torch.empty_like(own) for _ in range(self.world_size)]
-        torch.distributed.all_gather(found, own, group=self._group)
+        with _all_ranks_there():
+            torch.distributed.all_gather(found, own, group=self._group)
         return [one.to(value.device) for one in found]
 
     def average_gradients(self, model: Trainable, weights: Sequence[Tensor]) -> None:

@@ -10,6 +10,7 @@ from trinity_buffer.algorithm.arguments import made
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.annotating.recorded_strategy import RECORDED as RECORDED_SET
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
+from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.writer import StagedWriter
 
 COMPARE_RUNS = frozenset(
@@ -22,6 +23,22 @@ COMPARE_RUNS = frozenset(
 
 RECORDED = frozenset({"logprobs", "reward"})
 """What our own explorers record of a run beside its tokens."""
+
+
+def require_same_ranks(stream: SyncTrainStream, processes: Processes) -> None:
+    """Return if a stream serves each of the processes whose gradients are averaged its own part.
+
+    Raises:
+        InvalidArgumentError: it does not: rows would be trained twice, or gradients be of a part.
+    """
+    here, served = processes, stream.options
+    if (here.rank, here.world_size) != (served.rank, served.world_size):
+        raise InvalidArgumentError(
+            f"this process is rank {here.rank} of {here.world_size} in torch.distributed, and its "
+            f"stream was opened as rank {served.rank} of {served.world_size}: give "
+            f"rank={here.rank}, world_size={here.world_size}, or start the ranks with torchrun and "
+            "init_process_group()"
+        )
 
 
 def strategy_of(algorithm: Algorithm) -> str | None:

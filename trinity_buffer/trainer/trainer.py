@@ -41,7 +41,7 @@ from trinity_buffer.trainer.noting import noting, require_known, require_taken, 
 from trinity_buffer.trainer.parallel import processes_here, whole
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
 from trinity_buffer.trainer.reports import StepReport, report_of, reward_share
-from trinity_buffer.trainer.requirements import require_of
+from trinity_buffer.trainer.requirements import require_of, require_same_ranks
 from trinity_buffer.trainer.settings import TrainerSettings
 from trinity_buffer.trainer.step_numbers import REWARD, Number, StepNumbers, combined
 
@@ -86,6 +86,8 @@ class Trainer:
         self._settings = settings
         self._optimizer = optimizer
         self._processes = processes_here()
+        if isinstance(stream, SyncTrainStream):
+            require_same_ranks(stream, self._processes)
         self._numbers = StepNumbers(self._processes)
         self._value_loss = ValueLossFn(settings.value_clip_range, algorithm.loss_agg_mode)
         adaptive = algorithm.kl_loss.adaptive or algorithm.kl_penalty.adaptive

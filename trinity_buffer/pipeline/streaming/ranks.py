@@ -9,10 +9,12 @@ neither be mistaken for living ones nor hold a commit up: nothing depends on how
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, assert_never
 
 import anyio
+import torch.distributed
 
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
 from trinity_buffer.events import (
@@ -38,6 +40,27 @@ from trinity_buffer.store.transaction import Transaction
 
 OfRanks = RankJoined | RanksAssembled | StepPartDone | StreamEnded
 """What the ranks say to each other."""
+
+
+def require_one_process() -> None:
+    """Return if this process is none of several ranks, asked where a stream is opened as by one.
+
+    Each would be a trainer on its own: the first would train, and the others would wait for it.
+
+    Raises:
+        InvalidArgumentError: it is; says what to give.
+    """
+    rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "1")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank = str(torch.distributed.get_rank())
+        world_size = str(torch.distributed.get_world_size())
+    if rank and world_size != "1":
+        raise InvalidArgumentError(
+            f"this process is rank {rank} of {world_size} (RANK, WORLD_SIZE), and the train stream "
+            f"was opened without them: give rank={rank}, world_size={world_size} where every rank "
+            "trains its part and gradients are averaged, as `Trainer` does; or rank=0, "
+            "world_size=1 where this process alone trains"
+        )
 
 
 class RankSession:

@@ -24,6 +24,7 @@ from trinity_buffer.pipeline.streaming.committing import (
 )
 from trinity_buffer.pipeline.streaming.following_rank import FollowingRank
 from trinity_buffer.pipeline.streaming.leading_rank import LeadingRank
+from trinity_buffer.pipeline.streaming.ranks import require_one_process
 from trinity_buffer.pipeline.streaming.rehearsal import rehearse_training
 from trinity_buffer.pipeline.streaming.step_queue import StepQueue
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
@@ -213,6 +214,8 @@ async def open_async_train_stream(
             committed.
     """
     refuse_unknown("a train stream", options, StreamOptions.__slots__)
+    if not {"rank", "world_size"} & options.keys():
+        require_one_process()
     if "strategy" not in options:
         raise InvalidArgumentError(
             "a train stream needs strategy=: the name of an annotation set, or None to train on "
