@@ -30,6 +30,7 @@ VERL = {"input": "one two", "output": "three", "score": 1.0, "step": 1}
 SFT = DEMONSTRATIONS["texts"]
 PAIR = {"prompt": "one", "chosen": "two", "rejected": "three"}
 MESSAGE = {"role": "assistant", "content": "three"}
+BAD_CALL = {"id": "c", "function": {"name": "add", "arguments": "a=2"}}
 
 
 def without_messages() -> dict[str, Any]:
@@ -52,6 +53,7 @@ def without_messages() -> dict[str, Any]:
         ("sft", {"messages": MESSAGE}, "neither a text nor a list of messages"),
         ("sft", {"messages": "three"}, "neither a text nor a list of messages"),
         ("sft", {**SFT, "prompt": MESSAGE}, "neither a text nor a list of messages"),
+        ("sft", {"messages": [{**MESSAGE, "tool_calls": [BAD_CALL]}] * 2}, "are no JSON object"),
         ("preferences", {**PAIR, "chosen": None}, "neither a text nor a list of messages: None"),
         ("preferences", {**PAIR, "rejected": 2}, "neither a text nor a list of messages: 2"),
         ("preferences", {"chosen": None, "rejected": None}, "chosen=None"),

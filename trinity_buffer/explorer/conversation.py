@@ -1,4 +1,4 @@
-"""A conversation as the tokens that a model saw and said: nothing is ever tokenised again."""
+"""A conversation: its messages, and the exact tokens that a model saw and said."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Completion:
             their like (``"raw_logprobs"``) or after.
         sampling: the options that it was sampled with, such as ``{"temperature": 0.7}``, without
             those that change no probabilities; None: there were none.
+        prompt_text: what the chat template wrote for the prompt; None: it was not applied here.
     """
 
     prompt_ids: Sequence[int]
@@ -49,6 +50,7 @@ class Completion:
     weight_checksum: str | None = None
     logprobs_mode: str | None = None
     sampling: Mapping[str, Any] | None = None
+    prompt_text: str | None = None
 
     def sampling_segment(self) -> dict[str, Any] | None:
         """Return what ``info["sampling_segments"]`` says of its tokens; None: nothing."""
@@ -60,9 +62,21 @@ class Completion:
 
     def message(self) -> dict[str, Any]:
         """Return it as a message of the assistant."""
-        calls = [dict(call) for call in self.tool_calls]
-        said: dict[str, Any] = {"role": "assistant", "content": self.text, **self.reasoning}
-        return {**said, "tool_calls": calls} if calls else said
+        said = SaidMessage(role="assistant", content=self.text, **self.reasoning)
+        if self.tool_calls:
+            said["tool_calls"] = [dict(call) for call in self.tool_calls]
+        said.completion = self
+        return said
+
+
+class SaidMessage(dict[str, Any]):
+    """A message that knows its tokens, so that a model need not tokenise it again.
+
+    Attributes:
+        completion: what was said.
+    """
+
+    completion: Completion
 
 
 @dataclass(slots=True)

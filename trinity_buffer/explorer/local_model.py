@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
+from trinity_buffer.explorer.chat_format import ChatFormat
 from trinity_buffer.explorer.conversation import Completion
 from trinity_buffer.extras import extra
 from trinity_buffer.sampling import LEAST_TEMPERATURE
@@ -80,6 +81,7 @@ class LocalModel:
         self._max_tokens = max_tokens
         self._max_rows = max_rows
         self._ends = _ends_of(model, tokenizer)
+        self._format = ChatFormat(tokenizer, self._ends)
         self._waiting: list[_Asked] = []
         self._turn = anyio.Lock()
 
@@ -108,14 +110,18 @@ class LocalModel:
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
     ) -> Completion:
-        """Return what the model says next in a conversation, by its chat template."""
-        prompt = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] or None,
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        return await self.complete(prompt, max_tokens=max_tokens)
+        """Return what the model says next in a conversation, by its chat template.
+
+        Tools that it calls are in ``tool_calls``; what of its text cannot be read as a call stays
+        text. Messages of `Completion.message` keep the tokens that were sampled, unless the
+        template writes earlier messages otherwise than before.
+
+        Raises:
+            InvalidArgumentError: the template cannot write such messages.
+        """
+        prompt = self._format.prompt(messages, tools)
+        made = await self.complete(prompt.ids, max_tokens=max_tokens)
+        return replace(self._format.read(made, tools), prompt_text=prompt.text)
 
     async def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int | None = None
@@ -224,7 +230,9 @@ def _loaded(kind: str, path: str | Path) -> Any:
 def _ends_of(model: Any, tokenizer: Any) -> frozenset[int]:
     """Return the tokens after which a completion ends."""
     found: set[int] = set()
-    for one in (getattr(tokenizer, "eos_token_id", None), model.config.eos_token_id):
+    generation = getattr(model, "generation_config", None)  # gpt-oss ends a call by it alone
+    for source in (tokenizer, model.config, generation):
+        one = getattr(source, "eos_token_id", None)
         found.update(one if isinstance(one, list | tuple) else [] if one is None else [one])
     return frozenset(found)
 

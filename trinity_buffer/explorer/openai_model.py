@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, Self
 
 from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
@@ -19,6 +20,7 @@ from trinity_buffer.explorer.answers import (
     require_sampled,
     text_completion,
 )
+from trinity_buffer.explorer.chat_format import ChatFormat
 from trinity_buffer.explorer.conversation import Completion
 from trinity_buffer.explorer.server import Server
 
@@ -95,8 +97,10 @@ class OpenAIModel:
             InferenceServerError: no answer, or one without ids and log-probs.
         """
         if self._dialect == "sglang":
-            prompt = self._templated(messages, tools)
-            return await self.complete(prompt, max_tokens=max_tokens)
+            chat = self._chat_format
+            prompt = chat.prompt(messages, tools)
+            made = await self.complete(prompt.ids, max_tokens=max_tokens)
+            return replace(chat.read(made, tools), prompt_text=prompt.text)
         body = {"messages": [dict(message) for message in messages], **ASKED_FOR_CHAT}
         if tools:
             body["tools"] = [dict(tool) for tool in tools]
@@ -188,17 +192,11 @@ class OpenAIModel:
             self._checksums[version] = await self.server.weight_checksum()
         return version
 
-    def _templated(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-    ) -> list[int]:
+    @cached_property
+    def _chat_format(self) -> ChatFormat:
         tokenizer = self._require_tokenizer()
-        found = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] or None,
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        return list(found)
+        end = tokenizer.eos_token_id
+        return ChatFormat(tokenizer, [] if end is None else [end])
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):

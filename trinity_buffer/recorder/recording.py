@@ -179,7 +179,7 @@ class Recording:
                 return
             for found, turn in zip(opened, turns, strict=True):
                 found.count += 1
-                found.last = turn.completion.message()
+                found.last = dict(turn.completion.message())  # without its tokens
 
     async def require_open(self, rollout: Rollout, choices: Any = 1) -> None:
         """Return if ``rollout``, and of several choices each run from its run on, takes a turn.
@@ -278,7 +278,7 @@ class Recording:
         if found is None:
             turns, is_closed = await self._stored_turns(rollout), await self._is_closed(rollout)
             choices = max((turn.choices for turn in turns), default=1)
-            last = turns[-1].completion.message() if turns else None
+            last = dict(turns[-1].completion.message()) if turns else None
             known = _Open(len(turns), last, is_closed, choices)
             found = self._open.pop(rollout, None) or known
         self._open[rollout] = found  # the one used last is the last
@@ -312,7 +312,7 @@ def _stored(rollout: Rollout, step: int, turn: Said) -> Experience:
         logprobs=None if said.logprobs is None else list(said.logprobs),
         info={key: value for key, value in info.items() if value is not None},
         response_text=said.text,
-        messages=[*map(dict, turn.messages), said.message()],
+        messages=[*map(dict, turn.messages), dict(said.message())],
         tools=[dict(tool) for tool in turn.tools] or None,
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
+from trinity_buffer.explorer.chat_format import rendered
 from trinity_buffer.explorer.local_model import load_tokenizer
 
 Said = str | Sequence[Mapping[str, Any]]
@@ -62,12 +63,10 @@ class Texts:
         return list(self._tokenizer.encode(said, add_special_tokens=False))
 
     def _chat(self, said: Sequence[Mapping[str, Any]], *, ask: bool) -> list[int]:
-        messages = _messages(said)
-        return list(
-            self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=ask, return_dict=False
-            )
-        )
+        try:
+            return self._text(rendered(self._tokenizer, _messages(said), ask=ask))
+        except InvalidArgumentError as error:  # of this row
+            raise InvalidExperienceError(str(error)) from error
 
 
 def _messages(said: Any) -> list[dict[str, Any]]:
