@@ -29,6 +29,7 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import (
     run_strategy,
 )
 from trinity_buffer.store import tables
+from trinity_buffer.store.asking import conservation
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +98,9 @@ async def test_a_deadline_closes_a_group_by_itself_and_over_restarts(store_url: 
                         break
                 await writer.write([rollout(task=1, run=1)])
                 await experiment.finish("enough")
-        assert report == [ConsumerReport(3, 1, 0, 0)]
-        assert await reasons(experiment, "all") == {"b/1/1": "late"}
+        assert report == [ConsumerReport(3, 0, 0, 0)]
+        refused = await experiment.database.read(conservation.refused, experiment.key)
+        assert refused == {"late": 1}  # its batch was sealed at the deadline
         await assert_conserved(experiment)
 
 
@@ -110,11 +112,9 @@ async def test_a_restart_does_not_put_off_a_deadline(
         await writer.plan("b", [0, 1], 2)
         await writer.write([*group(task=0, runs=2), rollout(task=1)])
         assert (await run_strategy(experiment, Watcher, name="all")).waiting == 1
-        (since,) = {
-            event.recorded_at async for event in experiment.events(kinds=["ExperiencesRecorded"])
-        }
+        (since,) = {event.recorded_at async for event in experiment.events(kinds=["BatchPlanned"])}
         # Another process, whose clock says that the deadline was a moment ago.
-        clock = "trinity_buffer.pipeline.annotating.unit_reader.now_us"
+        clock = "trinity_buffer.pipeline.annotating.deadlines.now_us"
         monkeypatch.setattr(clock, lambda: int((since + 1000.0) * 1e6) + 1)
         assert (await run_strategy(experiment, Watcher, name="all")).annotated == 1
 

@@ -96,7 +96,7 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
         tx, 1, [comparison.Part("rejection", "s", 0, 5, [(1, "s", 1 << 20, "late", 3)])]
     ),
     "an actor's batches": lambda tx: queries.batches_of_actor(tx, 1, "e0"),
-    "open batches": lambda tx: conservation.unsealed_batches(tx, 1),
+    "open batches": lambda tx: conservation.open_batches(tx, 1),
     "counted batches": lambda tx: tallies.batches(tx, 1, {}),
     "a trainer's numbers": lambda tx: tallies.of_trainer(tx, 1, TRAINER, {}),
     "refused_runs": lambda tx: queries.refused_runs(tx, 1, [("b", "t")], cursor=9),

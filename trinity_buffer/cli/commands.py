@@ -73,6 +73,10 @@ COMMANDS = {
         "trinity_buffer.cli.doctor_command:doctor",
         "Say what is stuck, since when, and what would help; exit code 1 if anything is.",
     ),
+    "seal": Command(
+        "trinity_buffer.cli.seal_command:seal",
+        "Seal a batch as it is: its groups are decided with the runs that are stored.",
+    ),
     "steps": Command(
         f"{_STEP}:steps",
         "Show gradient steps: rows, tokens, reward, staleness, seconds, and what the trainer "

@@ -194,7 +194,7 @@ class RunConfig(Section):
         None,
         gt=0,
         le=1e9,
-        description="closes a group this long after its first rollout; null: never",
+        description="closes a batch this long after its plan, whatever is stored; null: never",
     )
     incomplete: Literal["keep", "reject"] = Field(
         "keep",

@@ -201,6 +201,16 @@ def of_admission(tx: Transaction, experiment: int, trainer: str) -> str:
     return f"{there}, which waits: {at_work.waiting_for}"
 
 
+def abandoned_groups(tx: Transaction, experiment: int) -> int:
+    """Return how many planned groups lack runs that no process will bring: their actor is gone."""
+    around = Surroundings.of(tx, experiment)
+    batches = conservation.open_batches(tx, experiment)
+    gone = [batch.key for batch in batches if around.who("explorer", batch.actor) is None]
+    rows = queries.batches(tx, experiment, gone).values() if gone else ()
+    lacks = (_planned(row, queries.runs_of(tx, experiment, row.batch)) for row in rows)
+    return sum(lack.groups for lack in lacks if lack is not None)
+
+
 def lacks_of(
     tx: Transaction,
     experiment: int,
@@ -219,7 +229,7 @@ def lacks_of(
     config: dict[str, Any] = {} if strategy is None else strategy.config.get("grouping") or {}
     size = config.get("rollouts_per_group")
     stored = {} if strategy is None else conservation.open_groups(tx, experiment, strategy)
-    planned = conservation.unsealed_batches(tx, experiment)
+    planned = [batch.key for batch in conservation.open_batches(tx, experiment)]
     rows = queries.batches(tx, experiment, sorted({*stored, *planned}))
     found = []
     for key in islice(dict.fromkeys((*planned, *stored)), conservation.BATCHES_LOOKED_AT):

@@ -223,6 +223,14 @@ def runs_of(tx: Transaction, experiment: int, key: Key) -> set[tuple[str, int]]:
     return {(task, int(run)) for task, run in tx.execute(query).all()}
 
 
+def key_of_batch(tx: Transaction, experiment: int, batch: str) -> Key:
+    """Return the id, with its type, of a batch of which something is stored."""
+    query = select(experience.c.int_keys).where(
+        experience.c.experiment == experiment, experience.c.batch == batch
+    )
+    return typed(batch, is_int=bool(tx.execute(query.limit(1)).scalar_one() & 1))
+
+
 def count_in_batch(tx: Transaction, experiment: int, key: Key) -> int:
     """Return how many experiences of a batch are stored and not refused as late."""
     return int(_in_batch(tx.dialect.name).value(tx, of=experiment, batch=str(key)))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sqlalchemy import ColumnElement, bindparam, func, or_, select, text
 
-from trinity_buffer.store.queries import consumer_row, newest_policy
+from trinity_buffer.store.queries import consumer_row, consumers, newest_policy
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, StepRow
 from trinity_buffer.store.tables import (
     NOT_FREQUENT,
@@ -211,14 +211,25 @@ class Backlog:
     published: int
     committed_step: int = 0
 
+    def without(self, groups: int) -> Backlog:
+        """Return it without so many groups that will never come."""
+        return replace(
+            self,
+            undelivered=max(0, self.undelivered - groups),
+            uncommitted=max(0, self.uncommitted - groups),
+        )
+
 
 def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:
     """Return the backlog in front of ``trainer``, at a cost that does not grow with the run."""
     last = select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == experiment)
     planned = int(tx.execute(last).scalar_one())
     row = consumer_row(tx, experiment, trainer)
-    delivered = committed = rejected = 0
-    if row is not None:
+    delivered = committed = 0
+    if row is None:  # what every set leaves out, none will hand to a trainer to come
+        sets = [one for one in consumers(tx, experiment).values() if one.kind == "strategy"]
+        rejected = min((one.rejected_groups for one in sets), default=0)
+    else:
         strategy = consumer_row(tx, experiment, str(row.config.get("strategy", "")))
         rejected = row.rejected_groups + (strategy.rejected_groups if strategy else 0)
         so_far = select(step.c.step, step.c.planned_groups_so_far).where(

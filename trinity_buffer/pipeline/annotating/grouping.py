@@ -29,8 +29,9 @@ class GroupingRules:
     Attributes:
         rollouts_per_group: of batches that nobody planned; a plan says it itself. None: such a
             group waits for a seal or its deadline.
-        deadline_s: seconds after its first experience at which a group is closed as it is; None:
-            never.
+        deadline_s: seconds at which a group is closed as it is: after the plan of its batch, which
+            is sealed then (of a set that no trainer reads, and of a batch that nobody planned:
+            after the group's first experience); None: never.
         incomplete: what becomes of a group that is closed before its planned runs are stored, or of
             which a run was refused at the door: ``"keep"`` gives the strategy what is there,
             ``"reject"`` records all of it as rejected (``incomplete_group``).

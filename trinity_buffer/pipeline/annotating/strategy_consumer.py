@@ -18,6 +18,7 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.events import ConsumerRegistered
 from trinity_buffer.pipeline import diagnosis
+from trinity_buffer.pipeline.annotating.deadlines import Deadlines
 from trinity_buffer.pipeline.annotating.decider import Decider, StrategySetup
 from trinity_buffer.pipeline.annotating.decision import Decision
 from trinity_buffer.pipeline.annotating.grouping import (
@@ -146,6 +147,7 @@ class StrategyConsumer:
         )
         self._presence = Presence(experiment.database, experiment.key, "strategy", self.name)
         self._lease = StrategyLease(experiment, self.name, alone=not speaks)
+        self._deadlines = Deadlines(experiment, self.name, self.rules.deadline_s)
         self.has_read_all = False  # of what was stored when it looked last
         self._is_rehearsed = False
         self._annotated = 0
@@ -190,6 +192,7 @@ class StrategyConsumer:
         while self._lease.is_held:
             await self._presence.seen()
             state = await self.experiment.database.changes.state()
+            await self._deadlines.keep()
             try:
                 look = await self._advance(live=follow)
             except (CursorConflictError, LeaseLostError) as error:
@@ -205,8 +208,13 @@ class StrategyConsumer:
             if not ending:
                 settle_imports()
                 await self._rehearse()
-                await wait.changed(state, self._reader.seconds_to_deadline())
+                await wait.changed(state, self._seconds_to_deadline())
         return False
+
+    def _seconds_to_deadline(self) -> float | None:
+        """Return how long it is until a group or a batch must be closed, or None."""
+        left = (self._reader.seconds_to_deadline(), self._deadlines.seconds_left())
+        return min((seconds for seconds in left if seconds is not None), default=None)
 
     async def _rehearse(self) -> None:
         """Go through the work once before the first wait, if there was nothing to go through."""

@@ -14,6 +14,7 @@ from trinity_buffer.errors import (
     ConflictingPlanError,
     ConflictingSealError,
     InvalidArgumentError,
+    UnknownNameError,
 )
 from trinity_buffer.events import BatchPlanned, BatchSealed
 from trinity_buffer.identity import Key, problem_of_key
@@ -38,7 +39,8 @@ class Admission:
     ``max(max_waiting_groups, groups_per_step)``, or while
     ``floor(uncommitted groups / groups_per_step) + (published - own version) > max_staleness``,
     where an own version above the published one, as after a rewind, counts as the published one.
-    Rejected groups do not count, until all of several steps was rejected for a fault of the rows.
+    Rejected groups do not count, until all of several steps was rejected for a fault of the rows;
+    nor do groups that lack runs of an actor that is gone.
     A planned batch is never held half-way: its writes do not wait.
 
     Attributes:
@@ -117,15 +119,25 @@ class Answer(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The answer of one look, and what it was decided by."""
+    """The answer of one look, and what it was decided by.
+
+    Attributes:
+        in_vain: whether all that was recorded of late was rejected for a fault.
+        abandoned: groups whose actor is gone, which the backlog does not count.
+    """
 
     answer: Answer
     rules: Admission = _NO_RULES
     backlog: trainer_queries.Backlog = _NO_BACKLOG
     in_vain: bool = False
+    abandoned: int = 0
 
     def told(self, policy_version: int | None) -> str:
         """Return what there is too much of, as people say it."""
+        gone = f", beside {self.abandoned} that lack runs of an actor that is gone"
+        return self._told(policy_version) + (gone if self.abandoned else "")
+
+    def _told(self, policy_version: int | None) -> str:
         rules, backlog = self.rules, self.backlog
         if self.in_vain:
             return (
@@ -283,10 +295,14 @@ def _look(
         return Look(Answer.FINISHED)
     rules = Admission.of(config)
     backlog = trainer_queries.backlog(tx, experiment, rules.trainer)
-    admitted = rules.admits(backlog, version)
+    admitted, abandoned = rules.admits(backlog, version), 0
+    if not admitted:
+        abandoned = diagnosis.abandoned_groups(tx, experiment)
+        backlog = backlog.without(abandoned)
+        admitted = rules.admits(backlog, version)
     in_vain = admitted and _is_in_vain(tx, experiment, config, backlog)
     answer = Answer.PLAN if admitted and not in_vain else Answer.WAIT
-    return Look(answer, rules, backlog, in_vain)
+    return Look(answer, rules, backlog, in_vain, abandoned)
 
 
 def _is_in_vain(
@@ -402,6 +418,29 @@ async def seal(database: Database, experiment: int, actor: str, batch: Key, expe
     _check_batch(batch)
     event = new_event(BatchSealed(batch=batch, expected=expected))
     await database.write(_seal, experiment, actor, batch, expected, event)
+
+
+def seal_as_it_is(tx: Transaction, experiment: int, batch: str, *, actor: str) -> int | None:
+    """Seal a batch with what is stored of it; return how much that is, None if it is sealed.
+
+    Raises:
+        UnknownNameError: nothing is planned or stored under this id.
+    """
+    lock_experiment(tx, experiment)
+    row = queries.batch_row(tx, experiment, batch)
+    if row is not None and row.sealed_at is not None:
+        return None
+    held = queries.count_in_batch(tx, experiment, batch)
+    if row is None and not held:
+        name = log.experiment_name(tx, experiment)
+        raise UnknownNameError(
+            f"experiment {name!r} has no batch {batch!r}: `trinity-buffer doctor` names those that "
+            "lack runs"
+        )
+    key = queries.key_of_batch(tx, experiment, batch) if row is None else row.batch
+    event = new_event(BatchSealed(batch=key, expected=held))
+    log.append(tx, experiment, [event], actor=actor, now_us=now_us())
+    return held
 
 
 def _seal(

@@ -9,6 +9,7 @@ that are ``leased`` are those handed out less the committed ones, and planned ro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
@@ -280,10 +281,21 @@ def open_groups(
     return {key: {task: len(runs) for task, runs in some.items()} for key, some in found.items()}
 
 
-def unsealed_batches(tx: Transaction, experiment: int) -> list[str]:
+class OpenBatch(NamedTuple):
+    """A planned batch that is not sealed: its key, who makes it, and the position of its plan."""
+
+    key: str
+    actor: str
+    planned_at: int
+
+
+def open_batches(tx: Transaction, experiment: int) -> list[OpenBatch]:
     """Return the oldest batches that are planned and not sealed."""
-    query = select(batch.c.batch).where(batch.c.experiment == experiment, *is_open())
-    return list(tx.execute(query.order_by(batch.c.planned_at).limit(BATCHES_LOOKED_AT)).scalars())
+    query = select(batch.c.batch, batch.c.actor, batch.c.planned_at).where(
+        batch.c.experiment == experiment, *is_open()
+    )
+    rows = tx.execute(query.order_by(batch.c.planned_at).limit(BATCHES_LOOKED_AT)).all()
+    return [OpenBatch(key, actor, int(planned_at)) for key, actor, planned_at in rows]
 
 
 def first_uncommitted(tx: Transaction, experiment: int, trainer: ConsumerRow) -> int | None:
