@@ -15,6 +15,9 @@ import openai
 import pytest
 import torch
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from tests.explorer.vllm_dialect import VLLM, served
 from trinity_buffer.demo.tiny_model import make_tiny_model
@@ -109,6 +112,49 @@ async def test_a_conversation_is_one_experience_that_a_trainer_scores_the_same(
     assert made.logprobs is not None
     mask = made.action_mask
     torch.testing.assert_close(scored[at:][mask], made.logprobs[mask], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_turn_says_which_weights_made_it(
+    store_url: str, upstream: str, vllm: VLLM, stream: bool
+) -> None:
+    def change() -> None:
+        vllm.version = "8"
+
+    asked: Any = {"model": "tiny", "messages": HELLO, "stream": stream}
+    vllm.version = "7"
+    async with recording(store_url, upstream) as url, plain_http(timeout=60) as http:
+        at = f"{url}/rollouts/t/0/v1/chat/completions"
+        assert (await http.post(at, json=asked)).is_success
+        vllm.before_answer.append(change)
+        assert (await http.post(at, json=asked)).is_success
+        assert (await reward(url, "t/0", 1.0)).status_code == 200
+    first, second = await stored(store_url)  # the same was asked twice
+    assert [one.policy_version for one in (first, second)] == [7, 7]
+    ((was,), (became,)) = (one.info["weight_segments"] for one in (first, second))
+    assert (was["version"], "later_version" in was, len(was["checksum"])) == ("7", False, 64)
+    assert (became["version"], became["later_version"]) == ("7", "8")
+
+
+@pytest.mark.parametrize("status", [404, 401])
+async def test_an_upstream_that_names_no_weights_is_named_once(
+    sqlite_store_url: str, tiny: Path, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    app = VLLM(tiny, has_dev_mode=False).app()
+
+    async def refuse(_: Request) -> Response:
+        return Response(status_code=status)
+
+    app.router.routes.append(Route("/weight_info", refuse))
+    async with plain_http(timeout=60) as http:
+        with served(app) as upstream:
+            async with recording(sqlite_store_url, upstream) as url:
+                for _ in range(2):
+                    at = f"{url}/rollouts/t/0/v1/chat/completions"
+                    assert (await http.post(at, json={"messages": HELLO})).is_success
+                assert (await reward(url, "t/0", 1.0)).status_code == 200
+    assert caplog.text.count(f"{upstream} does not say which weights it answers with") == 1
+    assert {one.policy_version for one in await stored(sqlite_store_url)} == {None}
 
 
 async def test_a_client_gets_what_it_has_asked_for_and_no_more(

@@ -22,7 +22,7 @@ from trinity_buffer.explorer.answers import (
 )
 from trinity_buffer.explorer.chat_format import ChatFormat
 from trinity_buffer.explorer.conversation import Completion
-from trinity_buffer.explorer.server import Server
+from trinity_buffer.explorer.server import ServedWeights, Server
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
@@ -69,8 +69,7 @@ class OpenAIModel:
         self._require_ids = require_ids
         self._sampling = pinned(sampling)
         self._tokenizer = _loaded(tokenizer)
-        self._checksums: dict[str, str | None] = {}
-        self._tells_weights = True
+        self._weights = ServedWeights(self.server)
         if require_ids:
             require_sampled(self._sampling, logprobs_mode)
             if (choices := sampling.get("n") or 1) != 1:
@@ -104,7 +103,7 @@ class OpenAIModel:
         body = {"messages": [dict(message) for message in messages], **ASKED_FOR_CHAT}
         if tools:
             body["tools"] = [dict(tool) for tool in tools]
-        before = await self._weights()
+        before = await self._weights.now()
         answer = await self._asked("/v1/chat/completions", body, max_tokens)
         return await self._checked(answer, chat_completion(answer, _first(answer)), before)
 
@@ -119,7 +118,7 @@ class OpenAIModel:
         if self._dialect == "sglang":
             return await self._generate(self._ids(prompt), max_tokens)
         given = prompt if isinstance(prompt, str) else list(prompt)
-        before = await self._weights()
+        before = await self._weights.now()
         answer = await self._asked(
             "/v1/completions", {"prompt": given, **ASKED_FOR_TEXT}, max_tokens
         )
@@ -170,27 +169,8 @@ class OpenAIModel:
     ) -> Completion:
         """Return a completion that says which weights made it, if it may be trained."""
         self._require_whole(answer, made)
-        after = before if before is None else await self._weights()
-        return replace(
-            made,
-            weight_version=before,
-            later_weight_version=None if after == before else after,
-            weight_checksum=None if before is None else self._checksums.get(before),
-            logprobs_mode=self._logprobs_mode,
-            sampling=changes(self._sampling),
-        )
-
-    async def _weights(self) -> str | None:
-        """Return the version of the server's weights, and note its checksum when it is new."""
-        if not self._tells_weights:
-            return None
-        version = await self.server.weight_version()
-        if version is None:
-            self._tells_weights = False
-        elif version not in self._checksums:
-            self._checksums[version] = None
-            self._checksums[version] = await self.server.weight_checksum()
-        return version
+        (made,) = await self._weights.stamped([made], before)
+        return replace(made, logprobs_mode=self._logprobs_mode, sampling=changes(self._sampling))
 
     @cached_property
     def _chat_format(self) -> ChatFormat:

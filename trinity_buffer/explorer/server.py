@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncGenerator, Mapping
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 from trinity_buffer.errors import (
@@ -12,7 +14,10 @@ from trinity_buffer.errors import (
     InvalidArgumentError,
     RefusedRequestError,
 )
+from trinity_buffer.explorer.conversation import Completion
 from trinity_buffer.extras import extra
+
+_LOG = logging.getLogger(__name__)
 
 NOT_FOUND = 404
 
@@ -141,7 +146,8 @@ class Server:
         vLLM tells with ``VLLM_SERVER_DEV_MODE=1``.
         """
         for path in VERSION_AT[dialect]:
-            version = (await self.get(path) or {}).get("weight_version")
+            told = await self.get(path)
+            version = told.get("weight_version") if isinstance(told, Mapping) else None
             if version is not None:
                 return str(version)
         return None
@@ -158,6 +164,56 @@ class Server:
     async def close(self) -> None:
         """Let go of the connections."""
         await self._client.aclose()
+
+
+class ServedWeights:
+    """Whose weights a server of vLLM's answers with, request by request.
+
+    Args:
+        server: which is asked.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._checksums: dict[str, str | None] = {}
+        self._are_told = True
+
+    async def now(self) -> str | None:
+        """Return the version of the weights; None: the server does not tell, which is said once.
+
+        Raises:
+            InferenceServerError: the server cannot be reached, or failed.
+        """
+        if not self._are_told:
+            return None
+        try:
+            version = await self._server.weight_version()
+        except RefusedRequestError:
+            version = None
+        if version is None:
+            self._are_told = False
+            _LOG.warning(
+                "%s does not say which weights it answers with (/weight_info; vLLM does with "
+                "VLLM_SERVER_DEV_MODE=1): recorded without a policy version, its answers never "
+                "count as stale",
+                self._server.root,
+            )
+        elif version not in self._checksums:
+            self._checksums[version] = None
+            self._checksums[version] = await self._server.weight_checksum()
+        return version
+
+    async def stamped(
+        self, completions: Sequence[Completion], before: str | None
+    ) -> list[Completion]:
+        """Return the choices of an answer with the version ``before`` it, and a later one."""
+        after = before if before is None else await self.now()
+        stamp: dict[str, Any] = {
+            "weight_version": before,
+            "later_weight_version": None if after == before else after,
+            "weight_checksum": None if before is None else self._checksums.get(before),
+        }
+        return [replace(made, **stamp) for made in completions]
 
 
 def _refusal(url: str, status: int, text: str) -> InferenceServerError:

@@ -30,7 +30,7 @@ from trinity_buffer.explorer.answers import (
     require_ids,
     require_sampled,
 )
-from trinity_buffer.explorer.server import Server
+from trinity_buffer.explorer.server import ServedWeights, Server
 from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.recorder.guard import refusal
 from trinity_buffer.recorder.recording import Recording, Rollout, Said
@@ -113,6 +113,7 @@ class Recorder:
         self._upstream = upstream
         self._recording = recording
         self._settings = settings
+        self._weights = ServedWeights(upstream)
         self._in_flight = 0
         self._background: TaskGroup | None = None
 
@@ -221,13 +222,14 @@ class Recorder:
         if asked.get("stream"):
             chunks = self._streamed(path, asked, body, rollout)
             return StreamingResponse(chunks, headers=headers, media_type="text/event-stream")
+        weights = await self._weights.now()
         passed = await self._passed(request, path, asked)
         if passed is None or await request.is_disconnected():
             return _error(499, "the client went away: it never saw the answer, which is no turn")
         status, answer, told = passed
         if status >= 400:
             return JSONResponse(answer, status_code=status, headers=told)
-        await self._record(path, answer, body, rollout)
+        await self._record(path, answer, body, (rollout, weights))
         if body.get("stream"):
             pieces = [*as_chunks(stripped(answer, body), usage=wants_usage(body)), DONE]
             return Response(b"".join(pieces), headers=headers, media_type="text/event-stream")
@@ -267,9 +269,17 @@ class Recorder:
         return Rollout.of(name, self._settings.batch)
 
     async def _record(
-        self, path: str, answer: Mapping[str, Any], body: Mapping[str, Any], rollout: Rollout
+        self,
+        path: str,
+        answer: Mapping[str, Any],
+        body: Mapping[str, Any],
+        origin: tuple[Rollout, str | None],
     ) -> None:
-        """Record an answer; it is durable on return, unless it may leave before that."""
+        """Record an answer; it is durable on return, unless it may leave before that.
+
+        Its ``origin`` is its rollout, and the version of the weights when it was asked for.
+        """
+        rollout, weights = origin
         mode, options = self._settings.logprobs_mode, changes(body)
         with understanding(self._upstream.root):
             made = [
@@ -280,6 +290,7 @@ class Recorder:
             require_ids(one, self._upstream.root, MUST_RETURN)
         require_all_sampled(answer, made, self._upstream.root, NO_TURN)
         messages, tools = body.get("messages") or (), body.get("tools") or ()
+        made = await self._weights.stamped(made, weights)
         turns = [Said(messages, tools, one) for one in made]
         # Whoever hangs up now has asked for it all the same.
         with anyio.CancelScope(shield=True):
@@ -295,6 +306,7 @@ class Recorder:
         """Yield the chunks as they come; the last of each choice when all is durable."""
         whole, held = StreamedAnswer(), []
         try:
+            weights = await self._weights.now()
             # A client that goes away closes this, and so the connection to the upstream.
             async with aclosing(self._upstream.chunks(path, asked)) as chunks:
                 async for chunk in chunks:
@@ -308,7 +320,7 @@ class Recorder:
                         held.append(piece)
                     else:
                         yield piece
-            await self._record(path, whole.answer(), body, rollout)
+            await self._record(path, whole.answer(), body, (rollout, weights))
             for piece in held:
                 yield piece
             yield DONE
