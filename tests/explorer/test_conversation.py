@@ -9,7 +9,7 @@ import pytest
 
 import trinity_buffer as tb
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.explorer.conversation import _tell_of_a_split
+from trinity_buffer.explorer.conversation import _tell_of_a_split, as_texts
 
 QUESTION = {"role": "user", "content": "how many?"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "count", "arguments": "{}"}}
@@ -41,6 +41,37 @@ def test_turns_that_continue_each_other_are_one_experience_masked_on_what_was_sa
     assert made.messages is not None
     assert made.messages[1] == {"role": "assistant", "content": "<[3, 4]>", "tool_calls": [CALL]}
     assert made.tools == [{"type": "function"}]
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+
+def test_parts_that_are_texts_become_one_text() -> None:
+    parts: Any = [{"type": "text", "text": "how"}, "many", {"type": "input_text", "text": "?"}]
+    asked: Any = [
+        {"role": "user", "content": parts, "name": "me"},
+        {"role": "tool", "content": None},
+    ]
+    assert as_texts(asked) == [{**asked[0], "content": "how\nmany\n?"}, asked[1]]
+    assert asked[0]["content"] is parts
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        (PICTURE, "image_url"),
+        ({"type": "input_audio", "input_audio": {}}, "input_audio"),
+        ({"type": "file", "file": {}}, "file"),
+        ({"type": "invented", "text": "x"}, "invented"),
+        ({"image_url": "https://example.org/a.png"}, "image_url"),
+        ({"type": "text"}, "text"),
+        (7, "int"),
+    ],
+)
+def test_a_part_that_is_no_text_is_refused_by_its_type(part: Any, name: str) -> None:
+    text = {"type": "text", "text": "what is this?"}
+    with pytest.raises(InvalidArgumentError, match=rf"messages\[1\] holds a part .*{name}"):
+        as_texts([QUESTION, {"role": "user", "content": [text, part]}])
 
 
 def test_each_turn_says_how_its_tokens_were_sampled() -> None:

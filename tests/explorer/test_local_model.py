@@ -77,6 +77,15 @@ async def test_a_model_with_other_weights_keeps_its_tokenizer(tiny: Path, tmp_pa
         model.load(str(tmp_path / "gone"))
 
 
+async def test_pictures_are_refused(tiny: Path) -> None:
+    model = LocalModel(tiny)
+    text, picture = {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}
+    said = await model.chat([{"role": "user", "content": [text]}])
+    assert said.prompt_ids == (await model.chat([{"role": "user", "content": "a"}])).prompt_ids
+    with pytest.raises(InvalidArgumentError, match=r"messages\[0\] holds a part 'image_url'"):
+        await model.chat([{"role": "user", "content": [text, picture]}])
+
+
 @pytest.mark.parametrize("temperature", [-1.0, 0.001, math.inf])
 def test_a_temperature_that_servers_do_not_sample_at_is_refused(
     temperature: float, tiny: Path

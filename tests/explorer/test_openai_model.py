@@ -111,6 +111,24 @@ async def test_what_is_asked_for_wins_over_the_neutral_values(url: str, vllm: VL
     assert {key: vllm.asked[0][key] for key in NEUTRAL} == {**NEUTRAL, **said}
 
 
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_pictures_are_refused_and_parts_that_are_texts_are_not(
+    dialect: Any, url: str, vllm: VLLM, tiny: Path
+) -> None:
+    async with asking(url, dialect=dialect, tokenizer=str(tiny)) as model:
+        said = await model.chat([{"role": "user", "content": "hello"}])
+        parts = [{"type": "text", "text": "hello"}]
+        with pytest.raises(InvalidArgumentError, match="'image_url', which is no text"):
+            await model.chat([{"role": "user", "content": [*parts, PICTURE]}])
+        assert len(vllm.asked) == 1
+        again = await model.chat([{"role": "user", "content": parts}])
+    if dialect == "sglang":  # vLLM itself templates the others
+        assert list(again.prompt_ids) == list(said.prompt_ids)
+
+
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 async def test_the_options_that_change_probabilities_come_with_what_was_said(
     dialect: Any, url: str, tiny: Path

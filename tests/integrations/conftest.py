@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 WORDS = ["<e>", "<user>", "<assistant>", *["one", "two", "three", "four", "five"]]
 TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+    "{% if word %}{{ word }} {% endif %}"
     "{% for m in messages %}<{{ m.role }}> {{ m.content }} <e> {% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )

@@ -234,6 +234,74 @@ def test_demonstrations_are_trained(
     assert trained(sqlite_url, None) == 3
 
 
+TOOLS = [{"type": "function", "function": {"name": "three"}}]
+CALLED = {
+    "sft": {"messages": PAIRS["no prompt"]["chosen"]},
+    "preferences": PAIRS["messages"],
+    "trinity-rft": {
+        "eid": {"batch": "b", "task": 1, "run": 0, "step": 0},
+        "messages": PAIRS["no prompt"]["chosen"],
+        "reward": 1.0,
+    },
+}
+"""Format -> a row of messages."""
+
+
+@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["list", "text"])
+def test_tools_and_arguments_reach_the_chat_template(
+    name: str, tools: Any, sqlite_url: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    row = {**CALLED[name], "tools": tools, "chat_template_kwargs": {"word": "five"}}
+    assert imported(sqlite_url, name, rows_of(tmp_path / "x.jsonl", [row]), tokenizer).written == 1
+    (found,) = _read(sqlite_url)
+    assert words(found.tokens).startswith("three five <user> one two <e> <assistant>")
+    assert found.tools == TOOLS
+
+
+@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.parametrize("column", ["image", "images", "videos", "audio"])
+def test_a_row_with_pictures_is_refused_by_file_and_line(
+    name: str, column: str, sqlite_url: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    row = {**CALLED[name], column: ["a.png"]}
+    path = rows_of(tmp_path / "x.jsonl", [{**CALLED[name], column: []}, row])
+    with pytest.raises(InvalidArgumentError, match=rf"x\.jsonl:2: .*it has {column}, and texts"):
+        imported(sqlite_url, name, path, tokenizer)
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_content_part_that_is_no_text_is_refused_by_file_and_line(
+    name: str, sqlite_url: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    def with_parts(*parts: Any) -> dict[str, Any]:
+        row: dict[str, Any] = json.loads(json.dumps(CALLED[name]))
+        for place in ("messages", "prompt"):
+            for message in row.get(place, ())[:1]:
+                message["content"] = list(parts)
+        return row
+
+    text = {"type": "text", "text": "one two"}
+    path = rows_of(tmp_path / "x.jsonl", [with_parts(text)])
+    assert imported(sqlite_url, name, path, tokenizer).written == 1
+    (found,) = _read(sqlite_url)
+    assert words(found.tokens).startswith("<user> one two <e> <assistant>")
+    path = rows_of(tmp_path / "x.jsonl", [with_parts(text, {"type": "image"})])
+    with pytest.raises(
+        InvalidArgumentError, match=r"x\.jsonl:1: .*holds a part 'image', which is no"
+    ):
+        imported(sqlite_url, name, path, tokenizer)
+
+
+def test_an_episode_of_prime_rl_with_pictures_is_refused(sqlite_url: str, tmp_path: Path) -> None:
+    seen = episode(3, "a", 1.0)
+    part = {"type": "image_url", "image_url": {"url": "x"}}
+    seen["traces"][0]["nodes"][0]["message"]["content"] = [part]
+    rows_of(tmp_path / "stream" / "0.jsonl", [seen])
+    with pytest.raises(InvalidArgumentError, match=r"0\.jsonl:1: .*holds a part 'image_url'"):
+        imported(sqlite_url, "prime-rl", tmp_path)
+
+
 def _read(url: str) -> list[tb.Experience]:
     async def main() -> list[tb.Experience]:
         async with tb.open_store(url, read_only=True) as store:

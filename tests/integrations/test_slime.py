@@ -43,6 +43,7 @@ class Sample:
     rollout_log_probs: list[float] | None = None
     status: Status = Status.COMPLETED
     metadata: dict[str, Any] = field(default_factory=dict)
+    multimodal_inputs: dict[str, Any] | None = None
 
 
 @pytest.fixture
@@ -81,6 +82,15 @@ def group(number: int) -> list[Sample]:
             )
         )
     return made
+
+
+def test_samples_with_pictures_are_refused(slime: Any, tmp_path: Path) -> None:
+    given = group(0)
+    given[2].multimodal_inputs = {"images": ["pixels"]}
+    source = slime.StoreDataSource(args(tmp_path))
+    with pytest.raises(InvalidArgumentError, match="sample 2 has multimodal inputs"):
+        source.add_samples([given])
+    source.close()
 
 
 def args(folder: Path) -> SimpleNamespace:

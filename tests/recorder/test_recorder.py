@@ -360,6 +360,14 @@ async def test_what_cannot_be_recorded_is_not_answered(
         for bent in ({"logit_bias": {"7": -100}}, {"min_tokens": 4}, {"use_beam_search": True}):
             assert (await http.post(at, json={"messages": HELLO, **bent})).status_code == 400
         assert (await http.post(at, content=b"{")).status_code == 400
+        screen = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+        seen = [*HELLO, {"role": "user", "content": [{"type": "text", "text": "?"}, screen]}]
+        shown = await http.post(at, json={"messages": seen})
+        assert (shown.status_code, "messages[1] holds a part 'image_url'" in shown.text) == (
+            400,
+            True,
+        )
+        assert "send it to the inference server itself" in shown.text
         assert (await reward(url, "nobody/0", 1.0)).status_code == 400
         vllm.forgets = {"token_ids"}
         bare = await http.post(at, json={"messages": HELLO})

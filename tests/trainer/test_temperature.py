@@ -243,12 +243,12 @@ def test_a_trainer_of_one_temperature_is_given_no_rows_of_another(
     anyio.run(store, sqlite_url, made)
     (batch,) = first_step(sqlite_url).microbatches
     with pytest.raises(TrainingError, match=r"temperature=1, and rows .* sampled at 0\.7"):
-        batch.require_temperature(1.0)
+        batch.require_plain(1.0)
     if not mixed:
-        batch.require_temperature(0.7)
+        batch.require_plain(0.7)
         return
     with pytest.raises(TrainingError, match=r"temperature=0\.7, and rows .* sampled at 1:"):
-        batch.require_temperature(0.7)
+        batch.require_plain(0.7)
 
 
 def test_rows_that_are_imitated_are_scored_at_temperature_1(

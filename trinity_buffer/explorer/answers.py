@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
-from trinity_buffer.explorer.conversation import Completion
+from trinity_buffer.explorer.conversation import Completion, as_texts
 from trinity_buffer.sampling import NEUTRAL, not_neutral
 
 _LOG = logging.getLogger(__name__)
@@ -201,6 +201,19 @@ def require_sampled(sampling: Mapping[str, Any], mode: str, remedy: str = LEAVE_
             "--logprobs-mode processed_logprobs and give logprobs_mode='processed_logprobs'; of "
             "such options, trainers score a temperature and refuse the others"
         )
+
+
+def require_texts(messages: Sequence[Mapping[str, Any]], remedy: str = LEAVE_OUT) -> None:
+    """Return if ``messages`` hold nothing but texts.
+
+    Raises:
+        InvalidArgumentError: they hold a picture, say, which no trainer would see; the message ends
+            with the ``remedy``.
+    """
+    try:
+        as_texts(messages)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{error}. Leave it out, or {remedy}") from error
 
 
 def changes(sampling: Mapping[str, Any]) -> dict[str, Any]:

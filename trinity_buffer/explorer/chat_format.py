@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.explorer.conversation import Completion, SaidMessage
+from trinity_buffer.explorer.conversation import Completion, SaidMessage, as_texts
 from trinity_buffer.explorer.tool_calls import Tools, tool_calls_in, with_decoded_arguments
 
 Messages = Sequence[Mapping[str, Any]]
@@ -143,36 +143,35 @@ class ChatFormat:
         return {token: str(text) for token, text in added if text.special}
 
 
-def rendered(tokenizer: Any, messages: Messages, tools: Tools = (), *, ask: bool = True) -> str:
+def rendered(
+    tokenizer: Any, messages: Messages, tools: Tools = (), *, ask: bool = True, **options: Any
+) -> str:
     """Return what the chat template of ``tokenizer`` makes of a conversation.
 
     Args:
         ask: end with the beginning of the model's answer.
+        options: of the template's own, such as ``enable_thinking``.
 
     Raises:
-        InvalidArgumentError: it cannot write such messages.
+        InvalidArgumentError: it cannot write such messages, or they hold more than texts.
     """
-    decoded = [with_decoded_arguments(message) for message in messages]
+    texts = as_texts(messages)
+    decoded = [with_decoded_arguments(message) for message in texts]
+    options["add_generation_prompt"] = ask
     try:
         try:
-            return _applied(tokenizer, decoded, tools, ask=ask)
+            return _applied(tokenizer, decoded, tools, options)
         except TypeError:  # as DeepSeek's, which takes arguments as texts
-            return _applied(tokenizer, list(map(dict, messages)), tools, ask=ask)
+            return _applied(tokenizer, texts, tools, options)
     except (TemplateError, TypeError, ValueError) as error:
         raise InvalidArgumentError(
             f"the chat template cannot write this conversation ({error})"
         ) from error
 
 
-def _applied(tokenizer: Any, messages: list[Any], tools: Tools, *, ask: bool) -> str:
-    return str(
-        tokenizer.apply_chat_template(
-            messages,
-            tools=[dict(tool) for tool in tools] or None,
-            add_generation_prompt=ask,
-            tokenize=False,
-        )
-    )
+def _applied(tokenizer: Any, messages: list[Any], tools: Tools, options: Mapping[str, Any]) -> str:
+    offered = [dict(tool) for tool in tools] or None
+    return str(tokenizer.apply_chat_template(messages, tools=offered, tokenize=False, **options))
 
 
 def _last_said(messages: Messages) -> tuple[int, Completion | None]:

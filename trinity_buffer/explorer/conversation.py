@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
@@ -14,6 +14,42 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.sampling import MODE, SEGMENTS
 
 _LOG = logging.getLogger(__name__)
+
+
+TEXT_PARTS = {
+    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""Types of content parts that are texts -> the key of the text."""
+
+
+def as_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages, the content parts of each joined into one text.
+
+    Raises:
+        InvalidArgumentError: a part is a picture, a sound or the like, which tokens do not hold.
+    """
+    return [
+        {**message, "content": "\n".join(_text_of(part, number) for part in message["content"])}
+        if isinstance(message.get("content"), list)
+        else dict(message)
+        for number, message in enumerate(messages)
+    ]
+
+
+def _text_of(part: Any, number: int) -> str:
+    """Return the text of a content part of the message ``number``."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", next(iter(part), "part")) if isinstance(part, Mapping) else type(part)
+    text = part.get(TEXT_PARTS[kind]) if kind in TEXT_PARTS else None
+    if not isinstance(text, str):
+        raise InvalidArgumentError(
+            f"messages[{number}] holds a part {str(kind)!r:.40}, which is no text: tokens are all "
+            "that is stored of messages, and a model would be trained without it"
+        )
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,7 +117,8 @@ class LocalModel:
         template writes earlier messages otherwise than before.
 
         Raises:
-            InvalidArgumentError: the template cannot write such messages.
+            InvalidArgumentError: the template cannot write such messages, or they hold more than
+                texts.
         """
         prompt = self._format.prompt(messages, tools)
         made = await self.complete(prompt.ids, max_tokens=max_tokens)

@@ -18,6 +18,7 @@ from trinity_buffer.explorer.answers import (
     require_all_sampled,
     require_ids,
     require_sampled,
+    require_texts,
     text_completion,
 )
 from trinity_buffer.explorer.chat_format import ChatFormat
@@ -100,6 +101,8 @@ class OpenAIModel:
             prompt = chat.prompt(messages, tools)
             made = await self.complete(prompt.ids, max_tokens=max_tokens)
             return replace(chat.read(made, tools), prompt_text=prompt.text)
+        if self._require_ids:
+            require_texts(messages)
         body = {"messages": [dict(message) for message in messages], **ASKED_FOR_CHAT}
         if tools:
             body["tools"] = [dict(tool) for tool in tools]

@@ -135,6 +135,11 @@ def stored_rollout(
 
 
 def _experience(run: int, one: Sample) -> Experience:
+    if getattr(one, "multimodal_inputs", None) or getattr(one, "multimodal_train_inputs", None):
+        raise InvalidArgumentError(
+            f"sample {one.index} has multimodal inputs, and this adapter stores texts alone: a "
+            "model would be trained without them"
+        )
     version = next((int(v) for v in _versions(one)), None)
     group = f"group-{one.group_index}"
     return Experience(

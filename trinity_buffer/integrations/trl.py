@@ -47,7 +47,8 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
 
     Raises:
         InvalidArgumentError: settings that the store cannot serve.
-        TrainingError: in a step, rows were sampled at another temperature than that of ``args``.
+        TrainingError: in a step, rows have pictures, or were sampled at another temperature than
+            that of ``args``.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
             )
         self._upcoming = None
         for microbatch in step.microbatches:
-            microbatch.require_temperature(self.args.temperature)
+            microbatch.require_plain(self.args.temperature)
         return step
 
     @override

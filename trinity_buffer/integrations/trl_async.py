@@ -120,7 +120,7 @@ class StoredRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     def _put(self, step: TrainStep) -> None:
         for microbatch in step.microbatches:
-            microbatch.require_temperature(self._temperature)
+            microbatch.require_plain(self._temperature)
         version = self.rollout_buffer.version + AHEAD + 1
         samples = list(samples_of(step, version))
         if len(samples) > self._rows:

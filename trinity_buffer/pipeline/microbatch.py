@@ -149,13 +149,19 @@ class MicroBatch(Mapping[str, Any]):
                 f"(recompute_old_logprob=True), or go on without the row: drop=[{uid!r}]"
             )
 
-    def require_temperature(self, temperature: float) -> None:
-        """Return if all that is trained was sampled at the one temperature of a trainer.
+    def require_plain(self, temperature: float) -> None:
+        """Return if a trainer that is given tokens alone can train it at its one temperature.
 
         Raises:
-            TrainingError: it was not, or no trainer can score it; see `require_scorable`.
+            TrainingError: rows have pictures or the like, were sampled at another temperature, or
+                no trainer can score them; see `require_scorable`.
         """
         self.require_scorable()
+        if any(self.multi_modal_inputs):
+            raise TrainingError(
+                "rows of the step have multi_modal_inputs, such as pixels, and the trainer is "
+                "given tokens alone: leave such rows out"
+            )
         mask = self["action_mask"] != 0
         heat = self.get("temperature")
         trained = mask.new_ones(mask.shape, dtype=torch.float32) if heat is None else heat

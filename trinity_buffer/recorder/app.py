@@ -29,6 +29,7 @@ from trinity_buffer.explorer.answers import (
     require_all_sampled,
     require_ids,
     require_sampled,
+    require_texts,
 )
 from trinity_buffer.explorer.server import ServedWeights, Server
 from trinity_buffer.pipeline.background import task_group
@@ -216,6 +217,7 @@ class Recorder:
         require_request(body)
         asked = asked_of_upstream(path, body)
         require_sampled(asked, self._settings.logprobs_mode, ASK_ITSELF)
+        require_texts(body.get("messages") or (), ASK_ITSELF)
         rollout = await self._rollout(request, body)
         await self._recording.require_open(rollout, body.get("n"))
         headers = {HEADER: str(rollout)}

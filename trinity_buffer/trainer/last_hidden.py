@@ -39,6 +39,12 @@ def last_hidden(model: Any, microbatch: Mapping[str, Any]) -> tuple[Tensor, Outp
     """
     if isinstance(model, HiddenModel):
         return model.last_hidden(microbatch)
+    if any(getattr(microbatch, "multi_modal_inputs", ())):
+        raise InvalidArgumentError(
+            f"rows have multi_modal_inputs, such as pixels, and {type(unwrapped(model)).__name__} "
+            "is given token ids alone: leave such rows out, or give it a method `last_hidden` that "
+            "reads them"
+        )
     layer, head = _head_of(unwrapped(model))
     require_known(model, layer, head, microbatch)
     hidden, logits = hidden_and_logits(model, layer, microbatch, lambda states: states[:, :1])

@@ -15,7 +15,7 @@ from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
 from trinity_buffer.integrations.imports.rows import Rows, name_of
-from trinity_buffer.integrations.imports.texts import Texts
+from trinity_buffer.integrations.imports.texts import Templating, Texts
 
 
 def read(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
@@ -23,8 +23,9 @@ def read(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
     for number, where, row in rows.of(path):
         with rows.reading(where, row) as made:
             prompt, chosen, rejected = _parts(row)
-            tokens = texts.prompt(prompt)
-            answers = [texts.answer(prompt, one) for one in (chosen, rejected)]
+            how = Templating.of(row)
+            tokens = texts.prompt(prompt, how)
+            answers = [texts.answer(prompt, one, how) for one in (chosen, rejected)]
             made.append(
                 Experience(
                     eid=EID(name_of(path), number, 0),
@@ -34,6 +35,7 @@ def read(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
                     rejected=torch.tensor(answers[1], dtype=torch.int32),
                     prompt_text=prompt if isinstance(prompt, str) else None,
                     chosen_messages=chosen if isinstance(chosen, list) else None,
+                    tools=how.tools,
                     rejected_messages=rejected if isinstance(rejected, list) else None,
                 )
             )

@@ -15,7 +15,7 @@ from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
 from trinity_buffer.integrations.imports.rows import Row, Rows
-from trinity_buffer.integrations.imports.texts import Texts
+from trinity_buffer.integrations.imports.texts import Texts, only_texts
 
 Path_ = list[dict[str, Any]]
 """The nodes of a branch, from the first message to the last."""
@@ -108,6 +108,8 @@ def _experience(
     ids = [one for node in nodes for one in node["token_ids"]]
     mask = [one for node in nodes for one in node["mask"]]
     start = max(mask.index(True), 1)
+    messages = [node["message"] for node in nodes]
+    only_texts(messages)
     noted = told.get(index)
     return Experience(
         eid=eid,
@@ -117,7 +119,7 @@ def _experience(
         logprobs=_spread(nodes)[start:],
         advantages=None if noted is None else [one or 0.0 for one in noted[start : len(ids)]],
         reward=sum(one["score"] * one.get("weight", 1.0) for one in _rewards(trace)),
-        messages=[node["message"] for node in nodes],
+        messages=messages,
         info={
             **({"model_version": policy["start"]} if "start" in policy else {}),
             "trace": trace["id"],

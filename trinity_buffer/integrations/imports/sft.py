@@ -13,7 +13,7 @@ from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
 from trinity_buffer.integrations.imports.rows import Rows, name_of
-from trinity_buffer.integrations.imports.texts import Texts
+from trinity_buffer.integrations.imports.texts import Templating, Texts
 
 
 def read(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
@@ -32,14 +32,15 @@ def read(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
                 raise InvalidExperienceError(
                     f"a demonstration has messages, or prompt and completion, not {sorted(row)}"
                 )
-            before = texts.prompt(prompt)
+            how = Templating.of(row)
+            before = texts.prompt(prompt, how)
             made.append(
                 Experience(
                     eid=EID(name_of(path), number, 0),
-                    tokens=before + texts.answer(prompt, answer),
+                    tokens=before + texts.answer(prompt, answer, how),
                     prompt_length=len(before),
                     messages=messages or None,
-                    tools=row.get("tools"),
+                    tools=how.tools,
                     prompt_text=prompt if isinstance(prompt, str) else None,
                     response_text=answer if isinstance(answer, str) else None,
                 )

@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.explorer.chat_format import rendered
+from trinity_buffer.explorer.conversation import as_texts
 from trinity_buffer.explorer.local_model import load_tokenizer
+
+MEDIA = ("image", "images", "video", "videos", "audio", "audios", "multi_modal_inputs")
+"""Columns of data sets beside messages, of which tokens hold nothing."""
 
 Said = str | Sequence[Mapping[str, Any]]
 """A text, or the messages of a conversation."""
+
+
+class Templating(NamedTuple):
+    """What a row gives to a chat template beside its messages.
+
+    Attributes:
+        tools: that were offered.
+        options: of the template's own, such as ``enable_thinking``.
+    """
+
+    tools: list[dict[str, Any]] | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Templating:
+        """Return what a row of a data set gives, in the columns that TRL names.
+
+        Raises:
+            InvalidExperienceError: it holds pictures, sounds or films.
+        """
+        media = [name for name in MEDIA if row.get(name)]
+        if media:
+            raise InvalidExperienceError(
+                f"it has {media[0]}, and texts are all that is imported: a model would be trained "
+                "without them"
+            )
+        tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+        return cls(tools or None, row.get("chat_template_kwargs") or {})
+
+
+PLAIN = Templating()
+"""Of messages alone."""
 
 
 class Texts:
@@ -34,15 +73,23 @@ class Texts:
             raise InvalidArgumentError(f"--tokenizer {self._folder}: there is no such folder")
         return load_tokenizer(self._folder)
 
-    def prompt(self, said: Said) -> list[int]:
-        """Return the tokens of a prompt; of messages, up to where the answer begins."""
-        return self._text(said) if isinstance(said, str) else self._chat(said, ask=True)
+    def prompt(self, said: Said, how: Templating = PLAIN) -> list[int]:
+        """Return the tokens of a prompt; of messages, up to where the answer begins.
 
-    def answer(self, prompt: Said, said: Said) -> list[int]:
+        Args:
+            how: what the chat template is given beside messages.
+
+        Raises:
+            InvalidExperienceError: a message holds more than texts.
+        """
+        return self._text(said) if isinstance(said, str) else self._chat(said, how, ask=True)
+
+    def answer(self, prompt: Said, said: Said, how: Templating = PLAIN) -> list[int]:
         """Return the tokens of an answer to ``prompt``, with the one that ends it.
 
         Raises:
-            InvalidExperienceError: the chat template changes the prompt once it is answered.
+            InvalidExperienceError: the chat template changes the prompt once it is answered, or a
+                message holds more than texts.
         """
         if isinstance(said, str):
             if not isinstance(prompt, str):
@@ -51,7 +98,8 @@ class Texts:
                 end = self._tokenizer.eos_token_id
                 return self._text(said) + ([] if end is None else [end])
         asked = [] if isinstance(prompt, str) else _messages(prompt)
-        before, whole = self.prompt(prompt), self._chat([*asked, *_messages(said)], ask=False)
+        before = self.prompt(prompt, how)
+        whole = self._chat([*asked, *_messages(said)], how, ask=False)
         if whole[: len(before)] != before:
             raise InvalidExperienceError(
                 "the chat template writes the prompt otherwise once it is answered: its answer has "
@@ -62,11 +110,24 @@ class Texts:
     def _text(self, said: str) -> list[int]:
         return list(self._tokenizer.encode(said, add_special_tokens=False))
 
-    def _chat(self, said: Sequence[Mapping[str, Any]], *, ask: bool) -> list[int]:
+    def _chat(self, said: Sequence[Mapping[str, Any]], how: Templating, *, ask: bool) -> list[int]:
+        messages, tools = _messages(said), how.tools or ()
         try:
-            return self._text(rendered(self._tokenizer, _messages(said), ask=ask))
+            return self._text(rendered(self._tokenizer, messages, tools, ask=ask, **how.options))
         except InvalidArgumentError as error:  # of this row
             raise InvalidExperienceError(str(error)) from error
+
+
+def only_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what `as_texts` returns, of the messages of a row.
+
+    Raises:
+        InvalidExperienceError: one of them holds more than texts.
+    """
+    try:
+        return as_texts(messages)
+    except InvalidArgumentError as error:
+        raise InvalidExperienceError(str(error)) from error
 
 
 def _messages(said: Any) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from trinity_buffer.experience import CustomField, Experience
 from trinity_buffer.identity import EID
 from trinity_buffer.integrations.imports.plain_pickle import plain
 from trinity_buffer.integrations.imports.rows import Rows
-from trinity_buffer.integrations.imports.texts import Texts
+from trinity_buffer.integrations.imports.texts import Templating, Texts
 from trinity_buffer.store.sqlite import dbapi2
 
 MAGIC = b"TRXP"
@@ -139,14 +139,16 @@ def _from_text(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
             if not isinstance(row.get("eid"), dict):
                 raise InvalidExperienceError("an experience of Trinity-RFT has an eid")
             prompt, answer = _said(row)
-            before = texts.prompt(prompt)
+            how = Templating.of(row)
+            before = texts.prompt(prompt, how)
             made.append(
                 Experience(
                     eid=_eid(row["eid"]),
-                    tokens=before + texts.answer(prompt, answer),
+                    tokens=before + texts.answer(prompt, answer, how),
                     prompt_length=len(before),
                     reward=row.get("reward"),
-                    **{name: row.get(name) for name in PLAIN},
+                    **{name: row.get(name) for name in PLAIN if name != "tools"},
+                    tools=how.tools,
                 )
             )
         yield from made
