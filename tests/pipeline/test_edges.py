@@ -212,6 +212,22 @@ def test_why_a_rollout_ended_is_told_by_its_info_or_by_what_was_cut() -> None:
     ]
 
 
+def test_how_a_rollout_was_sampled_is_told_by_its_info() -> None:
+    hot, plain = rollout(run=0), rollout(run=1)
+    hot.info["sampling_segments"] = [{"temperature": 0.5}]
+    write = encode_experiences([hot, plain])
+    columns = ExperienceColumns(**write.meta)
+    decoded = [codec.decode_segment(bytes(blob)) for blob in write.families.values()]
+    assert write.sampling == {0: [[hot.prompt_length, len(hot.tokens), 0.5, None]]}
+    assert list(wrong_columns(columns, write.sampling, decoded)) == []
+    (said,) = write.sampling.values()
+    wrong = {1: [[2, 3, 2.0, None]]}
+    assert list(wrong_columns(columns, wrong, decoded)) == [
+        (0, f"it was sampled with {said}, its event says None"),
+        (1, f"it was sampled with [], its event says {wrong[1]}"),
+    ]
+
+
 async def test_what_is_held_is_counted_from_where_one_looks(sqlite_url: str) -> None:
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("run", config=PAIR)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import anyio
@@ -122,9 +124,7 @@ def test_the_policy_that_sampled_has_a_ratio_of_1_at_the_first_step(
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_all_micro_batches_of_all_ranks_have_the_temperature_of_each_token(
-    layout: str, sqlite_url: str
-) -> None:
+def test_all_micro_batches_have_the_temperature_of_each_token(layout: str, sqlite_url: str) -> None:
     made = sampled_at(policy())
     for row in made[1:]:
         row.info.pop("sampling_segments", None)
@@ -142,6 +142,49 @@ def test_all_micro_batches_of_all_ranks_have_the_temperature_of_each_token(
         len(made[0].tokens) - made[0].prompt_length - 1
     )
     assert hot == 1
+
+
+@pytest.mark.parametrize("groups", [1, 6])  # of one group, a rank has no rows
+def test_each_rank_has_the_key_though_the_hot_row_is_on_one(groups: int, sqlite_url: str) -> None:
+    made = rollouts()
+    made[0].info["sampling_segments"] = [{"temperature": COLD}]
+    anyio.run(store, sqlite_url, made)
+    barrier = Barrier(2)
+
+    def batches(rank: int) -> list[Any]:
+        with tb.open_train_stream(
+            sqlite_url,
+            experiment="run",
+            strategy="grpo",
+            groups_per_step=groups,
+            rank=rank,
+            world_size=2,
+        ) as stream:
+            found = next(iter(stream)).microbatches
+            barrier.wait(30)  # each has its part, before one leaves
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(batches, range(2)))
+    columns = [torch.cat([one["temperature"].flatten() for one in found]) for found in both]
+    assert sorted(COLD in column for column in columns) == [False, True]
+
+
+def test_a_run_at_a_temperature_replays_to_the_same_bits(sqlite_url: str, tmp_path: Path) -> None:
+    anyio.run(store, sqlite_url, sampled_at(policy()))
+    settings = tb.TrainerSettings(checkpoints=tmp_path, learning_rate=0.01)
+    with tb.open_train_stream(
+        sqlite_url, experiment="run", strategy="grpo", groups_per_step=2, layout="packed"
+    ) as stream:
+        first = tb.Trainer(stream, policy(), ALGORITHM(), settings)
+        first.run()
+    with tb.open_replay_stream(sqlite_url, experiment="run") as stream:
+        again = tb.Trainer(stream, policy(), ALGORITHM(), settings)
+        again.run()
+    assert first.state.step == again.state.step == 3
+    for name, weight in first.policy.state_dict().items():
+        assert torch.equal(weight, again.policy.state_dict()[name])
+        assert not torch.equal(weight, policy().state_dict()[name])
 
 
 def test_a_step_at_temperature_1_has_no_such_key(sqlite_url: str) -> None:

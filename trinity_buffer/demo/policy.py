@@ -178,6 +178,7 @@ class TransformerPolicy(nn.Module):
     """
 
     file_name = POLICY_FILE
+    takes = frozenset({"temperature"})
     whole_logits = False
 
     def __init__(self, config: PolicyConfig, *, seed: int = 0) -> None:
@@ -235,8 +236,6 @@ class TransformerPolicy(nn.Module):
         # The runs that were scored so counted the positions themselves.
         limits = {name: microbatch.get(name) for name in ("cu_seqlens", "max_seqlen")}
         return self.forward(microbatch["input_ids"], **limits)
-
-    takes = frozenset({"temperature"})
 
     def scores(self, microbatch: Mapping[str, Any]) -> TokenScores:
         """Return log-probability and entropy of every token; see `token_scores`.

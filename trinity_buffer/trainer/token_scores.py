@@ -232,7 +232,7 @@ def _logits(
         if head.softcap is not None:
             bent = torch.tanh(logits / head.softcap)
             logits, slope = bent * head.softcap, 1 - bent.square()
-        return logits if temperature is None else logits / temperature.unsqueeze(1), slope
+        return logits if temperature is None else logits.div_(temperature.unsqueeze(1)), slope
 
 
 class _Sums(NamedTuple):

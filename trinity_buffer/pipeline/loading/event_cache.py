@@ -68,7 +68,10 @@ def facts_of(experiences: Sequence[int], events: Mapping[int, WithSegment]) -> F
         found.prompt_lengths.extend(columns.prompt_length[chosen])
         found.lengths.extend(columns.length[chosen])
         found.trained_tokens.extend(columns.trained_tokens[chosen])
-        found.sampling.extend(map((event.sampling or {}).get, range(first, first + z - a)))
+        said = event.sampling
+        found.sampling.extend(
+            map(said.get, range(first, first + z - a)) if said else [None] * (z - a)
+        )
     return found
 
 
