@@ -163,6 +163,20 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "NaN returns": ({"returns": [NAN] * 3}, "returns holds NaN"),
     "a NaN reward": ({"reward": NAN}, "reward is nan, it must be finite"),
     "an infinite reward": ({"reward": -INF}, "reward is -inf"),
+    "a reward above float32": ({"reward": 1e39}, r"reward is 1e\+39, it must be finite in float32"),
+    "a reward below float32": ({"reward": -1e39}, r"reward is -1e\+39, it must be finite in fl"),
+    "log-probs below float32": (
+        {"logprobs": torch.tensor([0.0, -1e39, 0.0], dtype=torch.float64)},
+        r"logprobs holds a number above 3.4e\+38, which is infinite in float32",
+    ),
+    "token rewards above float32": (
+        {"token_level_reward": torch.tensor([0.0, 1e39, 0.0], dtype=torch.float64)},
+        "token_level_reward holds a number above",
+    ),
+    "advantages above float32": (
+        {"advantages": torch.tensor([0.0, 1e39, 0.0], dtype=torch.float64)},
+        "advantages holds a number above",
+    ),
     "a reward that is a text": ({"reward": "1"}, "reward is a str, it must be a number or None"),
     "a reward of 400 digits": ({"reward": 10**400}, "reward is 1000"),
     "too few experts": (

@@ -18,9 +18,11 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.writing.validation import PER_TOKEN
 
 NAN, INF = math.nan, math.inf
+LARGE = 1e39
+"""Finite in float64, and infinite in a micro-batch."""
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("value", [NAN, INF, -INF, LARGE, -LARGE])
 @pytest.mark.parametrize("field", ["reward", "action_mask", *PER_TOKEN])
 async def test_what_an_explorer_says_is_finite(field: str, value: float, sqlite_url: str) -> None:
     made = rollouts()
@@ -28,19 +30,20 @@ async def test_what_an_explorer_says_is_finite(field: str, value: float, sqlite_
     if field == "reward":
         made[4].reward = value
     else:
-        setattr(made[4], field, torch.full((size,), value))
+        setattr(made[4], field, torch.full((size,), value, dtype=torch.float64))
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("run", config={"schema": "experience"})
         with pytest.raises(InvalidExperienceError, match=rf"{made[4].eid.uid}: {field}"):
             await experiment.writer("test").write(made)
 
 
-async def test_what_scores_rollouts_anew_is_finite(sqlite_url: str) -> None:
+@pytest.mark.parametrize("value", [NAN, LARGE])
+async def test_what_scores_rollouts_anew_is_finite(value: float, sqlite_url: str) -> None:
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("run", config={})
         await experiment.writer("test").write(rollouts())
         with pytest.raises(InvalidArgumentError, match="scoring 'broken': the reward of b0/0/0/0/"):
-            await assign_rewards(experiment, "broken", lambda _: NAN)
+            await assign_rewards(experiment, "broken", lambda _: value)
         assert [e async for e in experiment.events(kinds=("RewardsAssigned",))] == []
 
 
@@ -56,22 +59,31 @@ async def test_what_configures_a_run_is_finite(value: float, store_url: str) -> 
 
 
 class BrokenStrategy(AddStrategy):
-    """Gives one run of each task an advantage that is no number."""
+    """Gives one run of each task an advantage that is no number, or too large."""
+
+    broken = NAN
 
     @override
     async def add(self, experiences: list[Any], step: int) -> tuple[int, dict[str, Any]]:
         for one in experiences:
-            value = NAN if one.eid.run == 1 else 1.0
-            one.advantages = one.returns = torch.full_like(one.logprobs, value)
+            value = self.broken if one.eid.run == 1 else 1.0
+            one.advantages = one.returns = torch.full_like(one.logprobs.double(), value)
         await self.writer.write(experiences)
         return len(experiences), {"spread": NAN, "size": 3.0}
 
 
-async def test_what_a_strategy_computed_that_is_not_finite_is_rejected(store_url: str) -> None:
+class LargeStrategy(BrokenStrategy):
+    broken = LARGE
+
+
+@pytest.mark.parametrize("strategy", [BrokenStrategy, LargeStrategy])
+async def test_what_a_strategy_computed_that_is_not_finite_is_rejected(
+    strategy: type[AddStrategy], store_url: str
+) -> None:
     async with open_store(store_url) as store:
         experiment = await store.experiment("run", config={"rollouts_per_group": 3})
         await experiment.writer("test").write(rollouts())
-        report = await run_strategy(experiment, BrokenStrategy, name="broken")
+        report = await run_strategy(experiment, strategy, name="broken")
         assert (report.annotated, report.rejected) == (12, 6)
         events = [event async for event in experiment.events()]
     (annotated,) = (e for e in events if e.kind == "ExperiencesAnnotated")

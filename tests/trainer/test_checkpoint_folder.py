@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 from tests.trainer.data import policy
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError
-from trinity_buffer.pipeline.proof.checkpoint import being_read, make_durable
+from trinity_buffer.pipeline.proof.checkpoint import being_read, digest_of, make_durable
 from trinity_buffer.pipeline.proof.gone_through import GoneThrough
 from trinity_buffer.trainer import checkpoint_folder
 from trinity_buffer.trainer.checkpoint_folder import (
@@ -75,8 +78,53 @@ def test_what_fails_for_another_reason_says_so(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint_folder, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match=r"step-00000007 cannot be written: .*No space left"):
         save_checkpoint(tmp_path, state())
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Let each write that makes a file larger fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [0, 100, 5000])
+def test_a_checkpoint_for_which_there_is_no_room_is_named_and_removed(
+    size: int, tmp_path: Path
+) -> None:
+    with (
+        files_of_at_most(size),
+        pytest.raises(CheckpointError, match=r"step-00000007 cannot be written: .*; make room"),
+    ):
+        save_checkpoint(tmp_path, state())
+    assert list(tmp_path.iterdir()) == []
+    load_checkpoint(
+        save_checkpoint(tmp_path, state()),
+        TrainerSettings(checkpoints=tmp_path).optimizer_of,
+        policy(),
+    )
+
+
+def test_a_place_where_no_checkpoint_can_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"step 7 can be written to .*/file/c: .*Not a direc"):
+        save_checkpoint(tmp_path / "file" / "c", state())
+
+
+def test_a_disk_that_fails_under_a_checkpoint_is_named(tmp_path: Path) -> None:
+    """The memory of a process, read from its first page on, is a real input/output error."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "weights").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match=r"checkpoint .* cannot be read.*Input/output error"):
+        digest_of(folder)
+    with pytest.raises(CheckpointError, match=r"nothing was committed: look after the disk"):
+        make_durable(folder)
 
 
 def test_a_resumed_trainer_draws_the_random_numbers_that_it_would_have_drawn(

@@ -36,6 +36,17 @@ SHARES = {
 """Step -> share of the highest rate: what it has risen to, times what it has fallen to."""
 
 
+def test_a_learning_rate_of_0_trains_the_critic_alone(sqlite_url: str, tmp_path: Path) -> None:
+    algorithm = build("ppo")
+    anyio.run(prepared, sqlite_url, algorithm)
+    trainer, _ = train(sqlite_url, algorithm, tmp_path, max_steps=1, learning_rate=0.0)
+    for name, weight in policy().state_dict().items():
+        assert torch.equal(weight, trainer.policy.state_dict()[name]), name
+    critic: Any = trainer.state.critic
+    fresh, trained = policy().new_critic().state_dict(), critic[0].state_dict()
+    assert any(not torch.equal(weight, trained[name]) for name, weight in fresh.items())
+
+
 @pytest.mark.parametrize("step", SHARES)
 def test_the_rate_of_a_step_rises_falls_and_stays(step: int) -> None:
     assert SETTINGS.rate_at(step) == pytest.approx(0.5 * SHARES[step])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 from contextlib import suppress
@@ -85,12 +86,24 @@ def _open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def _speak_utf_8() -> None:
+    """Begin again in Python's UTF-8 mode where the locale has no room for anybody's words.
+
+    Python does so by itself in the locales C and POSIX, unless it is told not to. Names of files,
+    arguments and output would each fail in a way of their own.
+    """
+    if codecs.lookup(sys.getfilesystemencoding()).name == "ascii":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def main() -> NoReturn:
     """Run the command, and end the process with it.
 
     At once: all is closed by then, and to take torch down would take each process a third of a
     second, for which somebody who has pressed Ctrl-C waits.
     """
+    _speak_utf_8()
     _open_streams()
     end_with_parent()
     code: str | int | None = 0

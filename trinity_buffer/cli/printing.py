@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,8 +64,11 @@ def _plain(value: object) -> Any:
 
 def print_json(*values: Any) -> None:
     """Print one line of JSON for each value, each as soon as it is there."""
+    is_unicode = codecs.lookup(sys.stdout.encoding or "utf-8").name.startswith("utf")
     for value in values:
-        sys.stdout.write(as_json(value) + "\n")
+        line = as_json(value)
+        # Where the locale has no room for a character, the stream would write no JSON.
+        sys.stdout.write(f"{line if is_unicode else json.dumps(json.loads(line))}\n")
     sys.stdout.flush()
 
 

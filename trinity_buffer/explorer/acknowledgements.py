@@ -20,6 +20,8 @@ class Acknowledgements:
     """
 
     def __init__(self, path: Path) -> None:
+        # Its name may be an actor's, which a POSIX locale would have in ASCII.
+        path = Path(os.fsdecode(str(path).encode("utf-8", "surrogateescape")))
         try:
             torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

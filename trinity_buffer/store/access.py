@@ -185,6 +185,11 @@ class foreign_errors:  # noqa: N801 - read as a statement: `with foreign_errors(
             ) from error
         if isinstance(error, OverflowError):
             raise InvalidArgumentError(f"{self.name}: {_TOO_LARGE} ({error})") from error
+        if isinstance(error, UnicodeEncodeError):  # bytes of a command line that are not UTF-8
+            raise InvalidArgumentError(
+                f"{self.name}: {error.object!r:.80} is no text, and the store holds nothing of "
+                f"that name ({error.reason})"
+            ) from error
         if isinstance(error, UnicodeDecodeError):  # SQLite's message quotes a damaged schema
             raise StoreError(
                 f"{self.name} is damaged, its schema is no text ({error}): put a copy back"

@@ -167,12 +167,13 @@ def inspect(tx: Transaction, name: str) -> bool:
     """Return whether the database holds a store of this version; False: it is empty.
 
     Raises:
-        UnknownStoreError: it holds something else.
+        UnknownStoreError: it holds something else, or a store in another schema.
         SchemaOutdatedError: it holds a store of an older version.
         SchemaTooNewError: it holds a store of a newer version.
     """
     found = set(inspect_engine(tx.connection).get_table_names())
     if not found:
+        _require_no_other(tx, name)
         return False
     if "alembic_version" not in found or "event" not in found:
         some = ", ".join(sorted(found)[:3])
@@ -191,6 +192,32 @@ def inspect(tx: Transaction, name: str) -> bool:
         f"{name} was written by a newer version (schema {revision}, this is "
         f"{tables.SCHEMA_REVISION}): upgrade with `pip install --upgrade trinity-buffer`"
     )
+
+
+_OTHER_STORE = (
+    "SELECT nspname, current_user, current_schema() FROM pg_class "
+    "JOIN pg_namespace n ON n.oid = relnamespace "
+    "WHERE relname IN ('event', 'segment', 'experience', 'alembic_version') AND relkind = 'r' "
+    "AND (SELECT source IN ('default', 'configuration file') FROM pg_settings "
+    "WHERE pg_settings.name = 'search_path') GROUP BY nspname HAVING count(*) = 4 LIMIT 1"
+)
+"""A store in a schema where this role does not look; none where its search path was set."""
+
+
+def _require_no_other(tx: Transaction, name: str) -> None:
+    """Return if the database holds no store that this role would not see.
+
+    A role makes its tables in a schema of its own name, if there is one. Explorers and trainers of
+    two roles would then have a store each, and wait for each other for ever.
+    """
+    if tx.dialect.name != "postgresql":
+        return
+    for where, role, own in tx.rows(_OTHER_STORE, ()):
+        raise UnknownStoreError(
+            f"{name} holds a store in the schema {where!r}, where the role {role!r} does not look: "
+            f'ALTER ROLE "{role}" SET search_path = "{where}", or "{own}" if it is to have a '
+            "second one"
+        )
 
 
 def revision_of(tx: Transaction, name: str) -> str:

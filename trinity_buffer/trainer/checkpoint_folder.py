@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import count
@@ -77,15 +77,22 @@ def fresh_folder(root: Path, step: int) -> Path:
 
     Never one that is there already: it may be of a process that was killed before its commit, or of
     another one that has taken over meanwhile and committed it.
+
+    Raises:
+        CheckpointError: none can be made there.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    for number in count(1):
-        folder = root / (f"step-{step:08d}" + (f"-{number}" if number > 1 else ""))
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        return folder
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            folder = root / (f"step-{step:08d}" + (f"-{number}" if number > 1 else ""))
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise CheckpointError(
+            f"no checkpoint of step {step} can be written to {root}: {error}; start again with a "
+            "folder that can be written: training goes on from the last commit"
+        ) from error
     raise AssertionError  # count() does not end
 
 
@@ -93,13 +100,13 @@ def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
     """Write the checkpoint of ``state`` into a fresh folder under ``root`` and return it.
 
     Raises:
-        CheckpointError: somebody removed the folder meanwhile; or an optimizer keeps what is
-            neither a tensor nor a number, and no folder is left.
+        CheckpointError: somebody removed the folder meanwhile; the disk is full, or fails; or an
+            optimizer keeps what is neither a tensor nor a number. No folder is left.
         NonFiniteError: a weight or a number of an optimizer is NaN or infinite; no folder is left.
     """
     folder = fresh_folder(root, state.step)
     try:
-        with staying(folder):
+        with writing(folder):
             _write(folder, state)
     except (CheckpointError, NonFiniteError):
         shutil.rmtree(folder, ignore_errors=True)
@@ -108,14 +115,21 @@ def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
 
 
 @contextmanager
-def staying(folder: Path) -> Iterator[None]:
-    """Say what it means if the folder of a checkpoint goes, or is not here, while it is written."""
+def writing(folder: Path) -> Iterator[None]:
+    """Say in a sentence why the folder of a checkpoint cannot be written.
+
+    Raises:
+        CheckpointError: it goes, or is not here, while it is written; or the disk is full or fails.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
         # The folder itself is the last to go: a file that is missing says enough.
         if folder.is_dir() and not isinstance(error, FileNotFoundError):
-            raise
+            raise CheckpointError(
+                f"checkpoint {folder} cannot be written: {error}; make room on that disk, or "
+                "choose another folder, and start again: training goes on from the last commit"
+            ) from error
         raise CheckpointError(
             f"checkpoint {folder} was removed while it was written: a trainer of this name took "
             "over and has gone on; start again to resume from its last commit. Or ranks on several "

@@ -74,17 +74,21 @@ class TrainerSettings:
 
     def rate_at(self, step: int) -> float:
         """Return the learning rate of gradient step ``step``, from 1; nothing else decides it."""
+        return self.learning_rate * self._share_at(step)
+
+    def critic_rate_at(self, step: int) -> float:
+        """Return the learning rate of the critic in gradient step ``step``."""
+        return self.critic_learning_rate * self._share_at(step)
+
+    def _share_at(self, step: int) -> float:
+        """Return the part of the highest rate that the schedule allows in a step."""
         rising = min(1.0, step / (self.warmup_steps + 1))
         falling = (
             1.0
             if self.decay_steps is None
             else 1 - (1 - self.lowest_rate) * step / self.decay_steps
         )
-        return self.learning_rate * rising * max(falling, self.lowest_rate)
-
-    def critic_rate_at(self, step: int) -> float:
-        """Return the learning rate of the critic in gradient step ``step``."""
-        return self.rate_at(step) / self.learning_rate * self.critic_learning_rate
+        return rising * max(falling, self.lowest_rate)
 
     def optimizer_of(self, model: Trainable, *, is_critic: bool = False) -> torch.optim.Optimizer:
         """Return a fresh optimizer for the policy, or for the critic."""

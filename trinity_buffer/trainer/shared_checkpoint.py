@@ -25,9 +25,9 @@ from trinity_buffer.trainer.checkpoint_folder import (
     fresh_folder,
     random_of_ranks,
     require_finite,
-    staying,
     write_critic,
     write_numbers,
+    writing,
 )
 from trinity_buffer.trainer.optimizer_state import OptimizerState
 from trinity_buffer.trainer.parallel import Processes, gather_texts, is_sharded
@@ -179,7 +179,7 @@ class _Writing:
     rank: int
 
     def __call__(self) -> str:
-        with staying(self.folder):
+        with writing(self.folder):
             return self._written()
 
     def _written(self) -> str:

@@ -304,7 +304,7 @@ def _misfit(value: object, tokens: int) -> str | None:
 
 
 def _all_finite(experiences: Sequence[Experience]) -> bool:
-    """Return whether all that a strategy computed for ``experiences`` is finite."""
+    """Return whether all that a strategy computed is finite in float32, as micro-batches are."""
     tensors = [
         value
         for experience in experiences
@@ -312,14 +312,16 @@ def _all_finite(experiences: Sequence[Experience]) -> bool:
         if (value := experience.__dict__.get(name)) is not None
     ]
     return not tensors or bool(
-        torch.cat([t.detach().double().flatten() for t in tensors]).isfinite().all()
+        torch.cat([t.detach().float().flatten() for t in tensors]).isfinite().all()
     )
 
 
 def _broken_fields(experience: Experience) -> list[str]:
     """Return what a strategy computed for an experience and is not finite."""
     found = [(name, experience.__dict__.get(name)) for name in ANNOTATED]
-    return [name for name, value in found if value is not None and not value.isfinite().all()]
+    return [
+        name for name, value in found if value is not None and not value.float().isfinite().all()
+    ]
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

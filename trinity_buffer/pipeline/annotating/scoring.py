@@ -8,9 +8,10 @@ or scored by two functions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import cast
+
+import torch
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import RewardsAssigned
@@ -88,8 +89,9 @@ def _append(tx: Transaction, experiment: int, events: Sequence[log.NewEvent], ac
 
 
 def _checked(experience: Experience, name: str, value: float) -> float:
-    if not math.isfinite(value):
+    if not abs(value) <= torch.finfo(torch.float32).max:
         raise InvalidArgumentError(
-            f"scoring {name!r}: the reward of {experience.eid.uid} is {value}, it must be finite"
+            f"scoring {name!r}: the reward of {experience.eid.uid} is {value}, it must be finite "
+            "in float32"
         )
     return float(value)

@@ -77,13 +77,18 @@ def digest_of(checkpoint: Path, known: Mapping[Path, str] | None = None) -> str:
 
 @contextmanager
 def _staying(checkpoint: Path) -> Iterator[None]:
-    """Say what it means if a file that was just there is not there any more."""
+    """Say what it means if a file that was just there is gone, or cannot be read or written."""
     try:
         yield
     except FileNotFoundError as error:
         raise CheckpointError(
             f"checkpoint {checkpoint} is being removed while it is read, {error.filename} is gone: "
             "a trainer that took over tidies up so; start again to resume from the last commit"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} cannot be read, or written through to its disk: {error}; "
+            "nothing was committed: look after the disk, and start again"
         ) from error
 
 

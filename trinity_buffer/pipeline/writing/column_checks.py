@@ -26,6 +26,7 @@ from trinity_buffer.pipeline.writing.validation import (
     LISTS,
     MASKS,
     MAX_BYTES,
+    MAX_FLOAT32,
     MAX_INT32,
     MAX_INT64,
     NOBODY,
@@ -183,13 +184,18 @@ def _no_problem(problem_of: Callable[[Any], str | None], values: Iterable[object
 
 def _rewards_pass(fields: Fields) -> bool:
     if fields.kinds("reward") == _FLOAT:
-        return all(map(math.isfinite, fields["reward"]))
+        rewards = fields["reward"]
+        # All are compared only where none is NaN, which is neither more nor less.
+        return (
+            all(map(math.isfinite, rewards))
+            and -MAX_FLOAT32 <= min(rewards) <= max(rewards) <= MAX_FLOAT32
+        )
     return all(map(_reward_passes, fields["reward"]))
 
 
 def _reward_passes(reward: object) -> bool:
     if type(reward) is float:
-        return math.isfinite(reward)
+        return abs(reward) <= MAX_FLOAT32
     return reward is None or (type(reward) is int and abs(reward) <= MAX_INT64)
 
 
@@ -224,5 +230,5 @@ def _all_are_finite(column: Column) -> bool:
     if column.dtype in ("float32", "float64"):
         numbers = column.elements  # NaN and Inf survive in a sum of squares
         with np.errstate(all="ignore"):
-            return math.isfinite(np.dot(numbers, numbers))
+            return bool(np.dot(numbers, numbers) <= MAX_FLOAT32)
     return not column.dtype.startswith(("float", "bfloat"))

@@ -22,6 +22,8 @@ MAX_BYTES = 64 << 20
 """Of all that one experience holds: more would not fit one part of a segment."""
 
 MAX_INT32, MAX_INT64 = (1 << 31) - 1, (1 << 63) - 1
+MAX_FLOAT32 = torch.finfo(torch.float32).max
+"""Micro-batches are in float32, in which a larger number is infinite."""
 INTEGERS = frozenset(
     {
         *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -271,7 +273,8 @@ def _all_finite(tensor: Tensor) -> bool:
     # NaN and Inf survive in a sum of squares, which takes a tenth of the time of looking at each;
     # it may overflow without them, hence the second look.
     numbers = tensor.detach()
-    return math.isfinite(numbers.dot(numbers).item()) or bool(numbers.isfinite().all())
+    passes = numbers.dot(numbers).item() <= MAX_FLOAT32
+    return passes or bool(numbers.float().isfinite().all())
 
 
 def _check_response(experience: Experience) -> int:
@@ -331,7 +334,10 @@ def _check_per_token(experience: Experience, response: int | None) -> None:
                 f"has {value.numel()} elements, the response has {response}: one per token of it",
             )
         if not _all_finite(value):
-            raise _refuse(experience, field, "holds NaN or Inf, it must be finite")
+            problem = "holds NaN or Inf, it must be finite"
+            if value.isfinite().all():
+                problem = f"holds a number above {MAX_FLOAT32:.2g}, which is infinite in float32"
+            raise _refuse(experience, field, problem)
 
 
 def _check_reward(experience: Experience) -> None:
@@ -342,8 +348,10 @@ def _check_reward(experience: Experience) -> None:
         raise _refuse(
             experience, "reward", f"is a {type(reward).__name__}, it must be a number or None"
         )
-    if not (abs(reward) <= MAX_INT64 if isinstance(reward, int) else math.isfinite(reward)):
-        raise _refuse(experience, "reward", f"is {reward!r:.40}, it must be finite")
+    if not abs(reward) <= (MAX_INT64 if isinstance(reward, int) else MAX_FLOAT32):
+        large = type(reward) is float and math.isfinite(reward)
+        where = " in float32" if large else ""
+        raise _refuse(experience, "reward", f"is {reward!r:.40}, it must be finite{where}")
 
 
 def _check_experts(experience: Experience) -> None:
