@@ -66,7 +66,6 @@ LAZY_IMPORTS = {
     f"{PACKAGE}/pipeline/experiment.py:_decoded": "torch, which who only counts does not need",
     f"{PACKAGE}/pipeline/experiment.py:train_stream": "torch, which readers do not need",
     f"{PACKAGE}/codec/objects.py:_arrays": "NumPy, which who only asks does not need",
-    f"{PACKAGE}/store/changes.py:_listen": "asyncpg is an extra that users of SQLite do not have",
 }
 NAMED_BY_TRINITY = {
     f"{PACKAGE}/algorithm/utils.py": "Trinity-RFT's code imports it by this name",

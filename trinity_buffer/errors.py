@@ -25,6 +25,7 @@ TrinityBufferError
     ├── UnsafeStoreError                a file system or SQLite library that would lose data
     ├── StoreUseError                   used after its end, or by another process or event loop
     ├── StoreReplacedError              its file was removed or replaced under us
+    ├── StoreUnavailableError           its server is not there, and may be again soon
     ├── StoreBusyError (TimeoutError)
     ├── DamagedSegmentError             a checksum that does not hold
     ├── ArchivedSegmentError            tensors that retention has taken out of the store
@@ -159,7 +160,17 @@ class StoreUseError(StoreError):
 
 
 class StoreReplacedError(StoreError):
-    """The database's file was removed or replaced while it was open; nothing is acknowledged."""
+    """The database's file was removed or replaced while it was open; nothing is acknowledged.
+
+    Of a server: it lacks events that this process has seen, as after a failover that lost them.
+    """
+
+
+class StoreUnavailableError(StoreError):
+    """The server of the store is not there, or ended the connection; it may be there again soon.
+
+    Reads and commits were tried again for ``reconnect_s`` before this is raised.
+    """
 
 
 class StoreBusyError(StoreError, TimeoutError):

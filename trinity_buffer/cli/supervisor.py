@@ -21,6 +21,7 @@ from trinity_buffer.errors import (
     ReadOnlyStoreError,
     SchemaOutdatedError,
     SchemaTooNewError,
+    StoreReplacedError,
     TrainingError,
     TrinityBufferError,
     UnknownExperimentError,
@@ -54,6 +55,7 @@ _BEYOND_RESTART = (
     SchemaTooNewError,
     UnsafeStoreError,
     ReadOnlyStoreError,
+    StoreReplacedError,
 )
 
 _PR_SET_PDEATHSIG = 1

@@ -96,8 +96,10 @@ class Presence:
     async def gone(self) -> None:
         """Take it back; where the store cannot be reached, time will."""
         if self._started_at:
-            with anyio.CancelScope(shield=True), suppress(StoreError):
-                await self._database.write(promises.forget_presence, self._experiment, self._row())
+            with anyio.CancelScope(shield=True):
+                await self._database.try_to_write(
+                    promises.forget_presence, self._experiment, self._row()
+                )
         self._started_at = 0
 
     def is_namesake(self, row: PresenceRow) -> bool:

@@ -16,11 +16,13 @@ from trinity_buffer.errors import (
     StoreBusyError,
     StoreError,
     StoreReplacedError,
+    StoreUnavailableError,
     StoreUseError,
     UnknownStoreError,
     UnsafeStoreError,
 )
 from trinity_buffer.store import sqlite
+from trinity_buffer.store.connecting import passes_by
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.transaction import TakenKeyError
 
@@ -175,7 +177,7 @@ class foreign_errors:  # noqa: N801 - read as a statement: `with foreign_errors(
         if isinstance(error, (DBAPIError, dbapi2.Error)):
             raise _translate(error, self.name) from error
         if isinstance(error, OSError) and not isinstance(error, StoreError):
-            raise StoreError(
+            raise StoreUnavailableError(
                 f"{self.name}: cannot reach the database: {str(error) or 'it does not answer'}"
             ) from error
         if isinstance(error, PoolTimeoutError):
@@ -200,6 +202,8 @@ def _translate(error: Exception, name: str) -> Exception:
     cause = " ".join(str(getattr(error, "orig", error)).split())
     if isinstance(error, (IntegrityError, dbapi2.IntegrityError)):
         return TakenKeyError(f"{name}: {cause}")
+    if getattr(error, "connection_invalidated", False) or passes_by(getattr(error, "orig", None)):
+        return StoreUnavailableError(f"{name}: cannot reach the database: {cause}")
     lowered = cause.lower()
     if "(value out of int" in lowered:
         return InvalidArgumentError(f"{name}: {_TOO_LARGE} ({cause})")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import socket
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,19 +17,18 @@ import anyio
 from sqlalchemy.engine import URL
 from typing_extensions import override
 
-from trinity_buffer.errors import StoreError
+from trinity_buffer.errors import StoreError, StoreUnavailableError
 from trinity_buffer.store.access import Owner, StoreFiles, foreign_errors
+from trinity_buffer.store.connecting import Outage, arguments_of, close, connect, errors, passes_by
 from trinity_buffer.store.sqlite import dbapi2, uri_of
 
 CHANNEL = "trinity_buffer"
-APPLICATION = f"trinity-buffer {os.getpid()}@{socket.gethostname()}"[:63]
-"""What the server's list of connections says of ours."""
 FIRST_POLL_S = 0.001
 SLOWEST_POLL_S = 0.008
-CONNECT_TIMEOUT_S = 30.0
-"""Of a server that takes a connection and does not answer."""
+ASKED_EVERY_S = 20.0
+ANSWERS_WITHIN_S = 10.0
+"""A server that says nothing for so long is asked, and taken for gone if it does not answer."""
 
-CLOSE_TIMEOUT_S = 5.0
 SLOWEST_WATCHED_POLL_S = 0.05
 """Where the kernel tells of writes: a net below it, no more."""
 
@@ -155,41 +154,35 @@ class SQLiteChanges(Changes):
 class PostgresChanges(Changes):
     """Listens on one channel, over a connection of its own, opened by the first who waits."""
 
-    def __init__(self, url: URL, owner: Owner) -> None:
+    def __init__(self, url: URL, name: str, owner: Owner, outage: Outage) -> None:
         super().__init__(owner)
         self._url = url
+        self._name = name
+        self._outage = outage
         self._others = 0
+        self._answered = 0.0
         self._connection: Any = None
-        self._gone: tuple[type[Exception], ...] = (OSError,)  # which TimeoutError is one of
         self._lock = anyio.Lock()
 
     async def _listen(self) -> None:
-        import asyncpg  # noqa: PLC0415 - an optional extra; SQLite users do not have it
-
         async with self._lock:
             if self._connection is None or self._connection.is_closed():
-                self._gone = (
-                    OSError,
-                    asyncpg.PostgresError,
-                    asyncpg.InterfaceError,
-                    asyncpg.InternalClientError,
-                )
                 try:
-                    self._connection = await asyncpg.connect(
-                        _dsn(self._url),
-                        server_settings={"application_name": APPLICATION},
-                        timeout=CONNECT_TIMEOUT_S,
-                    )
+                    self._connection = await connect(**arguments_of(self._url))
                     # Whoever waits must not wait for news over a connection that is gone.
                     self._connection.add_termination_listener(self._heard)
                     await self._connection.add_listener(CHANNEL, self._heard)
-                except self._gone as error:
-                    raise StoreError(
-                        f"{self._url.render_as_string(hide_password=True)}: cannot listen for "
-                        f"changes: {str(error) or 'it does not answer'}"
-                    ) from error
+                except errors() as error:
+                    said = str(error) or "it does not answer"
+                    lost = passes_by(error) or self._is_lost
+                    kind = StoreUnavailableError if lost else StoreError
+                    raise kind(f"{self._name}: cannot listen for changes: {said}") from error
                 # what came before the connection stood was not heard: read once more
                 self._others += 1
+
+    @property
+    def _is_lost(self) -> bool:
+        return self._connection is not None and bool(self._connection.is_closed())
 
     def _heard(self, *_: Any) -> None:
         self._others += 1
@@ -199,16 +192,31 @@ class PostgresChanges(Changes):
     @override
     async def state(self) -> tuple[int, int]:
         """Return (own commits, notifications heard)."""
-        await self._listen()
+        await self._outage.outlived(self._listen)
         return self._own, self._others
 
     @override
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
-        """Wait for a notification."""
-        own = self._event
-        if (self._own, self._others) == state:
-            with anyio.move_on_after(timeout_s):
-                await own.wait()
+        """Wait for a notification, and look now and then whether one could still come."""
+        with anyio.move_on_after(timeout_s):
+            while (self._own, self._others) == state:
+                event = self._event
+                with anyio.move_on_after(ASKED_EVERY_S) as silence:
+                    await event.wait()
+                if silence.cancelled_caught:
+                    await self._ask()
+
+    async def _ask(self) -> None:
+        """Ask the server for a sign of life, once for all who wait; without one, connect anew."""
+        async with self._lock:
+            if time.monotonic() - self._answered < ASKED_EVERY_S / 2:
+                return
+            try:
+                await self._connection.execute("SELECT 1", timeout=ANSWERS_WITHIN_S)
+            except errors():
+                self._connection.terminate()
+                self._heard()
+            self._answered = time.monotonic()
 
     @override
     async def close(self) -> None:
@@ -216,15 +224,7 @@ class PostgresChanges(Changes):
         self.notify()
         if self._connection is None or self._owner.forked:
             return
-        with anyio.CancelScope(shield=True):
-            try:
-                await self._connection.close(timeout=CLOSE_TIMEOUT_S)
-            except self._gone:
-                self._connection.terminate()
-
-
-def _dsn(url: URL) -> str:
-    return url.set(drivername="postgresql").render_as_string(hide_password=False)
+        await close(self._connection)
 
 
 _IN_MODIFY = 0x2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar
@@ -13,17 +13,25 @@ import anyio.to_thread
 from sqlalchemy.engine import URL
 from sqlalchemy.util import await_only, greenlet_spawn
 
-from trinity_buffer.errors import InvalidArgumentError, ReadOnlyStoreError
+from trinity_buffer.errors import InvalidArgumentError, ReadOnlyStoreError, StoreError
 from trinity_buffer.store import schema, sqlite, transaction
 from trinity_buffer.store.access import Owner, StoreFiles, foreign_errors
 from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
+from trinity_buffer.store.connecting import Outage
 from trinity_buffer.store.postgres import Server
 from trinity_buffer.store.segments import SegmentStore, TableSegments
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.sqlite_seats import Seats, SQLiteTransaction
 from trinity_buffer.store.transaction import ReadSession, SegmentParts, Session, Transaction
 from trinity_buffer.store.turns import Turns
-from trinity_buffer.store.url import StoreURL, nothing_at, nothing_in, parse_url
+from trinity_buffer.store.url import (
+    StoreURL,
+    nothing_at,
+    nothing_in,
+    parse_url,
+    reconnect_s_of,
+    with_primary,
+)
 from trinity_buffer.store.write_ahead_log import Checkpointer
 
 P = ParamSpec("P")
@@ -54,6 +62,7 @@ class Database:
         self.durability = durability
         self.version = ""
         self.segments: SegmentStore = TableSegments()
+        self._outage = Outage(self.name)
         self._computing = anyio.CapacityLimiter(COMPUTED_AT_ONCE)
         self._checkpointer = None if read_only else self._new_checkpointer()
         self._connections: Seats | Server
@@ -142,6 +151,21 @@ class Database:
         self._noticed()
         return done
 
+    async def try_to_write(
+        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Write as `write` does, once; where the store cannot be reached, do without.
+
+        For a last word of who ends: a server that is not there is not waited for.
+        """
+        self._owner.require()
+        with suppress(StoreError):
+            if isinstance(self._connections, Server):
+                await self._connections.run_once(lambda tx: f(tx, *args, **kwargs))
+                self._noticed()
+            else:
+                await self.write(f, *args, **kwargs)
+
     async def _run(self, f: Callable[[Transaction], T], *, writes: bool, alone: bool = False) -> T:
         self._owner.require()
         with foreign_errors(self.name):
@@ -221,6 +245,8 @@ class Database:
             if self.read_only or not create:
                 raise nothing_in(self.name, read_only=self.read_only)
             await self.write(schema.create, self.name)
+        if not any_revision:  # who migrates hears at once, and who opens
+            self._outage.reconnect_s = reconnect_s_of(self.url)
         return self
 
     async def _open_file(self, stack: AsyncExitStack, *, prepare: bool, create: bool) -> None:
@@ -243,9 +269,11 @@ class Database:
         files.note()
 
     async def _open_server(self, stack: AsyncExitStack) -> None:
-        self._connections = server = Server(self.url)
+        url = self.url if self.read_only else with_primary(self.url)
+        is_timed = not self._any_revision  # a migration takes as long as it takes
+        self._connections = server = Server(url, self.name, self._outage, is_timed=is_timed)
         stack.push_async_callback(self._close)
-        self._changes = PostgresChanges(self.url, self._owner)
+        self._changes = PostgresChanges(url, self.name, self._owner, self._outage)
         stack.push_async_callback(self._changes.close)
         with foreign_errors(self.name):
             self.version = await server.require_suitable(self.name)

@@ -50,6 +50,13 @@ class NewEvent:
         return kind_of(self.fact)
 
 
+class Place(NamedTuple):
+    """Where a log ends: the position of its last event, and the head that proves all up to it."""
+
+    position: int
+    head: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class StoredEvent:
     """A fact as it lies in the log.
@@ -65,13 +72,6 @@ class StoredEvent:
     recorded_at: int
     body: bytes
     head: bytes | None
-
-
-class Place(NamedTuple):
-    """Where a log ends: the position of its last event, and the head that proves all up to it."""
-
-    position: int
-    head: bytes
 
 
 def append(
@@ -115,6 +115,7 @@ def append_of_actors(
         places.append(last)
         rows.append((experiment_id, *event_says, last.head))
         facts.append(PlacedFact(last.position, actor, new.fact))
+    tx.appended[experiment_id] = last
     tx.add(event, rows)
     projections.fold_all(tx, experiment_id, facts)
     tx.announce()
@@ -124,7 +125,15 @@ def append_of_actors(
 def end(tx: Transaction, experiment_id: int) -> Place:
     """Return where the log ends; before its first event, what its chain begins with."""
     rows = _END.rows(tx, of=experiment_id)
+    for row in rows:
+        tx.saw(experiment_id, *row)
     return place(*rows[0]) if rows else _beginning(tx, experiment_id)
+
+
+def holds(tx: Transaction, experiment_id: int, position: int, head: bytes) -> bool:
+    """Return whether the log has the event of this head at this position."""
+    found = read_at(tx, experiment_id, [position])
+    return bool(found) and found[0].head == head
 
 
 def end_if_open(tx: Transaction, experiment_id: int, batches: Iterable[str]) -> Place | None:
@@ -134,6 +143,7 @@ def end_if_open(tx: Transaction, experiment_id: int, batches: Iterable[str]) -> 
     if not rows:
         return _beginning(tx, experiment_id)
     ((position, known, is_sealed),) = rows
+    tx.saw(experiment_id, position, known)
     return None if is_sealed else place(position, known)
 
 
@@ -178,10 +188,10 @@ def _end_if_open(dialect: str) -> Prepared:
 
 def head(tx: Transaction, experiment_id: int) -> int:
     """Return the last position of the experiment, 0 if it has none."""
-    return int(_HEAD.value(tx, of=experiment_id) or 0)
-
-
-_HEAD = Prepared(select(func.max(event.c.position)).where(event.c.experiment == bindparam("of")))
+    rows = _END.rows(tx, of=experiment_id)
+    for row in rows:
+        tx.saw(experiment_id, *row)
+    return int(rows[0][0]) if rows else 0
 
 
 _TYPES = ((int, 0), (str, ""), (str, ""), (int, 0), (bytes, b""), (bytes, b""))
@@ -217,7 +227,14 @@ def read_after(
     wanted = None if kinds is None else tuple(kinds)
     query = _after(tx.dialect.name, wanted, up_to is not None)
     rows = query.rows(tx, of=experiment_id, after=after, most=limit, last=up_to)
-    return list(map(_stored, rows))
+    return _seen(tx, experiment_id, list(map(_stored, rows)))
+
+
+def _seen(tx: Transaction, experiment_id: int, events: list[StoredEvent]) -> list[StoredEvent]:
+    """Return events in order, of which the last one is noted as seen."""
+    if events:
+        tx.saw(experiment_id, events[-1].position, events[-1].head)
+    return events
 
 
 _STORED = select(*(column for column in event.c if column is not event.c.experiment))
@@ -258,7 +275,7 @@ def read_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> li
     """Return the events at ``positions``, in order of position."""
     query = _at(tx.dialect.name)
     rows = query.rows(tx, of=experiment_id, positions=given(tx, positions))
-    return list(map(_stored, rows))
+    return _seen(tx, experiment_id, list(map(_stored, rows)))
 
 
 def read_before(

@@ -11,8 +11,9 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from uuid import uuid4
+from weakref import WeakSet
 
 import anyio
 from sqlalchemy import Connection, Table, create_engine, insert
@@ -22,14 +23,15 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidatePoolError
 from sqlalchemy.util import greenlet_spawn
 from typing_extensions import override
 
-from trinity_buffer.errors import StoreError, UnsafeStoreError
+from trinity_buffer.errors import StoreError, StoreReplacedError, UnsafeStoreError
 from trinity_buffer.extras import extra
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import sqlite
-from trinity_buffer.store.access import POOLED
-from trinity_buffer.store.changes import APPLICATION, CHANNEL, CONNECT_TIMEOUT_S
+from trinity_buffer.store import connecting, log, sqlite
+from trinity_buffer.store.access import POOLED, foreign_errors
+from trinity_buffer.store.changes import CHANNEL
+from trinity_buffer.store.connecting import APPLICATION, Outage, close, passes_by
 from trinity_buffer.store.tables import SCHEMA_REVISION
-from trinity_buffer.store.transaction import Transaction, dialect_module
+from trinity_buffer.store.transaction import Transaction, dialect_module, lock_experiment
 
 T = TypeVar("T")
 
@@ -57,6 +59,7 @@ class PostgresTransaction(Transaction):
         self._locked: set[int] = set()
         self._changes: dict[str, tuple[str, Sequence[Any]]] = {}
         self._news = ""
+        self.in_doubt = False  # its commit was sent, and not answered
 
     @property
     @override
@@ -119,16 +122,28 @@ class PostgresTransaction(Transaction):
         """
         if self._changes:
             self._catch_up()
-        if self._is_open and self._tell(f"{self._news}COMMIT") != "COMMIT":
+        if not self._is_open:
+            return
+        self.in_doubt = True
+        ended = self._tell(f"{self._news}COMMIT")
+        self.in_doubt = False
+        if ended != "COMMIT":
             raise StoreError("the transaction had failed before its commit; nothing was written")
 
-    def roll_back(self) -> None:
+    def roll_back(self, why: BaseException) -> None:
         """End the transaction, if it began; a connection on which that fails is not used again."""
-        if self._is_open and not self._adapted.driver_connection.is_closed():
+        if isinstance(why, OSError):  # nothing is to be heard over it any more
+            self._lose()
+        elif self._is_open and not self._adapted.driver_connection.is_closed():
             try:
                 self._tell("ROLLBACK")
             except (DBAPIError, OSError):
-                self._connection.invalidate()
+                self._lose()
+
+    def _lose(self) -> None:
+        """Let nobody use the connection again; what waits on it waits for nothing."""
+        self._adapted.driver_connection.terminate()
+        self._connection.invalidate()
 
     @property
     def _is_open(self) -> bool:
@@ -166,17 +181,13 @@ class PostgresTransaction(Transaction):
         except asyncpg.exceptions.IntegrityConstraintViolationError as error:
             raise IntegrityError(str(error), None, error) from error
         except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-            if isinstance(error, asyncpg.PostgresError) and _ends_the_session(error):
+            if passes_by(error) or self._adapted.driver_connection.is_closed():
+                raise ConnectionError(f"the connection was lost: {error}") from error
+            if getattr(error, "severity_en", "") in {"FATAL", "PANIC"}:
                 self._connection.invalidate()  # the pool would lend it once more
             raise DBAPIError(str(error), None, error) from error
         except asyncpg.InternalClientError as error:  # ended by the server, and not yet closed
-            self._connection.invalidate()
             raise ConnectionError(f"the connection is broken: {error}") from error
-
-
-def _ends_the_session(error: Any) -> bool:
-    """Return whether the server closes the connection after this error, or it is closed."""
-    return str(error.sqlstate).startswith("08") or error.severity_en in {"FATAL", "PANIC"}
 
 
 _SPACE = 7
@@ -212,39 +223,97 @@ def _together(statements: tuple[str, ...]) -> str:
 _PLACE = re.compile(r"\$(\d+)")
 
 
+class _Work(Generic[T]):
+    """What a transaction does, run once more where the connection was lost.
+
+    If that was while it committed, it is looked for in the log first: nothing is written twice.
+    What appends no event (a lease, a presence) says the same again.
+    """
+
+    def __init__(self, f: Callable[[Transaction], T]) -> None:
+        self._f = f
+        self._done: T
+        self._doubted: dict[int, tuple[int, bytes]] = {}
+
+    def __call__(self, tx: Transaction) -> T:
+        # The lock waits for the end of the transaction in doubt, which the server may not know of.
+        for experiment in sorted(self._doubted):
+            lock_experiment(tx, experiment)
+        if any(log.holds(tx, key, *place) for key, place in self._doubted.items()):
+            return self._done
+        self._doubted = {}
+        self._done = self._f(tx)
+        return self._done
+
+    def failed(self, tx: PostgresTransaction) -> None:
+        if tx.in_doubt and not self._doubted:
+            self._doubted = dict(tx.appended)
+
+
 class Server:
-    """Connections to one server.
+    """Connections to one server, made anew where they are lost.
 
     Args:
         url: of the database, for asyncpg.
+        name: of the database, for messages.
+        outage: how long a server that is not there is waited for.
+        is_timed: False where a statement may take as long as it likes.
     """
 
-    def __init__(self, url: URL) -> None:
+    def __init__(self, url: URL, name: str, outage: Outage, *, is_timed: bool = True) -> None:
         self._url = url
-        self._engine = _engine(url)
+        self._name = name
+        self._outage = outage
+        self._command_timeout_s = connecting.COMMAND_TIMEOUT_S if is_timed else None
+        self._ends: dict[int, tuple[int, bytes]] = {}  # the last events that were seen
+        self._drivers = WeakSet[Any]()
+        self._engine = self._new_engine()
 
     async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
-        """Return ``f(tx)``, in a transaction of its own. A cancellation waits for its end."""
+        """Return ``f(tx)``, in a transaction of its own. A cancellation waits for its end.
+
+        Where the connection is lost it is run once more, so that ``f`` keeps nothing to itself.
+        """
         return await self._transacted(f, _WRITING if writes else _READING)
 
     async def run_alone(self, f: Callable[[Transaction], T]) -> T:
         """Return ``f(tx)``, which executes a single statement that reads."""
         return await self._transacted(f, "")
 
+    async def run_once(self, f: Callable[[Transaction], T]) -> T:
+        """Return ``f(tx)`` of a writing transaction, without trying again."""
+        return await self._once(_Work(f), _WRITING)
+
     async def _transacted(self, f: Callable[[Transaction], T], begin: str) -> T:
+        work = _Work(f)
+        return await self._outage.outlived(lambda: self._once(work, begin))
+
+    async def _once(self, work: _Work[T], begin: str) -> T:
         def transact() -> T:
             with self._engine.connect() as connection:
-                return _transact(connection, f, begin)
+                tx = PostgresTransaction(connection, begin)
+                try:
+                    done = _transact(tx, work)
+                except Exception:
+                    work.failed(tx)
+                    raise
+                self._saw(tx)
+                return done
 
-        with anyio.CancelScope(shield=True):
+        with foreign_errors(self._name), anyio.CancelScope(shield=True):
             done: T = await greenlet_spawn(transact)
         return done
+
+    def _saw(self, tx: Transaction) -> None:
+        for experiment, place in (*tx.seen.items(), *tx.appended.items()):
+            if self._ends.get(experiment, (0, b""))[0] < place[0]:
+                self._ends[experiment] = place
 
     @asynccontextmanager
     async def apart(self) -> AsyncIterator[_Connected]:
         """Open one more connection: what is temporary there, nobody else sees."""
         # Not one of the pool: it may have prepared statements on tables that views hide here.
-        one = _Connected(_engine(self._url))
+        one = _Connected(self._new_engine())
         try:
             yield one
         finally:
@@ -257,14 +326,20 @@ class Server:
             UnsafeStoreError: the database does not store UTF-8, or a pooler hands out a server
                 connection for a transaction only.
         """
-        return await greenlet_spawn(self._suitable, name)
+        version, longest_lock_s = await greenlet_spawn(self._suitable, name)
+        if self._command_timeout_s and self._command_timeout_s <= longest_lock_s:
+            await self.close()
+            self._command_timeout_s = 2 * longest_lock_s
+            self._engine = self._new_engine()
+        return version
 
-    def _suitable(self, name: str) -> str:
+    def _suitable(self, name: str) -> tuple[str, float]:
+        """Return the server's version, and for how many seconds it lets anybody wait for a lock."""
         with self._engine.connect() as one, self._engine.connect() as other:
             for connection in (one, other):  # whose transactions keep what a pooler lends
                 connection.execution_options(isolation_level="READ COMMITTED")
             about: Any = one.exec_driver_sql(_ABOUT).one()
-            version, encoding = str(about[0]), str(about[1])
+            version, encoding, lock_ms = str(about[0]), str(about[1]), float(about[2])
             if encoding != "UTF8":
                 raise UnsafeStoreError(
                     f"{name} stores texts as {encoding}, which has no room for most of them: make "
@@ -282,33 +357,69 @@ class Server:
             # Not asked where it is known: of one server connection, the other has it.
             if pooled or one.exec_driver_sql(_GET_MARK).scalar() != mark:
                 raise UnsafeStoreError(f"{name} {POOLED}")
-        return version
+        return version, lock_ms / 1000
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close every connection; one that does not answer is left to its server."""
+        async with anyio.create_task_group() as tasks:
+            for driver in list(self._drivers):
+                tasks.start_soon(close, driver)
         await greenlet_spawn(self._engine.dispose)
 
+    def _new_engine(self) -> Engine:
+        extra("asyncpg", "postgresql")
+        timeout = {"command_timeout": self._command_timeout_s}
+        # Transactions are begun and ended here, not by SQLAlchemy, which takes a trip for each.
+        # Not `create_async_engine`, whose module loads the ORM: 60 ms at the start of each command.
+        engine = create_engine(
+            URL.create("postgresql+asyncpg"),
+            pool_size=KEPT_CONNECTIONS,
+            max_overflow=MORE_CONNECTIONS,
+            pool_use_lifo=True,  # a statement is prepared on each connection that executes it
+            isolation_level="AUTOCOMMIT",
+            connect_args={
+                **connecting.arguments_of(self._url),
+                **timeout,
+                "async_creator_fn": connecting.connect,
+            },
+        )
+        listen(engine, "connect", self._set_up)
+        listen(engine, "checkout", _replace_if_lost)
+        return engine
 
-def _engine(url: URL) -> Engine:
-    extra("asyncpg", "postgresql")
-    # What libpq and asyncpg's own URLs call sslmode is an argument ssl of its connections.
-    query = {"ssl" if k == "sslmode" else k: v for k, v in url.query.items()}
-    # Transactions are begun and ended here, not by SQLAlchemy, which takes a trip for each.
-    # Not `create_async_engine`, whose module loads the ORM: 60 ms at the start of each command.
-    engine = create_engine(
-        url.set(query=query),
-        pool_size=KEPT_CONNECTIONS,
-        max_overflow=MORE_CONNECTIONS,
-        pool_use_lifo=True,  # a statement is prepared on each connection that executes it
-        isolation_level="AUTOCOMMIT",
-        connect_args={
-            "server_settings": {"application_name": APPLICATION},
-            "timeout": CONNECT_TIMEOUT_S,
-        },
-    )
-    listen(engine, "connect", _set_up)
-    listen(engine, "checkout", _replace_if_lost)
-    return engine
+    def _set_up(self, connection: Any, _record: object) -> None:
+        """Let commits of a new connection be durable, whatever the default is or becomes.
+
+        With ``synchronous_commit=off`` one that was acknowledged could be lost in a crash. And
+        nobody waits for a lock longer than on SQLite, unless somebody has chosen a time: by default
+        it would be for ever, without a word.
+
+        Raises:
+            StoreReplacedError: what was seen over another connection is not there any more.
+        """
+        # By a cursor of SQLAlchemy's: an error of asyncpg's own would pass all that knows its
+        # errors.
+        self._drivers.add(connection.driver_connection)
+        cursor = connection.cursor()
+        cursor.execute(SETTINGS, (str(sqlite.BUSY_TIMEOUT_MS),))
+        lost = []
+        if self._ends:
+            rows = [(key, position, head.hex()) for key, (position, head) in self._ends.items()]
+            cursor.execute(
+                _LOST, tuple(list(map(str, column)) for column in zip(*rows, strict=True))
+            )
+            lost = cursor.fetchall()
+        connection.commit()
+        if lost:
+            connection.driver_connection.terminate()
+            name, position, end = lost[0]
+            raise StoreReplacedError(
+                f"{self._name}: the log of experiment {name!r} has lost its event at position "
+                f"{position}, which was acknowledged to this process; it ends at {end} now. The "
+                "server was replaced by one that lacks it (a failover, or an older backup): end "
+                "every process of the run, bring that server back, or go on from what is there by "
+                "starting them again"
+            )
 
 
 class _Connected:
@@ -327,7 +438,8 @@ class _Connected:
                 self._connection = self._engine.connect()
             if self._connection.invalidated:  # it would connect anew, and have nothing temporary
                 raise ConnectionError("the connection was lost: ask again")
-            return _transact(self._connection, f, _WRITING if writes else _READING)
+            tx = PostgresTransaction(self._connection, _WRITING if writes else _READING)
+            return _transact(tx, f)
 
         with anyio.CancelScope(shield=True):
             async with self._lock:
@@ -346,28 +458,14 @@ class _Connected:
             await greenlet_spawn(close)
 
 
-def _transact(connection: Connection, f: Callable[[Transaction], T], begin: str) -> T:
-    tx = PostgresTransaction(connection, begin)
+def _transact(tx: PostgresTransaction, f: Callable[[Transaction], T]) -> T:
     try:
         done = f(tx)
         tx.commit()
-    except BaseException:
-        tx.roll_back()
+    except BaseException as error:
+        tx.roll_back(error)
         raise
     return done
-
-
-def _set_up(connection: Any, _record: object) -> None:
-    """Let commits of a new connection be durable, whatever the default is or becomes.
-
-    With ``synchronous_commit=off`` one that was acknowledged could be lost in a crash. And nobody
-    waits for a lock longer than on SQLite, unless somebody has chosen a time: by default it would
-    be for ever, without a word.
-    """
-    # By a cursor of SQLAlchemy's: an error of asyncpg's own would pass all that knows its errors.
-    cursor = connection.cursor()
-    cursor.execute(SETTINGS, (str(sqlite.BUSY_TIMEOUT_MS),))
-    connection.commit()
 
 
 def _replace_if_lost(connection: Any, _record: object, _proxy: object) -> None:
@@ -379,10 +477,29 @@ def _replace_if_lost(connection: Any, _record: object, _proxy: object) -> None:
 SETTINGS = (
     "SELECT set_config('synchronous_commit', CASE found WHEN 'off' THEN 'on' ELSE found END, false)"
     ", set_config('lock_timeout', CASE waits WHEN '0' THEN $1 ELSE waits END, false)"
+    # The locks of a process whose host is gone, or that was stopped in a transaction, are free
+    # soon: a transaction sends one statement after the other.
+    ", set_config('tcp_keepalives_idle', '10', false)"
+    ", set_config('tcp_keepalives_interval', '5', false)"
+    ", set_config('tcp_keepalives_count', '4', false)"
+    ", set_config('idle_in_transaction_session_timeout', '20s', false)"
     " FROM current_setting('synchronous_commit') AS found, current_setting('lock_timeout') AS waits"
 )
 """What each new connection is set to; ``$1``: for how many milliseconds it waits for a lock."""
-_ABOUT = "SELECT current_setting('server_version'), current_setting('server_encoding')"
+_LOST = (
+    "SELECT (SELECT name FROM experiment WHERE id = seen.of), seen.at, "
+    "(SELECT coalesce(max(position), 0) FROM event WHERE experiment = seen.of) "
+    "FROM unnest($1::text[]::bigint[], $2::text[]::bigint[], $3::text[]) AS seen(of, at, head), "
+    "LATERAL (SELECT (SELECT encode(head, 'hex') FROM event "
+    "WHERE experiment = seen.of AND position = seen.at) AS head) AS here "
+    "WHERE here.head IS DISTINCT FROM seen.head "
+    # A standby that is read may be behind the one that was read before.
+    "AND NOT (here.head IS NULL AND pg_is_in_recovery())"
+)
+_ABOUT = (
+    "SELECT current_setting('server_version'), current_setting('server_encoding'), "
+    "(SELECT setting FROM pg_settings WHERE name = 'lock_timeout')"  # in milliseconds
+)
 _SET_MARK = "SELECT set_config('trinity_buffer.session', $1, false)"
 _GET_MARK = "SELECT current_setting('trinity_buffer.session', true)"
 

@@ -141,7 +141,7 @@ def require(tx: Transaction, experiment: int, name: str, *, token: int) -> Stand
             "since the last commit "
             "is not recorded, restart to resume from that commit"
         )
-    return Standing(int(committed or 0), log.place(*end) if end[0] else None)
+    return Standing(int(committed or 0), _end(tx, experiment, *end))
 
 
 def release(tx: Transaction, experiment: int, name: str, *, token: int) -> None:
@@ -166,7 +166,17 @@ def require_holder(tx: Transaction, experiment: int, name: str, *, owner: str) -
         raise LeaseLostError(
             f"strategy {name!r}: {who} took over; what was not committed is left to it"
         )
-    return log.place(*end) if end[0] else None
+    return _end(tx, experiment, *end)
+
+
+def _end(
+    tx: Transaction, experiment: int, position: int | None, head: bytes | None
+) -> Place | None:
+    """Return where the log ends; None before its first event."""
+    if position is None:
+        return None
+    tx.saw(experiment, position, head)
+    return log.place(position, head)
 
 
 def prolong(tx: Transaction, experiment: int, name: str, *, owner: str, expires_at_us: int) -> bool:

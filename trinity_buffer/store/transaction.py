@@ -10,7 +10,15 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, TypeVarTuple
+from typing import (
+    Any,
+    Concatenate,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    TypeVarTuple,
+)
 from weakref import ref
 
 from sqlalchemy import (
@@ -55,11 +63,21 @@ class Transaction(ABC):
 
     Attributes:
         dialect: of SQLAlchemy; its ``name`` is ``"sqlite"`` or ``"postgresql"``.
+        seen: experiment -> (position, head) of the last event that was read of its log.
+        appended: the same of the last event that was appended.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.dialect = connection.dialect
+        self.seen: dict[int, tuple[int, bytes]] = {}
+        self.appended: dict[int, tuple[int, bytes]] = {}
+
+    def saw(self, experiment: int, position: int, head: bytes | None) -> None:
+        """Note that an event was read. Those of an old log have no head."""
+        before = self.seen.get(experiment, (0, b""))
+        if head is not None and before[0] < position:
+            self.seen[experiment] = (position, bytes(head))
 
     @property
     def connection(self) -> Connection:

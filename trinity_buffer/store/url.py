@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+import re
 from os import PathLike, fspath
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError
 
 from trinity_buffer.errors import InvalidArgumentError, UnknownStoreError
+from trinity_buffer.store.connecting import RECONNECT_S
 
 StoreURL = str | PathLike[str]
 """A URL, or the path of a SQLite file; ``~`` is the user's folder in both."""
@@ -24,7 +27,11 @@ def parse_url(url: StoreURL) -> URL:
     """
     said = fspath(url)
     try:
-        parsed = make_url(said) if "://" in said else URL.create("sqlite", database=said)
+        parsed = (
+            make_url(_with_hosts_apart(said))
+            if "://" in said
+            else URL.create("sqlite", database=said)
+        )
     except (ArgumentError, ValueError) as error:  # the latter for a port that is no number
         raise InvalidArgumentError(f"the store's URL cannot be read; {_ACCEPTED}") from error
     backend = parsed.get_backend_name()
@@ -44,8 +51,67 @@ def parse_url(url: StoreURL) -> URL:
                 f"the store's URL has {key}=: accepted behind the ? are "
                 f"{', '.join(sorted(_POSTGRESQL_QUERY))}"
             )
-        return parsed.set(drivername="postgresql+asyncpg", query=query)
+        parsed = parsed.set(drivername="postgresql+asyncpg", query=query)
+        _require_values(parsed)
+        return parsed
     raise InvalidArgumentError(f"a store cannot live in {backend!r}; {_ACCEPTED}")
+
+
+_SEVERAL_HOSTS = re.compile(
+    r"(?P<before>postgresql[^:]*://(?:[^/@?]*@)?)(?P<hosts>[^/?@]*,[^/?@]*)"
+    r"(?P<path>/[^?]*)?(?:\?(?P<query>.*))?"
+)
+
+
+def _with_hosts_apart(said: str) -> str:
+    """Return a URL in which several hosts, ``a:1,b:2``, stand behind the ``?``, one by one."""
+    found = _SEVERAL_HOSTS.fullmatch(said)
+    if found is None:
+        return said
+    hosts = [host if ":" in host else f"{host}:5432" for host in found["hosts"].split(",")]
+    query = "&".join([*(f"host={host}" for host in hosts), *filter(None, [found["query"]])])
+    return f"{found['before']}{found['path'] or '/'}?{query}"
+
+
+def _require_values(url: URL) -> None:
+    """Return if what stands behind the ``?`` of a server's URL can be.
+
+    Raises:
+        InvalidArgumentError: it cannot.
+    """
+    reconnect_s_of(url)
+    wanted = url.query.get("target_session_attrs", "any")
+    if wanted not in _SESSIONS:
+        raise InvalidArgumentError(
+            f"the store's URL has target_session_attrs={wanted}: accepted are "
+            f"{', '.join(_SESSIONS)}"
+        )
+
+
+def reconnect_s_of(url: URL) -> float:
+    """Return for how long a server that is not there is waited for.
+
+    Raises:
+        InvalidArgumentError: the URL says something else than a number of seconds.
+    """
+    said = str(url.query.get("reconnect_s", RECONNECT_S))
+    try:
+        found = float(said)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < math.inf:
+        raise InvalidArgumentError(
+            f"the store's URL has reconnect_s={said}: it must be a number of seconds, 0 or more"
+        )
+    return found
+
+
+def with_primary(url: URL) -> URL:
+    """Return the URL of several hosts so that the one is taken that can be written."""
+    several = isinstance(url.query.get("host"), tuple)
+    if not several or "target_session_attrs" in url.query:
+        return url
+    return url.update_query_dict({"target_session_attrs": "primary"})
 
 
 def named(url: StoreURL) -> str:
@@ -78,5 +144,6 @@ def nothing_in(name: str, *, read_only: bool) -> UnknownStoreError:
 
 
 _WRITE_FIRST = ": start the explorer first, or wait until it has written"
-_POSTGRESQL_QUERY = frozenset({"host", "port", "sslmode"})
+_POSTGRESQL_QUERY = frozenset({"host", "port", "sslmode", "reconnect_s", "target_session_attrs"})
+_SESSIONS = ("any", "primary", "standby", "read-write", "read-only")
 _ACCEPTED = "accepted are sqlite:///path/to/file.db and postgresql://user@host/database"

@@ -122,8 +122,8 @@ class StrategyLease:
                 yield
         finally:
             if self._took:
-                with anyio.CancelScope(shield=True), suppress(StoreError):
-                    await self._database.write(self._release)
+                with anyio.CancelScope(shield=True):
+                    await self._database.try_to_write(self._release)
 
     def _grow_patient(self) -> None:
         """Wait for others twice as long as before, if we have lost the lease to one.

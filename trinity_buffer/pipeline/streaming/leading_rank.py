@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from trinity_buffer.crash_points import reached
-from trinity_buffer.errors import LeaseLostError, StoreError
+from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.events import StepsCommitted, TrainerRewound
 from trinity_buffer.pipeline.annotating.recorded_strategy import recorder
 from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer
@@ -344,18 +344,9 @@ class LeadingRank:
         reached("after-commit")
 
     async def _append_commit(self, records: CommitRecords, steps: Sequence[int]) -> None:
-        name, key = self._options.consumer, self._experiment.key
-
         def append(tx: Transaction) -> None:
             self._database.segments.take_in(tx, records.segment_rows)
             self._lease.append(tx, records.events, committed=steps[0] - 1)
             reached("inside-commit")
 
-        try:
-            await self._database.write(append)
-        except StoreError:
-            # The connection may have been lost after the commit: read its key back, never send it
-            # again blindly.
-            row = await self._database.read(queries.consumer_row, key, name)
-            if row is None or row.committed_step < steps[-1] or row.token != self._lease.token:
-                raise
+        await self._database.write(append)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
 
-from trinity_buffer.errors import LeaseHeldError, LeaseLostError, StoreError
+from trinity_buffer.errors import (
+    LeaseHeldError,
+    LeaseLostError,
+    StoreBusyError,
+    StoreError,
+    StoreUnavailableError,
+)
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.lease_holders import (
@@ -15,6 +22,7 @@ from trinity_buffer.pipeline.lease_holders import (
     TTL_S,
     Held,
     LeaseWatch,
+    forget_owner,
     is_dead,
     owner_name,
 )
@@ -25,6 +33,8 @@ from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import NewEvent, Place
 from trinity_buffer.store.promises import place_of
 from trinity_buffer.store.transaction import Transaction, lock_experiment
+
+_logger = logging.getLogger(__name__)
 
 
 class TrainerLease:
@@ -81,7 +91,8 @@ class TrainerLease:
     def _take(self, tx: Transaction, seen: Held) -> bool:
         """Take the lease if it is as it was ``seen``, with nobody alive; return whether it was."""
         lock_experiment(tx, self._experiment)
-        if promises.holder(tx, self._experiment, self.consumer) != seen:
+        held = promises.holder(tx, self._experiment, self.consumer)
+        if held != seen and (held is None or held[0] != self.owner):
             return False
         self.token = promises.acquire(
             tx,
@@ -90,7 +101,7 @@ class TrainerLease:
             owner=self.owner,
             now_us=now_us(),
             ttl_us=self._ttl_us,
-            dead=None if seen is None else seen[0],
+            dead=None if held is None else held[0],
         )
         return True
 
@@ -136,13 +147,19 @@ class TrainerLease:
         )
 
     async def keep(self) -> None:
-        """Renew until cancelled, or until a newer token is seen."""
+        """Renew until cancelled, or until a newer token is seen.
+
+        A store that cannot be reached ends nothing here: a lease that nobody took, though its time
+        is over, can still be renewed, and whoever works with the store hears of it.
+        """
         while self.lost is None:
             await anyio.sleep(self._ttl_us / 1e6 / HEARTBEATS_PER_TTL)
             try:
                 await self._database.write(self._renew)
             except LeaseLostError as error:
                 self.lost = error
+            except (StoreUnavailableError, StoreBusyError) as error:
+                _logger.warning("trainer %r cannot renew its lease: %s", self.consumer, error)
 
     def _renew(self, tx: Transaction) -> None:
         expires = now_us() + self._ttl_us  # by the clock as it is once the transaction has begun
@@ -151,8 +168,9 @@ class TrainerLease:
 
     async def release(self) -> None:
         """Give the lease back; its holder is not there any more."""
+        forget_owner(self.owner)
         await self.presence.gone()
-        await self._database.write(
+        await self._database.try_to_write(
             promises.release, self._experiment, self.consumer, token=self.token
         )
 
@@ -167,8 +185,8 @@ async def hold_lease(
         LeaseHeldError: somebody holds it, and ``wait`` is False.
     """
     lease = TrainerLease(database, experiment, consumer, ttl_s)
-    await lease.acquire(wait=wait)
     try:
+        await lease.acquire(wait=wait)
         async with running(lease.keep, lease.presence.keep):
             yield lease
     finally:

@@ -15,7 +15,7 @@ import anyio
 
 from trinity_buffer.blob import Blob
 from trinity_buffer.crash_points import reached
-from trinity_buffer.errors import StoreBusyError, StoreError
+from trinity_buffer.errors import StoreBusyError, StoreError, StoreUnavailableError
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.presence import Presence
@@ -152,11 +152,15 @@ def _answer(entries: Sequence[_Entry]) -> None:
         entry.answered.set()
 
 
-def _tell_busy(entries: Sequence[_Entry], error: StoreBusyError) -> None:
+_OF_THE_STORE = (StoreBusyError, StoreUnavailableError)
+"""What is wrong with it, and not with a call."""
+
+
+def _tell_all(entries: Sequence[_Entry], error: StoreBusyError | StoreUnavailableError) -> None:
     """Hand ``error`` to whoever hears of no other one, to each an exception of his own."""
     for entry in entries:
         if entry.error is None:
-            entry.error = StoreBusyError(*error.args)
+            entry.error = type(error)(*error.args)
             entry.error.__cause__ = error
 
 
@@ -257,20 +261,21 @@ class GroupCommit:
             self._commits = True
             self._prepare_ahead()
             await self._write(group)
-        except StoreBusyError as error:  # whoever waits has waited as long as anybody should
+        except _OF_THE_STORE as error:  # whoever waits has waited as long as anybody should
             await self._refuse_all(group, error)
         except Exception:  # noqa: BLE001 - whoever it belongs to is told, below
-            # Something is stored already, or cannot be stored: find out what, call by call. A call
-            # that was committed after all, over a connection that broke, is found as stored.
+            # Something is stored already, or cannot be stored: find out what, call by call.
             await self._commit_singly([entry for entry in group.entries if entry.error is None])
         finally:
             self._commits = False
 
-    async def _refuse_all(self, group: _Group, error: StoreBusyError) -> None:
+    async def _refuse_all(
+        self, group: _Group, error: StoreBusyError | StoreUnavailableError
+    ) -> None:
         ahead, self._ahead = self._ahead, None
         refused = [*group.entries, *(ahead.entries if ahead is not None else ()), *self._waiting]
         self._waiting.clear()
-        _tell_busy(refused, error)
+        _tell_all(refused, error)
         if ahead is not None and ahead.preparing is not None:
             await asyncio.wait([ahead.preparing])  # whatever came of it
         _answer(refused)
@@ -279,8 +284,8 @@ class GroupCommit:
         for number, entry in enumerate(entries):
             try:
                 await self._try_alone(entry)
-            except StoreBusyError as error:  # each would wait as long, one after the other
-                _tell_busy(entries[number:], error)
+            except _OF_THE_STORE as error:  # each would wait as long, one after the other
+                _tell_all(entries[number:], error)
                 return
             except Exception as error:  # noqa: BLE001 - handed to the caller it belongs to
                 entry.error = error
