@@ -47,7 +47,7 @@ All other values are checked by the commands only.
 These functions read the configuration. A keyword argument takes precedence; a key that is given
 nowhere has the default of the function.
 
-- `run_strategy`: `rollouts_per_group`, `deadline_s`, `incomplete`
+- `run_strategy`: `rollouts_per_group`, `deadline_s`, `idle_s`, `incomplete`
 - a train stream: `groups_per_step`, `tokens_per_microbatch`, `layout`, `lease_ttl_s`
 - `writer.plan`: `trainer`, `groups_per_step`, `max_waiting_groups` (at least `groups_per_step`) and
   `max_staleness`; without the last two there is no bound

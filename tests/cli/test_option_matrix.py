@@ -105,6 +105,7 @@ KEYS: dict[str, dict[str, str]] = {
     "groups_per_batch": {"1": TRAINS, "50": TRAINS, "0": "groups_per_batch=0"},
     "rollouts_per_group": {"2": TRAINS, "30": TRAINS, "1": "2 or more", "0": "group=0"},
     "deadline_s": {"1e-3": TRAINS, "1e9": TRAINS, "0": "deadline_s=0", "nan": "finite"},
+    "idle_s": {"1e-3": TRAINS, "null": TRAINS, "0": "idle_s=0", "nan": "finite"},
     "incomplete": {"keep": TRAINS, "reject": TRAINS, "maybe": "incomplete='maybe'"},
     "groups_per_step": {"1": TRAINS, "9": TRAINS, "0": "groups_per_step=0"},
     "max_waiting_groups": {"1": TRAINS, "null": TRAINS, "0": "max_waiting_groups=0"},

@@ -182,6 +182,37 @@ def test_the_deadline_of_one_group_closes_a_batch() -> None:
     assert keys(it.take_ready(10 * S)) == [["b/0", "b/1"]]
 
 
+def test_a_group_of_unknown_size_is_closed_when_nothing_has_come_for_it() -> None:
+    it = grouping(idle_s=10)
+    it.record(row(task=1), 3 * S)
+    it.record(row(task=0), 4 * S)
+    it.record(row(task=1, run=1), 8 * S)
+    assert (it.becomes_idle, it.next_deadline_us()) == (True, 14 * S)
+    assert keys(it.take_ready(14 * S)) == [["b/0"]]
+    assert it.take_ready(18 * S - 1) == []
+    (unit,) = it.take_ready(18 * S)
+    assert (keys([unit]), unit.incomplete, it.becomes_idle) == ([["b/1"]], False, False)
+
+
+def test_a_batch_of_groups_of_unknown_size_is_closed_when_all_are_idle() -> None:
+    it = grouping("batch", idle_s=10)
+    it.record(row(task=0), 0)
+    it.record(row(task=1), 5 * S)
+    assert it.take_ready(15 * S - 1) == []
+    assert keys(it.take_ready(15 * S)) == [["b/0", "b/1"]]
+
+
+def test_a_group_whose_number_of_runs_is_known_waits_for_them() -> None:
+    it = grouping(idle_s=10, rollouts_per_group=2)
+    it.record(row(task=0), 0)
+    assert (it.becomes_idle, it.next_deadline_us()) == (False, None)
+    assert it.take_ready(60 * S) == []
+    it = grouping(idle_s=10)
+    it.know_batch(planned(tasks=[0], runs=2), sealed=False)
+    it.record(row(task=0), 0)
+    assert it.take_ready(60 * S) == []
+
+
 @pytest.mark.parametrize("unit", ["group", "batch"])
 def test_what_comes_for_a_decided_group_is_late(unit: Literal["group", "batch"]) -> None:
     it = grouping(unit)
@@ -258,7 +289,8 @@ def test_groups_without_members_that_were_ready_are_not_ready_again(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"incomplete": "maybe"}, {"rollouts_per_group": 0}, {"deadline_s": -1.0}]
+    "wrong",
+    [{"incomplete": "maybe"}, {"rollouts_per_group": 0}, {"deadline_s": -1.0}, {"idle_s": 0}],
 )
 def test_impossible_rules_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):

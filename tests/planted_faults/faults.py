@@ -218,8 +218,8 @@ FAULTS = [
     Fault(
         "a group whose deadline is now stays open",
         "pipeline/annotating/grouping.py",
-        "since is not None and since <= deadline_us",
-        "since is not None and since < deadline_us",
+        "end_us is not None and end_us <= now_us",
+        "end_us is not None and end_us < now_us",
         "tests/pipeline/test_grouping.py::test_the_deadline_of_one_group_closes_a_batch",
     ),
     Fault(

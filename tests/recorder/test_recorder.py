@@ -51,15 +51,18 @@ def upstream(vllm: VLLM) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def recording(store_url: str, upstream: str, **settings: Any) -> AsyncIterator[str]:
+async def recording(
+    store_url: str, upstream: str, *, config: Any = None, **settings: Any
+) -> AsyncIterator[str]:
     """Yield the URL of a recorder before ``upstream``."""
+    config = {"rollouts_per_group": 2} if config is None else config
     async with open_store(store_url) as store, Server(upstream) as behind:
-        kept = await Recording.begin(store, "agent", actor="r0", config={"rollouts_per_group": 2})
+        kept = await Recording.begin(store, "agent", actor="r0", config=config)
         recorder = Recorder(behind, kept, RecorderSettings(**settings))
         # Whoever connects before the server has begun waits in the socket's queue.
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            config = uvicorn.Config(recorder.app(), log_level="error", lifespan="on")
-            server = uvicorn.Server(config)
+            app = recorder.app()
+            server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
             async with anyio.create_task_group() as group:
                 group.start_soon(server.serve, [listening])
                 yield f"http://127.0.0.1:{listening.getsockname()[1]}"

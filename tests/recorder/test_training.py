@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +61,10 @@ def test_what_was_recorded_is_trained_and_replayed(
 
 
 @contextmanager
-def recorder(upstream: str, store: Path) -> Iterator[str]:
-    """Yield the URL of the command ``record``."""
-    command = [sys.executable, "-m", "trinity_buffer", "record", "--upstream", upstream]
-    command += ["--store", str(store), "--port", "0", "--rollouts-per-group", "2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def at_work(command: list[str], folder: Path) -> Iterator[str]:
+    """Yield the URL of a recorder that a command starts."""
+    whole = [str(Path(sys.executable).with_name(command[0])), *command[1:]]
+    with subprocess.Popen(whole, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             said = process.stdout.readline()
@@ -71,6 +73,12 @@ def recorder(upstream: str, store: Path) -> Iterator[str]:
             yield found[1]
         finally:
             process.send_signal(signal.SIGINT)
+
+
+def recorder(upstream: str, store: Path, *options: str) -> AbstractContextManager[str]:
+    """Return the command ``record`` at work."""
+    command = ["trinity-buffer", "record", "--upstream", upstream, "--store", str(store)]
+    return at_work([*command, "--port", "0", *options], store.parent)
 
 
 @pytest.mark.long
@@ -82,7 +90,7 @@ def test_what_the_command_recorded_is_trained_with_a_file_that_names_a_model(
     file.write_text('model = "model"\n')
     with (
         served(VLLM(tmp_path / "model").app()) as upstream,
-        recorder(upstream, store) as url,
+        recorder(upstream, store, "--rollouts-per-group", "2") as url,
         httpx2.Client(timeout=60) as http,
     ):
         for place in ("0/0", "0/1"):
@@ -103,6 +111,36 @@ def test_what_the_command_recorded_is_trained_with_a_file_that_names_a_model(
     assert "steps 1 to 1: weights bit-identical" in cli("replay", "--store", store).out
     checked = cli("verify", "--store", store, "--acknowledged", kept)
     assert (checked.code, "compared with 2 acknowledged uids" in checked.out) == (0, True)
+
+
+def test_a_recorded_task_is_decided_when_nothing_of_it_was_closed_for_a_while(
+    tmp_path: Path, cli: Cli
+) -> None:
+    async def close(url: str, runs: range) -> None:
+        async with httpx2.AsyncClient(verify=False, timeout=60) as http:
+            for run in runs:
+                at = f"{url}/rollouts/t/{run}/v1/chat/completions"
+                assert (await http.post(at, json={"messages": HELLO})).is_success
+                assert (await reward(url, f"t/{run}", float(run))).status_code == 200
+
+    async def record(runs: range, **config: Any) -> None:
+        async with recording(url, upstream, config=config) as recorder:
+            await close(recorder, runs)
+
+    store = tmp_path / "agent.db"
+    url = f"sqlite:///{store}"
+    make_tiny_model(tmp_path / "model", width=16, layers=1, heads=2)
+    with served(VLLM(tmp_path / "model").app()) as upstream:
+        anyio.run(lambda: record(range(3), idle_s=0.5))
+        words = ["annotate", "--store", store, "--experiment", "agent"]
+        told = cli(*words, "--strategy", "grpo")
+        assert "3 annotated, 0 rejected, 0 waiting" in told.out
+        # A number that is given at a restart holds from then on, for sets that begin then.
+        anyio.run(lambda: record(range(3, 4), rollouts_per_group=4))
+    told = cli(*words, "--strategy", "opmd", "--name", "four")
+    assert "4 annotated, 0 rejected, 0 waiting" in told.out
+    config = cli("stats", "--store", store, "--experiment", "agent", "--config").out
+    assert ('"idle_s": 0.5' in config, '"rollouts_per_group": 4' in config) == (True, True)
 
 
 def test_an_empty_token_is_no_token(tmp_path: Path, cli: Cli) -> None:
@@ -126,3 +164,39 @@ def test_a_recorder_keeps_the_turns_of_what_is_asked_for(tmp_path: Path, cli: Cl
     anyio.run(make)
     assert cli("events", "--store", tmp_path / "two.db").code == 0
     assert "several experiments" in cli("events", "--store", tmp_path / "three.db").err
+
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+AGENT = f"""#!{sys.executable}
+from openai import OpenAI
+
+messages = [dict(role="user", content="hello")]
+OpenAI().chat.completions.create(model="tiny", messages=messages)
+"""
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the recipe needs curl")
+def test_the_recipe_of_the_readme_annotates_its_runs(tmp_path: Path) -> None:
+    """As it is printed, but for the server and the port."""
+    recipe = {
+        name: textwrap.dedent(block)
+        for name, block in re.findall(r"```sh (recorder|agent)\n(.*?)```", README, re.DOTALL)
+    }
+    make_tiny_model(tmp_path / "model", width=16, layers=1, heads=2)
+    (tmp_path / "agent").write_text(AGENT)
+    (tmp_path / "agent").chmod(0o755)
+    with served(VLLM(tmp_path / "model").app()) as upstream:
+        command = recipe["recorder"].replace("http://host:8000", upstream).split()
+        with at_work([*command, "--port", "0"], tmp_path) as url:
+            bash = ["bash", "-euo", "pipefail", "-c", recipe["agent"]]
+            bash[-1] = bash[-1].replace("http://127.0.0.1:8400", url)
+            ended = subprocess.run(
+                bash,
+                cwd=tmp_path,
+                env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+    assert ended.returncode == 0, ended.stderr
+    assert "3 annotated, 0 rejected" in ended.stdout.splitlines()[-1]

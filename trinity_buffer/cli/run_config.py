@@ -196,6 +196,13 @@ class RunConfig(Section):
         le=1e9,
         description="closes a batch this long after its plan, whatever is stored; null: never",
     )
+    idle_s: float | None = Field(
+        None,
+        gt=0,
+        le=1e9,
+        description="closes a group whose number of runs is not known this long after its last one;"
+        " null: never",
+    )
     incomplete: Literal["keep", "reject"] = Field(
         "keep",
         description="what to do with a group that lacks planned rollouts when it closes, or "

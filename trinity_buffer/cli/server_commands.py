@@ -44,7 +44,20 @@ LogprobsOption = Annotated[
     str, typer.Option(help="As the server was started: raw_logprobs or processed_logprobs.")
 ]
 RunsOption = Annotated[
-    int, typer.Option(min=1, help="Rollouts per task, if the experiment is new.")
+    int | None,
+    typer.Option(
+        min=1,
+        help="Rollouts of each task: it is decided when so many are closed. By default --idle-s "
+        "decides; an experiment that exists keeps its number.",
+    ),
+]
+IdleOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        help="Where the number of rollouts is not known, a task is decided so many seconds after "
+        "the last one was closed; of a new experiment, 60.",
+    ),
 ]
 
 
@@ -134,7 +147,8 @@ def record(
     experiment: Annotated[
         str, typer.Option(help="Which experiment; created if it does not exist.")
     ] = "recorded",
-    rollouts_per_group: RunsOption = 8,
+    rollouts_per_group: RunsOption = None,
+    idle_s: IdleOption = None,
     actor: Annotated[str, typer.Option(help="Name of this recorder.")] = "recorder",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0: any free one.", min=0, max=65535)] = 8400,
@@ -169,10 +183,12 @@ def record(
     if token == "":
         raise InvalidArgumentError("--token is empty: anybody could bring it")
     made_folder_of(store)
+    rules = {"rollouts_per_group": rollouts_per_group, "idle_s": idle_s}
+    chosen = {key: value for key, value in rules.items() if value is not None}
     settings = {"token": token, "ack": ack, "logprobs_mode": logprobs_mode}
     anyio.run(
         _record,
-        (store, experiment, actor, {"rollouts_per_group": rollouts_per_group}),
+        (store, experiment, actor, chosen),
         (upstream, upstream_key),
         {**settings, "max_in_flight": max_in_flight},
         (host, port),

@@ -17,7 +17,7 @@ CONFIG_KEYS = frozenset(
         *("rollout", "tasks", "evaluate", "server", "folder", "exploring"),
         *("algorithm", "algorithm_args", "strategy", "strategy_args", "reference", "teacher"),
         *("expert_experiment", "recompute_old_logprob", "trainer", "groups_per_batch"),
-        *("rollouts_per_group", "deadline_s", "incomplete", "groups_per_step"),
+        *("rollouts_per_group", "deadline_s", "idle_s", "incomplete", "groups_per_step"),
         *("max_waiting_groups", "max_staleness", "commit_every_steps", "max_steps"),
         *("max_skipped_steps", "max_rejected_steps", "lease_ttl_s", "tokens_per_microbatch"),
         *("max_tokens", "layout", "dialect", "tokenizer", "record_facts", "record_tokens"),

@@ -47,7 +47,7 @@ class Lack:
         if self.most is None:
             return (
                 f"{what} {verb} a number of runs (plan the batch, seal it, or give "
-                "rollouts_per_group=)"
+                "rollouts_per_group= or idle_s=)"
             )
         if self.most == 0:
             return f"{what} {verb} nothing but the seal of the batch"

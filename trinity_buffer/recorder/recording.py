@@ -37,6 +37,9 @@ from trinity_buffer.writer import WriteReceipt
 
 _logger = logging.getLogger(__name__)
 
+IDLE_S = 60.0
+"""A task whose number of rollouts is not known is decided so long after the last one was closed."""
+
 MOST_OPEN = 20_000
 """Rollouts that are known in memory."""
 
@@ -137,9 +140,18 @@ class Recording:
 
     @classmethod
     async def begin(cls, store: Store, name: str, *, actor: str, config: Mapping[str, Any]) -> Self:
-        """Return a recording into the experiment ``name``, made with ``config`` if it is new."""
-        known = await store.experiments()
-        experiment = await store.experiment(name, config=None if name in known else dict(config))
+        """Return a recording into the experiment ``name``.
+
+        Args:
+            store: where it is kept.
+            actor: name of the recorder.
+            config: what a new experiment is configured with beside `IDLE_S`; one that is there
+                keeps its other keys.
+        """
+        before: Mapping[str, Any] = {"idle_s": IDLE_S}
+        if name in await store.experiments():
+            before = (await store.experiment(name)).config
+        experiment = await store.experiment(name, config={**before, **config})
         turns = await store.experiment(f"{name}{TURNS}", config={})
         return cls(experiment, turns, actor=actor)
 

@@ -28,10 +28,12 @@ class GroupingRules:
 
     Attributes:
         rollouts_per_group: of batches that nobody planned; a plan says it itself. None: such a
-            group waits for a seal or its deadline.
+            group waits for a seal, its deadline or ``idle_s``.
         deadline_s: seconds at which a group is closed as it is: after the plan of its batch, which
             is sealed then (of a set that no trainer reads, and of a batch that nobody planned:
             after the group's first experience); None: never.
+        idle_s: seconds after its last experience at which a group is closed whose number of runs is
+            not known; None: never.
         incomplete: what becomes of a group that is closed before its planned runs are stored, or of
             which a run was refused at the door: ``"keep"`` gives the strategy what is there,
             ``"reject"`` records all of it as rejected (``incomplete_group``).
@@ -39,6 +41,7 @@ class GroupingRules:
 
     rollouts_per_group: int | None = None
     deadline_s: float | None = None
+    idle_s: float | None = None
     incomplete: Literal["keep", "reject"] = "keep"
 
     def __post_init__(self) -> None:
@@ -47,13 +50,14 @@ class GroupingRules:
                 f"incomplete={self.incomplete!r}: accepted are 'keep' and 'reject'"
             )
         runs: object = self.rollouts_per_group
-        deadline: object = self.deadline_s
         if runs is not None and not (type(runs) is int and runs >= 1):
             raise InvalidArgumentError(f"rollouts_per_group={runs!r}: it must be an int from 1 on")
-        if deadline is not None and not (isinstance(deadline, (int, float)) and deadline > 0):
-            raise InvalidArgumentError(
-                f"deadline_s={deadline!r}: it must be a positive number of seconds, or None"
-            )
+        waits: dict[str, object] = {"deadline_s": self.deadline_s, "idle_s": self.idle_s}
+        for name, wait in waits.items():
+            if wait is not None and not (isinstance(wait, (int, float)) and wait > 0):
+                raise InvalidArgumentError(
+                    f"{name}={wait!r}: it must be a positive number of seconds, or None"
+                )
 
     @classmethod
     def of(cls, config: Mapping[str, Any], **given: Any) -> GroupingRules:
@@ -130,6 +134,7 @@ class Group:
     runs: set[int] = field(default_factory=set)
     given: set[int] = field(default_factory=set)
     first_seen_us: int | None = None
+    last_seen_us: int = 0
     decided: bool = False
 
     @property
@@ -295,6 +300,7 @@ class Grouping:
             group.first_seen_us = (
                 at_us if group.first_seen_us is None else min(at_us, group.first_seen_us)
             )
+            group.last_seen_us = max(at_us, group.last_seen_us)
         self._candidates.add(batch)
 
     def seal(self, batch: str) -> None:
@@ -322,11 +328,26 @@ class Grouping:
         return late
 
     def next_deadline_us(self) -> int | None:
-        """Return when the next open group reaches its deadline, or None."""
-        if self.rules.deadline_s is None:
+        """Return when the next open group is closed as it is, or None."""
+        if self.rules.deadline_s is None and self.rules.idle_s is None:
             return None
-        open_since = [g.first_seen_us for _, g in self._open() if g.first_seen_us is not None]
-        return min(open_since) + int(self.rules.deadline_s * 1e6) if open_since else None
+        ends = [(self._deadline_us(group), self._idle_us(group)) for _, group in self._open()]
+        return min((end for both in ends for end in both if end is not None), default=None)
+
+    @property
+    def becomes_idle(self) -> bool:
+        """Whether there are open groups that are closed once nothing has come for them."""
+        return any(self._idle_us(group) is not None for _, group in self._open())
+
+    def _deadline_us(self, group: Group) -> int | None:
+        if self.rules.deadline_s is None or group.first_seen_us is None:
+            return None
+        return group.first_seen_us + int(self.rules.deadline_s * 1e6)
+
+    def _idle_us(self, group: Group) -> int | None:
+        if self.rules.idle_s is None or group.rollouts is not None or not group.members:
+            return None
+        return group.last_seen_us + int(self.rules.idle_s * 1e6)
 
     def _open(self) -> Iterator[tuple[str, Group]]:
         for key, batch in self._batches.items():
@@ -336,37 +357,35 @@ class Grouping:
 
     def take_ready(self, now_us: int) -> list[ReadyUnit]:
         """Return, once, every unit that is ready, oldest batch first; forget what is done."""
-        deadline_us = (
-            None if self.rules.deadline_s is None else now_us - int(self.rules.deadline_s * 1e6)
-        )
-        if deadline_us is not None:
-            overdue = (
-                key
-                for key, g in self._open()
-                if g.first_seen_us is not None and g.first_seen_us <= deadline_us
-            )
-            self._candidates.update(overdue)
+        due = self.next_deadline_us()
+        if due is not None and due <= now_us:
+            self._candidates.update(key for key, _ in self._open())
         units: list[ReadyUnit] = []
         for key in [key for key in self._batches if key in self._candidates]:
             batch = self._batches[key]
-            units += self._ready_of(batch, deadline_us)
+            units += self._ready_of(batch, now_us)
             if all(group.decided for group in batch.groups.values()):
                 del self._batches[key]
         self._candidates.clear()
         return units
 
-    def _ready_of(self, batch: _Batch, deadline_us: int | None) -> list[ReadyUnit]:
-        def closed(group: Group) -> bool:
-            since = group.first_seen_us
-            overdue = deadline_us is not None and since is not None and since <= deadline_us
-            return batch.sealed or overdue
+    def _ready_of(self, batch: _Batch, now_us: int) -> list[ReadyUnit]:
+        def is_overdue(group: Group) -> bool:
+            return _is_past(self._deadline_us(group), now_us)
+
+        def is_idle(group: Group) -> bool:
+            return _is_past(self._idle_us(group), now_us)
 
         undecided = [group for group in batch.groups.values() if not group.decided]
-        ready = [group for group in undecided if group.complete or closed(group)]
+        ready = [
+            group
+            for group in undecided
+            if group.complete or batch.sealed or is_overdue(group) or is_idle(group)
+        ]
         if self.unit == "batch":
-            whole = len(ready) == len(undecided) and (batch.planned or batch.sealed)
-            late_batch = deadline_us is not None and any(closed(group) for group in undecided)
-            ready = undecided if (whole or late_batch) and undecided else []
+            is_closed = batch.planned or batch.sealed or any(map(is_idle, undecided))
+            whole = len(ready) == len(undecided) and is_closed
+            ready = undecided if whole or any(map(is_overdue, undecided)) else []
         for group in ready:
             group.decided = True
         chunks = [ready] if self.unit == "batch" else [[group] for group in ready]
@@ -378,6 +397,10 @@ class Grouping:
             for chunk in chunks
             if chunk
         ]
+
+
+def _is_past(end_us: int | None, now_us: int) -> bool:
+    return end_us is not None and end_us <= now_us
 
 
 def has_rows(unit: ReadyUnit) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from trinity_buffer.algorithm.add_strategy import AddStrategy, CompositeAddStrategy
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.annotating.grouping import GroupingRules
 from trinity_buffer.pipeline.events import as_json
 
 
@@ -69,7 +71,8 @@ def _filled(config: Mapping[str, Any], strategy: AddStrategy) -> dict[str, Any]:
         assert isinstance(strategy, CompositeAddStrategy)  # made of as many
         listed = [(stage, args.get(name, {})) for name, stage, _ in strategy.stages]
     filled = [_defaults(stage) | given for stage, given in listed]
-    return {**config, "strategy": _paths(config), "args": filled}
+    rules = asdict(GroupingRules()) | config.get("grouping", {})  # a set of before lacks new ones
+    return {**config, "strategy": _paths(config), "args": filled, "grouping": rules}
 
 
 def _defaults(strategy: AddStrategy) -> dict[str, Any]:

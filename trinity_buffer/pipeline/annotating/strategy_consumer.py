@@ -202,10 +202,10 @@ class StrategyConsumer:
                 wait.over()
                 continue
             self.has_read_all = True
-            if ending:
+            if ending and not self._reader.becomes_idle:
                 return True
-            ending = look.finished  # what came before the end is read once more
-            if not ending:
+            ending = ending or look.finished  # what came before the end is read once more
+            if not ending or self._reader.becomes_idle:
                 settle_imports()
                 await self._rehearse()
                 await wait.changed(state, self._seconds_to_deadline())
@@ -231,6 +231,9 @@ class StrategyConsumer:
     async def _lacking(self) -> str:
         """Return why it decides nothing, and who would bring what it lacks."""
         experiment = self.experiment
+        if self._reader.becomes_idle:
+            groups = diagnosis.counted(self._reader.num_waiting[1], "group")
+            return f"{groups}, each decided when nothing came for it for {self.rules.idle_s:g} s"
         if self._reader.unscored is not None:
             return (
                 f"scoring {self._rewards!r} has no rewards for what is recorded from position "

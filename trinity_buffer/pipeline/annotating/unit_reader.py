@@ -85,6 +85,11 @@ class UnitReader:
         """How many experiences are seen and not decided, and in how many groups."""
         return self._grouping.num_waiting, self._grouping.num_waiting_groups
 
+    @property
+    def becomes_idle(self) -> bool:
+        """Whether there are open groups that are closed once nothing has come for them."""
+        return self._grouping.becomes_idle
+
     def seconds_to_deadline(self) -> float | None:
         """Return how long it is until the next group must be closed, or None."""
         deadline = self._grouping.next_deadline_us()
