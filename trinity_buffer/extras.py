@@ -2,21 +2,62 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module, metadata
 from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError
+
+TESTED = {
+    "transformers": ">=4.56,<5.24",
+    "peft": ">=0.17,<0.22",
+    "trl": ">=1.16,<1.17",
+    "verl": ">=0.9,<0.10",
+    "TransferQueue": ">=0.1.11,<0.2",
+    "trinity-rft": ">=0.6,<0.7",
+}
+"""Packages that change what is used of them from release to release -> the tested releases."""
 
 
 def extra(module: str, name: str) -> Any:
     """Return ``module``, which ``pip install 'trinity-buffer[name]'`` brings.
 
     Raises:
-        InvalidArgumentError: it is not installed; the message names the extra.
+        InvalidArgumentError: it is not installed, or is another release; the message names the
+            extra, and the releases that were tested.
     """
     try:
         return import_module(module)
     except ImportError as error:
-        raise InvalidArgumentError(
-            f"this needs {module.partition('.')[0]}: pip install 'trinity-buffer[{name}]' ({error})"
-        ) from error
+        remedy = f"trinity-buffer[{name}]"
+        raise InvalidArgumentError(_lacking(module.partition(".")[0], remedy, error)) from error
+
+
+@contextmanager
+def importing(package: str, remedy: str) -> Iterator[None]:
+    """Import names of ``package`` inside the context: an adapter's, when it is imported itself.
+
+    Args:
+        package: as package indexes call it.
+        remedy: what to give to ``pip install``.
+
+    Raises:
+        ImportError: it is not installed, or is another release; says which were tested.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(_lacking(package, remedy, error), name=error.name) from error
+
+
+def _lacking(package: str, remedy: str, error: ImportError) -> str:
+    """Return what to install, and why the release that is there will not do."""
+    tested = TESTED.get(package, "")
+    told = f"this needs {package}{tested}"
+    if tested:
+        try:
+            told += f", and {package} {metadata.version(package)} is installed"
+        except metadata.PackageNotFoundError:
+            told += ", the releases that were tested"
+    return f"{told}: pip install '{remedy}' ({error})"

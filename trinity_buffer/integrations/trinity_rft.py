@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trinity.algorithm.sample_strategy.sample_strategy import SampleStrategy
-from trinity.algorithm.sample_strategy.utils import representative_sample
-from trinity.buffer.operators.experience_operator import ExperienceOperatorV1
-from trinity.common import experience as theirs
 from typing_extensions import override
 
 from trinity_buffer.experience import CustomField, Experience
+from trinity_buffer.extras import TESTED, importing
 from trinity_buffer.identity import EID
 from trinity_buffer.integrations.checkpointed_steps import (
     CheckpointedSteps,
@@ -31,6 +28,12 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading.row_loader import experiences_of
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.writing.sql_writer import SQLWriter
+
+with importing("trinity-rft", f"trinity-rft{TESTED['trinity-rft']}"):
+    from trinity.algorithm.sample_strategy.sample_strategy import SampleStrategy
+    from trinity.algorithm.sample_strategy.utils import representative_sample
+    from trinity.buffer.operators.experience_operator import ExperienceOperatorV1
+    from trinity.common import experience as theirs
 
 PLAIN = tuple(
     field.name for field in fields(theirs.Experience) if field.name not in ("eid", "custom_fields")

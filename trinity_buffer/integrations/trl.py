@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 from typing_extensions import override
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
+from trinity_buffer.extras import importing
 from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
+
+with importing("trl", "trinity-buffer[trl]"):
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
 
 MEANS_OVER_ROWS = ("grpo", "dr_grpo", "sapo", "luspo")
 """The losses of TRL that divide by the number of rows."""

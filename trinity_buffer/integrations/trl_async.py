@@ -15,15 +15,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
-from transformers import TrainerCallback
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.extras import importing
 from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
+
+with importing("trl", "trinity-buffer[trl]"):
+    from accelerate import PartialState
+    from transformers import TrainerCallback
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 AHEAD = 2
 """Steps that wait in TRL's queue."""

@@ -15,15 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import transfer_queue as tq
-from transfer_queue import KVBatchMeta
 from typing_extensions import override
-from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
-from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
+from trinity_buffer.extras import importing
 from trinity_buffer.identity import EID
 from trinity_buffer.integrations.checkpointed_steps import (
     CheckpointedSteps,
@@ -35,6 +31,14 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading.row_loader import experiences_of
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import LoopThread
+
+with importing("verl", "trinity-buffer[verl]"):
+    from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+with importing("TransferQueue", "trinity-buffer[verl]"):
+    import transfer_queue as tq
+    from transfer_queue import KVBatchMeta
 
 TRAIN = "train"
 OWN = ("prompts", "responses", "response_mask", "loss_mask", "input_ids")
