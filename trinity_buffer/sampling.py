@@ -71,7 +71,7 @@ def problem_of_segments(segments: object, prompt_length: int, length: int) -> st
     last = prompt_length
     for one in segments:
         begin, end = one.get("begin", prompt_length), one.get("end", length)
-        if type(begin) is not int or type(end) is not int or not last <= begin < end <= length:
+        if type(begin) is not int or type(end) is not int or not last <= begin <= end <= length:
             return (
                 f"has the tokens {begin!r:.40} to {end!r:.40}: each begin and end must lie in the "
                 f"response ({prompt_length} to {length}), behind the segment before"
@@ -96,8 +96,8 @@ def sampled(info: Mapping[str, Any], prompt_length: int, length: int) -> list[Sa
     found = []
     for one in segments:
         bent = not_neutral({key: value for key, value in one.items() if key not in _NO_OPTIONS})
-        if bent:
-            begin, end = one.get("begin", prompt_length), one.get("end", length)
+        begin, end = one.get("begin", prompt_length), one.get("end", length)
+        if bent and begin < end:
             mode = one.get(MODE, info.get(MODE))
             found.append(Sampled(begin, end, *_scored(bent, mode)))
     return found or None

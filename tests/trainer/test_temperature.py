@@ -351,6 +351,21 @@ async def test_segments_that_say_nothing_sound_are_refused_at_the_door(
             await experiment.writer("test").write(made)
 
 
+async def test_a_prompt_that_was_cut_has_no_tokens_that_were_sampled(sqlite_url: str) -> None:
+    cut = tb.Experience(
+        eid=tb.EID("b", 0, 0, 0),
+        tokens=[1, 2],
+        prompt_length=2,
+        truncate_status="prompt_truncated",
+        info={"sampling_segments": [{"temperature": 0.5}]},
+    )
+    async with tb.open_store(sqlite_url) as opened:
+        experiment = await recorded(opened, "run", "experience", [cut])
+        (event,) = [e async for e in experiment.events(kinds=("ExperiencesRecorded",))]
+        assert "sampling" not in event.body
+        assert (await verify(experiment)).ok
+
+
 async def test_how_rows_were_sampled_is_read_back_and_verified(store_url: str) -> None:
     made = sampled_at(policy())
     async with tb.open_store(store_url) as opened:
