@@ -25,7 +25,12 @@ from trinity_buffer.cli.ranks import number_of_rank_0
 from trinity_buffer.cli.run_algorithm import algorithm_of, look_for, parts_of, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment, require_model
 from trinity_buffer.errors import InvalidArgumentError, NonFiniteError, TrainingError
-from trinity_buffer.events import ExperimentFinished, kinds_of
+from trinity_buffer.events import (
+    ConfigurationChanged,
+    ExperimentFinished,
+    TrainerRewound,
+    kinds_of,
+)
 from trinity_buffer.explorer.explorer import BatchReport
 from trinity_buffer.own_code import own_code
 from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport, run_strategy
@@ -250,6 +255,14 @@ def train(
     use_one_thread()
     config, _ = anyio.run(partial(config_of, url, experiment, expert_rows=not follow))
     ends_of(config).require_trainable()
+    reason = anyio.run(_finished_by, url, experiment, config.trainer)
+    if reason is not None and going_on.get("resume_from") is None:
+        say(
+            f"{config.trainer} has finished this run and trains it no further; to go on all the "
+            "same, --resume-from goes back, and --set changes what ended it"
+        )
+        say(f"{experiment} is finished: {reason}")
+        return
     algorithm = algorithm_of(config)
     with open_train_stream(
         url,
@@ -275,6 +288,8 @@ def train(
         among = f", {processes.world_size} ranks" if processes.world_size > 1 else ""
         say(f"trains {experiment} as {config.trainer}{among}: {begin}")
         measured = _Evaluation(config, ends_of(config), trainer, processes)
+        if stream.resume is not None and going_on.get("resume_from") is None:
+            measured.note(stream.resume.metrics.get("accuracy"))
         num_skipped = 0 if stream.resume is None else stream.resume.skipped
 
         def tell(report: StepReport) -> bool:
@@ -283,11 +298,31 @@ def train(
             num_skipped += report.skipped
             return measured.reached
 
-        with own_code(parts_of(algorithm)):
-            trainer.run(tell, measure=measured)
+        if measured.reached:
+            say(f"nothing is trained further: {measured.said}step {trainer.state.step}")
+        else:
+            with own_code(parts_of(algorithm)):
+                trainer.run(tell, measure=measured)
         _require_trained(experiment, config, trainer.state.step, num_skipped)
         if follow and not processes.rank:
             _finish(stream, experiment, f"{measured.said}step {trainer.state.step}", say)
+
+
+async def _finished_by(url: str, experiment: str, trainer: str) -> str | None:
+    """Return why ``trainer`` finished its run, if nobody changed the run since."""
+    reason = None
+    async with open_store(url, read_only=True) as store:
+        opened = await store.experiment(experiment)
+        ends = kinds_of(ExperimentFinished | ConfigurationChanged | TrainerRewound)
+        async for event in opened.events(kinds=ends):
+            match event.fact:
+                case ExperimentFinished(reason=why) if event.actor == trainer:
+                    reason = why
+                case ConfigurationChanged():
+                    reason = None
+                case TrainerRewound(consumer=name) if name == trainer:
+                    reason = None
+    return reason
 
 
 def _require_trained(experiment: str, config: RunConfig, steps: int, skipped: int) -> None:
@@ -340,11 +375,16 @@ class _Evaluation:
             return self._ends.accuracy(self._trainer.policy, problems=rules.problems, seed=seed)
 
         accuracy = number_of_rank_0(self._processes, measure)
+        self.note(accuracy)
+        return {} if accuracy is None else {"accuracy": accuracy}
+
+    def note(self, accuracy: float | None) -> None:
+        """Remember what was measured last; None: nothing was."""
         if accuracy is None:
-            return {}
+            return
+        target = self._config.evaluation.target_accuracy
         self.said = f"accuracy {accuracy:.3f} at "
-        self.reached = rules.target_accuracy is not None and accuracy >= rules.target_accuracy
-        return {"accuracy": accuracy}
+        self.reached = target is not None and accuracy >= target
 
 
 def line_of(report: StepReport) -> str:

@@ -173,16 +173,16 @@ class Trainer:
         with closing(self._commits):
             last = self._steps(report, measure)
             if last is not None:
-                self._commit(last, {})
+                self._commit(*last)
             self._commits.finish()
 
     def _steps(
         self,
         report: Callable[[StepReport], bool | None],
         measure: Callable[[int], dict[str, float]],
-    ) -> TrainStep | None:
-        """Train; return the last step if it is still to be committed."""
-        last: TrainStep | None = None
+    ) -> tuple[TrainStep, dict[str, float]] | None:
+        """Train; return the last step and its numbers if it is still to be committed."""
+        last: tuple[TrainStep, dict[str, float]] | None = None
         for step in self._stream:
             self._commits.look()
             begin = time.perf_counter()
@@ -194,7 +194,8 @@ class Trainer:
                 metrics["staleness"] = step.staleness
             metrics |= measure(step.step)
             measures = self._measured(meter, metrics)
-            last = replace(step, microbatches=[])  # not two steps' tensors, while it is uncommitted
+            # Not two steps' tensors, while it is uncommitted.
+            last = replace(step, microbatches=[]), metrics
             ending = self._reached(step.step) or self._gives_up
             committed = ending or step.step % self._settings.commit_every_steps == 0
             if committed:

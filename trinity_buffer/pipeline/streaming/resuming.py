@@ -56,17 +56,23 @@ async def last_commit(
     path = None if last.checkpoint is None else _path_of(last, experiment.database.folder)
     if path is not None and last.checkpoint_digest is not None:
         await anyio.to_thread.run_sync(require_digest, path, last.checkpoint_digest)
-    skipped = await _skipped_in_a_row(experiment, trainer, last)
-    return Resume(last.step, path, last.checkpoint_digest, chain, skipped)
+    commit = await _commit_of(experiment, last)
+    skipped = await _skipped_in_a_row(experiment, trainer, commit)
+    return Resume(last.step, path, last.checkpoint_digest, chain, skipped, commit.metrics)
 
 
-async def _skipped_in_a_row(experiment: ExperimentHandle, trainer: str, last: StepRow) -> int:
-    """Return how many of the last steps up to ``last`` changed no weight."""
-    read, row, skipped = experiment.database.read, last, 0
+async def _commit_of(experiment: ExperimentHandle, row: StepRow) -> StepsCommitted:
+    assert row.committed_at is not None  # on the live line all before a commit are
+    (stored,) = await experiment.database.read(log.read_at, experiment.key, [row.committed_at])
+    return fact_at(experiment.name, stored, StepsCommitted)
+
+
+async def _skipped_in_a_row(
+    experiment: ExperimentHandle, trainer: str, commit: StepsCommitted
+) -> int:
+    """Return how many of the last steps up to those of ``commit`` changed no weight."""
+    read, skipped = experiment.database.read, 0
     while True:
-        assert row.committed_at is not None  # on the live line all before a commit are
-        (stored,) = await read(log.read_at, experiment.key, [row.committed_at])
-        commit = fact_at(experiment.name, stored, StepsCommitted)
         for step in reversed(commit.steps):
             if step not in commit.skipped_steps:
                 return skipped
@@ -77,6 +83,7 @@ async def _skipped_in_a_row(experiment: ExperimentHandle, trainer: str, last: St
         (row,) = await read(
             trainer_queries.steps, experiment.key, trainer, after=before - 1, limit=1
         )
+        commit = await _commit_of(experiment, row)
 
 
 async def require_checkpoint_of(

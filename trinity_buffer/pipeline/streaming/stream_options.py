@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Required, TypedDict, TypeVar
 
@@ -177,6 +177,7 @@ class Resume:
         digest: sha256 of the checkpoint, already compared with what lies on the disk.
         chain: link of the manifest chain after that step.
         skipped: how many steps in a row, up to and including ``step``, changed no weight.
+        metrics: the numbers that its commit remembers.
     """
 
     step: int
@@ -184,6 +185,7 @@ class Resume:
     digest: str | None
     chain: bytes
     skipped: int = 0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 F = TypeVar("F", bound=Callable[..., object])
