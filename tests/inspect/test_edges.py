@@ -5,17 +5,31 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
+import torch
 from sqlalchemy import delete
+from typing_extensions import override
 
 from tests.conftest import Resize
 from tests.contract.making import rollout
+from tests.pipeline.planting import unguarded
 from tests.trainer.test_mixing import filled, taken
+from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.inspect import blame, compare_sets, groups, leases, position_before, show, steps
+from trinity_buffer.experience import Experience
+from trinity_buffer.inspect import (
+    blame,
+    compare_runs,
+    compare_sets,
+    groups,
+    leases,
+    position_before,
+    show,
+    steps,
+)
 from trinity_buffer.inspect.fates import AnnotationRow, Fate, StepOfRow
 from trinity_buffer.inspect.source import now
 from trinity_buffer.inspect.step_lines import trainer_of
@@ -23,7 +37,8 @@ from trinity_buffer.inspect.tensors import row_of
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.lease_holders import owner_name
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store.tables import experience
+from trinity_buffer.store.tables import event, experience
+from trinity_buffer.store.transaction import Transaction
 
 
 async def test_two_runs_have_a_deviation_and_one_has_none(sqlite_url: str) -> None:
@@ -101,6 +116,54 @@ async def test_two_sets_are_compared_over_every_page(sqlite_url: str, resize: Re
     assert (found.both, found.equal, found.opposite) == (6, 2, 0)
     assert {one.uid for one in found.rows} == {"b/0/0/0/", "b/0/1/0/"}
     assert (counted.both, counted.rows) == (6, [])
+
+
+class AlmostNothing(AddStrategy):
+    """Gives zero, as a sum of numbers of either sign comes out."""
+
+    families: ClassVar[tuple[str, ...]] = ("light", "tokens")
+    noise: ClassVar[tuple[float, ...]] = ()
+
+    @override
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        for row, noise in zip(experiences, self.noise, strict=True):
+            size = len(row.tokens) - row.prompt_length
+            row.advantages = torch.full((size,), noise, dtype=torch.float64)
+        await self.writer.write(experiences)
+        return len(experiences), {}
+
+
+async def test_what_rounding_leaves_of_zero_is_zero_between_two_sets(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": 3})
+        await experiment.writer("e0").write([rollout(run=run) for run in range(3)])
+        for name, noise in (("a", (-2e-16, 1.0, 0.1)), ("b", (3e-16, 1.0 + 1e-15, -0.1))):
+            AlmostNothing.noise = noise
+            await run_strategy(experiment, AlmostNothing, name=name)
+        found = await compare_sets(now(experiment), "a", "b")
+    assert (found.both, found.equal, found.opposite) == (3, 2, 1)
+    assert [one.uid for one in found.rows] == ["b/0/2/0/"]
+
+
+async def test_a_commit_by_a_clock_that_went_back_took_no_negative_time(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={"rollouts_per_group": 1})
+        await experiment.writer("e0").write([rollout(task=task) for task in range(2)])
+        async with experiment.train_stream(strategy=None) as stream:
+            for metrics in ({"loss": -2e-16}, {"loss": 1e-17}):
+                await stream.commit(await anext(stream), metrics=metrics)
+        compared = await compare_runs(now(experiment), now(experiment))
+    assert compared.steps[1]["loss"] == [0.0, 0.0]
+
+    def set_back(tx: Transaction) -> None:
+        first = event.c.kind == "StepsCommitted"
+        earlier = event.update().where(first).values(recorded_at=event.c.recorded_at - 10**9)
+        tx.execute(earlier)
+
+    await unguarded(sqlite_url, set_back)
+    async with open_store(sqlite_url, read_only=True) as store:
+        lines = await steps(now(await store.experiment("run")))
+    assert [one.seconds for one in lines] == [None, None]
 
 
 async def test_a_lease_that_is_held_names_its_owner(sqlite_url: str) -> None:

@@ -162,3 +162,10 @@ def test_a_file_holds_the_table(
         assert [json.loads(line) for line in file.read_text().splitlines()] == rows
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     assert cli("export", "-o", tmp_path / "run.xls", "--store", sample.url).code == 2
+
+
+async def test_a_table_is_read_in_a_running_loop_too(sqlite_url: str, tmp_path: Path) -> None:
+    """As in a notebook, whose cells all run in one."""
+    sample = await record_sample_run(sqlite_url, tmp_path)
+    rows = tb.to_arrow(sample.url, "sort", set="grpo").to_pylist()
+    assert {row["task"] for row in rows} >= {"0", "1"}

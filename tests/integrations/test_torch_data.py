@@ -267,3 +267,29 @@ def test_a_new_worker_does_not_do_what_a_dead_one_was_asked(
 def test_a_state_of_something_else_is_refused(url: str) -> None:
     with pytest.raises(InvalidArgumentError, match="state_dict"):
         dataset(url).load_state_dict({"epoch": 1})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["spawn", "forkserver"])
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_worker_may_be_a_process_of_its_own_making(
+    url: str, tmp_path: Path, how: str, *, stays: bool
+) -> None:
+    """A process that has used a GPU cannot be forked."""
+    steps = dataset(url)
+    loader: Any = DataLoader(
+        steps,
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context=how,
+        persistent_workers=stays,
+    )
+    reader = iter(loader)
+    steps.commit(next(reader), checkpoint(tmp_path, 1))
+    steps.commit(next(reader), checkpoint(tmp_path, 2))
+    del reader
+    seen = []
+    for step in loader:
+        seen.append(step.step)
+        steps.commit(step)
+    assert seen == [3, 4, 5, 6]

@@ -25,6 +25,9 @@ from trinity_buffer.store.transaction import Transaction
 
 Numbers = npt.NDArray[Any]
 
+ROUNDING = 1e-12
+"""So far two float64 numbers of the size of 1 may lie apart by rounding alone, and one from 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class Differing:
@@ -178,6 +181,7 @@ async def _side(source: Source, decided: Decisions) -> _Side:
             if "annotation" in event.families:
                 own = np.flatnonzero(positions == position)
                 means, there = means_of(event.families["annotation"], "advantages")
+                means[np.abs(means) <= ROUNDING] = 0.0
                 advantages[own], known[own] = means[slots[own]], there[slots[own]]
     return _Side(decided.states, advantages, known, positions, damaged)
 
@@ -192,9 +196,10 @@ async def _compare(
         found.states[" / ".join(pair)] += count
     both = a.known & b.known
     by = np.abs(a.advantages - b.advantages)
+    by[by <= ROUNDING * np.fmax(1.0, np.fmax(np.abs(a.advantages), np.abs(b.advantages)))] = 0.0
     found.both += int(both.sum())
-    found.equal += int((a.advantages == b.advantages)[both].sum())
-    found.opposite += int((a.advantages * b.advantages < 0)[both].sum())
+    found.equal += int((by == 0)[both].sum())
+    found.opposite += int((a.advantages * b.advantages < 0)[both & (by > 0)].sum())
     found.total += float(by[both].sum())
     found.greatest = float(np.fmax.reduce(by[both], initial=found.greatest))
     by[a.known != b.known] = np.inf
@@ -306,7 +311,11 @@ def _side_by_side(a: StepLine, b: StepLine) -> dict[str, list[Any]]:
     names = ("rows", "tokens", "reward", "staleness")
     found = {name: [getattr(a, name), getattr(b, name)] for name in names}
     shared = sorted(a.metrics.keys() & b.metrics.keys())
-    return found | {name: [a.metrics[name], b.metrics[name]] for name in shared}
+    return found | {name: [*map(_rounded, (a.metrics[name], b.metrics[name]))] for name in shared}
+
+
+def _rounded(number: float) -> float:
+    return 0.0 if abs(number) <= ROUNDING else number
 
 
 def _flat(config: Mapping[str, Any], at: str = "") -> dict[str, Any]:

@@ -32,7 +32,8 @@ class StepLine:
         state: ``committed`` on the live line, or ``leased``.
         leased_at, committed_at: positions of the events.
         recorded_at: when it was handed out, in seconds since 1970.
-        seconds: from then to its commit; None before.
+        seconds: from then to its commit; None before, and where the clock of the one or the other
+            was wrong: it went backward in between, or two machines differ.
         rows, groups: of it, an expert's included; all that follows leaves the expert's out.
         tokens, trained_tokens: of its rows.
         reward: mean over its rows.
@@ -324,6 +325,7 @@ def _line(
 ) -> StepLine:
     leased = events[row.leased_at]
     commit = None if row.committed_at is None else events[row.committed_at]
+    seconds = None if commit is None else commit.recorded_at - leased.recorded_at
     rewards, versions = numbers["reward"], numbers["policy_version"]
     rewards = rewards[~np.isnan(rewards)]
     lags = row.step - 1 - versions[versions != NO_VERSION]
@@ -334,7 +336,7 @@ def _line(
         leased_at=row.leased_at,
         committed_at=row.committed_at,
         recorded_at=leased.recorded_at,
-        seconds=None if commit is None else commit.recorded_at - leased.recorded_at,
+        seconds=seconds if seconds is not None and seconds >= 0 else None,
         rows=row.rows,
         groups=row.groups,
         microbatches=len(fact.microbatches),

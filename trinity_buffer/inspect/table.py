@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import anyio
 import numpy as np
 import numpy.typing as npt
+from anyio.from_thread import start_blocking_portal
 
 from trinity_buffer.codec import Segment
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
@@ -129,7 +129,8 @@ def to_arrow(
             async with as_of(found, as_of_position) as source:
                 return arrow.Table.from_batches([b async for b in record_batches(source, wanted)])
 
-    return anyio.run(main)
+    with start_blocking_portal() as portal:  # a notebook's own loop runs in this thread
+        return portal.call(main)
 
 
 def pyarrow() -> Any:

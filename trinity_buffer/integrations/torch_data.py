@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
-from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -51,11 +50,12 @@ class StepDataset(IterableDataset[TrainStep]):
         self._options = options
         self._here: SyncTrainStream | None = None
         self._committed: int | None = None
-        self._go_on_after = mp.Value("q", NOWHERE)  # a worker that stays reads it again
-        self._asking, self._asked = mp.Pipe()
-        self._requests = count(1)
-        # Without a lock, which a worker that is killed could hold for good.
+        # Without locks: a worker that is killed could hold one for good, and one that is spawned
+        # cannot be given those of a process that forks.
+        self._go_on_after = mp.Value("q", NOWHERE, lock=False)  # a worker that stays reads it again
         self._waited_for = mp.Value("q", NOBODY, lock=False)
+        self._asking, self._asked = mp.Pipe()
+        self._last_request = NOBODY
         self._worker: _Worker | None = None
 
     @override
@@ -105,7 +105,8 @@ class StepDataset(IterableDataset[TrainStep]):
         self._go_on_after.value = NOWHERE  # a pass that begins now supersedes nothing
 
     def _ask(self, step: TrainStep, checkpoint: str | Path | None, policy: PolicyPath) -> None:
-        request = self._waited_for.value = next(self._requests)
+        self._last_request += 1
+        request = self._waited_for.value = self._last_request
         self._asking.send((request, step.step, checkpoint, policy))
         try:
             failure = self._answer(request)
