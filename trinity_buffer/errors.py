@@ -11,7 +11,8 @@ TrinityBufferError
 │   ├── ConflictingSealError            one batch, two counts
 │   └── ConflictingStrategyError        one annotation set, two configurations
 ├── TrainingError (RuntimeError)        a run that cannot go on: more of the same would not mend it
-│   └── NonFiniteError                  a loss, gradient or weight that is NaN or infinite
+│   ├── NonFiniteError                  a loss, gradient or weight that is NaN or infinite
+│   └── RunStalledError                 nothing has moved in a run for long
 ├── InferenceServerError (ConnectionError)  no answer of a server, or one that cannot be trained
 │   └── RefusedRequestError             an answer that would be the same if it was asked again
 ├── CodecError (ValueError)             bytes that are not ours, or damaged
@@ -101,6 +102,10 @@ class TrainingError(TrinityBufferError, RuntimeError):
 
 class NonFiniteError(TrainingError):
     """A loss, a gradient or weights that are NaN or infinite; none of it was kept."""
+
+
+class RunStalledError(TrainingError):
+    """Nothing has moved in a run for ``stalled_after_s``: nobody brings what is waited for."""
 
 
 class InferenceServerError(TrinityBufferError, ConnectionError):

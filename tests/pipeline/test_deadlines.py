@@ -9,11 +9,13 @@ from typing import Any
 
 import anyio
 import pytest
+from sqlalchemy import delete
 
 from tests.contract.making import group, living, opened
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.diagnosis import abandoned_groups
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.store.tables import presence
 
 BOUNDS = ({"max_staleness": 0}, {"max_waiting_groups": 1})
 SOON: dict[str, Any] = {"rollouts_per_group": 4, "deadline_s": 0.05}
@@ -32,7 +34,7 @@ async def abandoned(url: str, **config: Any) -> AsyncIterator[Experiment]:
         async with living(experiment, "gone"):
             await experiment.writer("gone").plan("b", [0, 1], 4, policy_version=0)
             await experiment.writer("gone").write(group())
-        await experiment.writer("gone")._presence.gone()
+        await experiment.database.write(lambda tx: tx.execute(delete(presence)))
         yield experiment
 
 

@@ -51,7 +51,9 @@ def trinity_buffer(
 
 
 def run_command() -> None:
-    """Run the command; our errors are one sentence, and exit code 1 (failed) or 2 (refused).
+    """Run the command; our errors are one sentence, and exit code 1 (failed), 2 (refused) or 3.
+
+    3 is that of a run in which nothing moves any more (`RunStalledError`).
 
     So are those of the system (a full disk, a folder that may not be written), and those of the
     user's own code.

@@ -37,7 +37,14 @@ OF_STEPS = frozenset(
     {
         *("groups_per_batch", "groups_per_step", "rollouts_per_group", "tokens_per_microbatch"),
         *("layout", "max_staleness", "max_waiting_groups", "strategy", "strategy_args"),
-        *("deadline_s", "idle_s", "incomplete", "commit_every_steps", "max_steps"),
+        *(
+            "deadline_s",
+            "idle_s",
+            "incomplete",
+            "stalled_after_s",
+            "commit_every_steps",
+            "max_steps",
+        ),
     }
 )
 """Keys that say what the steps of a run hold, and when it explores, commits and ends."""

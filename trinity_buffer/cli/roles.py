@@ -192,8 +192,7 @@ async def _nothing_to_annotate(experiment: Experiment, *, follow: bool) -> Consu
     """Return at once, or when the experiment is finished: the trainer reads what was recorded."""
     if follow:
         plain("nothing to annotate: the trainer reads what was recorded; waits for the run's end")
-        async for _ in experiment.events(follow=True, kinds=kinds_of(ExperimentFinished)):
-            pass
+        await experiment.until_finished()
     return ConsumerReport(0, 0, 0, 0)
 
 

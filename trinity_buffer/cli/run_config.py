@@ -237,6 +237,12 @@ class RunConfig(Section):
     lease_ttl_s: float = Field(
         30.0, gt=0, le=1e9, description="a trainer or strategy silent for this long may be replaced"
     )
+    stalled_after_s: float | None = Field(
+        1800.0,
+        gt=0,
+        le=1e9,
+        description="all end, with exit code 3, once nothing has moved for this long; null: never",
+    )
     tokens_per_microbatch: int | None = Field(
         None, ge=1, description="token budget of a micro-batch; null: a step is one micro-batch"
     )

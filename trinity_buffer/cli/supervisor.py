@@ -19,6 +19,7 @@ from trinity_buffer.errors import (
     ConflictError,
     InvalidArgumentError,
     ReadOnlyStoreError,
+    RunStalledError,
     SchemaOutdatedError,
     SchemaTooNewError,
     StoreReplacedError,
@@ -42,6 +43,9 @@ ENDS_WITH_PARENT = "TRINITY_BUFFER_ENDS_WITH_PARENT"
 GIVEN_UP = 3
 """Exit code of a supervised process whose error a restart would not mend; nobody else sees it."""
 
+STALLED = 3
+"""Exit code of a command whose run has stalled."""
+
 _FINAL = (2, GIVEN_UP)  # 2: the command itself was refused
 
 _BEYOND_RESTART = (
@@ -62,12 +66,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def exit_code_of(error: TrinityBufferError) -> int:
-    """Return how a command ends with ``error``: 1 failed, 2 refused.
+    """Return how a command ends with ``error``: 1 failed, 2 refused, 3 the run has stalled.
 
     A supervised one tells its supervisor instead whether to start it again.
     """
     if os.environ.get(ENDS_WITH_PARENT):
         return GIVEN_UP if isinstance(error, _BEYOND_RESTART) else 1
+    if isinstance(error, RunStalledError):
+        return STALLED
     return 1 if isinstance(error, TrainingError) else 2
 
 

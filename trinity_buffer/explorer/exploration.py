@@ -226,7 +226,8 @@ class _Exploration:
 
     async def run(self) -> None:
         """Go through the list."""
-        beside = [self._writer.stay_present, self._under_way.watch]
+        under_way = self._under_way
+        beside = [self._writer.stay_present, under_way.watch, under_way.stay_known]
         try:
             await self._writer.warn_of_namesake()
             if self._weights is not None:

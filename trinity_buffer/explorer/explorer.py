@@ -12,8 +12,9 @@ import anyio.to_thread
 
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.acknowledgements import Acknowledgements
+from trinity_buffer.explorer.under_way import UnderWay
 from trinity_buffer.explorer.weights import Loadable, Weights
-from trinity_buffer.identity import Key
+from trinity_buffer.identity import EID, Key
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.experiment import Experiment
 
@@ -88,6 +89,7 @@ class Explorer:
         self._settings = settings
         self._writer = experiment.writer(settings.actor)
         self._weights = Weights(experiment, sampler)
+        self._under_way = UnderWay(self._writer, None)
         path = settings.acknowledgements
         self._acknowledgements = None if path is None else Acknowledgements(path)
 
@@ -99,7 +101,8 @@ class Explorer:
             number, unfinished = await self._writer.unsealed()
             for batch in unfinished:
                 report(await self._finish(batch, repaired=True))
-            async with running(self._weights.follow, self._writer.stay_present):
+            beside = (self._weights.follow, self._writer.stay_present, self._under_way.stay_known)
+            async with running(*beside):
                 while self._settings.max_batches is None or number < self._settings.max_batches:
                     batch = f"{self._settings.actor}-{number}"
                     tasks = list(range(self._settings.groups_per_batch))
@@ -123,9 +126,9 @@ class Explorer:
         version, sampler = self._weights.version, self._weights.model
         experiences, rewards = 0, []
         for pairs in _by_group(missing, self._settings.groups_per_write):
-            made = await anyio.to_thread.run_sync(
-                partial(sampler.rollout, pairs, batch=batch, policy_version=version)
-            )
+            rollout = partial(sampler.rollout, pairs, batch=batch, policy_version=version)
+            with self._under_way.making(EID(batch, *pairs[0])):
+                made = await anyio.to_thread.run_sync(rollout)
             receipt = await self._writer.write(made)
             if self._acknowledgements is not None:
                 self._acknowledgements.note(receipt)

@@ -43,6 +43,10 @@ class UnderWay:
             self._ended_at = time.monotonic()
             self._writer.waits_no_more()
 
+    async def stay_known(self) -> None:
+        """Say until cancelled that rollouts are under way, while they are: the run moves."""
+        await self._writer.stay_at_work(lambda: bool(self._begun))
+
     async def watch(self) -> None:
         """Say what is waited for, until cancelled; not while rollouts keep ending."""
         every_s, quiet_until = wait_report_s(), -math.inf

@@ -21,7 +21,7 @@ CONFIG_KEYS = frozenset(
         *("max_waiting_groups", "max_staleness", "commit_every_steps", "max_steps"),
         *("max_skipped_steps", "max_rejected_steps", "lease_ttl_s", "tokens_per_microbatch"),
         *("max_tokens", "layout", "dialect", "tokenizer", "record_facts", "record_tokens"),
-        "async_checkpoints",
+        *("async_checkpoints", "stalled_after_s"),
     }
 )
 """What somebody reads: the pipeline, or the processes of a run (``cli.run_config``)."""
@@ -33,6 +33,10 @@ LEAST = {
     "max_staleness": 0,
 }
 """Integers that the pipeline reads, and the least that each may be; None counts as not given."""
+
+
+SECONDS = ("lease_ttl_s", "stalled_after_s")
+"""Seconds that the pipeline reads; None counts as not given, or as never."""
 
 
 def require_values(experiment: str, given: Mapping[str, Any]) -> None:
@@ -49,7 +53,7 @@ def require_values(experiment: str, given: Mapping[str, Any]) -> None:
             must = f"an integer, at least {least}"
         elif key == "trainer" and not isinstance(value, str):
             must = "a text"
-        elif key == "lease_ttl_s" and not (_is_number(value) and 0 < value <= LONGEST_S):
+        elif key in SECONDS and not (_is_number(value) and 0 < value <= LONGEST_S):
             must = f"a number of seconds above 0, at most {LONGEST_S:.0e}"
         if must:
             raise InvalidArgumentError(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from trinity_buffer.pipeline.presence import is_here, place_of, was_silent
+from trinity_buffer.pipeline.presence import AT_WORK, is_here, place_of, was_silent
 from trinity_buffer.store import counters, promises, queries
 from trinity_buffer.store.asking import conservation, tallies
 from trinity_buffer.store.promises import PresenceRow
@@ -68,7 +68,8 @@ class Surroundings:
     def of(cls, tx: Transaction, experiment: int) -> Surroundings:
         """Return the surroundings of an experiment."""
         rows = promises.everybody(tx, experiment)
-        return cls([row for row in rows if is_here(row)], queries.consumers(tx, experiment))
+        here = [row for row in rows if row.role != AT_WORK and is_here(row)]
+        return cls(here, queries.consumers(tx, experiment))
 
     def who(self, role: str, name: str | None = None) -> PresenceRow | None:
         """Return a process in this role, of this name or of any; one that works before others."""

@@ -25,6 +25,8 @@ from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.leased_steps import leased_steps
 from trinity_buffer.pipeline.proof.checkpoint import found_again
+from trinity_buffer.pipeline.spoken_wait import SpokenWait
+from trinity_buffer.pipeline.stall import Stall
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, queries, reads, trainer_queries
@@ -138,6 +140,23 @@ class Experiment(ExperimentHandle):
 
     def _append(self, tx: Transaction, event: NewEvent, actor: str) -> None:
         log.append(tx, self.key, [event], actor=actor, now_us=now_us())
+
+    async def until_finished(self) -> None:
+        """Return once the experiment is finished.
+
+        Raises:
+            RunStalledError: nothing has moved in it for ``stalled_after_s``.
+        """
+        database, stall = self.database, Stall(self.database, self.key)
+        wait = SpokenWait(database.changes, self._waiting_for_end, aloud=False, stall=stall)
+        while True:
+            state = await database.changes.state()
+            if await self.is_finished():
+                return
+            await wait.changed(state)
+
+    async def _waiting_for_end(self) -> str:
+        return f"the end of experiment {self.name!r} is waited for"
 
     async def finish(self, reason: str, *, actor: str = "user") -> None:
         """Record that nothing more will be generated or trained; whoever follows it ends."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import anyio
@@ -27,13 +27,17 @@ UNSEEN_S = 120.0
 """A process of another machine that was silent for so long is said to be gone."""
 
 
+AT_WORK = "at work"
+"""Role, beside its own, of a process that makes something which will become an event."""
+
+
 class Presence:
     """Says in the store that this process has a role in an experiment; a read-only store is left.
 
     Args:
         database: of the store.
         experiment: key of the experiment.
-        role: ``explorer``, ``strategy``, ``trainer`` or ``rank N``.
+        role: ``explorer``, ``strategy``, ``trainer`` or ``rank N``; `AT_WORK`.
         name: actor, annotation set or trainer.
 
     Attributes:
@@ -102,10 +106,19 @@ class Presence:
                 )
         self._started_at = 0
 
+    def at_work(self) -> Presence:
+        """Return another one of this process: that it is at work."""
+        return Presence(self._database, self._experiment, AT_WORK, f"{self.role} {self.name}")
+
+    def is_own(self, row: PresenceRow) -> bool:
+        """Return whether this process has said it, in this role and under this name."""
+        is_self = processes.is_this_host(row.host) and row.pid == os.getpid()
+        return is_self and (row.role, row.name) == (self.role, self.name)
+
     def is_namesake(self, row: PresenceRow) -> bool:
         """Return whether another process is there in the same role, under the same name."""
-        is_self = processes.is_this_host(row.host) and row.pid == os.getpid()
-        return (row.role, row.name) == (self.role, self.name) and not is_self and is_here(row)
+        same = (row.role, row.name) == (self.role, self.name)
+        return same and not self.is_own(row) and is_here(row)
 
     def _news(self, *, at_once: bool = False) -> PresenceRow | None:
         """Return what is to be said now, and counts as said from here on; None if nothing is."""
@@ -127,6 +140,32 @@ class Presence:
             now_us(),
             self.waiting_for,
         )
+
+
+class Work:
+    """Says in the store, while a process is at work, that it is: its run has not stalled.
+
+    Args:
+        of: the presence of the process.
+        is_under_way: whether it is at work now.
+    """
+
+    def __init__(self, of: Presence, is_under_way: Callable[[], bool]) -> None:
+        self._presence = of.at_work()
+        self._is_under_way = is_under_way
+
+    async def keep(self, every_s: float) -> None:
+        """Look so often until cancelled, and then take it back."""
+        try:
+            while True:
+                await anyio.sleep(min(every_s, SEEN_EVERY_S))
+                with suppress(StoreError):  # whoever works with the store hears of it
+                    if self._is_under_way():
+                        await self._presence.seen(at_once=True)
+                    else:
+                        await self._presence.gone()
+        finally:
+            await self._presence.gone()
 
 
 def is_here(row: PresenceRow) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.presence import Presence
+from trinity_buffer.pipeline.stall import Stall
 from trinity_buffer.store.changes import Changes
 
 WAIT_REPORT = "TRINITY_BUFFER_WAIT_REPORT_S"
@@ -57,6 +58,11 @@ class SpokenWait:
         tell: returns the sentence; asked only when it is said.
         presence: of who waits, which tells others of it too.
         aloud: False where somebody else of the process speaks for it.
+        stall: ends the wait where nothing moves any more; None: nothing does.
+
+    Attributes:
+        is_waited_for: whether anybody needs what is waited for: nobody does, as long as what is
+            there already is worked on.
     """
 
     def __init__(
@@ -66,8 +72,11 @@ class SpokenWait:
         presence: Presence | None = None,
         *,
         aloud: bool = True,
+        stall: Stall | None = None,
     ) -> None:
         self._aloud = aloud
+        self._stall = stall
+        self.is_waited_for: Callable[[], bool] = lambda: True
         self._changes = changes
         self._tell = tell
         self._presence = presence
@@ -76,23 +85,35 @@ class SpokenWait:
     def over(self) -> None:
         """Note that what was waited for came: the next wait is a new one."""
         self._due = None
+        if self._stall is not None:
+            self._stall.begin()
         if self._presence is not None:
             self._presence.waiting_for = None
+
+    async def _told(self) -> str:
+        return one_line(await self._tell())
 
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
         """Return once there was a commit after ``state``, or after ``timeout_s``, or early.
 
         As `Changes.changed` does: whoever calls looks again, and calls again.
+
+        Raises:
+            RunStalledError: nothing has moved for too long.
         """
         if self._due is None:
             self._due = time.monotonic() + wait_report_s()
         elif time.monotonic() >= self._due:
-            said = one_line(await self._tell())
+            said = await self._told()
             _logger.log(logging.WARNING if self._aloud else logging.DEBUG, "%s", said)
             if self._presence is not None:
                 self._presence.waiting_for = said
             self._due = time.monotonic() + REPEATED_AFTER * wait_report_s()
         left_s = max(0.0, self._due - time.monotonic())
+        if self._stall is not None:
+            if not self.is_waited_for():
+                self._stall.begin()
+            left_s = min(left_s, await self._stall.require_moving(self._told, wait_report_s()))
         if self._presence is not None:
             await self._presence.seen()
             left_s = min(left_s, self._presence.due_s)

@@ -47,6 +47,7 @@ from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
+from trinity_buffer.pipeline.stall import Stall
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import queries, reads
 from trinity_buffer.store.transaction import Session, Transaction
@@ -170,7 +171,12 @@ class StrategyConsumer:
     async def _decide_all(self, *, follow: bool) -> None:
         """Decide units, or let another decide, until there are no more and will be no more."""
         changes = self.experiment.database.changes
-        wait = SpokenWait(changes, self._waiting_for, self._presence, aloud=self._speaks)
+        stall = None  # a trainer that runs it beside its own work ends by itself
+        if self._speaks:
+            stall = Stall(self.experiment.database, self.experiment.key, self._presence)
+        wait = SpokenWait(
+            changes, self._waiting_for, self._presence, aloud=self._speaks, stall=stall
+        )
         other = StandBy(self.experiment, self.name, self._reader)
         while True:
             await self._presence.seen(at_once=follow)  # a trainer that follows waits for it

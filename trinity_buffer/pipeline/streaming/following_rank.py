@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
+from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.row_loader import RowLoader
+from trinity_buffer.pipeline.presence import Work
+from trinity_buffer.pipeline.spoken_wait import wait_report_s
 from trinity_buffer.pipeline.streaming.committing import Commit, DeliveredSteps
 from trinity_buffer.pipeline.streaming.ranks import RankSession
 from trinity_buffer.pipeline.streaming.resuming import (
@@ -60,6 +64,7 @@ class FollowingRank:
         if not await has_set(self._experiment, self._options):
             await wait_for_set(self._experiment, self._options, self.presence)
         await self._ranks.join()
+        self._ranks.wait.is_waited_for = self.queue.is_waited_for
         self.committed, name = self._ranks.committed, self._options.consumer
         done, leased = await steps_at_start(self._experiment, name, self.committed)
         chain = self._maker.go_on_after(done)
@@ -71,7 +76,9 @@ class FollowingRank:
     async def run(self) -> None:
         """Serve what rank 0 leases until it says that there is no more."""
         try:
-            await self._feed()
+            work = Work(self.presence, lambda: not self.queue.is_waited_for())
+            async with running(partial(work.keep, wait_report_s())):
+                await self._feed()
         except Exception as error:  # noqa: BLE001 - re-raised where the stream is read
             self.queue.fail(error)
         finally:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import LeaseLostError
@@ -18,8 +19,10 @@ from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.microbatch import MicroBatch
+from trinity_buffer.pipeline.presence import Work
 from trinity_buffer.pipeline.proof.manifest import Manifest
-from trinity_buffer.pipeline.spoken_wait import SpokenWait, one_line
+from trinity_buffer.pipeline.spoken_wait import SpokenWait, one_line, wait_report_s
+from trinity_buffer.pipeline.stall import Stall
 from trinity_buffer.pipeline.streaming.committing import (
     Commit,
     CommitRecords,
@@ -162,7 +165,8 @@ class LeadingRank:
             if not self._begun:
                 await wait_for_set(self._experiment, self._options, self._lease.presence)
                 await self._begin()
-            async with running(self._gather):
+            work = Work(self._lease.presence, lambda: not self.queue.is_waited_for())
+            async with running(self._gather, partial(work.keep, wait_report_s())):
                 await self._feed()
             await self._say_what_is_left(self.queue.num_put)
             await self._ranks.end(self._next_step - 1)
@@ -194,7 +198,10 @@ class LeadingRank:
 
     async def _next(self) -> bool:
         """Make the next step, and more if they are asked for; return False if there is none."""
-        wait = SpokenWait(self._database.changes, self._waiting_for, self._lease.presence)
+        presence = self._lease.presence
+        stall = Stall(self._database, self._experiment.key, presence)
+        wait = SpokenWait(self._database.changes, self._waiting_for, presence, stall=stall)
+        wait.is_waited_for = self.queue.is_waited_for
         while True:
             await self._lease.presence.seen()
             state = await self._database.changes.state()

@@ -30,6 +30,7 @@ from trinity_buffer.pipeline.lease_holders import LeaseWatch, is_dead
 from trinity_buffer.pipeline.presence import Presence, has_ended
 from trinity_buffer.pipeline.presence import place_of as seen_at
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
+from trinity_buffer.pipeline.stall import Stall
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
 from trinity_buffer.sizes import sizes
@@ -95,7 +96,11 @@ class RankSession:
             Presence(self._database, experiment.key, role, self._name) if self._rank else None
         )
         self._lacking = ""
-        self.wait = SpokenWait(self._database.changes, self._waiting_for, self.presence)
+        stall = None  # rank 0 waits for ranks alone, which are there or gone
+        if self.presence is not None:
+            stall = Stall(self._database, experiment.key, self.presence)
+        changes = self._database.changes
+        self.wait = SpokenWait(changes, self._waiting_for, self.presence, stall=stall)
 
     async def _waiting_for(self) -> str:
         return f"rank {self._rank} of trainer {self._name!r} waits for {self._lacking}"

@@ -21,6 +21,7 @@ from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.proof.checkpoint import digest_of, found_again, require_digest
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
+from trinity_buffer.pipeline.stall import Stall
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
 from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store.asking import inspection
@@ -223,7 +224,8 @@ async def wait_for_set(
         return f"trainer {options.consumer!r} waits: {lacking}"
 
     changes = experiment.database.changes
-    wait = SpokenWait(changes, tell, presence)
+    stall = Stall(experiment.database, experiment.key, presence)
+    wait = SpokenWait(changes, tell, presence, stall=stall)
     while True:
         state = await changes.state()
         finished = await experiment.is_finished()

@@ -40,6 +40,10 @@ class StepQueue:
         """Return whether another step may be made."""
         return self._num_put < self._num_asked + self._ahead
 
+    def is_waited_for(self) -> bool:
+        """Return whether somebody has asked for a step that is not made."""
+        return self._num_asked > self._num_put
+
     async def room(self) -> None:
         """Return once another step may be made."""
         await self._until(self.has_room)

@@ -28,6 +28,7 @@ from trinity_buffer.pipeline.lease_holders import (
 )
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
+from trinity_buffer.pipeline.stall import Stall
 from trinity_buffer.store import log, promises
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import NewEvent, Place
@@ -76,7 +77,8 @@ class TrainerLease:
                 "ago: stop that process, or choose another consumer name"
             )
 
-        wait_for_it = SpokenWait(self._database.changes, tell)
+        stall = Stall(self._database, self._experiment)
+        wait_for_it = SpokenWait(self._database.changes, tell, stall=stall)
         while True:
             state = await self._database.changes.state()
             held = await self._database.read(promises.holder, self._experiment, self.consumer)

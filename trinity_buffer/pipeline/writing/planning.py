@@ -23,6 +23,7 @@ from trinity_buffer.pipeline.events import decoded, new_event, now_us
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.rejection_watch import FAULTS, MAX_REJECTED_STEPS, WARN_AFTER_STEPS
 from trinity_buffer.pipeline.spoken_wait import SpokenWait, one_line
+from trinity_buffer.pipeline.stall import Stall
 from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.database import Database
@@ -230,7 +231,8 @@ async def plan(
         who = await database.read(diagnosis.of_admission, experiment, look.rules.trainer)
         return f"explorer {actor!r} waits to plan batch {batch!r}: {look.told(own)}; {who}"
 
-    wait = SpokenWait(database.changes, tell, presence)
+    stall = Stall(database, experiment, presence)
+    wait = SpokenWait(database.changes, tell, presence, stall=stall)
     while True:
         state = await database.changes.state()
         own = policy_version() if callable(policy_version) else policy_version

@@ -14,8 +14,8 @@ from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.events import BatchPlanned
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import Key
-from trinity_buffer.pipeline.presence import place_of
-from trinity_buffer.pipeline.spoken_wait import one_line
+from trinity_buffer.pipeline.presence import Work, place_of
+from trinity_buffer.pipeline.spoken_wait import one_line, wait_report_s
 from trinity_buffer.pipeline.writing import planning
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
 from trinity_buffer.pipeline.writing.write_call import OnInvalid, WriteCall
@@ -213,6 +213,10 @@ class SQLWriter(BufferWriter):
         self._presence.waiting_for = said
         with suppress(StoreError):  # whoever writes hears of it
             await self._presence.seen()
+
+    async def stay_at_work(self, is_under_way: Callable[[], bool] = lambda: True) -> None:
+        """Say until cancelled, while rollouts are under way, that they are: the run moves."""
+        await Work(self._presence, is_under_way).keep(wait_report_s())
 
     def waits_no_more(self) -> None:
         """Note that what was waited for came."""

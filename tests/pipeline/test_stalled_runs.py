@@ -1,0 +1,148 @@
+"""A run in which nothing moves ends every role, with the reason; one that is slow goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+
+import trinity_buffer as tb
+from tests.contract.making import group, opened, rollout
+from trinity_buffer.errors import InvalidArgumentError, RunStalledError
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.presence import AT_WORK
+from trinity_buffer.store import promises
+
+AT_ONCE: dict[str, Any] = {"rollouts_per_group": 4, "max_staleness": 0, "stalled_after_s": 0.2}
+STALLED = r"nothing has moved for 0\.2 s \(stalled_after_s\): .*waits"
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRINITY_BUFFER_WAIT_REPORT_S", "0.1")
+
+
+async def answer(task: int, model: object) -> list[tb.Experience]:
+    made = rollout(task=task)
+    return [tb.Experience(tokens=made.tokens, prompt_length=3, logprobs=made.logprobs, reward=1.0)]
+
+
+async def explores(experiment: Experiment) -> None:
+    options = {"groups_per_batch": 1, "rollouts_per_group": 1}
+    await tb.explore(experiment, actor="e0", tasks=range(9), rollout=answer, model=None, **options)
+
+
+async def plans(experiment: Experiment) -> None:
+    writer = experiment.writer("e1")
+    await writer.plan("full", [0], 4, policy_version=0)
+    await writer.plan("too much", [0], 4, policy_version=0)
+
+
+async def annotates(experiment: Experiment) -> None:
+    await run_strategy(experiment, "grpo", follow=True)
+
+
+async def trains(experiment: Experiment, *, strategy: str = "grpo") -> None:
+    async with experiment.train_stream(strategy=strategy, follow=True) as stream:
+        await anext(stream)
+
+
+async def is_there(experiment: Experiment, role: str) -> None:
+    """Return once a process has said that it has this role."""
+    changes, found = experiment.database.changes, False
+    while not found:
+        state = await changes.state()
+        rows = await experiment.database.read(promises.everybody, experiment.key)
+        found = any(row.role == role for row in rows)
+        if not found:
+            await changes.changed(state)
+
+
+ROLES = (explores, plans, annotates, trains, partial(trains, strategy="of nobody"))
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_who_waits_in_a_run_in_which_nothing_moves_ends_with_the_reason(
+    store_url: str, role: Callable[[Experiment], Awaitable[None]]
+) -> None:
+    async with opened(store_url, **AT_ONCE) as experiment:
+        if role is trains:
+            await run_strategy(experiment, "grpo")  # there is a set, and nothing in it
+        with anyio.fail_after(60), pytest.raises(RunStalledError, match=STALLED):
+            await role(experiment)
+
+
+async def test_all_roles_of_a_run_whose_explorer_is_gone_end(store_url: str) -> None:
+    ended = []
+
+    async def ends(role: Callable[[Experiment], Awaitable[None]]) -> None:
+        async with opened(store_url) as experiment:
+            with pytest.raises(RunStalledError):
+                await role(experiment)
+            ended.append(role)
+
+    async with opened(store_url, **AT_ONCE) as experiment:
+        await experiment.writer("gone").plan("b", [0], 4, policy_version=0)
+        await experiment.writer("gone").write(group(runs=3))
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                for role in (plans, annotates, trains):
+                    tasks.start_soon(ends, role)
+    assert len(ended) == 3
+
+
+async def test_rollouts_under_way_are_no_stall(store_url: str) -> None:
+    async with opened(store_url, **AT_ONCE) as experiment, opened(store_url) as other:
+        may_end = anyio.Event()
+
+        async def slow(task: int, model: object) -> list[tb.Experience]:
+            await may_end.wait()
+            return await answer(task, model)
+
+        async def explore() -> None:
+            size = {"groups_per_batch": 1, "rollouts_per_group": 1}
+            await tb.explore(other, actor="e0", tasks=[0], rollout=slow, model=None, **size)
+
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(explore)
+                await is_there(experiment, AT_WORK)
+                with anyio.move_on_after(2) as waited:
+                    await run_strategy(experiment, "grpo", follow=True)
+                assert waited.cancelled_caught
+                may_end.set()
+        with pytest.raises(RunStalledError):
+            await run_strategy(experiment, "grpo", follow=True)
+
+
+async def test_a_trainer_at_work_is_no_stall(store_url: str) -> None:
+    config = AT_ONCE | {"stalled_after_s": 1.0}
+    async with opened(store_url, **config) as experiment, opened(store_url) as other:
+        await experiment.writer("e0").write(group())
+        await run_strategy(experiment, "grpo")
+        async with other.train_stream(strategy="grpo", follow=True) as stream:
+            step = await anext(stream)
+            await is_there(experiment, AT_WORK)
+            with anyio.move_on_after(2) as waited:  # it computes meanwhile
+                await run_strategy(experiment, "grpo", follow=True)
+            assert waited.cancelled_caught
+            await stream.commit(step)
+            with (
+                anyio.fail_after(60),
+                pytest.raises(RunStalledError, match="'trainer' waits"),
+            ):
+                await anext(stream)
+
+
+async def test_without_a_limit_nobody_ends(store_url: str) -> None:
+    async with opened(store_url, **AT_ONCE | {"stalled_after_s": None}) as experiment:
+        with anyio.move_on_after(1.5) as waited:
+            await run_strategy(experiment, "grpo", follow=True)
+        assert waited.cancelled_caught
+    with pytest.raises(InvalidArgumentError, match="stalled_after_s=0: it must be a number"):
+        async with opened(store_url, stalled_after_s=0):
+            pass
