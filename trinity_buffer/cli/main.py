@@ -95,8 +95,8 @@ def _speak_utf_8() -> None:
     arguments and output would each fail in a way of their own.
     """
     if codecs.lookup(sys.getfilesystemencoding()).name == "ascii":
-        os.environ["PYTHONUTF8"] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        os.environ["PYTHONUTF8"] = "1"  # of the processes that this one starts
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def main() -> NoReturn:

@@ -95,7 +95,8 @@ def begin(root: Path, state: TrainerState[Any], processes: Processes, *, copied:
             return ""
         folder = fresh_folder(root, state.step).absolute()
         if hasattr(state.policy, "held"):
-            (folder / state.policy.file_name).mkdir()
+            with writing(folder):
+                (folder / state.policy.file_name).mkdir()
         return str(folder)
 
     on_each(processes, look)
