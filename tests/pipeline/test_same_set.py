@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from tests.contract.making import group, opened, rows
 from tests.pipeline.watching import Watcher
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.errors import ConflictingStrategyError
+from trinity_buffer.pipeline.annotating.grouping import GroupingRules
+from trinity_buffer.pipeline.annotating.same_set import is_same_set
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.store import tables
+from trinity_buffer.writer import StagedWriter
 
 DEFAULTS = ADD_STRATEGY.get("grpo").default_args()
 FILTER = ADD_STRATEGY.get("reward_variance").default_args()
@@ -48,6 +52,18 @@ async def test_a_default_is_the_same_spelled_out(
         assert (await run_strategy(experiment, strategy, second)).annotated == 0
         (after,) = await rows(experiment.database, tables.consumer)
         assert before == after, "what was recorded stays as it is"
+
+
+def test_a_set_that_was_made_before_there_was_a_rule_goes_on() -> None:
+    made = {"strategy": ["grpo"], "args": {}}
+    before = {
+        **made,
+        "grouping": {"rollouts_per_group": 2, "deadline_s": None, "incomplete": "keep"},
+    }
+    strategy = ADD_STRATEGY.get("grpo")(StagedWriter())
+    for idle_s, is_same in ((None, True), (5.0, False)):
+        now = {**made, "grouping": asdict(GroupingRules(rollouts_per_group=2, idle_s=idle_s))}
+        assert is_same_set(before, now, strategy) is is_same
 
 
 @pytest.mark.parametrize(
