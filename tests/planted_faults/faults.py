@@ -447,6 +447,20 @@ FAULTS = [
         "tests/pipeline/test_gone_through.py::test_the_chain_proves_what_a_checkpoint_does_not_name",
     ),
     Fault(
+        "a commit whose answer was lost is sent again, though it stands in the log",
+        "store/postgres.py",
+        "            self._doubted = dict(tx.appended)\n",
+        "            pass\n",
+        "tests/store/test_server_away.py::test_a_commit_whose_answer_was_lost_is_looked_for_and_not_sent_again_blindly",
+    ),
+    Fault(
+        "batches of a server are asked for in two statements, which it joins row by row",
+        "store/queries.py",
+        '    if dialect == "sqlite":\n        # In two',
+        "    if dialect:\n        # In two",
+        "tests/store/test_never_analyzed.py::test_without_statistics_no_question_compares_every_row_with_every_other",
+    ),
+    Fault(
         "two changes of one row travel together, and PostgreSQL makes one of them",
         "store/postgres.py",
         "        if table in self._changes:\n            self._catch_up()\n",
