@@ -23,6 +23,7 @@ from trinity_buffer.cli.config_checks import (
 )
 from trinity_buffer.cli.run_file import OWN, PLACES, parsed, place_of
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.writing.planning import Admission
 
 
 class TaskConfig(Section):
@@ -268,12 +269,8 @@ class RunConfig(Section):
                 f"{idle[0]}={getattr(self, idle[0])} is read by a run of your own alone: give it "
                 "a model of your own too"
             )
-        if self.max_staleness is not None and self.commit_every_steps > max(self.max_staleness, 1):
-            raise InvalidArgumentError(
-                f"commit_every_steps={self.commit_every_steps} with max_staleness="
-                f"{self.max_staleness}: explorers would wait for a commit that waits for them; "
-                f"commit at least every {max(self.max_staleness, 1)} steps"
-            )
+        rules = Admission(max_staleness=self.max_staleness)
+        rules.require_commits(self.commit_every_steps, "commit_every_steps")
 
 
 SECTIONS = frozenset({"task", "model", "optimizer", "evaluation", "exploring"})

@@ -11,6 +11,7 @@ from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.diagnosis import Lack, Surroundings, counted, lacks_of
 from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.presence import is_unheard, place_of
+from trinity_buffer.pipeline.stall import is_at_work
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.writing.planning import (
     PUBLISHING,
@@ -140,6 +141,7 @@ class _Look:
             ),
             *(one for row in trainers for one in self._of_trainer(tx, around, row)),
             *self._of_unpublished(tx, config[0]),
+            *self._of_cycles(tx, around, config[0]),
             *self._of_waiting(around),
             *self._of_unheard(tx, around),
         ]
@@ -227,6 +229,34 @@ class _Look:
             yield Stuck(
                 self._name, f"no process trains as {row.name!r}: {rows} ready", since, again
             )
+
+    def _of_cycles(
+        self, tx: Transaction, around: Surroundings, config: dict[str, Any]
+    ) -> Iterator[Stuck]:
+        """Yield explorers, trainer and strategy if each is there, and waits for the next."""
+        rules = Admission.of(config)
+        known, trainer = around.consumers.get(rules.trainer), around.who("trainer", rules.trainer)
+        explorers = [row for row in around.here if row.role == "explorer" and row.waiting_for]
+        if known is None or trainer is None or not (trainer.waiting_for and explorers):
+            return
+        strategy = around.who("strategy", str(known.config.get("strategy")))
+        if is_at_work(tx, self._key) or (strategy is not None and not strategy.waiting_for):
+            return
+        circle = [explorers[0], trainer]
+        steps, most = known.leased_step - known.committed_step, rules.most_uncommitted_steps
+        remedy = "bring what the last of them lacks, or loosen the bound that the first waits for"
+        if most is not None and steps > most:
+            remedy = (
+                f"{counted(steps, 'step')} are handed out and not committed: commit at least once "
+                f"in {counted(most, 'step')} (commit_every_steps, save_steps), or set "
+                f"max_staleness to {steps}"
+            )
+        elif strategy is not None:
+            circle.append(strategy)
+        names = [f"{row.role} {row.name!r}" for row in [*circle, circle[0]]]
+        since = self._since(tx, log.head(tx, self._key))
+        what = f"{' waits for '.join(names)}: {'; '.join(str(row.waiting_for) for row in circle)}"
+        yield Stuck(self._name, what, since, remedy)
 
     def _of_unpublished(self, tx: Transaction, config: dict[str, Any]) -> Iterator[Stuck]:
         """Yield the trainer that commits steps and publishes no weights, if rollouts show that."""

@@ -7,6 +7,7 @@ documentation names for advantages of one's own. Loss, optimizer, logging and ch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ class StoredGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # trl is untyped
         self, model: Any, *, stream: SyncTrainStream, args: GRPOConfig, **kwargs: Any
     ) -> None:
         _require_served(args)
+        stream.require_commits(saving_interval(args), "save_steps")
         self.stream = stream
         self._upcoming: TrainStep | None = None
         self.trained: TrainStep | None = None
@@ -223,6 +225,14 @@ def _require_served(args: GRPOConfig) -> None:
             f"{args.steps_per_generation}, gradient_accumulation_steps="
             f"{args.gradient_accumulation_steps}: one optimizer step must be one step of the stream"
         )
+
+
+def saving_interval(args: Any) -> int:
+    """Return after how many steps TRL saves a checkpoint; at the end at least."""
+    if str(getattr(args.save_strategy, "value", args.save_strategy)) != "steps":
+        return int(args.max_steps)
+    share = args.save_steps < 1  # of all steps
+    return ceil(args.max_steps * args.save_steps) if share else int(args.save_steps)
 
 
 def _stored_reward(**_: Any) -> list[float]:

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.extras import importing
+from trinity_buffer.integrations.trl import saving_interval
 from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
@@ -74,6 +75,8 @@ class StoredRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     def __init__(self, stream: SyncTrainStream | None, args: Any) -> None:
         _require_served(args)
+        if stream is not None:  # TRL looks for the next step before it saves this one
+            stream.require_commits(saving_interval(args) + 1, "save_steps + 1")
         self.rollout_buffer = _Rollouts()
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps

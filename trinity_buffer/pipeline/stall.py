@@ -91,8 +91,7 @@ class Stall:
         after_s: float | None = STALLED_AFTER_S
         if found is not None:
             after_s = found[0].get("stalled_after_s", STALLED_AFTER_S)
-        rows = promises.everybody(tx, self._experiment)
-        at_work = any(_is_at_work(row) for row in rows if not self._is_own(row))
+        at_work = is_at_work(tx, self._experiment, self._presence)
         names = [log.experiment_name(tx, self._experiment) + TURNS]  # a recorder's turns come there
         if found is not None and isinstance(expert := found[0].get("expert_experiment"), str):
             names.append(expert)
@@ -101,12 +100,14 @@ class Stall:
         head = sum(log.head(tx, key) for key in keys)
         return _Seen(head, math.inf if after_s is None else after_s, at_work)
 
-    def _is_own(self, row: PresenceRow) -> bool:
-        own = self._presence
-        return own is not None and own.is_own(row)
-
 
 LONGEST_PAUSE_S = 600.0
+
+
+def is_at_work(tx: Transaction, experiment: int, but: Presence | None = None) -> bool:
+    """Return whether any process of an experiment is at work, but the one that asks."""
+    rows = promises.everybody(tx, experiment)
+    return any(_is_at_work(row) for row in rows if but is None or not but.is_own(row))
 
 
 def _is_at_work(row: PresenceRow) -> bool:

@@ -28,6 +28,7 @@ from trinity_buffer.pipeline.streaming.stream_options import (
 )
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
+from trinity_buffer.pipeline.writing.planning import Admission
 from trinity_buffer.store.url import StoreURL
 
 T = TypeVar("T")
@@ -129,6 +130,20 @@ class SyncTrainStream(StepStream):
     def measure(self, measures: StepMeasures) -> None:
         """Keep what was measured of a step that was delivered: its commit records that."""
         self._stream.measure(measures)
+
+    def require_commits(self, every_steps: int, what: str) -> None:
+        """Return if explorers get on with a trainer that commits after so many steps.
+
+        Args:
+            every_steps: its interval.
+            what: sets it, for the message.
+
+        Raises:
+            InvalidArgumentError: explorers would wait for a commit, and the commit for them.
+        """
+        rules = Admission.of(self._experiment.config)
+        if self.options.follow and self.options.consumer == rules.trainer:
+            rules.require_commits(every_steps, what)
 
     @property
     def options(self) -> StreamOptions:

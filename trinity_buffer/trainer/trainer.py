@@ -88,6 +88,7 @@ class Trainer:
         self._processes = processes_here()
         if isinstance(stream, SyncTrainStream):
             require_same_ranks(stream, self._processes)
+            stream.require_commits(settings.commit_every_steps, "commit_every_steps")
         self._numbers = StepNumbers(self._processes)
         self._value_loss = ValueLossFn(settings.value_clip_range, algorithm.loss_agg_mode)
         adaptive = algorithm.kl_loss.adaptive or algorithm.kl_penalty.adaptive

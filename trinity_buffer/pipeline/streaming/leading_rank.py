@@ -48,6 +48,7 @@ from trinity_buffer.pipeline.streaming.step_sampler import StepSampler
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
 from trinity_buffer.pipeline.streaming.train_step import StepMaker, TrainStep
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
+from trinity_buffer.pipeline.writing.planning import Admission
 from trinity_buffer.store import queries
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ConsumerRow, StepRow
@@ -305,7 +306,19 @@ class LeadingRank:
 
     async def _waiting_for(self) -> str:
         lacking = await self._database.read(self._sampler.waiting_for)
-        return f"trainer {self._options.consumer!r} waits for {lacking}"
+        return f"trainer {self._options.consumer!r} waits for {lacking}{self._not_committed()}"
+
+    def _not_committed(self) -> str:
+        """Return which steps keep explorers waiting, if their commit waits for the next one."""
+        rules, steps = Admission.of(self._experiment.config), self._next_step - 1 - self.committed
+        most = rules.most_uncommitted_steps
+        if most is None or steps < most or self._options.consumer != rules.trainer:
+            return ""
+        return (
+            f"; {counted(steps, 'step')} are handed out and not committed, and with max_staleness="
+            f"{rules.max_staleness} explorers wait for their commit: commit at least once in "
+            f"{counted(most, 'step')}"
+        )
 
     async def _say_what_is_left(self, served: int) -> None:
         """Say what is left, if anything, and why, at the end of a stream of ``served`` steps."""

@@ -100,6 +100,28 @@ class Admission:
                     "configuration"
                 )
 
+    @property
+    def most_uncommitted_steps(self) -> int | None:
+        """The longest interval of commits under which explorers and trainer get on; None: any."""
+        return None if self.max_staleness is None else max(self.max_staleness, 1)
+
+    def require_commits(self, every_steps: int, what: str) -> None:
+        """Return if explorers get on with a trainer that commits after so many steps.
+
+        Args:
+            every_steps: its interval.
+            what: sets it, for the message.
+
+        Raises:
+            InvalidArgumentError: they would wait for a commit, and the commit for them.
+        """
+        most = self.most_uncommitted_steps
+        if most is not None and every_steps > most:
+            raise InvalidArgumentError(
+                f"{what}={every_steps} with max_staleness={self.max_staleness}: explorers would "
+                f"wait for a commit that waits for them; commit at least every {most} steps"
+            )
+
     def admits_some_day(self, backlog: trainer_queries.Backlog, policy_version: int) -> bool:
         """Return whether weights of a version that never changes can be admitted at all."""
         behind = backlog.published - policy_version
