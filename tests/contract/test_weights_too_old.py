@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -11,6 +12,9 @@ import pytest
 from tests.contract.making import group, kinds, opened
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.history.replay import recorded_end
+from trinity_buffer.store import trainer_queries
 
 
 @pytest.mark.parametrize(("own", "behind"), [(5, 2), (0, 7)])
@@ -80,3 +84,51 @@ async def test_published_weights_need_no_word(
                 (weights := tmp_path / f"step-{step}").write_text(str(step))
                 await stream.commit(await anext(stream), weights)
     assert "published weights" not in caplog.text
+
+
+async def _published_by(experiment: Experiment, consumer: str, folder: Path, steps: int) -> None:
+    """Train and publish a few steps as another trainer of the same experiment."""
+    options: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 1, "consumer": consumer}
+    async with experiment.train_stream(**options) as stream:
+        for _ in range(steps):
+            step = await anext(stream)
+            (weights := folder / f"{consumer}-{step.step}").write_text(consumer)
+            await stream.commit(step, weights)
+
+
+@pytest.mark.parametrize("named", ["trainer", "ablation"])
+async def test_explorers_follow_the_trainer_that_the_configuration_names(
+    named: str, store_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(
+        store_url, rollouts_per_group=4, trainer=named, max_staleness=9
+    ) as experiment:
+        for batch in range(4):
+            await experiment.writer("e0").plan(f"b{batch}", [0], 4, policy_version=0)
+            await experiment.writer("e0").write(group(batch=f"b{batch}"))
+        await run_strategy(experiment, "grpo")
+        (other,) = {"trainer", "ablation"} - {named}
+        await _published_by(experiment, other, tmp_path, 1)
+        found = await experiment.newest_policy()
+        assert found is not None
+        assert found.uri.endswith(f"{other}-1")  # there is no other one yet
+        await _published_by(experiment, named, tmp_path, 2)
+        await _published_by(experiment, other, tmp_path, 3)
+        found = await experiment.newest_policy()
+        assert found is not None
+        assert (found.version, Path(found.uri).name) == (2, f"{named}-2")
+        backlog = await experiment.database.read(trainer_queries.backlog, experiment.key, named)
+        assert (backlog.published, backlog.committed_step) == (2, 2)
+        for consumer, last in ((named, 2), (other, 4)):  # a replay compares with its own
+            end = await recorded_end(experiment, consumer, None)
+            assert (end.step, end.digest) == (last, None)
+        said = [line for line in caplog.messages if "pass over" in line]
+        assert said == [
+            f"trainer {other!r}: explorers follow trainer {named!r}, and pass over the weights "
+            f"that this one publishes: to have it followed, set trainer={other!r} in the "
+            "experiment's configuration"
+        ]
+        await experiment.publish_policy(5, "by-hand")
+        found = await experiment.newest_policy()
+        assert found is not None
+        assert found.uri == "by-hand"

@@ -13,7 +13,7 @@ import trinity_buffer as tb
 from tests.pipeline.planting import events_of
 from tests.planted_faults.scenes import RUNS, nothing_is_wrong, opened
 from tests.trainer.data import RUNS as RUNS_OF_DATA
-from tests.trainer.data import pairs, policy, recorded, rollouts, solutions
+from tests.trainer.data import TASKS, pairs, policy, prepared, recorded, rollouts, solutions
 from tests.trainer.qwen import qwen2
 from tests.trainer.test_damaged_steps import OPTIONS, filled, left, replays, trained
 from tests.trainer.test_elastic_ranks import life
@@ -192,6 +192,27 @@ async def test_an_experts_row_is_dropped_in_its_own_experiment(store_url: str) -
         assert [event.body["reasons"] async for event in rejected] == [["dropped"], ["dropped"]]
         nothing_is_wrong(await verify(experiment))
         nothing_is_wrong(await verify(expert))
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("name", ["mix", "mix_chord"])
+def test_what_is_left_of_a_mixed_step_may_be_the_experts_rows_alone(
+    name: str, layout: str, sqlite_url: str, tmp_path: Path
+) -> None:
+    algorithm = build(name)
+    anyio.run(prepared, sqlite_url, algorithm)
+    options: dict[str, Any] = {**MIXED, "experiment": "run", "layout": layout}
+    with open_train_stream(sqlite_url, **options) as stream:
+        source = next(stream).manifest.source
+        assert 0 < sum(source) < len(source)
+    own = [f"b0/{task}/{run}/0/" for task in range(TASKS - 1) for run in range(RUNS_OF_DATA)]
+    reports: list[tb.StepReport] = []
+    with open_train_stream(sqlite_url, **options, drop=own) as stream:
+        settings = tb.TrainerSettings(checkpoints=tmp_path, max_steps=2)
+        tb.Trainer(stream, policy(), algorithm, settings).run(reports.append)
+    assert reports[0].rows == sum(source)
+    assert [report.skipped for report in reports] == [False] * len(reports)
+    assert reports[0].gradient_norm > 0
 
 
 def test_a_token_beyond_the_vocabulary_is_told_with_the_command_that_goes_on(

@@ -138,6 +138,11 @@ class Experiment(ExperimentHandle):
         page = log.read_after(tx, self.key, after, limit=limit, kinds=kinds)
         return head, page, self.finished(tx)
 
+    @property
+    def _trainer(self) -> str:
+        """The trainer that explorers follow."""
+        return str(self.config.get("trainer", "trainer"))
+
     def _append(self, tx: Transaction, event: NewEvent, actor: str) -> None:
         log.append(tx, self.key, [event], actor=actor, now_us=now_us())
 
@@ -292,7 +297,7 @@ class Experiment(ExperimentHandle):
 
         def publish(tx: Transaction) -> None:
             lock_experiment(tx, self.key)
-            newest = queries.newest_policy(tx, self.key)
+            newest = queries.newest_policy(tx, self.key, self._trainer)
             if newest is not None and version < newest[0] and not self._rewound(tx, newest[3]):
                 raise ConflictError(
                     f"experiment {self.name!r}: policy {newest[0]} is published (position "
@@ -319,8 +324,12 @@ class Experiment(ExperimentHandle):
         return None
 
     async def newest_policy(self) -> PublishedPolicy | None:
-        """Return the policy that was published last, or None."""
-        found = await self.database.read(queries.newest_policy, self.key)
+        """Return the policy that was published last, or None.
+
+        Where several trainers publish, only that counts which the configuration names
+        (``trainer``): explorers follow one model.
+        """
+        found = await self.database.read(queries.newest_policy, self.key, self._trainer)
         if found is None:
             return None
         version, uri, digest, position = found

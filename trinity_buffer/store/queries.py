@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, bindparam, func, select
+from sqlalchemy import ColumnElement, Text, bindparam, func, select
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import EID, Key
@@ -24,6 +24,7 @@ from trinity_buffer.store.tables import (
     batch,
     configuration,
     consumer,
+    event,
     experience,
     plan,
     policy,
@@ -358,19 +359,41 @@ def decided_groups(
     return decided
 
 
-def newest_policy(tx: Transaction, experiment: int) -> tuple[int, str, str, int] | None:
-    """Return (version, uri, digest, position) of the policy that was published last, or None."""
-    for version, uri, digest, position in _NEWEST_POLICY.rows(tx, of=experiment):
+def newest_policy(
+    tx: Transaction, experiment: int, trainer: str
+) -> tuple[int, str, str, int] | None:
+    """Return (version, uri, digest, position) of the policy that was published last, or None.
+
+    What trainers other than ``trainer`` published is passed over, unless nobody else has published:
+    explorers follow one model.
+    """
+    own = _NEWEST_POLICY.rows(tx, of=experiment, by=trainer)
+    for version, uri, digest, position in own or _NEWEST_OF_ALL.rows(tx, of=experiment):
         return int(version), uri, digest, int(position)
     return None
 
 
-_NEWEST_POLICY = Prepared(
+def of_no_other_trainer(trainer: ColumnElement[str]) -> ColumnElement[bool]:
+    """Return whether a policy was published by ``trainer``, or by no trainer."""
+    is_others = select(event.c.position).where(
+        event.c.experiment == policy.c.experiment,
+        event.c.position == policy.c.position,
+        event.c.actor != trainer,
+        consumer.c.experiment == policy.c.experiment,
+        consumer.c.name == event.c.actor,
+        consumer.c.kind == "trainer",
+    )
+    return ~is_others.exists()
+
+
+_NEWEST = (
     select(policy.c.version, policy.c.uri, policy.c.digest, policy.c.position)
     .where(policy.c.experiment == bindparam("of"))
     .order_by(policy.c.position.desc())
     .limit(1)
 )
+_NEWEST_OF_ALL = Prepared(_NEWEST)
+_NEWEST_POLICY = Prepared(_NEWEST.where(of_no_other_trainer(bindparam("by", type_=Text))))
 
 
 def refused_runs(

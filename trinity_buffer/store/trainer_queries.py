@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sqlalchemy import ColumnElement, bindparam, func, or_, select, text
+from sqlalchemy import ColumnElement, bindparam, func, literal, or_, select, text
 
-from trinity_buffer.store.queries import consumer_row, consumers, newest_policy
+from trinity_buffer.store.queries import (
+    consumer_row,
+    consumers,
+    newest_policy,
+    of_no_other_trainer,
+)
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, StepRow
 from trinity_buffer.store.tables import (
     NOT_FREQUENT,
@@ -239,7 +244,7 @@ def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:
         )
         totals = {int(number): int(groups) for number, groups in tx.execute(so_far).all()}
         delivered, committed = totals.get(row.leased_step, 0), totals.get(row.committed_step, 0)
-    newest = newest_policy(tx, experiment)
+    newest = newest_policy(tx, experiment, trainer)
     return Backlog(
         planned - rejected - delivered,
         planned - rejected - committed,
@@ -313,13 +318,18 @@ def first_undelivered(tx: Transaction, trainer: Reader) -> int:
     return int(tx.execute(handed).scalar() or 0) + 1
 
 
-def weights_after(tx: Transaction, experiment: int, found: StepRow) -> str | None:
-    """Return the digest of the policy that was published after a step, or None.
+def weights_after(tx: Transaction, experiment: int, trainer: str, found: StepRow) -> str | None:
+    """Return the digest of the policy that was published after a step of ``trainer``, or None.
 
-    The first one since its commit: mostly that of the same transaction. Else the last before.
+    The first one since its commit: mostly that of the same transaction. Else the last before. Those
+    of other trainers are passed over.
     """
     committed = found.committed_at or found.leased_at
-    of_step = (policy.c.experiment == experiment, policy.c.version == found.step)
+    of_step = (
+        policy.c.experiment == experiment,
+        policy.c.version == found.step,
+        of_no_other_trainer(literal(trainer)),
+    )
     query = select(policy.c.digest).where(*of_step)
     since = query.where(policy.c.position > committed).order_by(policy.c.position)
     before = query.where(policy.c.position < committed).order_by(policy.c.position.desc())

@@ -173,7 +173,7 @@ async def recorded_end(experiment: Experiment, consumer: str, last: int | None) 
     environment = dict(fact_at(experiment.name, stored[0], StepsCommitted).environment)
     digest = None
     if found is not None:
-        digest = await database.read(trainer_queries.weights_after, key, found)
+        digest = await database.read(trainer_queries.weights_after, key, consumer, found)
         digest = None if digest == found.checkpoint_digest else digest
     without_heads = await database.read(trainer_queries.steps_without_heads, key, consumer)
     return RecordedEnd(end, digest, environment, without_heads)

@@ -229,7 +229,9 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[RowColumns, int]:
         if not field.missing(number):
             responses[name] = field
     recorded = responses["rollout_logprob"].present(number)
-    if not recorded.any():
+    # What is left of a mixed step may be the expert's rows alone, whose 0 no loss reads.
+    is_of_experts = bool(manifest.source) and all(manifest.source)
+    if not (recorded.any() or is_of_experts):
         del responses["rollout_logprob"]  # zeros would be read as probabilities of 1
     if masks.missing(number):
         raise InvalidArgumentError(
@@ -245,7 +247,7 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[RowColumns, int]:
         responses,
         rewards,
         rows.facts.trained_tokens,
-        recorded if recorded.any() and not recorded.all() else None,
+        recorded if (recorded.any() or is_of_experts) and not recorded.all() else None,
     )
     return found, 1
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import LeaseLostError
@@ -97,7 +98,7 @@ class LeadingRank:
         recorded = (None if options.strategy else experiment, expert)
         self._recorders = {e.key: recorder(e) for e in recorded if e}
         self._begun = False
-        self._without_expert = False  # which was said
+        self._without_expert = self._passed_over = False  # which was said
         self.resume: Resume | None = None
         self.committed = 0
         self.incomplete_groups = 0
@@ -362,6 +363,28 @@ class LeadingRank:
         reached("before-commit")
         await self._append_commit(records, steps)
         reached("after-commit")
+        if kept.published is not None and not self._passed_over:
+            key, read = self._experiment.key, queries.newest_policy
+            newest = await self._database.read(read, key, self._followed)
+            self._say_if_passed_over(kept.published, newest[1] if newest else "")
+
+    def _say_if_passed_over(self, published: str | Path, newest: str) -> None:
+        """Say once that explorers load the weights of another trainer, those at ``newest``."""
+        own = self._options.consumer
+        if own != self._followed and newest != str(Path(published).absolute()):
+            self._passed_over = True
+            _logger.warning(
+                "trainer %r: explorers follow trainer %r, and pass over the weights that this one "
+                "publishes: to have it followed, set trainer=%r in the experiment's configuration",
+                own,
+                self._followed,
+                own,
+            )
+
+    @property
+    def _followed(self) -> str:
+        """The trainer whose weights explorers load."""
+        return str(self._experiment.config.get("trainer", "trainer"))
 
     async def _append_commit(self, records: CommitRecords, steps: Sequence[int]) -> None:
         def append(tx: Transaction) -> None:

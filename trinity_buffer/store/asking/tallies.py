@@ -24,7 +24,7 @@ from trinity_buffer.events import BatchPlanned, BatchSealed, PolicyPublished
 from trinity_buffer.store import counters
 from trinity_buffer.store.asking.conservation import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.counters import Numbers
-from trinity_buffer.store.queries import is_open, newest_policy
+from trinity_buffer.store.queries import config_of, is_open, newest_policy
 from trinity_buffer.store.rows import ConsumerRow, first_address
 from trinity_buffer.store.tables import (
     annotation,
@@ -132,7 +132,8 @@ _STORED_OF_OPEN = Prepared(
 
 def policies(tx: Transaction, experiment_key: int, numbers: Numbers) -> PolicyCounts:
     """Return the published policies of an experiment."""
-    newest = newest_policy(tx, experiment_key)
+    config, _ = config_of(tx, experiment_key) or ({}, False)
+    newest = newest_policy(tx, experiment_key, config.get("trainer", "trainer"))
     number = numbers.get(("", PolicyPublished.__name__), 0)
     return PolicyCounts(number, None if newest is None else newest[0])
 
