@@ -17,7 +17,7 @@ from sqlalchemy.util import await_only
 
 from tests.contract.making import group, opened, rows
 from tests.postgres import PostgresServer
-from trinity_buffer.errors import StoreError
+from trinity_buffer.errors import StoreUnavailableError
 from trinity_buffer.events import BatchLeased, StepsCommitted
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import new_event
@@ -206,9 +206,9 @@ async def test_a_connection_that_is_lost_is_told_of_once_at_most(
         "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
         "WHERE datname = current_database() AND pid <> pg_backend_pid()"
     )
-    async with opened(postgres_store_url) as experiment:
+    async with opened(f"{postgres_store_url}&reconnect_s=0") as experiment:
         database = experiment.database
-        with pytest.raises(StoreError):
+        with pytest.raises(StoreUnavailableError):
             await database.write(lambda tx: tx.rows(end_all.replace("<>", "="), ()))
         await experiment.writer("e0").write(group(task=0))
         postgres_server.execute(end_all, database=make_url(postgres_store_url).database or "")
