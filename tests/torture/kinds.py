@@ -102,6 +102,7 @@ KINDS: tuple[Kind, ...] = (
     Inflicted(name="backend terminated", where="postgresql", weight=2, do=inflict.hit_server),
     Inflicted(name="backend killed", where="postgresql", weight=1, do=inflict.hit_server),
     Inflicted(name="server killed", where="postgresql", weight=1, do=inflict.hit_server),
+    Inflicted(name="server restarted", where="postgresql", weight=1, do=inflict.hit_server),
     Brought(name="kill at a crash point", chance=0.8, first="e0", life=_crash),
     Brought(name="clock wrong", chance=0.3, first="g0", life=_wrong_clock),
     Brought(name="clock jumped", chance=0.2, first="o0", life=_clock_jump),
@@ -110,6 +111,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(name="write sent again"),
     Kind(name="write sent twice at once"),
     Kind(name="changed write sent"),
+    Kind(name="poison row"),
     Kind(name="bit flipped", at_the_end=True),
     Kind(name="file replaced", where="sqlite", at_the_end=True),
 )

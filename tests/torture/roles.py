@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -15,8 +16,10 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import anyio
+import torch
 
 from tests.crash.forking import become
 from tests.torture.effects import note
@@ -25,7 +28,7 @@ from trinity_buffer.cli.demo_ends import first_policy, task_of
 from trinity_buffer.cli.run_algorithm import algorithm_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
 from trinity_buffer.demo.rollout import TaskSampler
-from trinity_buffer.errors import ConflictingExperienceError, TrinityBufferError
+from trinity_buffer.errors import ConflictingExperienceError, TrainingError, TrinityBufferError
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.explorer import Explorer, ExplorerSettings
 from trinity_buffer.pipeline import events
@@ -133,12 +136,36 @@ def _shrink_disk(url: str, pages: int) -> None:
     sqlite.pragmas = limited
 
 
+POISON = "poison row"
+ROWS_PER_POISON = 40
+"""A gradient step has four: each tenth holds a row that no trainer has the memory for."""
+
+
+def _poison(experiences: Sequence[Experience], each: int) -> None:
+    """Make one of ``each`` rows, or none, too long for the trainers; by its address alone."""
+    for experience in experiences:
+        if each and crc32(experience.eid.uid.encode()) % each == 0:
+            for name in ("tokens", "logprobs", "action_mask"):
+                values = getattr(experience, name)
+                if values is not None:
+                    longer = torch.cat((values, values[-1:].expand(POISON_TOKENS)))
+                    setattr(experience, name, longer)
+
+
+POISON_TOKENS = 500
+
+
 class _Insistent:
-    """A writer that sends many calls again, in turn: afterwards, at the same time, or changed."""
+    """A writer that sends many calls again, in turn: afterwards, at the same time, or changed.
+
+    Args:
+        kinds: of sending something again; with `POISON` among them, some rows are poison.
+    """
 
     def __init__(self, writer: Any, kinds: Sequence[str], folder: Path) -> None:
         self._writer = writer
-        self._kinds = cycle(("", *kinds))
+        self._rows_per_poison = ROWS_PER_POISON if POISON in kinds else 0
+        self._kinds = cycle(("", *(kind for kind in kinds if kind != POISON)))
         self._folder = folder
 
     def __getattr__(self, name: str) -> Any:
@@ -146,6 +173,7 @@ class _Insistent:
 
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
         kind = next(self._kinds)
+        _poison(experiences, each=self._rows_per_poison)
         if kind == "write sent twice at once":
             receipts: list[WriteReceipt] = []
             try:
@@ -187,7 +215,7 @@ def explorer(url: str, experiment: str, actor: str, folder: str, sends: Sequence
     """Explore until the experiment is finished.
 
     Args:
-        sends: the kinds of sending something again, in turn.
+        sends: what the writer does, see `_Insistent`.
     """
     roles.use_one_thread()
 
@@ -241,7 +269,7 @@ class _Private:
         return iter(self._stream)
 
     def commit(self, step: Any, *, policy: Path, **others: Any) -> None:
-        self._stream.commit(step, **others)
+        self._stream.commit(step, policy=False, **others)
 
 
 def trainer(
@@ -263,18 +291,33 @@ def trainer(
         strategy=strategy,
         consumer=consumer,
         groups_per_step=config.groups_per_step,
-        max_tokens=task_of(config).max_length,
         lease_ttl_s=config.lease_ttl_s,
         follow=True,
     )
     if ranks > 1:
         _leave_a_step(opened, ranks)
     dealt = anyio.run(_num_dealt, url, experiment)
-    with opened() as stream:
-        if anyio.run(_num_dealt, url, experiment) > dealt:
+    drops = Path(folder) / f"drops-{consumer}"
+    dropped = drops.read_text().splitlines() if drops.exists() else []
+    with opened(drop=dropped) as stream:
+        if ranks > 1 and anyio.run(_num_dealt, url, experiment) > dealt:
             note(Path(folder), "world size changed")
         checkpoints = Path(folder) / f"checkpoints-{consumer}"
-        _trainer_on(stream if publishes else _Private(stream), config, checkpoints).run(_silence)
+        made = _trainer_on(stream if publishes else _Private(stream), config, checkpoints)
+        try:
+            made.run(_silence)
+        except MemoryError as error:
+            uid = _named_by(error)
+            with drops.open("a") as file:
+                file.write(f"{uid}\n")
+            note(Path(folder), POISON)
+            raise TrainingError(f"{uid} is too long for the memory") from error
+
+
+def _named_by(error: MemoryError) -> str:
+    """Return the uid of the row that an error says how to drop, as a person would read it."""
+    (uid,) = re.findall(r"--drop (\S+?)`", "\n".join(error.__notes__))
+    return str(uid)
 
 
 def _leave_a_step(opened: Callable[..., Any], ranks: int) -> None:
@@ -306,7 +349,14 @@ def _trainer_on(stream: Any, config: RunConfig, folder: Path) -> Trainer:
         learning_rate=optimizer.learning_rate,
         max_gradient_norm=optimizer.max_gradient_norm,
     )
-    return Trainer(stream, first_policy(config), algorithm_of(config), settings)
+    policy = first_policy(config)
+    policy._check_length = _lack_memory  # type: ignore[method-assign]
+    return Trainer(stream, policy, algorithm_of(config), settings)
+
+
+def _lack_memory(length: int) -> None:
+    if length > POISON_TOKENS:
+        raise MemoryError(f"{length} tokens")
 
 
 def _silence(_: Any) -> None:

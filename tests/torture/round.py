@@ -15,6 +15,7 @@ from tests.torture import effects, proof
 from tests.torture.fleet import LEASE_TTL_S, Fleet, Slot
 from tests.torture.inflict import EXPERIMENT, SHARED, Fault, Scene
 from tests.torture.plan import Plan
+from tests.torture.roles import POISON
 from tests.torture.sites import Site
 from trinity_buffer.cli.run_config import resolved
 from trinity_buffer.errors import StoreError
@@ -80,7 +81,7 @@ def slots_of(plan: Plan, url: str, folder: Path) -> list[Slot]:
     common = {"url": url, "experiment": EXPERIMENT}
     where = {**common, "folder": str(folder)}
     roles: dict[str, tuple[str, dict[str, Any]]] = {}
-    sends = [kind.name for kind in plan.comes() if "write" in kind.name]
+    sends = [k.name for k in plan.comes() if "write" in k.name or k.name == POISON]
     for name in ("e0", "e1"):
         roles[name] = ("explorer", {**where, "actor": name, "sends": sends})
     for name, of, epsilon in (("g0", "grpo", 1e-6), ("g1", "grpo", 1e-6), ("o0", "other", 1e-2)):

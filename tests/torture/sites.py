@@ -273,8 +273,11 @@ class PostgresSite(Site):
 
     @override
     def hit(self, kind: str, url: str, draw: float) -> bool:
-        if kind == "server killed":
-            self._server.kill9()
+        if kind in ("server killed", "server restarted"):
+            if kind == "server killed":
+                self._server.kill9()
+            else:
+                self._server.stop()
             self._server.start()
             return True
         pids = self._backends(_database_of(url))

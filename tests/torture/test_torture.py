@@ -30,11 +30,12 @@ SLOTS = {
 PROCESSES = {
     "kill", "kill at a crash point", "pause", "lease taken over", "clock wrong", "clock jumped",
     "world size changed", "write sent again", "write sent twice at once", "changed write sent",
-    "bit flipped",
+    "poison row", "bit flipped",
 }  # fmt: skip
 GUARANTEED = {
     "sqlite": PROCESSES | {"database full", "file replaced"},
-    "postgresql": PROCESSES | {"backend terminated", "backend killed", "server killed"},
+    "postgresql": PROCESSES
+    | {"backend terminated", "backend killed", "server killed", "server restarted"},
 }
 
 
