@@ -30,6 +30,7 @@ class Slot:
         owes: a kind of fault, and the life that brings it along until it has taken effect once.
         killed: SIGKILL was sent from outside.
         killed_as: the kind of fault which that was; None if it was to clean up.
+        gone: nobody is born here again.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Slot:
     owes: tuple[str, Life] | None = None
     killed: bool = False
     killed_as: str | None = None
+    gone: bool = False
     done: bool = False
 
     @property
@@ -122,6 +124,12 @@ class Fleet:
             slot.killed, slot.killed_as = True, kind
             slot.process.kill()
 
+    def kill_for_good(self, name: str, kind: str) -> None:
+        """SIGKILL the process of a slot that stays empty."""
+        if self.slots[name].pid is not None:
+            self.slots[name].gone = True
+            self.kill(name, kind)
+
     def pause(self, name: str, kind: str | None, seconds: float) -> None:
         """SIGSTOP the process of a slot, and SIGCONT after ``seconds``."""
         pid = self.slots[name].pid
@@ -190,7 +198,9 @@ class Fleet:
             self.ended[said[-1].split()[1].rstrip(":")] += 1
         else:
             self.unexpected.append(f"{slot.name}: exit code {code}\n{_tail(slot.log)}")
-        self._bear(slot)
+        slot.done = slot.gone
+        if not slot.gone:
+            self._bear(slot)
 
     def _note_kill(self, slot: Slot) -> None:
         if not slot.killed:

@@ -14,6 +14,7 @@ from tests.torture.sites import Site
 from trinity_buffer.errors import StoreError
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import promises
+from trinity_buffer.store.asking import conservation
 
 EXPERIMENT = "torture"
 SHARED = "trainer"
@@ -52,6 +53,27 @@ class Scene:
 def kill(scene: Scene, fault: Fault) -> None:
     """SIGKILL a process."""
     scene.fleet.kill(fault.slot, fault.kind)
+
+
+MORTAL = "e2"
+"""The explorer that dies once, and is not started again."""
+
+
+def kill_for_good(scene: Scene, fault: Fault) -> None:
+    """SIGKILL an explorer whose runs others wait for; another one must take its batch over."""
+    if anyio.run(_lacks_runs, scene.url):
+        scene.fleet.kill_for_good(MORTAL, fault.kind)
+
+
+async def _lacks_runs(url: str) -> bool:
+    """Return whether a batch of the mortal explorer is planned and not whole."""
+    try:
+        async with open_store(url, read_only=True) as store:
+            experiment = await store.experiment(EXPERIMENT)
+            batches = await store.database.read(conservation.open_batches, experiment.key)
+    except StoreError:
+        return False  # the server recovers from the last fault
+    return any(batch.actor == MORTAL for batch in batches)
 
 
 def pause(scene: Scene, fault: Fault) -> None:

@@ -40,7 +40,7 @@ class Inflicted(Kind):
     """A fault from outside, at times of the plan.
 
     Attributes:
-        weight: how often, relative to the others.
+        weight: how often, relative to the others; 0: once, at the beginning.
         do: inflicts it; returns before it has taken effect, or behind that.
     """
 
@@ -96,6 +96,7 @@ def _few_pages(draw: random.Random, role: str) -> Mapping[str, Any]:
 
 KINDS: tuple[Kind, ...] = (
     Inflicted(name="kill", weight=8, do=inflict.kill),
+    Inflicted(name="explorer killed for good", weight=0, do=inflict.kill_for_good),
     Inflicted(name="pause", weight=3, do=inflict.pause),
     Inflicted(name="lease taken over", weight=1, do=inflict.let_take_over),
     Inflicted(name="disk full", where="small disk", weight=2, do=inflict.fill_disk),

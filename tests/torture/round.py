@@ -13,7 +13,7 @@ import anyio
 
 from tests.torture import effects, proof
 from tests.torture.fleet import LEASE_TTL_S, Fleet, Slot
-from tests.torture.inflict import EXPERIMENT, SHARED, Fault, Scene
+from tests.torture.inflict import EXPERIMENT, MORTAL, SHARED, Fault, Scene
 from tests.torture.plan import Plan
 from tests.torture.roles import POISON
 from tests.torture.sites import Site
@@ -82,7 +82,7 @@ def slots_of(plan: Plan, url: str, folder: Path) -> list[Slot]:
     where = {**common, "folder": str(folder)}
     roles: dict[str, tuple[str, dict[str, Any]]] = {}
     sends = [k.name for k in plan.comes() if "write" in k.name or k.name == POISON]
-    for name in ("e0", "e1"):
+    for name in ("e0", "e1", MORTAL):
         roles[name] = ("explorer", {**where, "actor": name, "sends": sends})
     for name, of, epsilon in (("g0", "grpo", 1e-6), ("g1", "grpo", 1e-6), ("o0", "other", 1e-2)):
         roles[name] = ("strategy", {**common, "name": of, "args": {"epsilon": epsilon}})

@@ -28,7 +28,7 @@ SLOTS = {
 
 # What every round guarantees; on a machine that lets us mount a small disk, a full one too.
 PROCESSES = {
-    "kill", "kill at a crash point", "pause", "lease taken over", "clock wrong", "clock jumped",
+    "kill", "explorer killed for good", "kill at a crash point", "pause", "lease taken over", "clock wrong", "clock jumped",
     "world size changed", "write sent again", "write sent twice at once", "changed write sent",
     "poison row", "bit flipped",
 }  # fmt: skip
@@ -99,7 +99,7 @@ def test_every_kind_that_is_missed_is_planned_unless_it_is_left_out(site: str) -
         inflicted = {f.kind for f in plan.faults(SLOTS, 60)}
         assert left_out in {kind.name for kind in plan.kinds()}
         assert left_out not in {kind.name for kind in plan.comes()} | firsts | inflicted
-        assert inflicted == {kind.name for kind in plan.inflicted()}
+        assert inflicted == {kind.name for kind in plan.inflicted() if kind.weight}
 
 
 @pytest.mark.long
