@@ -52,6 +52,7 @@ class Scripted:
         headers: of an answer.
         delay_s: until it answers.
         asked: how often it was.
+        body: what it was asked last.
     """
 
     def __init__(self) -> None:
@@ -61,12 +62,14 @@ class Scripted:
         self.headers: dict[str, str] = {}
         self.delay_s = 0.0
         self.asked = 0
+        self.body: dict[str, Any] = {}
 
     async def chat(self, request: Request) -> Response:
         """Answer."""
         self.asked += 1
+        self.body = await request.json()
         await anyio.sleep(self.delay_s)
-        if (await request.json()).get("stream"):
+        if self.body.get("stream"):
             return StreamingResponse(self._lines(), media_type="text/event-stream")
         # Not JSONResponse, which refuses NaN.
         body = json.dumps(self.answer)
@@ -303,7 +306,8 @@ async def test_what_restricts_sampling_is_refused_by_name(
     sqlite_store_url: str, upstream: str, scripted: Scripted, mode: str
 ) -> None:
     async with recording(sqlite_store_url, upstream, logprobs_mode=mode) as url:
-        for option in RESTRICTING:
+        refused = [option for option in RESTRICTING if "tools" not in option]
+        for option in refused:
             (key,) = option
             told = await chat(url, "t/0", **option)
             said = told.json()["error"]["message"]
@@ -312,7 +316,7 @@ async def test_what_restricts_sampling_is_refused_by_name(
             assert "send it to the inference server itself" in said
             nothing: dict[str, Any] = {key: None}
             assert (await chat(url, f"{key}/0", **nothing)).status_code == 200
-        assert scripted.asked == len(RESTRICTING)
+        assert scripted.asked == len(refused)
 
 
 async def test_what_leaves_the_choice_to_the_model_passes(
@@ -330,6 +334,24 @@ async def test_what_leaves_the_choice_to_the_model_passes(
         for option in options:
             assert (await chat(url, "t/0", **option)).status_code == 200
     assert scripted.asked == len(options)
+
+
+async def test_tools_are_never_forced_into_their_schema(
+    sqlite_store_url: str, upstream: str, scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some agents ask for ``strict`` of every tool: the model is asked all the same, without it."""
+    tools = [
+        {"type": "function", "function": {"name": "look", "strict": True, "parameters": {}}},
+        {"type": "function", "strict": True, "function": {"name": "walk"}},
+    ]
+    async with recording(sqlite_store_url, upstream) as url:
+        for _ in range(2):
+            assert (await chat(url, "t/0", tools=tools)).status_code == 200
+    assert scripted.body["tools"] == [
+        {"type": "function", "function": {"name": "look", "parameters": {}}},
+        {"type": "function", "function": {"name": "walk"}},
+    ]
+    assert caplog.text.count("asked for without it") <= 1
 
 
 async def test_a_request_of_the_wrong_form_is_refused_before_it_is_passed_on(

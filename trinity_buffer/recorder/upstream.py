@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
@@ -18,6 +20,8 @@ from trinity_buffer.explorer.answers import (
     text_completion,
 )
 from trinity_buffer.explorer.conversation import Completion
+
+_LOG = logging.getLogger(__name__)
 
 CHAT = "/v1/chat/completions"
 OURS = ("token_ids", "prompt_token_ids")
@@ -76,7 +80,34 @@ def asked_of_upstream(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     elif body.get("stream"):
         # By its count of tokens, lost ids are noticed.
         asked["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
+    if any(map(_is_strict, body.get("tools") or ())):
+        _say_strict()
+        asked["tools"] = [_without_strict(tool) for tool in body["tools"]]
     return {**pinned(body), **asked}
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return bool(tool.get("strict") or (tool.get("function") or {}).get("strict"))
+
+
+def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool whose arguments the server does not force into their schema.
+
+    Some agents ask for that of every tool. It would restrict what is sampled, which no log-prob
+    shows; without it their calls are those of the model.
+    """
+    plain = {key: value for key, value in tool.items() if key != "strict"}
+    if isinstance(function := plain.get("function"), Mapping):
+        plain["function"] = {key: value for key, value in function.items() if key != "strict"}
+    return plain
+
+
+@cache  # once for a process
+def _say_strict() -> None:
+    _LOG.warning(
+        "tools with strict=true are asked for without it: a server that forces their arguments "
+        "into the schema samples otherwise than its log-probs say"
+    )
 
 
 def wants_usage(body: Mapping[str, Any]) -> bool:
