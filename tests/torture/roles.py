@@ -143,15 +143,16 @@ ROWS_PER_POISON = 40
 
 def _poison(experiences: Sequence[Experience], each: int) -> None:
     """Make one of ``each`` rows, or none, too long for the trainers; by its address alone."""
-    for experience in experiences:
-        if each and crc32(experience.eid.uid.encode()) % each == 0:
-            for name in ("tokens", "logprobs", "action_mask"):
-                values = getattr(experience, name)
-                if values is not None:
-                    longer = torch.cat((values, values[-1:].expand(POISON_TOKENS)))
-                    setattr(experience, name, longer)
+    chosen = [e for e in experiences if each and crc32(e.eid.uid.encode()) % each == 0]
+    for experience in chosen:
+        columns = {name: getattr(experience, name) for name in PER_TOKEN}
+        for name, values in columns.items():
+            if values is not None:
+                longer = torch.cat((values, values[-1:].expand(POISON_TOKENS)))
+                setattr(experience, name, longer)
 
 
+PER_TOKEN = ("tokens", "logprobs", "action_mask")
 POISON_TOKENS = 500
 
 

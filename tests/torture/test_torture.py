@@ -28,9 +28,9 @@ SLOTS = {
 
 # What every round guarantees; on a machine that lets us mount a small disk, a full one too.
 PROCESSES = {
-    "kill", "explorer killed for good", "kill at a crash point", "pause", "lease taken over", "clock wrong", "clock jumped",
-    "world size changed", "write sent again", "write sent twice at once", "changed write sent",
-    "poison row", "bit flipped",
+    "kill", "explorer killed for good", "kill at a crash point", "pause", "lease taken over",
+    "clock wrong", "clock jumped", "world size changed", "write sent again",
+    "write sent twice at once", "changed write sent", "poison row", "bit flipped",
 }  # fmt: skip
 GUARANTEED = {
     "sqlite": PROCESSES | {"database full", "file replaced"},
